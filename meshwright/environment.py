@@ -1,0 +1,234 @@
+"""The one place that reads environment variables: who started this process, where its peers meet, where caches lie.
+
+Every function takes the variables as a mapping, so that a test hands in a dict. Nothing here imports torch.
+
+| launcher | recognised by | rank, world size | local rank, local world size |
+|---|---|---|---|
+| torchrun | RANK, WORLD_SIZE | RANK, WORLD_SIZE | LOCAL_RANK, LOCAL_WORLD_SIZE |
+| mpi (Open MPI) | OMPI_COMM_WORLD_RANK | OMPI_COMM_WORLD_RANK, _SIZE | OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE |
+| mpi (MPICH) | PMI_RANK, MPI_LOCALRANKID | PMI_RANK, PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS |
+| slurm | SLURM_STEP_ID, a step of several tasks | SLURM_PROCID, SLURM_NTASKS | SLURM_LOCALID, from the tasks per node |
+| none | nothing of the above | 0 of 1 | 0 of 1 |
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from zlib import crc32
+
+from meshwright.errors import LaunchError
+
+LauncherName = Literal["none", "torchrun", "slurm", "mpi"]
+
+ATTEMPT = "MESHWRIGHT_ATTEMPT"
+"""Set by our own mpiexec launcher: how often the job was restarted."""
+
+_LOOPBACK = "127.0.0.1"
+_SLURM_SPECIAL_STEPS = 0xFFFFFFF0
+"""Step numbers from here on are Slurm's own (batch script, interactive shell): no srun started them."""
+_DERIVED_PORTS = range(20000, 32000)
+"""Below Linux's ephemeral ports, so that an outgoing connection does not happen to hold the port."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """This process's place in its job. `attempt` counts restarts, from 0."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    attempt: int
+    launcher: LauncherName
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a job meet. `hosted`: a store already listens there, so rank 0 must not open one.
+
+    Port 0 (a lone process only): any free port.
+    """
+
+    address: str
+    port: int
+    hosted: bool
+
+
+def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
+    """This process's rank and launcher. Raises LaunchError on a variable that is missing or no number."""
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        environment = _torchrun(variables)
+    elif "OMPI_COMM_WORLD_RANK" in variables:
+        environment = _open_mpi(variables)
+    elif "PMI_RANK" in variables and not _in_slurm_step(variables):
+        environment = _mpich(variables)
+    elif "PMI_RANK" in variables and "MPI_LOCALRANKID" in variables:
+        # MPICH's mpiexec starts its proxies with srun: Slurm's numbers are then the proxy's, not ours.
+        environment = _mpich(variables)
+    elif _in_slurm_step(variables):
+        environment = _slurm(variables)
+    else:
+        environment = Environment(0, 1, 0, 1, 0, "none")
+    if not 0 <= environment.rank < environment.world_size:
+        raise LaunchError(f"the launcher's variables say rank {environment.rank} of {environment.world_size} ranks")
+    return environment
+
+
+def rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
+    """Where this job's ranks meet: MASTER_ADDR and MASTER_PORT where set, else derived from the launcher's job.
+
+    Without them, a Slurm step meets on its first host and an mpirun on one host on loopback, at a port made of the job's
+    name. Raises LaunchError for an mpirun over several hosts, which names none of them.
+    """
+    environment = read_environment(variables)
+    if environment.launcher == "none":
+        return Rendezvous(_LOOPBACK, 0, hosted=False)
+    hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = variables.get("MASTER_ADDR") or _derived_address(environment, variables)
+    if "MASTER_PORT" in variables:
+        return Rendezvous(address, _number(variables, "MASTER_PORT"), hosted)
+    return Rendezvous(address, _derived_port(environment, variables), hosted)
+
+
+def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
+    """Where derived data may be kept: $MESHWRIGHT_CACHE, else $XDG_CACHE_HOME/meshwright, else ~/.cache/meshwright."""
+    if variables.get("MESHWRIGHT_CACHE"):
+        return Path(variables["MESHWRIGHT_CACHE"]).expanduser()
+    if variables.get("XDG_CACHE_HOME"):
+        return Path(variables["XDG_CACHE_HOME"]) / "meshwright"
+    return Path("~/.cache/meshwright").expanduser()
+
+
+def mpi_worker_variables(
+    attempt: int, threads: int, port: int, import_path: Sequence[str], variables: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The environment of an mpiexec that runs local workers, which inherit it.
+
+    `threads`: CPU threads a rank, read by OpenMP when torch is imported. `port`: a free one on loopback, for a torch
+    process group inside an MPI job. `import_path`: the launcher's sys.path, so that workers import the same code.
+    """
+    own = {
+        ATTEMPT: str(attempt),
+        "OMP_NUM_THREADS": str(threads),
+        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in import_path),
+        # Open MPI refuses root without both; containers often have no other user.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    return {**variables, **own}
+
+
+def _torchrun(variables: Mapping[str, str]) -> Environment:
+    return Environment(
+        rank=_number(variables, "RANK"),
+        world_size=_number(variables, "WORLD_SIZE"),
+        local_rank=_number(variables, "LOCAL_RANK"),
+        local_world_size=_number(variables, "LOCAL_WORLD_SIZE"),
+        attempt=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
+        launcher="torchrun",
+    )
+
+
+def _open_mpi(variables: Mapping[str, str]) -> Environment:
+    return Environment(
+        rank=_number(variables, "OMPI_COMM_WORLD_RANK"),
+        world_size=_number(variables, "OMPI_COMM_WORLD_SIZE"),
+        local_rank=_number(variables, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_world_size=_number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        attempt=_number(variables, ATTEMPT, 0),
+        launcher="mpi",
+    )
+
+
+def _mpich(variables: Mapping[str, str]) -> Environment:
+    return Environment(
+        rank=_number(variables, "PMI_RANK"),
+        world_size=_number(variables, "PMI_SIZE"),
+        local_rank=_number(variables, "MPI_LOCALRANKID"),
+        local_world_size=_number(variables, "MPI_LOCALNRANKS"),
+        attempt=_number(variables, ATTEMPT, 0),
+        launcher="mpi",
+    )
+
+
+def _in_slurm_step(variables: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several tasks. A step of one task is an ordinary shell."""
+    if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
+        return False
+    srun = _number(variables, "SLURM_STEP_ID") < _SLURM_SPECIAL_STEPS
+    return srun and _number(variables, "SLURM_NTASKS", 1) > 1
+
+
+def _slurm(variables: Mapping[str, str]) -> Environment:
+    return Environment(
+        rank=_number(variables, "SLURM_PROCID"),
+        world_size=_number(variables, "SLURM_NTASKS"),
+        local_rank=_number(variables, "SLURM_LOCALID"),
+        local_world_size=_slurm_tasks_here(variables),
+        attempt=_number(variables, "SLURM_RESTART_COUNT", 0),
+        launcher="slurm",
+    )
+
+
+def _slurm_tasks_here(variables: Mapping[str, str]) -> int:
+    """Tasks on this node: exactly, from `2(x3),1` (nodes in order), else what --ntasks-per-node asked for."""
+    if "SLURM_STEP_TASKS_PER_NODE" not in variables:
+        return _number(variables, "SLURM_NTASKS_PER_NODE")
+    text = variables["SLURM_STEP_TASKS_PER_NODE"]
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text} is not of the form 2(x3),1")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    node = _number(variables, "SLURM_NODEID", 0)
+    if node >= len(tasks):
+        raise LaunchError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={text} has {len(tasks)} nodes")
+    return tasks[node]
+
+
+def _derived_address(environment: Environment, variables: Mapping[str, str]) -> str:
+    if environment.launcher == "slurm":
+        return first_host(_text(variables, "SLURM_STEP_NODELIST"))
+    if environment.local_world_size == environment.world_size:
+        return _LOOPBACK
+    raise LaunchError("MASTER_ADDR is not set: set it, and MASTER_PORT, to rank 0's host and a free port there")
+
+
+def _derived_port(environment: Environment, variables: Mapping[str, str]) -> int:
+    """A port that all ranks of a job agree on and that two jobs on a host seldom share."""
+    if environment.launcher == "slurm":
+        job = f"{_text(variables, 'SLURM_JOB_ID')}.{_text(variables, 'SLURM_STEP_ID')}"
+    elif "PMIX_NAMESPACE" in variables:
+        job = variables["PMIX_NAMESPACE"]
+    else:
+        raise LaunchError("MASTER_PORT is not set: set it to a port that is free on rank 0's host")
+    return _DERIVED_PORTS[crc32(job.encode()) % len(_DERIVED_PORTS)]
+
+
+def first_host(node_list: str) -> str:
+    """The first host of a Slurm node list: `node[07-09,12]-ib,gpu1` -> `node07-ib`."""
+    first = re.split(r",(?![^\[]*\])", node_list)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+def _text(variables: Mapping[str, str], name: str) -> str:
+    if name not in variables:
+        raise LaunchError(f"{name} is not set, though this process's launcher should set it")
+    return variables[name]
+
+
+def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and name not in variables:
+        return default
+    text = _text(variables, name)
+    if not text.isdigit():
+        raise LaunchError(f"{name}={text} is not a count")
+    return int(text)

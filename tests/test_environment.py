@@ -1,0 +1,141 @@
+"""Launchers' variables, as real ones set them, read into one form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.environment import (
+    Environment,
+    Rendezvous,
+    cache_folder,
+    first_host,
+    mpi_worker_variables,
+    read_environment,
+    rendezvous,
+)
+from meshwright.errors import LaunchError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "MASTER_ADDR": "host0",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "6",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "node[07-09,12]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-7@1",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, Environment(0, 1, 0, 1, 0, "none")),
+        (TORCHRUN, Environment(5, 8, 1, 4, 2, "torchrun")),
+        (SLURM, Environment(6, 7, 0, 1, 0, "slurm")),
+        (OPEN_MPI, Environment(1, 2, 1, 2, 0, "mpi")),
+        ({**OPEN_MPI, "MESHWRIGHT_ATTEMPT": "3"}, Environment(1, 2, 1, 2, 3, "mpi")),
+        (MPICH, Environment(1, 2, 0, 1, 0, "mpi")),
+        # mpirun and MPICH's mpiexec inside a Slurm step: the step's numbers belong to their daemons
+        ({**SLURM, **OPEN_MPI}, Environment(1, 2, 1, 2, 0, "mpi")),
+        ({**SLURM, **MPICH}, Environment(1, 2, 0, 1, 0, "mpi")),
+        # srun --mpi=pmi2 sets PMI_RANK but not the local rank
+        ({**SLURM, "PMI_RANK": "6", "PMI_SIZE": "7"}, Environment(6, 7, 0, 1, 0, "slurm")),
+        # an interactive shell, a batch script: nobody started several of us
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Environment(0, 1, 0, 1, 0, "none")),
+        ({**SLURM, "SLURM_STEP_ID": "4294967291"}, Environment(0, 1, 0, 1, 0, "none")),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Environment(0, 1, 0, 1, 0, "none")),
+    ],
+)
+def test_each_launcher(variables: dict[str, str], expected: Environment) -> None:
+    assert read_environment(variables) == expected
+
+
+def test_slurm_falls_back_on_the_requested_tasks_per_node() -> None:
+    variables = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_TASKS_PER_NODE"}
+    assert read_environment({**variables, "SLURM_NTASKS_PER_NODE": "2"}).local_world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({**TORCHRUN, "RANK": "x"}, "RANK=x is not a count"),
+        ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8 ranks"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK is not set"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID is not set"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "two"}, "is not of the form"),
+        ({**SLURM, "SLURM_NODEID": "4"}, "has 4 nodes"),
+    ],
+)
+def test_broken_variables_are_named(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        read_environment(variables)
+
+
+def test_rendezvous_given() -> None:
+    assert rendezvous(TORCHRUN) == Rendezvous("host0", 29500, hosted=True)
+    assert rendezvous({**OPEN_MPI, "MASTER_ADDR": "h", "MASTER_PORT": "1"}) == Rendezvous("h", 1, hosted=False)
+    assert rendezvous({}) == Rendezvous("127.0.0.1", 0, hosted=False)
+
+
+def test_rendezvous_derived() -> None:
+    slurm = rendezvous(SLURM)
+    assert (slurm.address, slurm.hosted) == ("node07", False)
+    assert 20000 <= slurm.port < 32000
+    assert rendezvous({**SLURM, "SLURM_PROCID": "1", "SLURM_NODEID": "0"}) == slurm
+    assert rendezvous({**SLURM, "SLURM_JOB_ID": "78"}).port != slurm.port
+    assert rendezvous(OPEN_MPI).address == "127.0.0.1"
+
+
+def test_rendezvous_over_hosts_needs_an_address() -> None:
+    with pytest.raises(LaunchError, match="MASTER_ADDR is not set"):
+        rendezvous({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [
+        ("node1", "node1"),
+        ("a,b", "a"),
+        ("node[07-09,12]-ib,gpu1", "node07-ib"),
+        ("r[1-2]n[3,5]", "r1n3"),
+        ("gpu1,node[1-2]", "gpu1"),
+    ],
+)
+def test_first_host(node_list: str, host: str) -> None:
+    assert first_host(node_list) == host
+
+
+def test_cache_folder() -> None:
+    assert cache_folder({"MESHWRIGHT_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    assert cache_folder({"XDG_CACHE_HOME": "/b"}) == Path("/b/meshwright")
+    assert cache_folder({}) == Path.home() / ".cache" / "meshwright"
+
+
+def test_mpi_worker_variables_keep_what_is_there_and_are_read_back() -> None:
+    variables = mpi_worker_variables(2, 3, 4567, ["", "/x"], {"HOME": "/h", "OMP_NUM_THREADS": "9"})
+    assert variables["HOME"] == "/h"
+    assert variables["OMP_NUM_THREADS"] == "3"
+    assert variables["PYTHONPATH"] == ".:/x"
+    assert read_environment({**variables, **OPEN_MPI}).attempt == 2
+    assert rendezvous({**variables, **OPEN_MPI}) == Rendezvous("127.0.0.1", 4567, hosted=False)
