@@ -1,0 +1,17 @@
+"""Starting a job's ranks on this machine, stopping them, and saying in one message why they died.
+
+    cli ── launch(job, ...) ──┬─ elastic.py   torch's elastic agent: forked workers (spawned on CUDA)
+                              └─ mpiexec.py   Open MPI's mpiexec: `python -m meshwright.launch FOLDER`
+    inside a worker: worker.py runs the job's entry function with (environment, stop, **arguments)
+
+The launcher and its workers share a private folder: job.json, attempt-K/rank-R.json (a failed rank's last words), and the
+file `stop`, whose existence asks the workers to finish their step and leave. torch is imported only where it is needed.
+"""
+
+from meshwright.launch.failure import Interrupted
+from meshwright.launch.job import Job
+from meshwright.launch.launcher import Transport, launch
+from meshwright.launch.stop import StopRequest
+from meshwright.launch.worker import joined, run_worker
+
+__all__ = ["Interrupted", "Job", "StopRequest", "Transport", "joined", "launch", "run_worker"]

@@ -1,0 +1,14 @@
+"""`python -m meshwright.launch FOLDER`: one rank of a job that our mpiexec launcher started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from meshwright.launch.output import SOCKET, receive_output
+from meshwright.launch.worker import run_launched
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    receive_output(folder / SOCKET)
+    run_launched(folder, parent=None)

@@ -1,0 +1,65 @@
+"""Hand the launcher's stdout and stderr to workers that mpiexec starts.
+
+mpiexec forwards its ranks' output through a pseudo-terminal of its own: a progress bar then believes in a terminal where
+the user redirected to a file, does not know the window's width, and mixes with mpiexec's own messages. So each worker
+fetches the launcher's real descriptors over a Unix socket, and writes as if it had been forked.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import selectors
+import socket
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+SOCKET = "output"
+"""The socket's name in the launch folder."""
+
+_TIMEOUT_SECONDS = 30.0
+
+
+class OutputServer:
+    """The launcher's side; `serve` must be called again and again while workers may start."""
+
+    def __init__(self, path: Path) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(1024)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def serve(self, seconds: float) -> None:
+        """Wait up to `seconds` for a worker and give it our stdout and stderr."""
+        if not self._selector.select(seconds):
+            return
+        worker, _ = self._listener.accept()
+        with worker:
+            socket.send_fds(worker, [b"x"], [1, 2])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._selector.close()
+        self._listener.close()
+
+
+def receive_output(path: Path) -> None:
+    """A worker's side: replace this process's stdout and stderr by the launcher's."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
+        launcher.settimeout(_TIMEOUT_SECONDS)
+        launcher.connect(str(path))
+        _, descriptors, _, _ = socket.recv_fds(launcher, 1, 2)
+    for descriptor, own in zip(descriptors, (1, 2), strict=True):
+        os.dup2(descriptor, own)
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        # Python chose the buffering by what mpiexec had given us.
+        assert isinstance(stream, io.TextIOWrapper), stream
+        stream.reconfigure(line_buffering=True)

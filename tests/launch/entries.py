@@ -1,0 +1,116 @@
+"""What the launched jobs of these tests do. Each rank leaves files in `out`, for the test to read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from meshwright.environment import Environment
+from meshwright.errors import DataError
+from meshwright.launch import StopRequest
+
+PATIENCE_SECONDS = 60.0
+
+
+def note(environment: Environment, stop: StopRequest, out: str, text: str = "") -> None:
+    """Leave who and where we are."""
+    facts = f"{environment.rank}/{environment.world_size} {environment.local_rank} {environment.launcher}{text}"
+    Path(out, f"{environment.attempt}-{environment.rank}").write_text(facts)
+
+
+def greet(environment: Environment, stop: StopRequest) -> None:
+    """Write to both streams."""
+    print(f"out {environment.rank} tty {sys.stdout.isatty()}")
+    print(f"err {environment.rank}", file=sys.stderr)
+
+
+def count_threads(environment: Environment, stop: StopRequest, out: str) -> None:
+    """Leave torch's number of threads."""
+    import torch
+
+    Path(out, str(environment.rank)).write_text(str(torch.get_num_threads()))
+
+
+def wait_for_peers(environment: Environment, out: str) -> None:
+    """Return when every rank is here, each having left its process id."""
+    partial = Path(out, f"partial-{environment.rank}")
+    partial.write_text(str(os.getpid()))
+    partial.rename(Path(out, f"pid-{environment.rank}"))
+    while len(list(Path(out).glob("pid-*"))) < environment.world_size:
+        time.sleep(0.01)
+
+
+def wait(environment: Environment, stop: StopRequest, out: str) -> None:
+    """Take steps until asked to stop, then take a moment for a checkpoint."""
+    wait_for_peers(environment, out)
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not stop.requested and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    Path(out, f"saved-{environment.rank}").write_text(str(stop.requested))
+
+
+def wait_deaf(environment: Environment, stop: StopRequest, out: str) -> None:
+    """Never listen."""
+    wait_for_peers(environment, out)
+    time.sleep(PATIENCE_SECONDS)
+
+
+def fail(environment: Environment, stop: StopRequest, out: str, how: str) -> None:
+    """Rank 1 fails; the others wait for it in vain."""
+    wait_for_peers(environment, out)
+    if environment.rank != 1:
+        time.sleep(PATIENCE_SECONDS)
+    if how == "bug":
+        raise ValueError("a bug\nof two lines")
+    if how == "user":
+        raise DataError("corpus.bin is damaged: build it again")
+    if how == "exit":
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_in_a_row(environment: Environment, stop: StopRequest, out: str, first: str) -> None:
+    """Rank 1 dies, then rank 0 breaks on it, as on a lost connection; rank 0's end may be seen first."""
+    wait_for_peers(environment, out)
+    if environment.rank == 1:
+        Path(out, "dying").touch()
+        if first == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("the first cause")
+    while not Path(out, "dying").exists():
+        time.sleep(0.001)
+    time.sleep(0.02)
+    raise ConnectionResetError("connection reset by peer")
+
+
+def fail_once(environment: Environment, stop: StopRequest, out: str) -> None:
+    """The last rank of attempt 0 is killed; attempt 1 succeeds."""
+    if environment.attempt == 0:
+        if environment.rank == environment.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(PATIENCE_SECONDS)
+    note(environment, stop, out)
+
+
+def reduce_after_restart(environment: Environment, stop: StopRequest, out: str) -> None:
+    """A gloo all-reduce in each attempt, over the launcher's store; rank 1 is killed after the first."""
+    import torch
+    import torch.distributed as dist
+
+    from meshwright.environment import rendezvous
+
+    place = rendezvous()
+    store = dist.TCPStore(place.address, place.port, environment.world_size, place.is_server(environment))
+    prefixed = dist.PrefixStore(f"attempt-{environment.attempt}", store)
+    dist.init_process_group("gloo", store=prefixed, rank=environment.rank, world_size=environment.world_size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if environment.attempt == 0 and environment.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    note(environment, stop, out, f" {int(total.item())}")
+    dist.destroy_process_group()

@@ -1,0 +1,56 @@
+"""One cause out of many deaths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import DataError
+from meshwright.launch.failure import Death, Report, explain, read_reports
+
+
+def report(rank: int, nanoseconds: int, summary: str = "ValueError: x") -> Report:
+    return Report(rank, nanoseconds, summary, "Traceback of it")
+
+
+def test_reports_come_back_in_the_order_of_time(tmp_path: Path) -> None:
+    early, late = report(3, 5), report(0, 9)
+    for written in (late, early):
+        written.write(tmp_path, attempt=1)
+    report(2, 1).write(tmp_path, attempt=0)
+    assert read_reports(tmp_path, attempt=1) == [early, late]
+    assert read_reports(tmp_path, attempt=2) == []
+
+
+@pytest.mark.parametrize(
+    ("death", "reports", "message"),
+    [
+        (Death(1, -9), [], "rank 1 was killed by signal 9 (SIGKILL); if nobody killed it, the machine ran out of memory"),
+        (Death(1, -11), [], "rank 1 was killed by signal 11 (SIGSEGV)"),
+        (Death(0, 3), [], "rank 0 exited with code 3 and left no message"),
+        (Death(1, -15), [report(0, 5)], "rank 1 was killed by signal 15 (SIGTERM)"),
+        (Death(0, 1), [report(2, 4), report(0, 5)], "rank 2 failed: ValueError: x\nTraceback of it"),
+        (Death(1, -6), [report(0, 5)], "rank 0 failed: ValueError: x\nTraceback of it"),
+        (Death(1, -6), [], "rank 1 was killed by signal 6 (SIGABRT)"),
+    ],
+)
+def test_explain(death: Death, reports: list[Report], message: str) -> None:
+    assert explain(death, reports) == message
+
+
+def test_report_of_a_bug_has_one_line_and_a_traceback() -> None:
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError as error:
+        written = Report.of(2, error)
+    assert written.summary == "ValueError: first"
+    assert 'raise ValueError("first\\nsecond")' in written.details
+
+
+def test_report_of_a_users_mistake_is_its_text() -> None:
+    assert str(Report.of(2, DataError("no such file: a.txt"))) == "rank 2 failed: no such file: a.txt"
+
+
+def test_report_of_an_exit() -> None:
+    assert "it called exit with 2" in str(Report.of(0, SystemExit(2)))
