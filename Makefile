@@ -1,0 +1,77 @@
+#: make quickstart   train a small GPT-2, look at it, sample from it (5 minutes on 2 cores after the install)
+#: make test         the tests
+#: make check        what CI runs: format, lint, types, tests
+#:
+#: PYTHON=python3.12        another interpreter (>= 3.11)
+#: PIP_ARGS="..."           more words for `pip install`: an index with CPU builds of torch, a proxy
+#: PYTEST_ARGS="-n 2 -k x"  more words for pytest
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+OUT := out/quickstart
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -c constraints.txt
+
+# A stamp says that an install ended well; it is done again when what it was made from is newer than the stamp.
+CREATED := $(VENV)/.created
+RUNNABLE := $(VENV)/.runnable
+TESTABLE := $(VENV)/.testable
+
+.PHONY: help quickstart test check format clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^#: //p' Makefile
+
+$(CREATED):
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) here; name a Python >= 3.11: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1), and Meshwright needs 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "make: $(PYTHON) has no venv module; on Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(RUNNABLE): pyproject.toml constraints.txt | $(CREATED)
+	@echo "Installing Meshwright and its pinned dependencies into $(VENV) (torch is large: some minutes the first time)"
+	$(PIP) -e '.[mpi]'
+	@touch $@
+
+$(TESTABLE): pyproject.toml constraints.txt | $(CREATED)
+	@echo "Installing Meshwright, its pinned dependencies and the tests' tools into $(VENV) (some minutes the first time)"
+	$(PIP) -e '.[dev]'
+	@touch $(RUNNABLE) $@
+
+# It starts from nothing each time, so that what it prints is what a newcomer sees.
+quickstart: $(RUNNABLE)
+	@rm -rf $(OUT)
+	$(BIN)/meshwright train meshwright/configs/runs/quickstart.yaml --out $(OUT)
+	$(BIN)/meshwright eval $(OUT) --task perplexity
+	$(BIN)/meshwright generate $(OUT) --prompt "def "
+	@echo
+	@echo "Done. The loss curve is $(OUT)/loss.png, the numbers are $(OUT)/metrics.jsonl. What to try next:"
+	@echo "  $(BIN)/meshwright verify meshwright/configs/runs/quickstart.yaml                 do two processes compute what one does?"
+	@echo "  $(BIN)/meshwright train meshwright/configs/runs/quickstart.yaml layout.data.sync=ring --out out/ring"
+	@echo "  $(BIN)/meshwright generate $(OUT) --prompt 'class '                             another sample"
+	@echo "  $(BIN)/meshwright doctor                                                        what this machine can run"
+
+test: $(TESTABLE)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(TESTABLE)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+format: $(TESTABLE)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Runs that you trained yourself under out/ stay.
+clean:
+	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find meshwright tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
