@@ -86,8 +86,8 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 def rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
     """Where this job's ranks meet: MASTER_ADDR and MASTER_PORT where set, else derived from the launcher's job.
 
-    Without them, a Slurm step meets on its first host and an mpirun on one host on loopback, at a port made of the job's
-    name. Raises LaunchError for an mpirun over several hosts, which names none of them.
+    Without them, a Slurm step meets on its first host and an mpirun on one host on loopback, at a port made of the
+    job's name. Raises LaunchError for an mpirun over several hosts, which names none of them.
     """
     environment = read_environment(variables)
     if environment.launcher == "none":

@@ -48,7 +48,7 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    "variables, expected",
     [
         ({}, Environment(0, 1, 0, 1, 0, "none")),
         (TORCHRUN, Environment(5, 8, 1, 4, 2, "torchrun")),
@@ -77,7 +77,7 @@ def test_slurm_falls_back_on_the_requested_tasks_per_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    "variables, message",
     [
         ({**TORCHRUN, "RANK": "x"}, "RANK=x is not a count"),
         ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8 ranks"),
@@ -116,7 +116,7 @@ def test_rendezvous_over_hosts_needs_an_address() -> None:
 
 
 @pytest.mark.parametrize(
-    ("node_list", "host"),
+    "node_list, host",
     [
         ("node1", "node1"),
         ("a,b", "a"),

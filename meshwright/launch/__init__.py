@@ -4,8 +4,8 @@
                               └─ mpiexec.py   Open MPI's mpiexec: `python -m meshwright.launch FOLDER`
     inside a worker: worker.py runs the job's entry function with (environment, stop, **arguments)
 
-The launcher and its workers share a private folder: job.json, attempt-K/rank-R.json (a failed rank's last words), and the
-file `stop`, whose existence asks the workers to finish their step and leave. torch is imported only where it is needed.
+The launcher and its workers share a private folder: job.json, attempt-K/rank-R.json (a failed rank's last words), and
+the file `stop`, whose existence asks the workers to finish their step and leave. torch is imported only where needed.
 """
 
 from meshwright.launch.failure import Interrupted

@@ -1,8 +1,8 @@
 """Local workers through torch's elastic agent: it starts them, watches them, and restarts them as a group.
 
 On a CPU the workers are forked from this process, which has imported torch but run nothing with it: a rank starts in a
-tenth of a second. CUDA does not survive a fork, so there they are spawned. The agent keeps a TCP store on loopback, on a
-port that the kernel picked, over all restarts; workers must therefore prefix their keys with the attempt.
+tenth of a second. CUDA does not survive a fork, so there they are spawned. The agent keeps a TCP store on loopback, on
+a port that the kernel picked, over all restarts; workers must therefore prefix their keys with the attempt.
 """
 
 from __future__ import annotations

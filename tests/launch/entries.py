@@ -73,6 +73,11 @@ def fail(environment: Environment, stop: StopRequest, out: str, how: str) -> Non
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def refuse(environment: Environment, stop: StopRequest) -> None:
+    """A user's mistake on every rank."""
+    raise DataError("corpus.bin is damaged: build it again")
+
+
 def fail_in_a_row(environment: Environment, stop: StopRequest, out: str, first: str) -> None:
     """Rank 1 dies, then rank 0 breaks on it, as on a lost connection; rank 0's end may be seen first."""
     wait_for_peers(environment, out)

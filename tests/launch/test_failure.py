@@ -24,9 +24,13 @@ def test_reports_come_back_in_the_order_of_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("death", "reports", "message"),
+    "death, reports, message",
     [
-        (Death(1, -9), [], "rank 1 was killed by signal 9 (SIGKILL); if nobody killed it, the machine ran out of memory"),
+        (
+            Death(1, -9),
+            [],
+            "rank 1 was killed by signal 9 (SIGKILL); if nobody killed it, the machine ran out of memory",
+        ),
         (Death(1, -11), [], "rank 1 was killed by signal 11 (SIGSEGV)"),
         (Death(0, 3), [], "rank 0 exited with code 3 and left no message"),
         (Death(1, -15), [report(0, 5)], "rank 1 was killed by signal 15 (SIGTERM)"),

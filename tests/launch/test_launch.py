@@ -37,7 +37,7 @@ def test_threads(tmp_path: Path, transport: Transport) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    "how, message",
     [
         ("bug", "rank 1 failed: ValueError: a bug\nTraceback"),
         ("user", "rank 1 failed: corpus.bin is damaged: build it again"),
@@ -56,7 +56,7 @@ def test_a_dying_rank_ends_the_job_with_one_message(
 
 
 @pytest.mark.parametrize(
-    ("first", "message"), [("killed", "rank 1 was killed by signal 9"), ("raised", "rank 1 failed: ValueError: the first")]
+    "first, message", [("killed", "rank 1 was killed by signal 9"), ("raised", "rank 1 failed: ValueError: the first")]
 )
 def test_the_first_cause_is_named_not_its_consequence(
     tmp_path: Path, transport: Transport, first: str, message: str
@@ -82,9 +82,14 @@ def test_restarts_run_out(tmp_path: Path, transport: Transport) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    "entry, message",
     [("nowhere", "not of the form"), (f"{HERE}:nothing", "does not exist"), ("no.such.module:f", "does not exist")],
 )
 def test_a_wrong_entry_fails_before_any_process(entry: str, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         launch(Job(entry), 2, "torch", threads=1)
+
+
+def test_spawned_workers_as_on_cuda(tmp_path: Path) -> None:
+    launch(Job(f"{HERE}:note", {"out": str(tmp_path)}), 1, "torch", device="cuda", threads=1)
+    assert read(tmp_path) == {"0-0": "0/1 0 torchrun"}
