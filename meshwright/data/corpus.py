@@ -1,0 +1,212 @@
+"""Documents out of every form of text a user may hold: the standard library's source, text, jsonl, parquet, a folder
+of these, or a Hugging Face dataset folder.
+
+A document is a non-empty string. The order is the same on every machine that holds the same files: folders are walked
+sorted by relative path. Documents of white space alone carry nothing to learn and are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from meshwright.errors import DataError
+
+STDLIB = "stdlib"
+TEXT_KEY = "text"
+
+# Python's own tests are three fifths of the library's bytes (19 of 31 MB), hold files that are wrong on purpose, and
+# some distributions leave them out: without them the corpus is smaller, cleaner and the same everywhere.
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+def documents(source: str) -> Iterator[str]:
+    """Every document of `source`: `stdlib`, or the path of a file or folder.
+
+    Raises DataError naming the file, the line (jsonl) or row (parquet), and the key that is missing.
+    """
+    return (document for document in _raw_documents(source) if document.strip())
+
+
+def source_name(source: str) -> str:
+    """A short name of the source that holds no path of this machine."""
+    return f"stdlib of Python {platform.python_version()}" if source == STDLIB else _existing(source).resolve().name
+
+
+def source_identity(source: str) -> list[object]:
+    """What changes when the source changes, found without reading it: names, sizes and, for paths, times of change."""
+    if source == STDLIB:
+        root = _stdlib_root()
+        listed = [(str(path.relative_to(root)), path.stat().st_size) for path in _stdlib_files()]
+        return [STDLIB, platform.python_version(), listed]
+    path = _existing(source).resolve()
+    files = [path] if path.is_file() else _folder_files(path)
+    return [str(path), [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]]
+
+
+def _raw_documents(source: str) -> Iterator[str]:
+    if source == STDLIB:
+        return _stdlib_documents()
+    path = _existing(source)
+    return _folder_documents(path) if path.is_dir() else _file_documents(path)
+
+
+def _existing(source: str) -> Path:
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise DataError(f"{source}: no such file or folder (give `{STDLIB}`, a file, or a folder)")
+    return path
+
+
+def _stdlib_root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _stdlib_files() -> list[Path]:
+    root = _stdlib_root()
+    kept = (path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts))
+    return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _stdlib_documents() -> Iterator[str]:
+    for path in _stdlib_files():
+        try:
+            yield path.read_bytes().decode()
+        except UnicodeDecodeError:
+            continue  # a source file in another encoding (PEP 263): nothing the user could mend
+
+
+def _folder_documents(folder: Path) -> Iterator[str]:
+    """The folder's files, hidden ones aside. Every other file must be readable: none is skipped silently."""
+    if (folder / "state.json").is_file():
+        yield from _dataset_documents(folder)
+        return
+    if (folder / "dataset_dict.json").is_file():
+        yield from _dataset_documents(_only_split(folder))
+        return
+    files = _folder_files(folder)
+    if not files:
+        raise DataError(f"{folder}: holds no file to read (text, .jsonl or .parquet)")
+    for path in files:
+        yield from _file_documents(path)
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    files = (path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
+    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+
+
+def _file_documents(path: Path) -> Iterator[str]:
+    match path.suffix.lower():
+        case ".jsonl":
+            return _jsonl_documents(path)
+        case ".parquet":
+            return _parquet_documents(path)
+        case ".arrow":
+            raise DataError(f"{path}: is a part of a Hugging Face dataset; give the folder that save_to_disk wrote")
+        case _:
+            return iter([_read_text(path)])
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        hint = "convert it to UTF-8, unpack it, or move it out of the source"
+        raise DataError(f"{path}: is no UTF-8 text (byte {error.start}): {hint}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _jsonl_documents(path: Path) -> Iterator[str]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path} line {number}"
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise DataError(f"{where}: is no JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise DataError(f'{where}: is no JSON object; wanted {{"{TEXT_KEY}": ...}}')
+            if TEXT_KEY not in record:
+                raise DataError(f"{where}: has no key `{TEXT_KEY}`; its keys: {', '.join(record) or 'none'}")
+            yield _checked(record[TEXT_KEY], where)
+
+
+def _checked(value: object, where: str) -> str:
+    """A string that has a UTF-8 form: JSON may hold lone surrogates, which have none."""
+    if not isinstance(value, str):
+        raise DataError(f"{where}: `{TEXT_KEY}` holds no string but {value!r:.40}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{where}: `{TEXT_KEY}` has a lone surrogate at character {error.start}") from error
+    return value
+
+
+def _parquet_documents(path: Path) -> Iterator[str]:
+    pyarrow = _optional("pyarrow", path)
+    parquet = _optional("pyarrow.parquet", path)
+    try:
+        file = parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: is no readable parquet file: {error}") from error
+    with file:
+        _check_column(path, list(file.schema_arrow.names))
+        row = 0
+        try:
+            for batch in file.iter_batches(batch_size=1024, columns=[TEXT_KEY]):
+                for value in batch.column(0).to_pylist():
+                    yield _checked(value, f"{path} row {row}")
+                    row += 1
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{path}: is damaged behind row {row}: {error}") from error
+
+
+def _only_split(folder: Path) -> Path:
+    """The one split of a saved dataset dictionary. Which of several to train on is the user's to say."""
+    try:
+        splits = [str(name) for name in json.loads((folder / "dataset_dict.json").read_text())["splits"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder / 'dataset_dict.json'}: does not list the dataset's splits") from error
+    if len(splits) != 1:
+        raise DataError(f"{folder}: holds the splits {', '.join(splits)}: give one of them, as {folder}/{splits[0]}")
+    return folder / splits[0]
+
+
+def _dataset_documents(folder: Path) -> Iterator[str]:
+    pyarrow = _optional("pyarrow", folder)
+    datasets = _optional("datasets", folder)
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
+        raise DataError(f"{folder}: is no readable Hugging Face dataset: {error}") from error
+    _check_column(folder, list(dataset.column_names))
+    for row, record in enumerate(dataset.select_columns([TEXT_KEY])):
+        yield _checked(record[TEXT_KEY], f"{folder} row {row}")
+
+
+def _check_column(path: Path, columns: list[str]) -> None:
+    if TEXT_KEY not in columns:
+        raise DataError(f"{path}: has no column `{TEXT_KEY}`; its columns: {', '.join(columns) or 'none'}")
+
+
+def _optional(module: str, path: Path) -> ModuleType:
+    """A library of the `hf` extra, or what to install to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise DataError(f'{path}: reading it needs {name}: pip install "meshwright[hf]"') from error

@@ -1,0 +1,153 @@
+"""A prepared folder: packed token files and the header that says what is in them.
+
+| file | holds |
+|---|---|
+| train.bin, validation.bin | token ids, the end token after each document; little-endian uint16, or uint32 if need be |
+| tokenizer.json | the tokenizer, in Hugging Face's form |
+| header.json | the facts below; no time and no path of the machine, so that the same corpus gives the same bytes |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import ValidationError
+
+from meshwright.config.schema import Count, Positive, Section
+from meshwright.data.split import SPLITS, Split
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer
+from meshwright.errors import ConfigError, DataError
+
+FORMAT: Literal[1] = 1
+HEADER, TOKENIZER = "header.json", "tokenizer.json"
+_REMEDY = "remove the folder and prepare it again"
+
+
+class SplitFacts(Section):
+    """One split's counts. `words` are white-space separated ones of the text, for perplexity per word."""
+
+    tokens: Positive
+    documents: Positive
+    words: Count
+
+
+class Header(Section):
+    """What header.json says."""
+
+    format: Literal[1] = FORMAT
+    dtype: Literal["uint16", "uint32"]
+    byte_order: Literal["little"] = "little"
+    vocabulary_size: Positive
+    end: Count
+    """The id behind every document."""
+    tokenizer: str
+    """bytes, bpe:SIZE as asked for, or file."""
+    source: str
+    validation_share: float
+    """As asked for; the counts say what it became."""
+    corpus_sha256: str
+    train: SplitFacts
+    validation: SplitFacts
+    sha256: dict[str, str]
+    """Of every other file of the folder."""
+
+    def facts(self, split: Split) -> SplitFacts:
+        return self.train if split == "train" else self.validation
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2) + "\n"
+
+
+@dataclass(frozen=True)
+class PackedCorpus:
+    """An opened prepared folder."""
+
+    folder: Path
+    header: Header
+    tokenizer: Tokenizer
+
+    def tokens(self, split: Split) -> np.memmap:
+        """The split's token ids [num_tokens], mapped from the file and read-only."""
+        return np.memmap(self.folder / token_file(split), dtype=self.header.numpy_dtype, mode="r")
+
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Raises ConfigError if a model of `vocabulary` tokens cannot hold the corpus' tokens."""
+        size = self.header.vocabulary_size
+        if vocabulary < size:
+            rule = f"is smaller than the {size} tokens of the corpus' tokenizer ({self.header.tokenizer})"
+            raise ConfigError.of("model.vocabulary", vocabulary, rule, f"{size} or more")
+
+
+def token_file(split: Split) -> str:
+    """The name of a split's token file."""
+    return f"{split}.bin"
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether this is a folder that `prepare` wrote."""
+    return (folder / HEADER).is_file()
+
+
+def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
+    """Open a prepared folder: header, sizes and tokenizer are checked, with `verify` every file's checksum too.
+
+    Raises DataError naming the file that is missing or damaged.
+    """
+    folder = Path(folder)
+    header = _read_header(folder)
+    for split in SPLITS:
+        path = folder / token_file(split)
+        wanted = header.facts(split).tokens * header.numpy_dtype.itemsize
+        if not path.is_file():
+            raise DataError(f"{path}: is missing; {_REMEDY}")
+        if path.stat().st_size != wanted:
+            raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header says {wanted}; {_REMEDY}")
+    for name in sorted(header.sha256) if verify else [TOKENIZER]:
+        _check_sum(folder / name, header.sha256[name])
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    if (tokenizer.vocabulary_size, tokenizer.end) != (header.vocabulary_size, header.end):
+        raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER}; {_REMEDY}")
+    return PackedCorpus(folder, header, tokenizer)
+
+
+def file_sha256(path: Path) -> str:
+    """The file's checksum in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_header(folder: Path) -> Header:
+    path = folder / HEADER
+    if not path.is_file():
+        raise DataError(f"{folder}: is no prepared folder (it has no {HEADER})")
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: is damaged ({error}); {_REMEDY}") from error
+    if isinstance(tree, dict) and tree.get("format", FORMAT) != FORMAT:
+        raise DataError(f"{path}: has format {tree['format']}, this version reads {FORMAT}; {_REMEDY}")
+    try:
+        header = Header.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path}: is no header of a prepared folder ({where}: {first['msg']}); {_REMEDY}") from error
+    if header.sha256.keys() != {TOKENIZER, *map(token_file, SPLITS)}:
+        raise DataError(f"{path}: does not list the folder's files; {_REMEDY}")
+    return header
+
+
+def _check_sum(path: Path, wanted: str) -> None:
+    if not path.is_file():
+        raise DataError(f"{path}: is missing; {_REMEDY}")
+    if file_sha256(path) != wanted:
+        raise DataError(f"{path}: is damaged (its checksum is not the header's); {_REMEDY}")

@@ -1,0 +1,11 @@
+"""How long work reports: a text, and the share done (0 to 1, None where unknown). The caller draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[str, float | None], None]
+
+
+def silent(text: str, done: float | None) -> None:
+    """Reports nothing."""

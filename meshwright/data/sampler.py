@@ -1,0 +1,97 @@
+"""Which windows of the token file a step trains on. Nothing here has state: a sample's number is its whole cursor.
+
+A window is `sequence + 1` tokens, window w beginning at token w * sequence; its first `sequence` tokens are the inputs,
+its last `sequence` the labels, so every token but the first is a label once an epoch. (Less than one window of tokens
+at the file's end is never seen.) An epoch is a seeded permutation of the windows, another one each time.
+
+Step s of a run takes the samples s * B ... s * B + B - 1 (B: sequences in the global batch). A replica asks for its
+rows of them: all layouts see the same global batch, and resuming needs the number of steps, nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from meshwright.data.format import PackedCorpus
+from meshwright.data.permutation import Permutation
+from meshwright.data.split import Split
+from meshwright.errors import DataError
+
+
+class Sampler:
+    """The order of the windows: sample number -> window."""
+
+    def __init__(self, num_tokens: int, sequence: int, seed: int) -> None:
+        """Raises DataError if the tokens make no window."""
+        self.num_windows = (num_tokens - 1) // sequence
+        self._seed = seed
+        if self.num_windows < 1:
+            wanted = f"data.sequence={sequence} needs windows of {sequence + 1} tokens, and there are {num_tokens}"
+            raise DataError(f"{wanted}: take a shorter sequence (at most {max(num_tokens - 1, 1)}) or more text")
+
+    def rows(self, start: int, count: int) -> np.ndarray:
+        """Windows [count] (int64) of the samples start, start + 1, ..., over as many epochs as these touch."""
+        samples = np.arange(start, start + count, dtype=np.int64)
+        epochs, positions = np.divmod(samples, self.num_windows)
+        windows = np.empty_like(samples)
+        for epoch in np.unique(epochs).tolist():
+            of_epoch = epochs == epoch
+            windows[of_epoch] = Permutation(self.num_windows, self._seed, epoch)(positions[of_epoch])
+        return windows
+
+
+class TokenBatches:
+    """Batches of one split of a packed corpus."""
+
+    def __init__(self, corpus: PackedCorpus, split: Split, sequence: int, seed: int) -> None:
+        """`sequence`: tokens a row. Raises DataError if the split is shorter than one window."""
+        self._tokens = np.asarray(corpus.tokens(split))
+        self._sequence = sequence
+        self._where = f"{corpus.folder} {split}"
+        try:
+            self._sampler = Sampler(len(self._tokens), sequence, seed)
+        except DataError as error:
+            raise DataError(f"the {split} split of {corpus.folder}: {error}") from error
+
+    def __len__(self) -> int:
+        """Windows in the split: sequences an epoch."""
+        return self._sampler.num_windows
+
+    def global_batch_rows(self, step: int, global_batch: int) -> np.ndarray:
+        """Windows [global_batch] of a step's whole batch, the same for every rank. Steps count from 0."""
+        return self._sampler.rows(step * global_batch, global_batch)
+
+    def slice(self, step: int, global_batch: int, first_row: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows first_row ... first_row + num_rows - 1 of a step's global batch: inputs, labels, both int64 [n, T]."""
+        _check_rows(global_batch, first_row, num_rows)
+        return self._read(self._sampler.rows(step * global_batch + first_row, num_rows))
+
+    def num_validation_batches(self, global_batch: int) -> int:
+        """Whole global batches that the split's windows make, each window in one of them at most."""
+        return len(self) // global_batch
+
+    def validation_slice(
+        self, index: int, global_batch: int, first_row: int, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `slice`, with the windows in the file's order: batch `index` holds those from index * global_batch on.
+
+        Raises DataError past the last whole batch.
+        """
+        _check_rows(global_batch, first_row, num_rows)
+        if (index + 1) * global_batch > len(self):
+            has = f"has {len(self)} windows of data.sequence={self._sequence}"
+            wanted = f"batch {index} of batch.global={global_batch} needs {(index + 1) * global_batch}"
+            raise DataError(f"{self._where}: {has}, {wanted}; raise data.validation, or lower validation.batches")
+        start = index * global_batch + first_row
+        return self._read(np.arange(start, start + num_rows, dtype=np.int64))
+
+    def _read(self, windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels [n, T] of the given windows [n]."""
+        places = windows[:, None] * self._sequence + np.arange(self._sequence + 1)
+        rows = torch.from_numpy(self._tokens[places].astype(np.int64))
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def _check_rows(global_batch: int, first_row: int, num_rows: int) -> None:
+    assert 0 <= first_row <= first_row + num_rows <= global_batch, (global_batch, first_row, num_rows)

@@ -1,0 +1,151 @@
+"""Every form of source gives its documents; every mistake is named by file, line and key."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from meshwright.data import corpus
+from meshwright.data.corpus import documents, source_identity, source_name
+from meshwright.errors import DataError
+
+
+def test_stdlib_is_python_source_without_tests() -> None:
+    first = next(iter(documents("stdlib")))
+    assert "import" in first
+    listed = [name for name, _ in source_identity("stdlib")[2]]  # type: ignore[attr-defined]
+    assert listed == sorted(listed)
+    assert "asyncio/events.py" in listed
+    assert not [name for name in listed if "site-packages" in name or "/test/" in name or name.startswith("test/")]
+    assert source_name("stdlib").startswith("stdlib of Python 3.")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "wiki.train.tokens", "no_suffix"])
+def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(" = Title = \r\n\n text <unk> é\n".encode())
+    assert list(documents(str(tmp_path / name))) == [" = Title = \r\n\n text <unk> é\n"]
+
+
+def test_jsonl_takes_the_text_of_every_line_and_leaves_out_blanks(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n\n{"id": 3, "text": "t\\nwo \\ud83d\\ude00"}\n{"text": " \\n"}\n')
+    assert list(documents(str(path))) == ["one", "t\nwo 😀"]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"text": ', "line 2: is no JSON"),
+        ('["text"]', "line 2: is no JSON object"),
+        ('{"body": "x", "id": 1}', "line 2: has no key `text`; its keys: body, id"),
+        ('{"text": 7}', "line 2: `text` holds no string but 7"),
+        ('{"text": "\\ud800"}', "line 2: `text` has a lone surrogate at character 0"),
+    ],
+)
+def test_jsonl_mistakes_are_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError) as caught:
+        list(documents(str(path)))
+    assert str(caught.value).startswith(f"{path} {message}")
+
+
+def write_parquet(path: Path, **columns: list[object]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def test_parquet_takes_the_text_column(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+    texts = [f"document {number}" for number in range(3000)]
+    write_parquet(path, id=list(range(3000)), text=list(texts))
+    assert list(documents(str(path))) == texts
+
+
+def test_parquet_mistakes_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+    write_parquet(path, id=[1], body=["x"])
+    with pytest.raises(DataError, match=r"a\.parquet: has no column `text`; its columns: id, body"):
+        list(documents(str(path)))
+    write_parquet(path, text=["x", None])
+    with pytest.raises(DataError, match=r"a\.parquet row 1: `text` holds no string but None"):
+        list(documents(str(path)))
+    path.write_bytes(b"PAR1 but not really")
+    with pytest.raises(DataError, match=r"a\.parquet: is no readable parquet file"):
+        list(documents(str(path)))
+
+
+def test_a_missing_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> ModuleType:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r'needs pyarrow: pip install "meshwright\[hf\]"'):
+        list(documents(str(tmp_path)))
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "first"}))
+    (tmp_path / "sub" / "c.md").write_text("third")
+    (tmp_path / ".git" / "config").write_text("hidden")
+    assert list(documents(str(tmp_path))) == ["first", "second", "third"]
+
+
+def test_a_folder_skips_no_file_silently(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no file to read"):
+        list(documents(str(tmp_path)))
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.bin").write_bytes(b"ab\xff\xfe")
+    with pytest.raises(DataError, match=r"b\.bin: is no UTF-8 text \(byte 2\)"):
+        list(documents(str(tmp_path)))
+
+
+def test_a_missing_source_is_named() -> None:
+    with pytest.raises(DataError, match=r"nowhere/at-all: no such file or folder \(give `stdlib`"):
+        list(documents("nowhere/at-all"))
+
+
+def test_hugging_face_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_dict({"text": ["a b", "c", ""], "id": [1, 2, 3]})
+    one.save_to_disk(str(tmp_path / "one"))
+    assert list(documents(str(tmp_path / "one"))) == ["a b", "c"]
+    datasets.DatasetDict({"train": one}).save_to_disk(str(tmp_path / "dict"))
+    assert list(documents(str(tmp_path / "dict"))) == ["a b", "c"]
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "two"))
+    with pytest.raises(DataError, match=r"two: holds the splits train, test: give one of them, as .*two/train"):
+        list(documents(str(tmp_path / "two")))
+    assert list(documents(str(tmp_path / "two" / "test"))) == ["a b", "c"]
+    one.remove_columns("text").save_to_disk(str(tmp_path / "bare"))
+    with pytest.raises(DataError, match="bare: has no column `text`; its columns: id"):
+        list(documents(str(tmp_path / "bare")))
+    arrow = next((tmp_path / "one").glob("*.arrow"))
+    with pytest.raises(DataError, match="give the folder that save_to_disk wrote"):
+        list(documents(str(arrow)))
+    arrow.write_bytes(b"no arrow")
+    with pytest.raises(DataError, match="one: is no readable Hugging Face dataset"):
+        list(documents(str(tmp_path / "one")))
+
+
+def test_identity_changes_with_the_files_and_ignores_hidden_ones(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    before = source_identity(str(tmp_path))
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "x").write_text("hidden")
+    assert source_identity(str(tmp_path)) == before
+    (tmp_path / "a.txt").write_text("longer text")
+    assert source_identity(str(tmp_path)) != before
+    assert source_name(str(tmp_path)) == tmp_path.name
+    assert corpus.STDLIB == "stdlib"
