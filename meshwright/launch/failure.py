@@ -78,7 +78,7 @@ class Death:
     def __str__(self) -> str:
         if self.status >= 0:
             return f"rank {self.rank} exited with code {self.status} and left no message"
-        return f"rank {self.rank} was killed by {_signal_name(-self.status)}{_hint(-self.status)}"
+        return f"rank {self.rank} was killed by {signal_name(-self.status)}{_hint(-self.status)}"
 
 
 def read_reports(folder: Path, attempt: int) -> list[Report]:
@@ -103,7 +103,8 @@ def _attempt_folder(folder: Path, attempt: int) -> Path:
     return folder / f"attempt-{attempt}"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """`signal 9 (SIGKILL)`."""
     try:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:  # real-time signals have no name

@@ -19,7 +19,7 @@ from pathlib import Path
 from meshwright.environment import mpi_worker_variables
 from meshwright.errors import LaunchError
 from meshwright.launch import tether
-from meshwright.launch.failure import Death, explain, read_reports
+from meshwright.launch.failure import Death, explain, read_reports, signal_name
 from meshwright.launch.output import SOCKET, OutputServer
 from meshwright.launch.stop import STOP_FILE
 
@@ -27,6 +27,7 @@ _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 5.0
 
 _KILLED = re.compile(r"process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+\S+\s+exited\s+on\s+signal\s+(\d+)")
+_ABORTED = re.compile(r"MPI_ABORT was invoked on rank\s+(\d+)")
 _EXITED = re.compile(r"Process name:\s+\[\S+,(\d+)\]\s+Exit code:\s+(\d+)")
 
 
@@ -72,11 +73,20 @@ def _run_attempt(mpiexec: Path, folder: Path, num_ranks: int, attempt: int, thre
             _end(process)
     if process.returncode == 0:
         return None
-    text = chatter.read_text(errors="replace").strip()
-    death = _death(text)
-    if death is None:
-        return f"{mpiexec} (Open MPI's is needed) ended with code {process.returncode}:\n{text}"
-    return explain(death, read_reports(folder, attempt))
+    return _explain(mpiexec, process.returncode, chatter.read_text(errors="replace").strip(), folder, attempt)
+
+
+def _explain(mpiexec: Path, status: int, chatter: str, folder: Path, attempt: int) -> str:
+    reports = read_reports(folder, attempt)
+    if death := _death(chatter):
+        return explain(death, reports)
+    if reports:
+        return str(reports[0])
+    if match := _ABORTED.search(chatter):
+        return f"rank {match[1]} failed: it called MPI_Abort with code {status}"
+    if status < 0:
+        return f"{mpiexec} was killed by {signal_name(-status)}"
+    return f"{mpiexec} (Open MPI's is needed) ended with code {status}:\n{chatter}"
 
 
 def _command(mpiexec: Path, folder: Path, num_ranks: int) -> list[str]:

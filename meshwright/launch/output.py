@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from meshwright.errors import LaunchError
+
 SOCKET = "output"
 """The socket's name in the launch folder."""
 
@@ -27,7 +29,10 @@ class OutputServer:
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(path))
+        try:
+            self._listener.bind(str(path))
+        except OSError as error:  # a Unix socket's name has about 100 characters
+            raise LaunchError(f"cannot open a socket at {path} ({error}): set TMPDIR to a short local path") from error
         self._listener.listen(1024)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)

@@ -119,3 +119,20 @@ def reduce_after_restart(environment: Environment, stop: StopRequest, out: str) 
     dist.barrier()
     note(environment, stop, out, f" {int(total.item())}")
     dist.destroy_process_group()
+
+
+def kill_mpiexec(environment: Environment, stop: StopRequest, out: str) -> None:
+    """Rank 0 kills what started it."""
+    wait_for_peers(environment, out)
+    if environment.rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(PATIENCE_SECONDS)
+
+
+def abort(environment: Environment, stop: StopRequest) -> None:
+    """MPI's own way out."""
+    from mpi4py import MPI
+
+    if environment.rank == 1:
+        MPI.COMM_WORLD.Abort(7)
+    MPI.COMM_WORLD.Barrier()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
 from meshwright.launch.launcher import Transport
+from tests.launch.conftest import needs_mpi
 
 HERE = "tests.launch.entries"
 
@@ -93,3 +95,27 @@ def test_a_wrong_entry_fails_before_any_process(entry: str, message: str) -> Non
 def test_spawned_workers_as_on_cuda(tmp_path: Path) -> None:
     launch(Job(f"{HERE}:note", {"out": str(tmp_path)}), 1, "torch", device="cuda", threads=1)
     assert read(tmp_path) == {"0-0": "0/1 0 torchrun"}
+
+
+@needs_mpi
+def test_a_killed_mpiexec_is_named_and_takes_its_ranks_along(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"mpiexec was killed by signal 9 \(SIGKILL\)"):
+        launch(Job(f"{HERE}:kill_mpiexec", {"out": str(tmp_path)}), 2, "mpi", threads=1)
+    workers = [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
+    psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=10)
+    assert not any(psutil.pid_exists(pid) for pid in workers)
+
+
+@needs_mpi
+def test_mpi_abort() -> None:
+    with pytest.raises(LaunchError, match=r"^rank 1 failed: it called MPI_Abort with code 7$"):
+        launch(Job(f"{HERE}:abort"), 2, "mpi", threads=1)
+
+
+@needs_mpi
+def test_a_temporary_folder_too_long_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(LaunchError, match="set TMPDIR to a short local path"):
+        launch(Job(f"{HERE}:greet"), 1, "mpi", threads=1)
