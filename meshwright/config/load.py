@@ -1,0 +1,162 @@
+"""From a YAML file and `key.sub=value` words to one frozen Config, or to a ConfigError that lists every mistake."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from meshwright.config.messages import nearest, problems_of, shown
+from meshwright.config.rules import broken_rules
+from meshwright.config.schema import Config
+from meshwright.errors import ConfigError, Problem
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def model_names() -> list[str]:
+    """The models that can be named in a run."""
+    return sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml"))
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a run file, apply the overrides, check everything.
+
+    Raises ConfigError with all mistakes at once.
+    """
+    return parse_config(read_yaml(Path(path)), overrides)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping. Raises ConfigError where it does not."""
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError as error:
+        raise ConfigError.of("run", path, "is no such file", _shipped_runs()) from error
+    except OSError as error:
+        raise ConfigError.of("run", path, f"cannot be read: {error.strerror}", _shipped_runs()) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError.of("run", path, "is not UTF-8 text", _shipped_runs()) from error
+    except yaml.YAMLError as error:
+        raise ConfigError.of("run", path, f"is no YAML: {_where(error)}") from error
+    if not isinstance(tree, dict | None):
+        raise ConfigError.of("run", path, "holds no `key: value` lines", _shipped_runs())
+    return tree or {}
+
+
+def _shipped_runs() -> str:
+    """What a run file looks like, by example."""
+    return "a YAML file such as " + ", ".join(str(path) for path in sorted((CONFIGS / "runs").glob("*.yaml")))
+
+
+def _where(error: yaml.YAMLError) -> str:
+    """The YAML parser's complaint on one line, with the line and column where a person looks for it."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{error.problem} at line {mark.line + 1}, column {mark.column + 1}"
+    return " ".join(str(error).split())
+
+
+def parse_config(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Config:
+    """Check a tree of plain values (as YAML gives it) with `key.sub=value` overrides on top."""
+    tree = deepcopy(tree)
+    problems = [problem for word in overrides for problem in _override(tree, word)]
+    problems += _resolve_model(tree)
+    config, mistakes = _validate(tree)
+    problems += mistakes
+    if config is None:
+        mistaken = {problem.field for problem in problems}
+        for field in mistaken:
+            _remove(tree, field)
+        config, _ = _validate(tree)
+        if config is not None:
+            problems += broken_rules(config, mistaken)
+        raise ConfigError(problems)
+    problems += broken_rules(config, {problem.field for problem in problems})
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML that load_config reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's floats: `3e-4` is a number, not a text. A key given twice is a mistake, not a silent replacement."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
+_FLOAT = r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789"))
+
+
+def _override(tree: dict[str, Any], word: str) -> list[Problem]:
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        return [Problem("override", word, "is not of the form key.sub=value", "steps=100, optimizer.lr=1e-3")]
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return [Problem(key, text, "is no YAML value")]
+    *parents, last = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.get(parent)
+        if parent == "model" and isinstance(child, str):
+            child = {"base": child}
+        if child is None:
+            child = {}
+        if not isinstance(child, dict):
+            return [Problem(key, text, f"cannot be set: {parent}={shown(child)} is a value, not a section")]
+        node[parent] = child
+        node = child
+    node[last] = value
+    return []
+
+
+def _resolve_model(tree: dict[str, Any]) -> list[Problem]:
+    """Replace a model's name, or the `base` it starts from, by its fields."""
+    model = tree.get("model")
+    if isinstance(model, str):
+        model = {"base": model}
+    if not isinstance(model, dict) or "base" not in model:
+        return []
+    fields = dict(model)
+    base = fields.pop("base")
+    tree["model"] = fields
+    if base not in model_names():
+        rule = "is no model that we have" + nearest(str(base), model_names())
+        return [Problem("model", shown(base), rule, ", ".join(model_names()))]
+    tree["model"] = read_yaml(CONFIGS / "models" / f"{base}.yaml") | fields
+    return []
+
+
+def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:
+    try:
+        return Config.model_validate(tree), []
+    except ValidationError as error:
+        return None, problems_of(error, model_names())
+
+
+def _remove(tree: dict[str, Any], field: str) -> None:
+    *parents, last = field.split(".")
+    node: Any = tree
+    for parent in parents:
+        node = node.get(parent) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(last, None)

@@ -1,0 +1,158 @@
+"""The rules that join fields. A rule is a generator of problems; it names the fields it reads, so that it can be
+left out when one of these is itself mistaken, and every other mistake is still reported in the same message.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.config.schema import Config
+from meshwright.errors import Problem
+
+
+def divisors(number: int) -> list[int]:
+    """All positive divisors, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def listed(values: list[int], most: int = 12) -> str:
+    """The values as a short text, the middle left out where there are many."""
+    if len(values) > most:
+        return ", ".join(map(str, values[: most - 1])) + f", ..., {values[-1]}"
+    return ", ".join(map(str, values))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check over the fields it reads."""
+
+    reads: tuple[str, ...]
+    check: Callable[[Config], Iterator[Problem]]
+
+
+def rule(*reads: str) -> Callable[[Callable[[Config], Iterator[Problem]]], Rule]:
+    """Make the decorated check a rule over the fields that it reads."""
+    return lambda check: Rule(reads, check)
+
+
+@rule("model.hidden", "model.heads")
+def heads_divide_hidden(config: Config) -> Iterator[Problem]:
+    hidden, heads = config.model.hidden, config.model.heads
+    if hidden % heads:
+        yield Problem("model.heads", heads, f"does not divide model.hidden={hidden}", listed(divisors(hidden)))
+
+
+@rule("data.sequence", "model.positions")
+def sequence_fits_positions(config: Config) -> Iterator[Problem]:
+    sequence, positions = config.data.sequence, config.model.positions
+    if sequence > positions:
+        yield Problem("data.sequence", sequence, f"is longer than model.positions={positions}", f"1 to {positions}")
+
+
+@rule("batch.global", "layout.data.size")
+def replicas_divide_batch(config: Config) -> Iterator[Problem]:
+    batch, size = config.batch.global_, config.layout.data.size
+    if batch % size:
+        yield Problem("layout.data.size", size, f"does not divide batch.global={batch}", listed(divisors(batch)))
+
+
+@rule("batch.global", "batch.micro", "layout.data.size")
+def microbatches_divide_replica(config: Config) -> Iterator[Problem]:
+    batch, size = config.batch.global_, config.layout.data.size
+    if batch % size == 0 and config.replica_batch % config.micro:
+        part = f"a replica's {config.replica_batch} sequences (batch.global={batch} / layout.data.size={size})"
+        yield Problem("batch.micro", config.micro, f"does not divide {part}", listed(divisors(config.replica_batch)))
+
+
+@rule("data.source")
+def source_exists(config: Config) -> Iterator[Problem]:
+    source = config.data.source
+    if source != "stdlib" and not (source and Path(source).expanduser().exists()):
+        valid = "stdlib, a text, jsonl or parquet file, a folder of these, a prepared folder"
+        yield Problem("data.source", source, "is no such file or folder", valid)
+
+
+@rule("data.tokenizer", "model.vocabulary")
+def tokenizer_fits(config: Config) -> Iterator[Problem]:
+    tokenizer, vocabulary = config.data.tokenizer, config.model.vocabulary
+    if tokenizer == "bytes":
+        size = 257
+    elif tokenizer.startswith("bpe:"):
+        if not tokenizer[4:].isdigit() or int(tokenizer[4:]) < 257:
+            yield Problem(
+                "data.tokenizer", tokenizer, "does not name a vocabulary of 257 tokens or more", "bpe:257, bpe:4096 ..."
+            )
+            return
+        size = int(tokenizer[4:])
+    else:
+        if not Path(tokenizer).expanduser().is_file():
+            yield Problem("data.tokenizer", tokenizer, "is no such file", "bytes, bpe:SIZE, a tokenizer.json file")
+        return
+    if size > vocabulary:
+        rule_text = f"is smaller than the {size} tokens of data.tokenizer={tokenizer}"
+        yield Problem("model.vocabulary", vocabulary, rule_text, f"{size} or more")
+
+
+@rule("precision.level", "precision.dtype")
+def dtype_fits_level(config: Config) -> Iterator[Problem]:
+    level, dtype = config.precision.level, config.precision.dtype
+    valid = ("float32", "float64") if level == "O0" else ("bf16", "fp16")
+    if dtype not in valid:
+        yield Problem("precision.dtype", dtype, f"does not go with precision.level={level}", ", ".join(valid))
+
+
+@rule("layout.transport")
+def transport_is_installed(config: Config) -> Iterator[Problem]:
+    if config.layout.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
+        hint = "torch, auto; or mpi after pip install 'meshwright[mpi]'"
+        yield Problem("layout.transport", "mpi", "needs mpi4py, which is not installed", hint)
+
+
+@rule("layout.transport", "layout.data.sync")
+def transport_carries_sync(config: Config) -> Iterator[Problem]:
+    if config.layout.transport == "mpi" and config.layout.data.sync == "fsdp":
+        rule_text = "runs inside torch.distributed, which layout.transport=mpi does not start"
+        yield Problem("layout.data.sync", "fsdp", rule_text, "layout.transport=torch or auto, or sync=zero1")
+
+
+@rule("layout.transport", "device")
+def transport_reaches_device(config: Config) -> Iterator[Problem]:
+    if config.layout.transport == "mpi" and config.device == "cuda":
+        yield Problem("layout.transport", "mpi", "moves host memory only, and device=cuda", "torch, auto")
+
+
+@rule("steps", "optimizer.schedule.warmup")
+def warmup_fits(config: Config) -> Iterator[Problem]:
+    warmup = config.optimizer.schedule.warmup
+    if warmup > config.steps:
+        yield Problem(
+            "optimizer.schedule.warmup", warmup, f"is longer than steps={config.steps}", f"0 to {config.steps}"
+        )
+
+
+RULES = (
+    heads_divide_hidden,
+    sequence_fits_positions,
+    replicas_divide_batch,
+    microbatches_divide_replica,
+    source_exists,
+    tokenizer_fits,
+    dtype_fits_level,
+    transport_is_installed,
+    transport_carries_sync,
+    transport_reaches_device,
+    warmup_fits,
+)
+
+
+def broken_rules(config: Config, mistaken: Set[str] = frozenset()) -> list[Problem]:
+    """Every problem of every rule that reads nothing of the mistaken fields and sections."""
+    sound = [rule for rule in RULES if not any(_within(read, field) for read in rule.reads for field in mistaken)]
+    return [problem for rule in sound for problem in rule.check(config)]
+
+
+def _within(field: str, section: str) -> bool:
+    return field == section or field.startswith(section + ".")

@@ -1,0 +1,209 @@
+"""The config's nouns: frozen typed models, one a section of the YAML file. Rules that join sections: rules.py.
+
+No torch here: a bad config must fail in the time that reading it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def parse_size(value: object) -> object:
+    """`16M` -> 16777216: K, M and G count in powers of 1024. Anything else is left to the type check."""
+    if isinstance(value, str) and value[-1:].lower() in _UNITS and value[:-1].isdigit():
+        return int(value[:-1]) * _UNITS[value[-1].lower()]
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and an unknown key is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def refuse_truth(cls, value: object, info: ValidationInfo) -> object:
+        """`steps: true` is a slip of the pen, not a 1."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("true and false are not numbers")
+        return value
+
+
+class Model(Section):
+    """A GPT-2 style decoder. Letters as in the glossary: L layers, H hidden, A heads, V vocabulary."""
+
+    family: Literal["gpt2"] = "gpt2"
+    layers: Positive = 12
+    hidden: Positive = 768
+    heads: Positive = 12
+    positions: Positive = 1024
+    vocabulary: Positive = 50257
+    vocabulary_multiple: Positive = 64
+    """The embedding's rows are padded to a multiple of this; the padding is masked out of the softmax."""
+    tied: bool = True
+    dropout: Share = 0.1
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+    @property
+    def inner(self) -> int:
+        """N: the width of the feed-forward layer."""
+        return 4 * self.hidden
+
+    @property
+    def padded_vocabulary(self) -> int:
+        return math.ceil(self.vocabulary / self.vocabulary_multiple) * self.vocabulary_multiple
+
+
+class Data(Section):
+    """Where the text comes from. `source`: stdlib, a text/jsonl/parquet file or folder, or a prepared folder."""
+
+    source: str = "stdlib"
+    tokenizer: str = "bytes"
+    """bytes, bpe:SIZE (trained on the source), or a tokenizer.json file. A prepared folder brings its own."""
+    sequence: Positive = 256
+    validation: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    """The share of the documents that is held out."""
+
+
+class Batch(Section):
+    """Sequences: `global` a step, `micro` a microbatch of one data-parallel replica (auto: all of its part)."""
+
+    global_: Positive = Field(default=64, alias="global")
+    micro: Positive | Literal["auto"] = "auto"
+
+
+Sync = Literal["server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "fsdp"]
+
+
+class DataParallel(Section):
+    """`sync`: how replicas agree on a gradient; `bucket`: bytes reduced by one collective."""
+
+    size: Positive = 1
+    sync: Sync = "allreduce"
+    bucket: Size = 16 * 2**20
+
+
+class Layout(Section):
+    """How the job is laid over its ranks, and what carries its messages."""
+
+    data: DataParallel = DataParallel()
+    transport: Literal["auto", "torch", "mpi"] = "auto"
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh's axes, outermost first."""
+        return (("data", self.data.size),)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+
+class LossScale(Section):
+    """Dynamic loss scaling for fp16: halved on overflow, doubled after `interval` good steps."""
+
+    initial: Annotated[float, Field(gt=0)] = 65536.0
+    interval: Positive = 2000
+
+
+class Precision(Section):
+    """O0: all in `dtype`. O1: fp32 weights, autocast. O2: half weights, fp32 master weights and states."""
+
+    level: Literal["O0", "O1", "O2"] = "O0"
+    dtype: Literal["float32", "float64", "bf16", "fp16"] = "float32"
+    loss_scale: LossScale = LossScale()
+
+
+class Memory(Section):
+    """`empty_cache_every`: give the allocator's free memory back every so many steps (0: never; costs time)."""
+
+    empty_cache_every: Count = 0
+
+
+class Schedule(Section):
+    """Learning rate: linear warm-up over `warmup` steps, then `decay` down to `floor` times the peak."""
+
+    warmup: Count = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+
+
+class Optimizer(Section):
+    """torch's AdamW or SGD. Weight decay acts on matrices only; `clip` bounds the global gradient norm."""
+
+    name: Literal["adamw", "sgd", "momentum"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    momentum: Share = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    schedule: Schedule = Schedule()
+
+
+class Checkpoint(Section):
+    """A checkpoint every `every` steps and at the end; the newest `keep` stay. `every: 0`: only at the end."""
+
+    every: Count = 0
+    keep: Positive = 3
+
+
+class Validation(Section):
+    """Held-out loss over `batches` global batches, every `every` steps (0: never)."""
+
+    every: Count = 0
+    batches: Positive = 8
+
+
+class Metrics(Section):
+    """`peak_flops` of one device, for mfu: auto looks the device up and says unknown where it is not listed."""
+
+    tensorboard: bool = True
+    peak_flops: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+
+
+class Config(Section):
+    """One run, whole."""
+
+    seed: Count = 1
+    model: Model = Model()
+    data: Data = Data()
+    batch: Batch = Batch()
+    layout: Layout = Layout()
+    precision: Precision = Precision()
+    memory: Memory = Memory()
+    optimizer: Optimizer = Optimizer()
+    steps: Positive = 1000
+    checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
+    metrics: Metrics = Metrics()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Positive | Literal["auto"] = "auto"
+    """CPU threads a rank; auto: the machine's cores divided by the ranks on it."""
+    restarts: Count = 0
+    """How often the launcher restarts a job that lost a worker, from its newest complete checkpoint."""
+
+    @property
+    def micro(self) -> int:
+        """Sequences in one microbatch of one replica."""
+        return self.replica_batch if self.batch.micro == "auto" else self.batch.micro
+
+    @property
+    def replica_batch(self) -> int:
+        """Sequences that one data-parallel replica sees a step."""
+        return self.batch.global_ // self.layout.data.size
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.replica_batch // self.micro

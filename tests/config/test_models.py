@@ -1,0 +1,47 @@
+"""The shipped models are of the size that their names say."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.config import model_names, parse_config
+from meshwright.config.schema import Model
+
+PARAMETERS = {
+    "gpt2-mini": 10e6,
+    "gpt2-small": 124e6,
+    "gpt2-medium": 355e6,
+    "gpt2-large": 774e6,
+    "gpt2-xl": 1.558e9,
+    "megatron-1.2b": 1.2e9,
+    "megatron-2.5b": 2.5e9,
+    "megatron-4.2b": 4.2e9,
+    "megatron-8.3b": 8.3e9,
+    "axonn-12b": 12e9,
+    "axonn-24b": 24e9,
+    "axonn-50b": 50e9,
+    "axonn-100b": 100e9,
+}
+
+
+def num_parameters(model: Model) -> int:
+    """GPT-2's count, from its layers: attention 4 H^2 + 4 H, feed-forward 2 H N + N + H, two norms 4 H."""
+    hidden, inner = model.hidden, model.inner
+    layer = (4 * hidden**2 + 4 * hidden) + (2 * hidden * inner + inner + hidden) + 4 * hidden
+    embeddings = (model.padded_vocabulary * (1 if model.tied else 2) + model.positions) * hidden
+    return embeddings + model.layers * layer + 2 * hidden
+
+
+def test_every_shipped_model_is_in_the_table() -> None:
+    assert set(model_names()) == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_size_is_what_the_name_says(name: str) -> None:
+    model = parse_config({"model": name, "data": {"sequence": 128}}).model
+    assert num_parameters(model) == pytest.approx(PARAMETERS[name], rel=0.05)
+
+
+def test_gpt2_small_to_the_last_parameter() -> None:
+    # 124,439,808 as published; the padding of the vocabulary adds 47 rows
+    assert num_parameters(parse_config({"model": "gpt2-small"}).model) == 124_439_808 + 47 * 768

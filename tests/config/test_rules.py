@@ -1,0 +1,131 @@
+"""Rules that join fields: each can fail, names both fields, and lists values that pass."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.config import parse_config, rules
+from meshwright.config.rules import RULES, Rule, divisors, listed
+from meshwright.errors import ConfigError
+
+
+def mistake(**tree: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree)
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+def test_every_rule_is_listed() -> None:
+    assert set(RULES) == {value for value in vars(rules).values() if isinstance(value, Rule)}
+
+
+def test_rules_name_fields_that_exist() -> None:
+    tree = parse_config({}).model_dump(by_alias=True)
+    for rule in RULES:
+        for field in rule.reads:
+            node: Any = tree
+            for key in field.split("."):
+                node = node[key]
+
+
+def test_heads_divide_hidden() -> None:
+    expected = "model.heads=7 does not divide model.hidden=64; valid: 1, 2, 4, 8, 16, 32, 64"
+    assert mistake(model={"hidden": 64, "heads": 7}) == expected
+
+
+def test_sequence_fits_positions() -> None:
+    line = mistake(model={"positions": 128}, data={"sequence": 129})
+    assert line == "data.sequence=129 is longer than model.positions=128; valid: 1 to 128"
+    parse_config({"model": {"positions": 128}, "data": {"sequence": 128}})
+
+
+def test_replicas_divide_batch() -> None:
+    line = mistake(batch={"global": 10}, layout={"data": {"size": 4}})
+    assert line == "layout.data.size=4 does not divide batch.global=10; valid: 1, 2, 5, 10"
+
+
+def test_microbatches_divide_replica() -> None:
+    line = mistake(batch={"global": 12, "micro": 4}, layout={"data": {"size": 2}})
+    part = "a replica's 6 sequences (batch.global=12 / layout.data.size=2)"
+    assert line == f"batch.micro=4 does not divide {part}; valid: 1, 2, 3, 6"
+    config = parse_config({"batch": {"global": 12, "micro": 3}, "layout": {"data": {"size": 2}}})
+    assert (config.replica_batch, config.micro, config.num_microbatches) == (6, 3, 2)
+
+
+def test_micro_auto_is_the_replicas_part() -> None:
+    config = parse_config({"batch": {"global": 12}, "layout": {"data": {"size": 2}}})
+    assert (config.micro, config.num_microbatches) == (6, 1)
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", ""])
+def test_source_exists(source: str) -> None:
+    assert mistake(data={"source": source}).startswith(
+        f"data.source={source} is no such file or folder; valid: stdlib,"
+    )
+
+
+@pytest.mark.parametrize(
+    "tokenizer, message",
+    [
+        ("bpe:256", "does not name a vocabulary of 257 tokens or more"),
+        ("bpe:", "does not name a vocabulary of 257 tokens or more"),
+        ("bpe:4k", "does not name a vocabulary of 257 tokens or more"),
+        ("/no/such/tokenizer.json", "is no such file; valid: bytes, bpe:SIZE, a tokenizer.json file"),
+        ("byte", "is no such file; valid: bytes"),
+    ],
+)
+def test_tokenizers(tokenizer: str, message: str) -> None:
+    assert mistake(data={"tokenizer": tokenizer}).startswith(f"data.tokenizer={tokenizer} {message}")
+
+
+@pytest.mark.parametrize("tokenizer, size", [("bytes", 257), ("bpe:300", 300)])
+def test_tokenizer_fits_vocabulary(tokenizer: str, size: int) -> None:
+    line = mistake(model={"vocabulary": size - 1}, data={"tokenizer": tokenizer})
+    rule = f"is smaller than the {size} tokens of data.tokenizer={tokenizer}"
+    assert line == f"model.vocabulary={size - 1} {rule}; valid: {size} or more"
+    parse_config({"model": {"vocabulary": size}, "data": {"tokenizer": tokenizer}})
+
+
+def test_tokenizer_file_that_exists_passes(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    assert parse_config({"data": {"tokenizer": str(path)}}).data.tokenizer == str(path)
+
+
+@pytest.mark.parametrize("level, dtype, valid", [("O0", "bf16", "float32, float64"), ("O2", "float32", "bf16, fp16")])
+def test_dtype_fits_level(level: str, dtype: str, valid: str) -> None:
+    line = mistake(precision={"level": level, "dtype": dtype})
+    assert line == f"precision.dtype={dtype} does not go with precision.level={level}; valid: {valid}"
+
+
+def test_warmup_fits_steps() -> None:
+    line = mistake(steps=10, optimizer={"schedule": {"warmup": 11}})
+    assert line == "optimizer.schedule.warmup=11 is longer than steps=10; valid: 0 to 10"
+
+
+def test_mpi_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    line = mistake(layout={"transport": "mpi"})
+    assert line.startswith("layout.transport=mpi needs mpi4py, which is not installed; valid: torch, auto; or")
+
+
+def test_mpi_does_not_carry_fsdp() -> None:
+    pytest.importorskip("mpi4py")
+    line = mistake(layout={"transport": "mpi", "data": {"sync": "fsdp"}})
+    assert line.startswith("layout.data.sync=fsdp runs inside torch.distributed")
+
+
+def test_mpi_does_not_reach_gpus() -> None:
+    pytest.importorskip("mpi4py")
+    assert "moves host memory only" in mistake(layout={"transport": "mpi"}, device="cuda")
+
+
+def test_divisors_and_their_listing() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert listed([1, 2, 3]) == "1, 2, 3"
+    assert listed(list(range(1, 21)), most=4) == "1, 2, 3, ..., 20"
