@@ -16,6 +16,9 @@ import pytest
 from meshwright.config.schema import Data
 from meshwright.data.corpus import documents
 from meshwright.data.packed import PackedCorpus, corpus_for, open_packed, prepare
+from meshwright.data.progress import silent
+from meshwright.data.split import plan_split, split_documents
+from meshwright.data.tokenizer import train_bpe
 from meshwright.errors import ConfigError, DataError
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}\n" for n in range(100)]
@@ -85,6 +88,13 @@ def test_the_same_corpus_gives_the_same_bytes(tmp_path: Path, tokenizer: str) ->
     assert set(first) == {"train.bin", "validation.bin", "tokenizer.json", "header.json"}
     assert first == second
     assert str(tmp_path).encode() not in first["header.json"]
+
+
+def test_the_tokenizer_learns_from_the_train_split_alone(source: str, tmp_path: Path) -> None:
+    made = prepare(source, "bpe:600", tmp_path / "out", 0.4).tokenizer.to_json()
+    of_split = split_documents(source, plan_split(source, 0.4, silent))
+    assert made == train_bpe([text for split, text in of_split if split == "train"], 600).to_json()
+    assert made != train_bpe(TEXTS, 600).to_json()
 
 
 def test_a_tokenizer_file_and_wide_tokens(source: str, tmp_path: Path) -> None:
