@@ -132,8 +132,8 @@ def bpe_size(kind: str) -> int | None:
 def pieces(text: str, characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
     """The text in parts of about `characters`, so that a huge document needs no huge memory.
 
-    The cut lies in front of a space that a word follows, where GPT-2's splitting rule begins a new token whatever stands
-    before it: the parts' tokens are the whole text's tokens. A text without such a place stays whole.
+    The cut lies in front of a space that a word follows, where GPT-2's splitting rule begins a new token whatever
+    stands before it: the parts' tokens are the whole text's tokens. A text without such a place stays whole.
     """
     start = 0
     boundary = re.compile(r"(?= \S)")
