@@ -32,6 +32,7 @@ class OutputServer:
         try:
             self._listener.bind(str(path))
         except OSError as error:  # a Unix socket's name has about 100 characters
+            self._listener.close()
             raise LaunchError(f"cannot open a socket at {path} ({error}): set TMPDIR to a short local path") from error
         self._listener.listen(1024)
         self._selector = selectors.DefaultSelector()
