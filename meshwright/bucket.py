@@ -1,0 +1,111 @@
+"""Buckets: parameters and gradients in few flat runs of memory, so that one collective or one kernel serves many.
+
+A bucket's parameters have the same dtype, decay alike and are summed over the same axes. They lie in the reverse order of
+registration, about the order in which the backward pass finishes their gradients.
+A `Slot` is the part of a bucket that this rank's optimizer steps: all of it, a slice (ZeRO-1), or nothing (a worker of a
+parameter server). A `Place` says which part of which parameter lies where in a slot; checkpoints are written from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.mesh import Mesh
+from meshwright.shard import Box, ShardSpec
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements start..stop of a flat tensor are the `box` of the parameter `name` of global `shape`, row by row."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    start: int
+    stop: int
+
+    def clip(self, start: int, stop: int) -> Iterator[Place]:
+        """The boxes of this place that lie in start..stop, counted from start."""
+        position = max(start, self.start)
+        for box in self.box.flat_parts(position - self.start, min(stop, self.stop) - self.start):
+            yield Place(self.name, self.shape, box, position - start, position - start + box.num_elements)
+            position += box.num_elements
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Flat memory that this rank's optimizer steps: `parameter` [n], its .grad [n], and what they hold.
+
+    `part_axes`: the axes whose ranks hold different parts, so that a norm is summed over them.
+    """
+
+    parameter: nn.Parameter
+    places: tuple[Place, ...]
+    matrix: bool
+    part_axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """`values` and `gradients` [n]: the parameters and their .grad are views of them. n is padded to the sum axes' size."""
+
+    values: Tensor
+    gradients: Tensor
+    parameters: tuple[nn.Parameter, ...]
+    places: tuple[Place, ...]
+    matrix: bool
+    sum_axes: tuple[str, ...]
+    cut_axes: tuple[str, ...]
+
+    def slot(self, start: int, stop: int, *, replicated: bool) -> Slot:
+        """The part start..stop as something to step. `replicated`: the ranks of the sum axes all step the same part."""
+        parameter = nn.Parameter(self.values[start:stop])
+        parameter.grad = self.gradients[start:stop]
+        places = tuple(part for place in self.places for part in place.clip(start, stop))
+        return Slot(parameter, places, self.matrix, self.cut_axes if replicated else (*self.cut_axes, *self.sum_axes))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    dtype: torch.dtype
+    matrix: bool
+    sum_axes: tuple[str, ...]
+    cut_axes: tuple[str, ...]
+
+
+def make_buckets(
+    parameters: Iterable[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], mesh: Mesh, bucket_bytes: int
+) -> list[Bucket]:
+    """Move the parameters, and gradients of zero, into buckets of about `bucket_bytes`, in order of readiness."""
+    open_groups: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
+    full: list[tuple[_Kind, list[tuple[str, nn.Parameter]]]] = []
+    for name, parameter in reversed(list(parameters)):
+        spec = specs[name]
+        kind = _Kind(parameter.dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes))
+        group = open_groups.setdefault(kind, [])
+        group.append((name, parameter))
+        if sum(member.numel() for _, member in group) * parameter.element_size() >= bucket_bytes:
+            full.append((kind, open_groups.pop(kind)))
+    return [_make_bucket(kind, group, specs, mesh) for kind, group in [*full, *open_groups.items()]]
+
+
+def _make_bucket(kind: _Kind, group: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], mesh: Mesh) -> Bucket:
+    used = sum(parameter.numel() for _, parameter in group)
+    ranks = mesh.size(*kind.sum_axes)
+    padded = -(-used // ranks) * ranks
+    values = torch.zeros(padded, dtype=kind.dtype, device=mesh.device)
+    gradients = torch.zeros_like(values)
+    places, start = [], 0
+    for name, parameter in group:
+        stop = start + parameter.numel()
+        values[start:stop].view(parameter.shape).copy_(parameter.detach())
+        parameter.data = values[start:stop].view(parameter.shape)
+        parameter.grad = gradients[start:stop].view(parameter.shape)
+        places.append(Place(name, specs[name].shape, specs[name].box(mesh.grid, mesh.rank), start, stop))
+        start = stop
+    members = tuple(parameter for _, parameter in group)
+    return Bucket(values, gradients, members, tuple(places), kind.matrix, kind.sum_axes, kind.cut_axes)

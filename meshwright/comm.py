@@ -1,0 +1,285 @@
+"""Comm: the ranks of one group and the verbs between them; one interface over every transport.
+
+Two transports: torch.distributed (gloo on CPUs, NCCL on GPUs) and MPI (mpi4py). A group of one rank needs neither.
+Every verb is written to a ledger by axis before it is sent, so what a run moves is counted where it moves.
+
+Verbs take contiguous tensors. `wait=False` returns at once; the result is there after `work.wait()`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+try:
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:  # before torch 2.13 these had other names
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
+
+
+class Work(Protocol):
+    """Something under way: wait() returns when its result may be read."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class Done:
+    """Work that was finished when it was handed out."""
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Done()
+
+
+@dataclass
+class Traffic:
+    """Calls of one verb and the bytes that this rank sent through them."""
+
+    calls: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass
+class Ledger:
+    """What this rank has sent, by axis and verb.
+
+    A library's collective is counted as its bandwidth-optimal form sends it, S being the whole payload: all-reduce
+    2(n-1)/n S, reduce-scatter, all-gather and all-to-all (n-1)/n S, broadcast and scatter at the root, reduce and
+    gather at the others. Rounded down to bytes.
+    """
+
+    traffic: defaultdict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+
+    def record(self, axis: str, verb: str, sent_bytes: int) -> None:
+        entry = self.traffic[axis, verb]
+        entry.calls += 1
+        entry.sent_bytes += sent_bytes
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes sent so far, by axis."""
+        totals: defaultdict[str, int] = defaultdict(int)
+        for (axis, _), entry in self.traffic.items():
+            totals[axis] += entry.sent_bytes
+        return dict(totals)
+
+
+def size_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+class Comm(ABC):
+    """The group `ranks` (world ranks, in grid order), seen from its member `index`."""
+
+    def __init__(self, axis: str, ranks: Sequence[int], index: int, ledger: Ledger) -> None:
+        self.axis = axis
+        self.ranks = tuple(ranks)
+        self.index = index
+        self.ledger = ledger
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def _record(self, verb: str, sent_bytes: int) -> None:
+        self.ledger.record(self.axis, verb, sent_bytes)
+
+    def _part(self, x: Tensor) -> int:
+        """(n-1)/n of the bytes of x."""
+        return size_bytes(x) * (self.size - 1) // self.size
+
+    def all_reduce(self, x: Tensor, *, wait: bool = True) -> Work:
+        """Sum x over the group, in place."""
+        self._record("all_reduce", 2 * size_bytes(x) * (self.size - 1) // self.size)
+        return _finish(self._all_reduce(x), wait)
+
+    def reduce_scatter(self, part: Tensor, x: Tensor, *, wait: bool = True) -> Work:
+        """Sum x over the group; `part` gets this rank's 1/n of it. `part` may be that slice of x."""
+        assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
+        self._record("reduce_scatter", self._part(x))
+        return _finish(self._reduce_scatter(part, x), wait)
+
+    def all_gather(self, x: Tensor, part: Tensor, *, wait: bool = True) -> Work:
+        """x gets every rank's part, in order. `part` may be this rank's slice of x."""
+        assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
+        self._record("all_gather", self._part(x))
+        return _finish(self._all_gather(x, part), wait)
+
+    def all_to_all(self, out: Tensor, x: Tensor, *, wait: bool = True) -> Work:
+        """Piece j of x goes to rank j, where it becomes piece `index` of out."""
+        assert out.numel() == x.numel(), f"{out.numel()} != {x.numel()}"
+        self._record("all_to_all", self._part(x))
+        return _finish(self._all_to_all(out, x), wait)
+
+    def broadcast(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
+        """x of the member `root` becomes everyone's x."""
+        self._record("broadcast", size_bytes(x) * (self.size - 1) if self.index == root else 0)
+        return _finish(self._broadcast(x, root), wait)
+
+    def reduce(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
+        """Sum x over the group into the x of `root`; the others' x is undefined afterwards."""
+        self._record("reduce", 0 if self.index == root else size_bytes(x))
+        return _finish(self._reduce(x, root), wait)
+
+    def gather(self, x: Tensor, part: Tensor, root: int, *, wait: bool = True) -> Work:
+        """x of `root` gets every rank's part, in order; elsewhere x is not touched (it may be empty)."""
+        self._record("gather", 0 if self.index == root else size_bytes(part))
+        return _finish(self._gather(x, part, root), wait)
+
+    def scatter(self, part: Tensor, x: Tensor, root: int, *, wait: bool = True) -> Work:
+        """`part` gets piece `index` of the root's x; elsewhere x is not read (it may be empty)."""
+        self._record("scatter", size_bytes(part) * (self.size - 1) if self.index == root else 0)
+        return _finish(self._scatter(part, x, root), wait)
+
+    def exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
+        """Send x to the member `to` while receiving `into` from the member `source`: one step of a ring."""
+        self._record("send", size_bytes(x))
+        self._exchange(x, to, into, source)
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send x to the member `to`, who calls receive."""
+        self._record("send", size_bytes(x))
+        self._send(x, to)
+
+    @abstractmethod
+    def receive(self, x: Tensor, source: int) -> None:
+        """Fill x with what the member `source` sends."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every member has called it."""
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor) -> Work: ...
+    @abstractmethod
+    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work: ...
+    @abstractmethod
+    def _all_gather(self, x: Tensor, part: Tensor) -> Work: ...
+    @abstractmethod
+    def _all_to_all(self, out: Tensor, x: Tensor) -> Work: ...
+    @abstractmethod
+    def _broadcast(self, x: Tensor, root: int) -> Work: ...
+    @abstractmethod
+    def _reduce(self, x: Tensor, root: int) -> Work: ...
+    @abstractmethod
+    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work: ...
+    @abstractmethod
+    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work: ...
+    @abstractmethod
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None: ...
+    @abstractmethod
+    def _send(self, x: Tensor, to: int) -> None: ...
+
+
+def _finish(work: Work, wait: bool) -> Work:
+    if not wait:
+        return work
+    work.wait()
+    return DONE
+
+
+class SoloComm(Comm):
+    """A group of one rank: nothing to send, every sum is the value itself."""
+
+    def receive(self, x: Tensor, source: int) -> None:
+        raise AssertionError(f"axis {self.axis} has one rank: nobody to receive from")
+
+    def barrier(self) -> None:
+        return None
+
+    def _all_reduce(self, x: Tensor) -> Work:
+        return DONE
+
+    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
+        return _copied(part, x)
+
+    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
+        return _copied(x, part)
+
+    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return _copied(out, x)
+
+    def _broadcast(self, x: Tensor, root: int) -> Work:
+        return DONE
+
+    def _reduce(self, x: Tensor, root: int) -> Work:
+        return DONE
+
+    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
+        return _copied(x, part)
+
+    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
+        return _copied(part, x)
+
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
+        into.copy_(x)
+
+    def _send(self, x: Tensor, to: int) -> None:
+        raise AssertionError(f"axis {self.axis} has one rank: nobody to send to")
+
+
+def _copied(target: Tensor, source: Tensor) -> Work:
+    if target.data_ptr() != source.data_ptr():
+        target.view(-1).copy_(source.view(-1))
+    return DONE
+
+
+class TorchComm(Comm):
+    """torch.distributed: gloo for host tensors, NCCL for GPUs. `process_group` holds the same ranks in the same order."""
+
+    def __init__(
+        self, axis: str, ranks: Sequence[int], index: int, ledger: Ledger, process_group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(axis, ranks, index, ledger)
+        self.process_group = process_group
+
+    def receive(self, x: Tensor, source: int) -> None:
+        dist.recv(x, group=self.process_group, group_src=source)
+
+    def barrier(self) -> None:
+        dist.barrier(self.process_group)
+
+    def _all_reduce(self, x: Tensor) -> Work:
+        return dist.all_reduce(x, group=self.process_group, async_op=True)
+
+    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
+        return reduce_scatter_single(part.view(-1), x.view(-1), group=self.process_group, async_op=True)
+
+    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
+        return all_gather_single(x.view(-1), part.view(-1), group=self.process_group, async_op=True)
+
+    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return dist.all_to_all_single(out.view(-1), x.view(-1), group=self.process_group, async_op=True)
+
+    def _broadcast(self, x: Tensor, root: int) -> Work:
+        return dist.broadcast(x, group_src=root, group=self.process_group, async_op=True)
+
+    def _reduce(self, x: Tensor, root: int) -> Work:
+        return dist.reduce(x, group_dst=root, group=self.process_group, async_op=True)
+
+    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
+        parts = list(x.view(-1).chunk(self.size)) if self.index == root else None
+        return dist.gather(part.view(-1), parts, group_dst=root, group=self.process_group, async_op=True)
+
+    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
+        parts = list(x.view(-1).chunk(self.size)) if self.index == root else None
+        return dist.scatter(part.view(-1), parts, group_src=root, group=self.process_group, async_op=True)
+
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
+        sends = dist.P2POp(dist.isend, x, group=self.process_group, group_peer=to)
+        receives = dist.P2POp(dist.irecv, into, group=self.process_group, group_peer=source)
+        for work in dist.batch_isend_irecv([sends, receives]):
+            work.wait()
+
+    def _send(self, x: Tensor, to: int) -> None:
+        dist.send(x, group=self.process_group, group_dst=to)

@@ -1,0 +1,101 @@
+"""torch's fully_shard (FSDP2) as a strategy: each block and the rest are units whose weights are gathered when needed.
+
+A rank holds rows r·c..(r+1)·c of every parameter's first dim, c = ceil(rows / n), as torch.chunk cuts. Under O2 the sharded
+weights are the float32 masters, and torch casts what it gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from meshwright.bucket import Place, Slot
+from meshwright.comm import SoloComm, TorchComm
+from meshwright.data_parallel.strategy import Batch, LanguageModel, LoadRows, same_everywhere
+from meshwright.mesh import Mesh
+from meshwright.shard import Box, ShardSpec
+
+
+class FullySharded:
+    """`units`: the modules whose weights are gathered and freed together. `half`: the dtype computed in, or None."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[nn.Module],
+        specs: dict[str, ShardSpec],
+        mesh: Mesh,
+        half: torch.dtype | None,
+    ) -> None:
+        self.mesh = mesh
+        self._differing = self._equalise(model)
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
+        device_mesh = self._device_mesh()
+        for unit in units:
+            fully_shard(unit, mesh=device_mesh, mp_policy=policy)
+        fully_shard(model, mesh=device_mesh, mp_policy=policy)
+        assert isinstance(model, FSDPModule)
+        self.model = model
+        # Ours are sums over the global batch: torch would divide by the number of ranks.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+        self._sharded = [parameter for _, parameter in model.named_parameters()]
+        self._slots = [self._slot(name, parameter, specs[name]) for name, parameter in model.named_parameters()]
+
+    @property
+    def slots(self) -> list[Slot]:
+        return self._slots
+
+    def share(self, load: LoadRows, replica_batch: int) -> Batch:
+        return load(self.mesh.index("data") * replica_batch, replica_batch)
+
+    def backward(self, model: LanguageModel, batch: Batch, scale: float, *, final: bool) -> Tensor:
+        self.model.set_requires_gradient_sync(final)
+        loss = model(*batch, scale)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def finish(self) -> None:
+        for slot, parameter in zip(self._slots, self._sharded, strict=True):
+            assert isinstance(parameter.grad, DTensor), "fully_shard left no gradient"
+            slot.parameter.grad = parameter.grad.to_local().reshape(-1)
+
+    def publish(self) -> None:
+        for slot, parameter in zip(self._slots, self._sharded, strict=True):
+            slot.parameter.grad = None
+            parameter.grad = None
+
+    def equalise(self) -> list[str]:
+        """Compared before the weights were cut: afterwards no two ranks hold the same."""
+        return self._differing
+
+    def _equalise(self, model: nn.Module) -> list[str]:
+        comm = self.mesh.comm("data")
+        differing = []
+        for name, parameter in model.named_parameters():
+            if not same_everywhere(parameter, comm):
+                comm.broadcast(parameter.data, 0)
+                differing.append(name)
+        return differing
+
+    def _device_mesh(self) -> DeviceMesh:
+        comm = self.mesh.comm("data")
+        if isinstance(comm, SoloComm):
+            raise AssertionError("fully_shard needs a process group, also for one rank")
+        assert isinstance(comm, TorchComm), f"fully_shard runs on torch.distributed, not on {comm}"
+        return DeviceMesh.from_group(comm.process_group, self.mesh.device.type, mesh_dim_names=("data",))
+
+    def _slot(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> Slot:
+        assert isinstance(parameter, DTensor), f"{name} was not sharded"
+        local = parameter.to_local()
+        rows = -(-spec.shape[0] // self.mesh.size("data"))
+        start = min(rows * self.mesh.index("data"), spec.shape[0])
+        box = Box((start, *(0 for _ in spec.shape[1:])), tuple(local.shape))
+        places = (Place(name, spec.shape, box, 0, local.numel()),) if local.numel() else ()
+        return Slot(nn.Parameter(local.detach().view(-1)), places, spec.matrix, ("data",))

@@ -1,0 +1,99 @@
+"""One rank sums for all: the parameter server in both of Bai's variants, and the rooted all-reduce.
+
+| sync            | batch         | loss            | gradients of S bytes   | optimizer | then             |
+|-----------------|---------------|-----------------|------------------------|-----------|------------------|
+| rooted          | read by all   | on every rank   | gather, sum, broadcast | all       | -                |
+| server-gradient | scattered     | on every rank   | summed on the server   | server    | model broadcast  |
+| server-loss     | scattered     | on the server   | summed on the server   | server    | model broadcast  |
+
+Rooted: a worker sends S, the root (n-1)S. Server: a worker sends S, the server (n-1)S of parameters and
+(n-1)/n of the batch; with server-loss a worker also sends its hidden states [B/n, T, H] and the server their gradients.
+The hidden states before the head are the 'outputs' that are gathered: the head with its loss is one layer here, and
+gathering logits [B, T, V] would move V/H times as much.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.bucket import Bucket
+from meshwright.collectives import gather
+from meshwright.comm import Comm, Work
+from meshwright.data_parallel.strategy import (
+    Batch,
+    LanguageModel,
+    LoadRows,
+    Synchroniser,
+    nothing_to_publish,
+    whole,
+)
+
+ROOT = 0
+
+
+class Rooted:
+    """The root gathers every rank's gradients, sums them in rank order and broadcasts the sum."""
+
+    replicated = True
+
+    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
+        return whole(bucket)
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Work:
+        rows = comm.size if comm.index == ROOT else 0
+        everyone = bucket.gradients.new_empty(rows, bucket.gradients.numel())
+        comm.gather(everyone, bucket.gradients, ROOT)
+        if comm.index == ROOT:
+            torch.sum(everyone, 0, out=bucket.gradients)
+        return comm.broadcast(bucket.gradients, ROOT, wait=False)
+
+    def publish(self, bucket: Bucket, comm: Comm) -> Work:
+        return nothing_to_publish(bucket, comm)
+
+
+class Server:
+    """The server owns every bucket; the workers own nothing."""
+
+    replicated = False
+
+    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
+        return (0, bucket.values.numel()) if comm.index == ROOT else (0, 0)
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Work:
+        return comm.reduce(bucket.gradients, ROOT, wait=False)
+
+    def publish(self, bucket: Bucket, comm: Comm) -> Work:
+        return comm.broadcast(bucket.values, ROOT, wait=False)
+
+
+class ServerGradient(Synchroniser):
+    """Variant 'gradient': the server scatters the batch; every rank runs its own loss and backward pass."""
+
+    def share(self, load: LoadRows, replica_batch: int) -> Batch:
+        comm = self.mesh.comm("data")
+        inputs, labels = load(0, replica_batch * (comm.size if comm.index == ROOT else 1))
+        mine = torch.empty_like(inputs[:replica_batch]), torch.empty_like(labels[:replica_batch])
+        for part, everyone in zip(mine, (inputs, labels), strict=True):
+            comm.scatter(part, everyone, ROOT)
+        return mine
+
+
+class ServerLoss(ServerGradient):
+    """Variant 'loss': the workers' outputs are gathered, and the server alone computes the loss."""
+
+    def backward(self, model: LanguageModel, batch: Batch, scale: float, *, final: bool) -> Tensor:
+        self.expect(final)
+        inputs, labels = batch
+        comm = self.mesh.comm("data")
+        outputs = gather(model.trunk(inputs), self.mesh, "data", ROOT)  # [n·B, T, H] on the server
+        everyone = labels.new_empty(outputs.shape[0], *labels.shape[1:])
+        comm.gather(everyone, labels, ROOT)
+        if comm.index != ROOT:
+            outputs.backward(torch.empty_like(outputs))  # type: ignore[no-untyped-call]
+            return outputs.new_zeros(())
+        loss = model.head(outputs, everyone, scale)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+

@@ -1,0 +1,167 @@
+"""What the train loop asks of a data-parallel strategy, and the one synchroniser that executes gradient sums.
+
+A step: share the batch, forward and backward of each microbatch, finish (the slots' gradients are the global batch's),
+the optimizer steps the slots, publish (every rank's parameters are the new ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.bucket import Bucket, Slot
+from meshwright.comm import DONE, Comm, Work
+from meshwright.mesh import Mesh
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and labels, each [B, T]."""
+
+LoadRows = Callable[[int, int], Batch]
+"""load(first, count): rows first..first+count of the step's global batch."""
+
+
+class LanguageModel(Protocol):
+    """A model in two halves: hidden states, then head with loss."""
+
+    def __call__(self, inputs: Tensor, labels: Tensor, scale: float) -> Tensor: ...
+
+    def trunk(self, inputs: Tensor) -> Tensor: ...
+
+    def head(self, h: Tensor, labels: Tensor, scale: float) -> Tensor: ...
+
+
+class Policy(Protocol):
+    """How one bucket travels: summed to its owners, then published by them. `replicated`: every rank owns all of it."""
+
+    replicated: bool
+
+    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
+        """start, stop of the part that this rank's optimizer steps."""
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Work:
+        """Sum the gradients over the comm into (at least) the owned part."""
+
+    def publish(self, bucket: Bucket, comm: Comm) -> Work:
+        """Bring the owners' new values to every rank."""
+
+
+class Strategy(Protocol):
+    """A data-parallel strategy, as the train loop sees it."""
+
+    @property
+    def slots(self) -> list[Slot]: ...
+
+    def share(self, load: LoadRows, replica_batch: int) -> Batch:
+        """This replica's rows of the step's global batch."""
+
+    def backward(self, model: LanguageModel, batch: Batch, scale: float, *, final: bool) -> Tensor:
+        """Forward and backward of a microbatch; its loss times `scale`. Only the final one may synchronise."""
+
+    def finish(self) -> None:
+        """Wait until the slots hold the whole gradient."""
+
+    def publish(self) -> None:
+        """Give every rank the stepped parameters, and clear the gradients."""
+
+    def equalise(self) -> list[str]:
+        """Compare the replicas' parameters by hash; broadcast index 0's where they differ. Returns what differed."""
+
+
+class Synchroniser:
+    """Sums buckets over their axes by a policy, each as soon as the backward pass has filled it.
+
+    Sends, a bucket a step: what its policy sends. Buckets start in one fixed order on every rank.
+    """
+
+    def __init__(self, buckets: list[Bucket], mesh: Mesh, policy: Policy) -> None:
+        self.buckets = buckets
+        self.mesh = mesh
+        self.policy = policy
+        self.comms = [mesh.comm(*bucket.sum_axes) for bucket in buckets]
+        owned = [policy.owned(bucket, comm) for bucket, comm in zip(buckets, self.comms, strict=True)]
+        self._slots = [
+            bucket.slot(*part, replicated=policy.replicated) for bucket, part in zip(buckets, owned, strict=True)
+        ]
+        self._missing = [0] * len(buckets)
+        self._works: list[Work] = []
+        self._final = False
+        for index, bucket in enumerate(buckets):
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(self._filler(index))
+
+    @property
+    def slots(self) -> list[Slot]:
+        return self._slots
+
+    def share(self, load: LoadRows, replica_batch: int) -> Batch:
+        return load(self.mesh.index("data") * replica_batch, replica_batch)
+
+    def backward(self, model: LanguageModel, batch: Batch, scale: float, *, final: bool) -> Tensor:
+        self.expect(final)
+        loss = model(*batch, scale)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def expect(self, final: bool) -> None:
+        """Say whether the coming backward pass is the step's last, whose filled buckets may leave."""
+        self._final = final
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+
+    def finish(self) -> None:
+        self._launch(everything=True)
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def publish(self) -> None:
+        works = [self.policy.publish(bucket, comm) for bucket, comm in zip(self.buckets, self.comms, strict=True)]
+        for work in works:
+            work.wait()
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+
+    def equalise(self) -> list[str]:
+        differing = []
+        for bucket, comm in zip(self.buckets, self.comms, strict=True):
+            if not same_everywhere(bucket.values, comm):
+                differing += [place.name for place in bucket.places]
+                comm.broadcast(bucket.values, 0)
+        return differing
+
+    def _filler(self, index: int) -> Callable[[nn.Parameter], None]:
+        def filled(parameter: nn.Parameter) -> None:
+            self._missing[index] -= 1
+            if self._final and self._missing[index] == 0:
+                self._launch(everything=False)
+
+        return filled
+
+    def _launch(self, *, everything: bool) -> None:
+        """Start the sums of the next buckets in order, as far as they are filled."""
+        while len(self._works) < len(self.buckets) and (everything or self._missing[len(self._works)] == 0):
+            index = len(self._works)
+            self._works.append(self.policy.reduce(self.buckets[index], self.comms[index]))
+
+
+def same_everywhere(x: Tensor, comm: Comm) -> bool:
+    """Whether all ranks hold the same bits, by a hash of them."""
+    import hashlib
+
+    digest = hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=x.device)
+    every = mine.new_empty(comm.size, mine.numel())
+    comm.all_gather(every, mine)
+    return bool((every == mine).all())
+
+
+def whole(bucket: Bucket) -> tuple[int, int]:
+    """Every rank steps the whole bucket."""
+    return 0, bucket.values.numel()
+
+
+def nothing_to_publish(bucket: Bucket, comm: Comm) -> Work:
+    """Every rank has stepped the whole bucket itself."""
+    return DONE

@@ -1,0 +1,53 @@
+"""The mistakes a user can make, as exceptions whose text says what, where and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class MeshwrightError(Exception):
+    """Base of every error that is the user's to mend: the command line prints its text, not a traceback."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a config: the field, what it holds, the rule it breaks, and what would work."""
+
+    field: str
+    value: object
+    rule: str
+    valid: str = ""
+
+    def __str__(self) -> str:
+        hint = f"; valid: {self.valid}" if self.valid else ""
+        return f"{self.field}={self.value} {self.rule}{hint}"
+
+
+class ConfigError(MeshwrightError):
+    """A run that cannot start: every mistake found, one a line."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    @classmethod
+    def of(cls, field: str, value: object, rule: str, valid: str = "") -> ConfigError:
+        """A config error with a single problem."""
+        return cls([Problem(field, value, rule, valid)])
+
+
+class DataError(MeshwrightError):
+    """A corpus, tokenizer or token file that cannot be read."""
+
+
+class CheckpointError(MeshwrightError):
+    """A checkpoint that is missing, incomplete, damaged, or of another model."""
+
+
+class LaunchError(MeshwrightError):
+    """Workers that could not be started, or that died: names the rank and the cause."""
+
+
+class MismatchError(MeshwrightError):
+    """A layout that does not compute what one device computes."""

@@ -1,0 +1,72 @@
+"""Grid: named axes over ranks. Arithmetic only, so a laptop can plan a cluster with it.
+
+Axes are listed outermost first; ranks number the grid in row-major order, so ranks that differ in the last
+axis only are neighbours and share a node first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A box of ranks: `axes` holds (name, size) pairs, outermost first. Sizes of 1 are ordinary."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        names = self.names
+        assert len(set(names)) == len(names), f"axis named twice: {names}"
+        assert all(size >= 1 for _, size in self.axes), f"axis of no ranks: {self.axes}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def size(self, *names: str) -> int:
+        """How many ranks the named axes span together (1 for no axis)."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[name] for name in names)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's index on every axis."""
+        assert 0 <= rank < self.world_size, f"rank {rank} outside of {self}"
+        indices = {}
+        for name, size in reversed(self.axes):
+            rank, indices[name] = divmod(rank, size)
+        return {name: indices[name] for name in self.names}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at the given index of every axis."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def index(self, rank: int, *names: str) -> int:
+        """The rank's position in its group over the named axes, in grid order."""
+        return self.group(rank, *names).index(rank)
+
+    def group(self, rank: int, *names: str) -> tuple[int, ...]:
+        """The ranks that agree with `rank` on every axis but the named ones, in grid order."""
+        fixed = self.coordinates(rank)
+        choices = [range(size) if name in names else (fixed[name],) for name, size in self.axes]
+        return tuple(self.rank(dict(zip(self.names, point, strict=True))) for point in product(*choices))
+
+    def groups(self, *names: str) -> list[tuple[int, ...]]:
+        """All groups over the named axes: every rank is in exactly one."""
+        return sorted({self.group(rank, *names) for rank in range(self.world_size)})
+
+    def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The given axis names in grid order, each once."""
+        chosen = set(names)
+        assert chosen <= set(self.names), f"unknown axes {chosen - set(self.names)} in {self}"
+        return tuple(name for name in self.names if name in chosen)

@@ -1,0 +1,1 @@
+"""Models, each written once against the kit: not a line about parallelism in here."""

@@ -1,0 +1,117 @@
+"""GPT-2 (Radford et al., 2019): a decoder with norms at the input of each sub-layer, learned positions, tanh GELU.
+
+Shapes: B batch, T sequence, H hidden, A local heads, E head width, N inner width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config.schema import Model
+from meshwright.shard import Initial
+from meshwright.tensor.kit import Kit
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of the tokens seen so far, one pair a block, [B, A, T, E] each."""
+
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layers[0][0].shape[2] if self.layers else 0
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append to a layer's pair and return the whole pair."""
+        if layer == len(self.layers):
+            self.layers.append((key, value))
+        else:
+            past_key, past_value = self.layers[layer]
+            self.layers[layer] = (torch.cat([past_key, key], 2), torch.cat([past_value, value], 2))
+        return self.layers[layer]
+
+
+class Attention(nn.Module):
+    """Causal self-attention over this rank's heads."""
+
+    def __init__(self, model: Model, kit: Kit, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = kit.local_heads(model.heads)
+        self.dropout = model.dropout
+        self.query_key_value = kit.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
+        self.output = kit.contract(model.hidden, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
+
+    def forward(self, h: Tensor, cache: KeyValueCache | None) -> Tensor:
+        split = self.query_key_value(h).unflatten(-1, (self.heads, -1))  # [B, T, 3, A, E]
+        query, key, value = (split[:, :, index].transpose(1, 2) for index in range(3))  # [B, A, T, E]
+        if cache is not None:
+            key, value = cache.extend(self.layer, key, value)
+        causal = query.shape[2] > 1
+        assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
+        dropout = self.dropout if self.training else 0.0
+        core = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=causal)
+        return self.output(core.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """Two linears with a GELU between."""
+
+    def __init__(self, model: Model, kit: Kit) -> None:
+        super().__init__()
+        self.expand = kit.expand(model.hidden, model.inner, Initial(0.02))
+        self.contract = kit.contract(model.inner, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.contract(F.gelu(self.expand(h), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """h + attention(norm(h)), then h + feed_forward(norm(h))."""
+
+    def __init__(self, model: Model, kit: Kit, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.attention = Attention(model, kit, layer)
+        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.feed_forward = FeedForward(model, kit)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, h: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        h = h + self.dropout(self.attention(self.attention_norm(h), cache))
+        return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
+
+
+class GPT(nn.Module):
+    """Tokens to a loss. `trunk` and `head` are its two halves: a strategy may put a rank boundary between them."""
+
+    def __init__(self, model: Model, kit: Kit) -> None:
+        super().__init__()
+        self.kit = kit
+        self.tokens = kit.embedding(model.padded_vocabulary, model.hidden, Initial(0.02))
+        self.positions = kit.embedding(model.positions, model.hidden, Initial(0.02))
+        self.dropout = nn.Dropout(model.dropout)
+        self.blocks = nn.ModuleList(Block(model, kit, layer) for layer in range(model.layers))
+        self.norm = kit.norm(model.hidden, model.norm_epsilon)
+        tied = self.tokens if model.tied else None
+        self.head = kit.head_loss(model.hidden, model.vocabulary, model.padded_vocabulary, Initial(0.02), tied)
+
+    def forward(self, tokens: Tensor, labels: Tensor, scale: float) -> Tensor:
+        """`scale` times the summed loss of a replica's microbatch; tokens and labels [B, T]."""
+        return self.head(self.trunk(tokens), self.kit.slice_batch(labels), scale)  # type: ignore[no-any-return]
+
+    def trunk(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """The normed hidden states [B, T, H] of tokens that follow those in the cache."""
+        tokens = self.kit.slice_batch(tokens)
+        start = cache.num_tokens if cache is not None else 0
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        h = self.dropout(self.tokens(tokens) + self.positions(positions))
+        for block in self.blocks:
+            h = block(h, cache)
+        return self.norm(h)  # type: ignore[no-any-return]

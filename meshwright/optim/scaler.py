@@ -1,0 +1,31 @@
+"""Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740): fp16 gradients are kept out of the underflow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class LossScaler:
+    """`scale` multiplies the loss. It is halved on an overflow and doubled after `interval` good steps in a row.
+
+    Pure bookkeeping on numbers that every rank knows, so that all ranks stay agreed without a message.
+    """
+
+    scale: float
+    interval: int
+    dynamic: bool
+    good_steps: int = 0
+
+    def update(self, *, overflow: bool) -> None:
+        """Take note of a step."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.scale /= 2
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.interval:
+            self.scale *= 2
+            self.good_steps = 0

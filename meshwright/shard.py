@@ -1,0 +1,191 @@
+"""What a rank holds of a parameter: ShardSpec, Box, and the base class of layers that declare theirs.
+
+One principle follows from the spec: a gradient is summed over exactly those axes that split the tokens and do not
+cut the parameter. The same spec gives initial values, the gradient norm, the parameter count and checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+
+BLOCK_ELEMENTS = 2**20
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a global tensor: `offsets` and `lengths`, one of each per dim."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.lengths)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of this box in the global tensor."""
+        return tuple(slice(start, start + length) for start, length in zip(self.offsets, self.lengths, strict=True))
+
+    def intersection(self, other: Box) -> Box | None:
+        """What both hold, or None."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = (min(a.stop, b.stop) for a, b in zip(self.slices, other.slices, strict=True))
+        lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, lengths) if all(length > 0 for length in lengths) else None
+
+    def within(self, outer: Box) -> Box:
+        """The same part, counted from the corner of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
+
+    def flat_parts(self, start: int, stop: int) -> Iterator[Box]:
+        """The elements start..stop of this box in row-major order, as at most 2·dims - 1 boxes, in order."""
+        for offsets, lengths in _runs(self.lengths, start, stop):
+            yield Box(tuple(map(sum, zip(self.offsets, offsets, strict=True))), lengths)
+
+
+def _runs(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, lengths) of the boxes: a part of the first row, whole rows, a part of the last row."""
+    inner = math.prod(lengths[1:])
+
+    def row(index: int, begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        for offsets, part in _runs(lengths[1:], begin, end):
+            yield (index, *offsets), (1, *part)
+
+    if start >= stop:
+        return
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # begins and ends inside one row
+        yield from row(last, start - last * inner, stop - last * inner)
+        return
+    if start < first * inner:
+        yield from row(first - 1, start - (first - 1) * inner, inner)
+    if first < last:
+        yield (first, *(0 for _ in lengths[1:])), (last - first, *lengths[1:])
+    if last * inner < stop:
+        yield from row(last, 0, stop - last * inner)
+
+
+@dataclass(frozen=True)
+class Initial:
+    """A parameter's first values: normal with `std` around `mean`; std 0 is a constant."""
+
+    std: float
+    mean: float = 0.0
+
+
+ZEROS = Initial(0.0)
+ONES = Initial(0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Which mesh axis cuts which dim of a parameter: `shape` is global, `cuts` holds (dim, axis) pairs.
+
+    `matrix`: takes part in matrix products, so that weight decay acts on it. `full_precision`: stays in
+    float32 where O2 stores weights in half.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[int, str], ...] = ()
+    initial: Initial = ZEROS
+    matrix: bool = True
+    full_precision: bool = False
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that cut this parameter."""
+        return frozenset(axis for _, axis in self.cuts)
+
+    def box(self, grid: Grid, rank: int) -> Box:
+        """What the rank holds. Cut dims are divisible: the config's rules have seen to it."""
+        offsets, lengths = [0] * len(self.shape), list(self.shape)
+        for dim, axis in self.cuts:
+            assert lengths[dim] % grid.size(axis) == 0, f"{self} is not divisible over {axis} of {grid}"
+            lengths[dim] //= grid.size(axis)
+            offsets[dim] += lengths[dim] * grid.index(rank, axis)
+        return Box(tuple(offsets), tuple(lengths))
+
+    def sum_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes over which this parameter's gradient is summed: they split the tokens and do not cut it."""
+        return mesh.grid.ordered(axis for axis in mesh.token_axes if axis not in self.axes)
+
+
+class ShardedModule(nn.Module):
+    """A layer that declares each parameter with its spec. The mesh says which part this rank holds."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.specs: dict[str, ShardSpec] = {}
+
+    def declare(self, name: str, spec: ShardSpec) -> nn.Parameter:
+        """Register a parameter of this rank's shape, without values: `initialise` fills it."""
+        box = spec.box(self.mesh.grid, self.mesh.rank)
+        parameter = nn.Parameter(torch.empty(box.lengths, device=self.mesh.device))
+        self.register_parameter(name, parameter)
+        self.specs[name] = spec
+        return parameter
+
+
+def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
+    """The spec of every parameter, by its full name, in the order of named_parameters()."""
+    specs = {
+        f"{path}.{name}" if path else name: spec
+        for path, module in model.named_modules()
+        if isinstance(module, ShardedModule)
+        for name, spec in module.specs.items()
+    }
+    names = [name for name, _ in model.named_parameters()]
+    assert set(names) == set(specs), f"parameters without a spec: {set(names) ^ set(specs)}"
+    return {name: specs[name] for name in names}
+
+
+def num_parameters(specs: Sequence[ShardSpec]) -> int:
+    """Parameters of the whole model: each counted once, wherever it lives."""
+    return sum(math.prod(spec.shape) for spec in specs)
+
+
+def initialise(model: nn.Module, mesh: Mesh, seed: int) -> None:
+    """Fill every parameter with its part of the global tensor that its name and the seed give.
+
+    Drawn in blocks of whole rows, each from a generator of its own, so that a rank draws only the rows it holds
+    a part of and no rank ever holds a whole embedding. Float32 draws whatever the run's precision.
+    """
+    specs = shard_specs(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spec = specs[name]
+            if spec.initial.std == 0:
+                parameter.fill_(spec.initial.mean)
+                continue
+            box = spec.box(mesh.grid, mesh.rank)
+            for block, values in _blocks(spec, box, f"{seed}/{name}"):
+                part = block.intersection(box)
+                assert part is not None, f"{block} was drawn for {box}"
+                parameter[part.within(box).slices] = values[part.within(block).slices].to(parameter)
+
+
+def _blocks(spec: ShardSpec, wanted: Box, label: str) -> Iterator[tuple[Box, Tensor]]:
+    """The blocks of the global tensor that meet `wanted`, with their values."""
+    rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(spec.shape[1:])))
+    first, last = wanted.offsets[0] // rows, (wanted.offsets[0] + wanted.lengths[0] - 1) // rows
+    for index in range(first, last + 1):
+        length = min(rows, spec.shape[0] - index * rows)
+        block = Box((index * rows, *(0 for _ in spec.shape[1:])), (length, *spec.shape[1:]))
+        generator = torch.Generator().manual_seed(seed_of(f"{label}/{index}"))
+        yield block, torch.empty(block.lengths).normal_(spec.initial.mean, spec.initial.std, generator=generator)
+
+
+def seed_of(label: str) -> int:
+    """A 63-bit seed made of a text: the same on every machine and in every Python process."""
+    return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little") >> 1

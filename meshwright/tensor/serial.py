@@ -1,0 +1,114 @@
+"""The serial kit: one device, whole tensors. The oracle that every other kit is compared with.
+
+| layer     | input     | weight        | output        | sends |
+|-----------|-----------|---------------|---------------|-------|
+| embedding | [B, T]    | [V, H]        | [B, T, H]     | -     |
+| norm      | [B, T, H] | [H], [H]      | [B, T, H]     | -     |
+| expand    | [B, T, H] | [H, G, N/G]   | [B, T, G, N/G]| -     |
+| contract  | [B, T, N] | [N, H]        | [B, T, H]     | -     |
+| head      | [B, T, H] | [V, H]        | loss          | -     |
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.mesh import Mesh
+from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
+from meshwright.tensor.cross_entropy import chunked_loss, chunked_token_losses
+from meshwright.tensor.linear import linear
+
+
+class SerialEmbedding(ShardedModule):
+    """Rows of a table."""
+
+    def __init__(self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial) -> None:
+        super().__init__(mesh)
+        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), initial=initial))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)  # [B, T, H]
+
+
+class SerialNorm(ShardedModule):
+    """Layer norm in float32 or better, whatever the precision of its input; the output has the input's."""
+
+    def __init__(self, mesh: Mesh, hidden: int, epsilon: float) -> None:
+        super().__init__(mesh)
+        self.epsilon = epsilon
+        self.weight = self.declare("weight", ShardSpec((hidden,), initial=ONES, matrix=False, full_precision=True))
+        self.bias = self.declare("bias", ShardSpec((hidden,), initial=ZEROS, matrix=False, full_precision=True))
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.to(self.weight.dtype)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon).to(h.dtype)
+
+
+class SerialLinear(ShardedModule):
+    """x W + b over the last dim of x; W [in, G, out/G]."""
+
+    def __init__(self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial) -> None:
+        super().__init__(mesh)
+        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), initial=initial))
+        self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, matrix=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear(x, self.weight.flatten(1), self.bias.flatten())
+        return y.unflatten(-1, self.bias.shape) if self.bias.dim() > 1 else y
+
+
+class SerialHead(ShardedModule):
+    """Language-model head and cross entropy, chunk by chunk: never whole logits, padding rows never seen."""
+
+    def __init__(
+        self, mesh: Mesh, hidden: int, vocabulary: int, padded: int, initial: Initial, tied: nn.Module | None
+    ) -> None:
+        super().__init__(mesh)
+        self.vocabulary = vocabulary
+        if tied is None:
+            self.weight = self.declare("weight", ShardSpec((padded, hidden), initial=initial))
+        else:
+            self.table = (tied,)  # in a tuple: the weight belongs to the embedding and is registered there once
+
+    def _weight(self) -> Tensor:
+        table: Tensor = self.table[0].weight if "weight" not in self.specs else self.weight  # type: ignore[assignment]
+        return table
+
+    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+        return chunked_loss(h.flatten(0, -2), self._weight(), labels.flatten(), self.vocabulary, scale)
+
+    def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
+        losses = chunked_token_losses(h.flatten(0, -2), self._weight(), labels.flatten(), self.vocabulary)
+        return losses.view(labels.shape)
+
+    def logits(self, h: Tensor) -> Tensor:
+        return F.linear(h, self._weight()[: self.vocabulary])
+
+
+class SerialKit:
+    """One device."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
+        return SerialEmbedding(self.mesh, num_rows, hidden, initial)
+
+    def norm(self, hidden: int, epsilon: float) -> nn.Module:
+        return SerialNorm(self.mesh, hidden, epsilon)
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1) -> nn.Module:
+        return SerialLinear(self.mesh, hidden, (inner,) if groups == 1 else (groups, inner // groups), initial)
+
+    def contract(self, inner: int, hidden: int, initial: Initial) -> nn.Module:
+        return SerialLinear(self.mesh, inner, (hidden,), initial)
+
+    def head_loss(self, hidden: int, vocabulary: int, padded: int, initial: Initial, tied: nn.Module | None) -> nn.Module:
+        return SerialHead(self.mesh, hidden, vocabulary, padded, initial, tied)
+
+    def local_heads(self, heads: int) -> int:
+        return heads
+
+    def slice_batch(self, x: Tensor) -> Tensor:
+        return x

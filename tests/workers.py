@@ -1,0 +1,68 @@
+"""Runs a function on several forked ranks over gloo, so that hundreds of distributed tests take minutes.
+
+The parent has torch imported and its threads not started; a child forked from it is ready in milliseconds.
+So the parent itself never runs a backward pass: serial runs are grids of one rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwright.environment import Environment, Rendezvous
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh, open_mesh
+
+TIMEOUT_SECONDS = 60
+
+
+def run_ranks(function: Callable[..., Any], grid: Grid, *arguments: Any) -> list[Any]:
+    """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller."""
+    context = multiprocessing.get_context("fork")
+    world = grid.world_size
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    workers = [
+        context.Process(target=_work, args=(function, grid, rank, port, pipes[rank][1], arguments), daemon=True)
+        for rank in range(world)
+    ]
+    for worker in workers:
+        worker.start()
+    results, failures = [], []
+    try:
+        for rank, (receiver, _) in enumerate(pipes):
+            assert receiver.poll(TIMEOUT_SECONDS), f"rank {rank} said nothing for {TIMEOUT_SECONDS} s"
+            failed, result = pickle.loads(receiver.recv_bytes())
+            (failures if failed else results).append(result)
+            if failed:
+                break
+    finally:
+        for worker in workers:
+            if failures:
+                worker.terminate()
+            worker.join(TIMEOUT_SECONDS)
+    assert not failures, failures[0]
+    return results
+
+
+def _work(
+    function: Callable[..., Any], grid: Grid, rank: int, port: int, pipe: Any, arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    world = grid.world_size
+    environment = Environment(rank, world, rank, world, 0, "torchrun")
+    try:
+        point = Rendezvous("127.0.0.1", port, hosted=False)
+        with open_mesh(grid, environment, "torch", torch.device("cpu"), point) as mesh:
+            pipe.send_bytes(pickle.dumps((False, function(mesh, *arguments))))
+            mesh.world.barrier()
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((True, f"rank {rank}:\n{traceback.format_exc()}")))
