@@ -1,0 +1,65 @@
+"""(b) Every sync on every transport against torch's DDP and FSDP2; (c) server-* against one device.
+
+    python -m benchmarks.data_parallel [--ranks 2 4] [--only SYNC ...] [--transports torch mpi]
+                                       [--rounds N] [--steps N] [--json FILE]
+
+Targets: allreduce at most 0.95 of DDP's step at 2 ranks and 0.85 at 4, zero1 at most 1.0 of DDP's, fsdp at most 1.0 of
+FSDP2's. For (c) no target: the finding to repeat is that one parameter server is slower than one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import get_args
+
+from benchmarks import ours
+from benchmarks.contender import Contender
+from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, show, write_json
+from meshwright.config.schema import Sync
+
+BASELINES = ("DDP", "FSDP2", "plain loop")
+SYNCS: tuple[str, ...] = get_args(Sync)
+
+
+def contenders(ranks: int, syncs: Sequence[str], transports: Sequence[str]) -> list[Contender]:
+    """The baselines, then ours. fsdp is torch's own and runs on torch only."""
+    theirs = [
+        Contender("plain loop", "benchmarks.baselines:plain"),
+        Contender("DDP", "benchmarks.baselines:ddp", ranks=ranks),
+        Contender("DDP, torch's defaults", "benchmarks.baselines:ddp", {"fused": False, "bucket_view": False}, ranks),
+        Contender("FSDP2", "benchmarks.baselines:fsdp2", ranks=ranks),
+    ]
+    serial = [ours.contender("allreduce", "torch", 1)]
+    mine = [
+        ours.contender(sync, transport, ranks)
+        for sync in syncs
+        for transport in transports
+        if not (sync == "fsdp" and transport == "mpi")
+    ]
+    return theirs + serial + mine
+
+
+def measure(ranks: int, syncs: Sequence[str], transports: Sequence[str], plan: Plan) -> list[Result]:
+    results = interleave(contenders(ranks, syncs, transports), plan)
+    show(f"(b), (c) data parallel, {ranks} ranks of one thread", results, BASELINES)
+    return results
+
+
+def main() -> None:
+    parser = plan_arguments("Data-parallel strategies against DDP, FSDP2 and one device.")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--only", nargs="+", choices=SYNCS, default=list(SYNCS), metavar="SYNC", help=", ".join(SYNCS))
+    installed = ["torch", "mpi"] if find_spec("mpi4py") else ["torch"]
+    parser.add_argument("--transports", nargs="+", choices=["torch", "mpi"], default=installed)
+    arguments = parser.parse_args()
+    plan = Plan(arguments.rounds, arguments.steps)
+    tables = {}
+    for ranks in arguments.ranks:
+        results = measure(ranks, arguments.only, arguments.transports, plan)
+        tables[f"ranks-{ranks}"] = as_json(results, BASELINES)
+    write_json(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()

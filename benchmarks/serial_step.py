@@ -1,0 +1,31 @@
+"""(a) The serial step against a plain torch loop and against Hugging Face's GPT-2.
+
+    python -m benchmarks.serial_step [--rounds N] [--steps N] [--json FILE]
+
+Targets: at most 0.95 of the plain loop, at most 0.80 of Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from benchmarks import ours
+from benchmarks.contender import Contender
+from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
+
+BASELINES = ("plain loop", "Hugging Face")
+
+
+def main() -> None:
+    arguments = plan_arguments("The serial step against a plain loop and Hugging Face's.").parse_args()
+    contenders = [
+        Contender("plain loop", "benchmarks.baselines:plain"),
+        Contender("plain loop, fused AdamW", "benchmarks.baselines:plain", {"fused": True}),
+        Contender("Hugging Face", "benchmarks.baselines:hugging_face"),
+        ours.contender("allreduce", "torch", 1),
+    ]
+    results = interleave(contenders, Plan(arguments.rounds, arguments.steps))
+    show("(a) serial step, one thread", results, BASELINES)
+    write_json(arguments.json, {"serial": as_json(results, BASELINES)})
+
+
+if __name__ == "__main__":
+    main()
