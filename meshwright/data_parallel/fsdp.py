@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.bucket import Place, Slot
-from meshwright.comm import SoloComm, TorchComm
-from meshwright.data_parallel.strategy import Batch, LanguageModel, LoadRows, same_everywhere
+from meshwright.comm import SoloComm, TorchComm, same_everywhere
+from meshwright.data_parallel.strategy import Batch, LanguageModel, LoadRows
 from meshwright.mesh import Mesh
 from meshwright.shard import Box, ShardSpec
 

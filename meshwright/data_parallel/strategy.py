@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from meshwright.bucket import Bucket, Slot
-from meshwright.comm import DONE, Comm, Work
+from meshwright.comm import DONE, Comm, Work, same_everywhere
 from meshwright.mesh import Mesh
 
 Batch = tuple[Tensor, Tensor]
@@ -144,17 +143,6 @@ class Synchroniser:
         while len(self._works) < len(self.buckets) and (everything or self._missing[len(self._works)] == 0):
             index = len(self._works)
             self._works.append(self.policy.reduce(self.buckets[index], self.comms[index]))
-
-
-def same_everywhere(x: Tensor, comm: Comm) -> bool:
-    """Whether all ranks hold the same bits, by a hash of them."""
-    import hashlib
-
-    digest = hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=x.device)
-    every = mine.new_empty(comm.size, mine.numel())
-    comm.all_gather(every, mine)
-    return bool((every == mine).all())
 
 
 def whole(bucket: Bucket) -> tuple[int, int]:

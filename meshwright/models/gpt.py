@@ -115,3 +115,12 @@ class GPT(nn.Module):
         for block in self.blocks:
             h = block(h, cache)
         return self.norm(h)  # type: ignore[no-any-return]
+
+
+def flops_per_sequence(model: Model, sequence: int) -> int:
+    """Floating-point operations of a sequence's forward and backward pass: matrix products only, no recomputation.
+
+    6 a weight and token (PaLM, arXiv 2204.02311, appendix B), attention counted whole though it is causal.
+    """
+    products = model.layers * (12 * model.hidden**2 + 2 * sequence * model.hidden) + model.padded_vocabulary * model.hidden
+    return 6 * sequence * products

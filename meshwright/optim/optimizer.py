@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.bucket import Slot
+from meshwright.comm import same_everywhere
 from meshwright.config import Config
 from meshwright.mesh import Mesh
 from meshwright.optim.norm import gradient_norm
@@ -80,6 +81,19 @@ class Optimizer:
         master = self.masters[index]
         tensors = {key: value for key, value in self.torch.state[master].items() if value.shape == master.shape}
         return {"weight": master.detach(), **tensors}
+
+    def equalise(self) -> list[str]:
+        """Compare, by hash, the states that replicas hold alike; broadcast the first's where they differ. Returns which."""
+        differing = []
+        for index, slot in enumerate(self.slots):
+            alike = [axis for axis in self.mesh.token_axes if axis not in slot.part_axes]
+            comm = self.mesh.comm(*alike)
+            for kind, tensor in self.states(index).items():
+                if not same_everywhere(tensor, comm):
+                    differing += [f"{kind} of {place.name}" for place in slot.places]
+                    comm.broadcast(tensor, 0)
+        self.refresh()
+        return differing
 
     @property
     def steps_taken(self) -> int:

@@ -53,11 +53,11 @@ def test_every_epoch_has_every_window_once_in_another_order() -> None:
 def test_windows_are_the_tokens_and_labels_the_next_ones(corpus: PackedCorpus, batches: TokenBatches) -> None:
     tokens = np.asarray(corpus.tokens("train")).astype(np.int64)
     assert len(batches) == (len(tokens) - 1) // T
-    inputs, labels = batches.slice(0, len(batches), 0, len(batches))
+    inputs, labels = batches.samples(0 * len(batches) + 0, len(batches))
     assert inputs.shape == labels.shape == (len(batches), T)
     assert inputs.dtype == labels.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
-    for row, window in enumerate(batches.global_batch_rows(0, len(batches)).tolist()):
+    for row, window in enumerate(batches.windows(0, len(batches)).tolist()):
         assert inputs[row].tolist() == tokens[window * T : window * T + T].tolist()
         assert labels[row].tolist() == tokens[window * T + 1 : window * T + T + 1].tolist()
 
@@ -65,18 +65,18 @@ def test_windows_are_the_tokens_and_labels_the_next_ones(corpus: PackedCorpus, b
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_the_ranks_slices_make_the_global_batch(batches: TokenBatches, num_ranks: int) -> None:
     for step in (0, 3, 50):  # step 50 lies in a later epoch
-        whole = batches.slice(step, 12, 0, 12)
+        whole = batches.samples(step * 12 + 0, 12)
         part = 12 // num_ranks
-        slices = [batches.slice(step, 12, rank * part, part) for rank in range(num_ranks)]
+        slices = [batches.samples(step * 12 + rank * part, part) for rank in range(num_ranks)]
         assert torch.equal(torch.cat([inputs for inputs, _ in slices]), whole[0])
         assert torch.equal(torch.cat([labels for _, labels in slices]), whole[1])
 
 
 def test_a_run_resumed_in_the_middle_goes_on_alike(corpus: PackedCorpus, batches: TokenBatches) -> None:
-    whole = [batches.slice(step, 10, 0, 10)[0] for step in range(2 * len(batches) // 10)]
+    whole = [batches.samples(step * 10 + 0, 10)[0] for step in range(2 * len(batches) // 10)]
     resumed = TokenBatches(corpus, "train", T, seed=1)
     for step in range(len(whole) // 2, len(whole)):
-        assert torch.equal(resumed.slice(step, 10, 0, 10)[0], whole[step])
+        assert torch.equal(resumed.samples(step * 10 + 0, 10)[0], whole[step])
     assert not torch.equal(whole[0], whole[1])
 
 

@@ -1,0 +1,23 @@
+"""Checkpoints that know no layout: safetensors shards and one JSON manifest; no pickle is ever loaded.
+
+    step-N/manifest.json          format number, config, progress, every part of every tensor: parameter, box, dtype, file
+    step-N/rank-R.safetensors     the parts that rank R wrote
+    step-N/tokenizer.json         so that text goes in and comes out of a checkpoint alone
+
+A step folder exists only whole: it is written under a temporary name, synced, and renamed.
+"""
+
+from meshwright.checkpoint.reader import Checkpoint, find_checkpoint, newest_step
+from meshwright.checkpoint.restore import Piece, load_weights, pieces_of, restore
+from meshwright.checkpoint.writer import CheckpointWriter
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointWriter",
+    "Piece",
+    "find_checkpoint",
+    "load_weights",
+    "newest_step",
+    "pieces_of",
+    "restore",
+]

@@ -1,0 +1,98 @@
+"""Between a run's parts and a checkpoint: what each rank writes, and how any layout takes up what another wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.bucket import Place
+from meshwright.build import Parts
+from meshwright.checkpoint.manifest import Progress
+from meshwright.checkpoint.reader import Checkpoint
+from meshwright.errors import CheckpointError
+from meshwright.mesh import Mesh
+from meshwright.shard import ShardSpec
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the box that `place` says, of one `kind`: weight, exp_avg, ..."""
+
+    kind: str
+    place: Place
+    tensor: Tensor
+
+
+def pieces_of(parts: Parts) -> Iterator[Piece]:
+    """The weights and optimizer states that this rank writes: of what several ranks hold alike, the first's."""
+    for index, slot in enumerate(parts.strategy.slots):
+        if not _writes(parts.mesh, slot.part_axes):
+            continue
+        for kind, tensor in parts.optimizer.states(index).items():
+            for place in slot.places:
+                yield Piece(kind, place, tensor[place.start : place.stop].view(place.box.lengths))
+
+
+def gradient_pieces(parts: Parts) -> Iterator[Piece]:
+    """The gradients that this rank's slots hold between `finish` and the optimizer's step."""
+    for slot in parts.strategy.slots:
+        if _writes(parts.mesh, slot.part_axes):
+            assert slot.parameter.grad is not None, "a slot without a gradient"
+            for place in slot.places:
+                part = slot.parameter.grad[place.start : place.stop].view(place.box.lengths)
+                yield Piece("gradient", place, part)
+
+
+def _writes(mesh: Mesh, part_axes: tuple[str, ...]) -> bool:
+    """Whether this rank is the first of those that hold the same."""
+    return mesh.index(*(axis for axis in mesh.grid.names if axis not in part_axes)) == 0
+
+
+def progress_of(parts: Parts, step: int, samples: int) -> Progress:
+    """Where the run stands after `step` steps."""
+    optimizer = parts.optimizer
+    return Progress(step, samples, optimizer.steps_taken, optimizer.scaler.scale, optimizer.scaler.good_steps)
+
+
+def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
+    """Take up weights, optimizer states and loss scaling; the data cursor is in the result."""
+    _check_shapes(parts.specs, checkpoint)
+    progress = checkpoint.manifest.progress
+    optimizer = parts.optimizer
+    optimizer.prepare_states(progress.steps_taken)
+    for index, slot in enumerate(parts.strategy.slots):
+        for kind, tensor in optimizer.states(index).items():
+            if kind != "weight" and progress.steps_taken == 0:
+                continue  # no step was ever applied: the states are zero
+            for place in slot.places:
+                stored = checkpoint.read(place.name, kind, place.box)
+                tensor[place.start : place.stop] = stored.flatten().to(tensor)
+    optimizer.scaler.scale, optimizer.scaler.good_steps = progress.loss_scale, progress.good_steps
+    optimizer.refresh()
+    parts.strategy.publish()
+    return progress
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, checkpoint: Checkpoint) -> None:
+    """Fill a model's parameters, without an optimizer."""
+    _check_shapes(specs, checkpoint)
+    for name, parameter in model.named_parameters():
+        stored = checkpoint.read(name, "weight", specs[name].box(mesh.grid, mesh.rank))
+        parameter.copy_(stored.to(parameter))
+
+
+def _check_shapes(specs: dict[str, ShardSpec], checkpoint: Checkpoint) -> None:
+    shapes = checkpoint.shapes
+    for name, spec in specs.items():
+        if shapes.get(name) != spec.shape:
+            held = f"it has {list(shapes[name])}" if name in shapes else "it has no such parameter"
+            raise CheckpointError(
+                f"{checkpoint.folder} is of another model: {name} should be {list(spec.shape)}, and {held}"
+            )
+    if len(shapes) > len(specs):
+        extra = sorted(set(shapes) - set(specs))[0]
+        raise CheckpointError(f"{checkpoint.folder} is of another model: it has {extra}, which this one has not")

@@ -1,0 +1,217 @@
+"""`meshwright doctor`: what this machine has, what is missing, and the one command that adds it.
+
+Versions come from the installed packages' metadata, so that nothing heavy is imported but torch. MPI is asked in a
+process of its own: an MPI library that cannot be loaded may end the process that tries.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.environment import cache_folder
+from meshwright.launch.mpiexec import find_mpiexec
+
+Plain = str | int | bool | list[str] | None
+
+_MPI_SECONDS = 20.0
+_ASK_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+
+LIBRARIES = {
+    "numpy": "numpy",
+    "tokenizers": "tokenizers",
+    "safetensors": "safetensors",
+    "tensorboard": "tensorboard",
+    "matplotlib": "matplotlib",
+    "transformers": "meshwright[hf]",
+    "datasets": "meshwright[hf]",
+    "pyarrow": "meshwright[hf]",
+}
+"""What is looked for, and what to ask pip for where it is missing."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact. `value` is plain, for scripts; `text` is for people; `command` mends it, where something is missing."""
+
+    section: str
+    name: str
+    value: Plain
+    text: str
+    command: str = ""
+
+    @property
+    def missing(self) -> bool:
+        return bool(self.command)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, in the order in which they are shown."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def missing(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.missing)
+
+    def as_dict(self) -> dict[str, object]:
+        """{section: {name: value}} of plain values, and `missing`: {name: command}. For `--json`."""
+        sections: dict[str, dict[str, Plain]] = {}
+        for finding in self.findings:
+            sections.setdefault(finding.section, {})[finding.name] = finding.value
+        return {**sections, "missing": {finding.name: finding.command for finding in self.missing}}
+
+
+def examine(working_folder: Path | None = None) -> Report:
+    """Look at this interpreter and machine. `working_folder`: where runs will be written (default: the current one)."""
+    findings = [
+        *_python(),
+        *_machine(),
+        *_backends(),
+        *(_library(name, package) for name, package in LIBRARIES.items()),
+        _disk("cache", cache_folder()),
+        _disk("working", (working_folder or Path.cwd()).absolute()),
+    ]
+    return Report(tuple(findings))
+
+
+def render(report: Report) -> Group:
+    """The report as tables for a terminal: `rich.print(render(examine()))`."""
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    section = ""
+    for finding in report.findings:
+        shown, section = (finding.section if finding.section != section else ""), finding.section
+        style = "yellow" if finding.missing else ""
+        name = finding.name.removesuffix("_bytes").replace("_", " ")
+        table.add_row(Text(shown, style="bold"), Text(name), Text(finding.text, style=style))
+    if not report.missing:
+        return Group(table, Text("\nNothing is missing.", style="green"))
+    commands: dict[str, list[str]] = {}
+    for finding in report.missing:
+        commands.setdefault(finding.command, []).append(finding.name)
+    wanted = [Text(f"\nMissing: {', '.join(names)}\n  {command}") for command, names in commands.items()]
+    return Group(table, *wanted)
+
+
+def size_text(num_bytes: int) -> str:
+    """`23.4 GiB`."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def pip_command(*packages: str) -> str:
+    """The command that installs the packages for this very interpreter."""
+    return f"{sys.executable} -m pip install " + " ".join(f"'{name}'" if "[" in name else name for name in packages)
+
+
+def _python() -> Iterator[Finding]:
+    version = platform.python_version()
+    yield Finding("python", "version", version, f"{version} ({platform.python_implementation()}, {platform.system()})")
+    yield Finding("python", "executable", sys.executable, sys.executable)
+    cuda = torch.version.cuda
+    build = f"CUDA {cuda}" if cuda else "for CPUs"
+    yield Finding("python", "torch", torch.__version__, f"{torch.__version__}, built {build}")
+
+
+def _machine() -> Iterator[Finding]:
+    cores, usable, threads = os.cpu_count() or 1, _usable_cores(), torch.get_num_threads()
+    yield Finding("machine", "cpu_cores", usable, f"{usable} of {cores} may be used here")
+    yield Finding("machine", "cpu_threads", threads, f"torch takes {threads} in a lone process")
+    memory = _memory_bytes()
+    yield Finding("machine", "memory_bytes", memory, size_text(memory))
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if names:
+        each = [torch.cuda.get_device_properties(index).total_memory for index in range(len(names))]
+        texts = [f"{name} ({size_text(size)})" for name, size in zip(names, each, strict=True)]
+        yield Finding("machine", "gpus", names, ", ".join(texts))
+    elif shutil.which("nvidia-smi") is not None:
+        text = "a driver is here, but this torch sees no GPU"
+        yield Finding("machine", "gpus", [], text, pip_command("--force-reinstall", "torch"))
+    else:
+        yield Finding("machine", "gpus", [], "none: ranks run on CPU cores")
+
+
+def _backends() -> Iterator[Finding]:
+    gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    command = "" if gloo else pip_command("--force-reinstall", "torch")
+    yield Finding("backends", "gloo", gloo, "yes" if gloo else "not in this build of torch", command)
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
+    yield Finding("backends", "nccl", version, version or "none: it comes with torch's builds for CUDA")
+    mpi4py = _version("mpi4py")
+    add = pip_command("meshwright[mpi]")
+    yield Finding("backends", "mpi4py", mpi4py, mpi4py or "not installed", "" if mpi4py else add)
+    library, complaint = _mpi_library() if mpi4py else (None, "not looked for without mpi4py")
+    yield Finding("backends", "mpi_library", library, library or complaint, "" if library else add)
+    mpiexec = find_mpiexec()
+    path = None if mpiexec is None else str(mpiexec)
+    text = path or "neither beside this interpreter nor on PATH"
+    yield Finding("backends", "mpiexec", path, text, "" if path else add)
+
+
+def _library(name: str, package: str) -> Finding:
+    version = _version(name)
+    return Finding("libraries", name, version, version or "not installed", "" if version else pip_command(package))
+
+
+def _disk(name: str, folder: Path) -> Finding:
+    """Free space of the disk that will hold the folder, which need not exist yet."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    return Finding("disk", f"{name}_bytes", free, f"{size_text(free)} free at {folder}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _mpi_library() -> tuple[str | None, str]:
+    """(the MPI library's name and version, "") or (None, why it cannot be used)."""
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=_MPI_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"did not answer within {_MPI_SECONDS:.0f} s"
+    if answer.returncode != 0:
+        lines = answer.stderr.strip().splitlines()
+        return None, f"cannot be loaded: {lines[-1] if lines else f'exit code {answer.returncode}'}"
+    # Open MPI: `Open MPI v5.0.11, package: ...`; MPICH: several lines, `MPICH Version: 4.2`
+    return answer.stdout.strip("\0\n ").splitlines()[0].split(", ")[0], ""
+
+
+def _usable_cores() -> int:
+    """Cores that this process may run on: fewer than the machine's in many containers and batch jobs."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # Linux has it, other systems do not
+        return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int:
+    """The machine's memory, or the container's limit where that is less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        return min(memory, int(text))
+    return memory

@@ -1,0 +1,53 @@
+"""What a person sees of a run: a progress bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class RunDisplay:
+    """Shows steps and losses. Used as a context; only rank 0's speaks."""
+
+    def __init__(self, first_step: int, steps: int, *, speaks: bool) -> None:
+        self.console = Console(highlight=False, quiet=not speaks)
+        self.steps = steps
+        self._last_line = 0.0
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not speaks or not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=steps, completed=first_step, facts="")
+
+    def __enter__(self) -> RunDisplay:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """A step was made."""
+        facts = f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tokens/s"
+        if not line["applied"]:
+            facts += f"  overflow: step skipped, loss scale {line['loss_scale']:g}"
+        self._bar.update(self._task, completed=line["step"], facts=facts)
+        due = time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES or line["step"] == self.steps
+        if not self.console.is_terminal and due:
+            self._last_line = time.monotonic()
+            self.say(f"step {line['step']}/{self.steps}  {facts}")
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.console.print(text, markup=False, soft_wrap=True)

@@ -1,0 +1,201 @@
+"""`meshwright train`: what the launcher does before the workers start, and the entry function of a worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.build import Parts, build, resolve_transport
+from meshwright.checkpoint import Checkpoint, CheckpointWriter, newest_step, pieces_of, restore
+from meshwright.checkpoint.manifest import Progress
+from meshwright.checkpoint.restore import progress_of
+from meshwright.config import Config, dump_config
+from meshwright.data.packed import PackedCorpus, corpus_for, open_packed
+from meshwright.data.progress import silent
+from meshwright.data.sampler import TokenBatches
+from meshwright.environment import Environment, cache_folder, read_environment, rendezvous
+from meshwright.errors import ConfigError, DataError
+from meshwright.grid import Grid
+from meshwright.launch import Job, StopRequest, joined, launch, run_worker
+from meshwright.mesh import open_mesh
+from meshwright.report.curves import draw_loss
+from meshwright.train.console import RunDisplay
+from meshwright.train.loop import Trainer
+from meshwright.train.metrics import MetricsWriter
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job runs on: the transport, the kind of device, CPU threads a rank."""
+
+    transport: str
+    device: str
+    threads: int
+
+
+def resources_of(config: Config) -> Resources:
+    """Resolve every `auto` that depends on this machine. Raises ConfigError where it lacks what the config asks for."""
+    device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    environment = read_environment()
+    local = environment.local_world_size if joined() else config.layout.world_size
+    if device == "cuda" and torch.cuda.device_count() < local:
+        found = torch.cuda.device_count()
+        raise ConfigError.of("device", "cuda", f"finds {found} GPUs for {local} ranks here", "cpu, or a smaller layout")
+    if joined() and environment.world_size != config.layout.world_size:
+        ranks = environment.world_size
+        raise ConfigError.of(
+            "layout", f"{config.layout.world_size} ranks", f"does not match the {ranks} that were launched", f"{ranks}"
+        )
+    transport = resolve_transport(config, device)
+    if transport == "mpi" and joined() and environment.launcher == "torchrun":
+        if config.layout.transport == "mpi":
+            raise ConfigError.of("layout.transport", "mpi", "cannot join a job of torchrun", "torch, or use mpirun")
+        transport = "torch"
+    threads = config.threads if config.threads != "auto" else max(1, len(os.sched_getaffinity(0)) // local)
+    return Resources(transport, device, threads)
+
+
+def run_ranks(config: Config, job: Job, resources: Resources) -> None:
+    """Start the layout's ranks here, or be one of them inside another launcher."""
+    if joined():
+        run_worker(job, resources.threads)
+        return
+    launch(
+        job,
+        config.layout.world_size,
+        "mpi" if resources.transport == "mpi" else "torch",
+        restarts=config.restarts,
+        device="cuda" if resources.device == "cuda" else "cpu",
+        threads=resources.threads,
+    )
+
+
+def train(config: Config, out: Path, *, resume: bool, progress: Any = silent) -> None:
+    """Run a whole job into `out`. Raises ConfigError, DataError, CheckpointError, LaunchError, Interrupted."""
+    out = out.absolute()
+    if not resume and (out / "metrics.jsonl").exists() and not joined():
+        raise ConfigError.of("--out", out, "holds a run already", "another folder, or --resume to go on with it")
+    corpus = corpus_for(config.data, cache_folder(), progress)
+    corpus.check_vocabulary(config.model.vocabulary)
+    resources = resources_of(config)
+    if read_environment().rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    arguments = {
+        "config": config.model_dump(mode="json", by_alias=True),
+        "out": str(out),
+        "corpus": str(corpus.folder),
+        "resume": resume,
+        "transport": resources.transport,
+        "device": resources.device,
+    }
+    run_ranks(config, Job("meshwright.train.job:worker", arguments), resources)
+
+
+def worker_device(device: str, environment: Environment) -> torch.device:
+    """This rank's device: a GPU of its own, or the host."""
+    if device == "cuda":
+        torch.cuda.set_device(environment.local_rank)
+        return torch.device("cuda", environment.local_rank)
+    return torch.device("cpu")
+
+
+def worker(
+    environment: Environment,
+    stop: StopRequest,
+    *,
+    config: dict[str, Any],
+    out: str,
+    corpus: str,
+    resume: bool,
+    transport: str,
+    device: str,
+) -> None:
+    """One rank of a training job."""
+    settings = Config.model_validate(config)
+    where = worker_device(device, environment)
+    with open_mesh(Grid(settings.layout.axes), environment, transport, where, rendezvous()) as mesh:
+        run = _Run(build(settings, mesh), open_packed(Path(corpus)), Path(out))
+        run.train(stop, resume=resume or environment.attempt > 0, attempt=environment.attempt)
+
+
+class _Run:
+    """A rank's training run: the trainer, and around it checkpoints, validation, metrics and the display."""
+
+    def __init__(self, parts: Parts, corpus: PackedCorpus, out: Path) -> None:
+        self.parts = parts
+        self.config = parts.config
+        self.corpus = corpus
+        self.out = out
+        self.first = parts.mesh.rank == 0
+        sequence, seed = self.config.data.sequence, self.config.seed
+        self.batches = TokenBatches(corpus, "train", sequence, seed)
+        self.held_out = TokenBatches(corpus, "validation", sequence, seed) if self.config.validation.every else None
+        if self.held_out is not None and not self.held_out.num_validation_batches(self.config.batch.global_):
+            raise DataError("the validation split is shorter than one global batch: raise data.validation")
+
+    def train(self, stop: StopRequest, *, resume: bool, attempt: int) -> None:
+        """From the newest checkpoint or the beginning to the last step, or to a stop request."""
+        dump = self.config.model_dump(mode="json", by_alias=True)
+        writer = CheckpointWriter(
+            self.out / "checkpoints", self.parts.mesh, self.config.checkpoint.keep, dump, self.corpus.tokenizer.to_json()
+        )
+        started = self._start(resume=resume)
+        with RunDisplay(started.step, self.config.steps, speaks=self.first) as display:
+            self._greet(display, started, writer.unfinished, attempt)
+            metrics = None
+            if self.first:
+                metrics = MetricsWriter(self.out, started.step, tensorboard=self.config.metrics.tensorboard)
+            trainer = Trainer(self.parts, self.batches, step=started.step, samples=started.samples)
+            saved = started.step
+            while trainer.step < self.config.steps:
+                line, stopping = trainer.turn(stop)
+                self._validate(trainer, line)
+                if metrics is not None:
+                    metrics.write(line)
+                display.step(line)
+                every = self.config.checkpoint.every
+                if stopping or trainer.step == self.config.steps or (every and trainer.step % every == 0):
+                    writer.save(progress_of(self.parts, trainer.step, trainer.samples), pieces_of(self.parts))
+                    saved = trainer.step
+                if stopping:
+                    break
+            writer.wait()
+            if metrics is not None:
+                metrics.close()
+                draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
+                self._farewell(display, saved)
+
+    def _start(self, *, resume: bool) -> Progress:
+        """Equal weights everywhere, or the newest checkpoint's."""
+        newest = newest_step(self.out / "checkpoints") if resume else None
+        if newest is not None:
+            return restore(self.parts, Checkpoint(newest))
+        return Progress()
+
+    def _greet(self, display: RunDisplay, started: Progress, unfinished: Sequence[str], attempt: int) -> None:
+        layout = self.config.layout
+        display.say(f"{layout.world_size} ranks, data {layout.data.size} ({layout.data.sync}); writing to {self.out}")
+        for name in unfinished:
+            display.say(f"removed a checkpoint that was never finished: {name}")
+        if attempt:
+            display.say(f"restart {attempt} of {self.config.restarts}")
+        if started.step:
+            display.say(f"going on from checkpoint step-{started.step}")
+        for name in (*self.parts.strategy.equalise(), *self.parts.optimizer.equalise()):
+            display.say(f"warning: {name} differed between replicas; rank 0's was given to all")
+
+    def _validate(self, trainer: Trainer, line: dict[str, Any]) -> None:
+        every = self.config.validation.every
+        if self.held_out is not None and (trainer.step % every == 0 or trainer.step == self.config.steps):
+            num = min(self.config.validation.batches, self.held_out.num_validation_batches(self.config.batch.global_))
+            line["validation_loss"] = trainer.validate(self.held_out, num)
+
+    def _farewell(self, display: RunDisplay, saved: int) -> None:
+        ended = "finished" if saved == self.config.steps else "stopped; --resume goes on from here"
+        display.say(f"{ended}: {self.out / 'checkpoints' / f'step-{saved}'}, metrics.jsonl, loss.png")

@@ -1,0 +1,147 @@
+"""One line of JSON a step, and the same numbers for TensorBoard. Rank 0 writes, whatever the layout."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.train.pulse import Beat
+
+PEAK_FLOPS = {
+    # Dense half-precision peaks by the vendor's data sheets, per device.
+    "V100": 125e12,
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+}
+
+
+def peak_flops(setting: float | str, device: torch.device) -> float | None:
+    """The configured peak of one device, or the data sheet's; None where neither is known."""
+    if not isinstance(setting, str):
+        return setting
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held: the allocator's on a GPU, the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def release_free_memory(device: torch.device) -> None:
+    """Give the allocator's free memory back: CUDA's cache, or glibc's heap on a CPU. Costs time in the next step."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class BusyClock:
+    """How long this rank's device has worked. On a CPU: the process's CPU time over its threads.
+
+    A rank that spins while it waits (MPI) counts as busy. On a GPU: the driver's utilisation, sampled once a step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    def lap(self) -> float:
+        """Busy seconds since the last call."""
+        cpu, wall = time.process_time(), time.perf_counter()
+        busy = (cpu - self._cpu) / torch.get_num_threads()
+        if self.device.type == "cuda":
+            busy = torch.cuda.utilization(self.device) / 100 * (wall - self._wall)
+        self._cpu, self._wall = cpu, wall
+        return busy
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the loop knows of a step beside the beats. `learning_rate` and `grad_norm` as the optimizer used them."""
+
+    step: int
+    tokens: int
+    step_seconds: float
+    learning_rate: float
+    grad_norm: float
+    loss_scale: float
+    applied: bool
+    flops: float
+    peak_flops: float | None
+
+
+def metrics_line(facts: StepFacts, beats: Sequence[Beat], axes: Sequence[str]) -> dict[str, Any]:
+    """A step's metrics. sent_bytes is the sender's that sends most; mfu is 'unknown' without a known peak."""
+    rate = facts.flops / facts.step_seconds
+    line: dict[str, Any] = {
+        "step": facts.step,
+        "loss": sum(beat.loss for beat in beats) / facts.loss_scale,
+        "tokens": facts.tokens,
+        "tokens_per_second": facts.tokens / facts.step_seconds,
+        "step_seconds": facts.step_seconds,
+        "learning_rate": facts.learning_rate,
+        "grad_norm": facts.grad_norm,
+        "loss_scale": facts.loss_scale,
+        "applied": facts.applied,
+        "peak_memory_bytes": max(beat.peak_memory_bytes for beat in beats),
+        "sent_bytes": {axis: max(beat.sent_bytes[index] for beat in beats) for index, axis in enumerate(axes)},
+        "flops_per_second": rate,
+        "mfu": rate / (facts.peak_flops * len(beats)) if facts.peak_flops else "unknown",
+        "utilisation": [min(1.0, beat.busy_seconds / facts.step_seconds) for beat in beats],
+    }
+    return line
+
+
+class MetricsWriter:
+    """Appends lines to metrics.jsonl, and scalars to TensorBoard event files where asked."""
+
+    def __init__(self, folder: Path, first_step: int, *, tensorboard: bool) -> None:
+        """Lines of steps after `first_step` are dropped: a resumed run writes them again."""
+        self.path = folder / "metrics.jsonl"
+        _drop_after(self.path, first_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for key, value in line.items():
+                if isinstance(value, int | float) and key != "step":
+                    self._board.add_scalar(key, value, line["step"])  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()  # type: ignore[no-untyped-call]
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Keep the lines up to a step. A last line that a kill cut short is dropped too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n") or json.loads(line)["step"] > step:
+            break
+        kept.append(line)
+    path.write_text("".join(kept), encoding="utf-8")

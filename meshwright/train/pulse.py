@@ -1,0 +1,54 @@
+"""The pulse: the one small collective a step, in which ranks tell each other what all must know.
+
+It leaves when the backward pass is over and is read after the optimizer's step, so that its latency is hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.comm import Work
+from meshwright.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank says: its share of the loss, of the next step's counted tokens, and how it fares."""
+
+    loss: float
+    next_tokens: int
+    stop: bool
+    busy_seconds: float
+    peak_memory_bytes: int
+    sent_bytes: tuple[int, ...]
+
+    def numbers(self) -> list[float]:
+        head = [self.loss, self.next_tokens, self.stop, self.busy_seconds, self.peak_memory_bytes]
+        return [float(number) for number in (*head, *self.sent_bytes)]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Beat:
+        loss, tokens, stop, busy, peak, *sent = numbers
+        return cls(loss, int(tokens), bool(stop), busy, int(peak), tuple(map(int, sent)))
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """Every rank's beat, under way. Counts are float64: exact to 2^53."""
+
+    everyone: torch.Tensor
+    work: Work
+
+    @classmethod
+    def send(cls, mesh: Mesh, beat: Beat) -> Pulse:
+        mine = torch.tensor(beat.numbers(), dtype=torch.float64, device=mesh.device)
+        everyone = mine.new_empty(mesh.world.size, mine.numel())
+        return cls(everyone, mesh.world.all_gather(everyone, mine, wait=False))
+
+    def read(self) -> list[Beat]:
+        """The beats in rank order."""
+        self.work.wait()
+        return [Beat.of(row) for row in self.everyone.tolist()]
