@@ -1,0 +1,52 @@
+"""Every sync but fsdp computes over MPI what one device computes, as test_equality says of gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from tests.data_parallel.test_equality import config_for, train
+from tests.mpi_cases import SIZES, SYNCS
+from tests.mpi_workers import Answer
+from tests.workers import run_ranks
+
+
+def train_for_files(mesh: Mesh, sync: str, size: int) -> tuple[list[float], dict[str, Tensor]]:
+    """`train`, its gradients flat: `name@offset,offset`."""
+    losses, gradients = train(mesh, config_for(sync, size))
+    flat = {
+        f"{name}@{','.join(map(str, offsets))}": part
+        for name, held in gradients.items()
+        for offsets, part in held.items()
+    }
+    return losses, flat
+
+
+@pytest.fixture(scope="module")
+def serial() -> tuple[list[float], dict[str, dict[tuple[int, ...], Tensor]]]:
+    return run_ranks(train, Grid((("data", 1),)), config_for("allreduce", 1))[0]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sync", SYNCS)
+def test_equals_serial_over_mpi(sync: str, size: int, serial: tuple, mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
+    serial_losses, serial_gradients = serial
+    answers = mpi(size)[sync]
+    for losses, _ in answers:
+        torch.testing.assert_close(losses, serial_losses, rtol=1e-10, atol=0)
+    for name, held in serial_gradients.items():
+        (expected,) = held.values()
+        actual = torch.full_like(expected, torch.nan)
+        for _, flat in answers:
+            for label, part in flat.items():
+                owner, _, offsets = label.partition("@")
+                if owner == name:
+                    starts = map(int, offsets.split(","))
+                    actual[tuple(slice(o, o + n) for o, n in zip(starts, part.shape, strict=True))] = part
+        error = (actual - expected).norm() / expected.norm()
+        assert error <= 1e-12, f"{name}: {error}"

@@ -1,0 +1,70 @@
+"""Runs functions on MPI ranks. Python and torch take seconds to start under mpiexec, so one mpiexec a world size runs all.
+
+A test module lists what it wants in CASES (name -> `module:function`, arguments) of `mpi_cases`; the session's fixture
+`mpi` (conftest) starts each world size at its first use and keeps the answers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshwright.environment import Environment, Rendezvous
+from meshwright.grid import Grid
+from meshwright.launch import Job, StopRequest, launch
+from meshwright.mesh import open_mesh
+
+Answer = tuple[Any, dict[str, torch.Tensor]]
+"""What a case's function returns: facts that survive JSON, and tensors by name."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`function` is `package.module:name`, called as name(mesh, *arguments) on a grid of `axes`."""
+
+    name: str
+    function: str
+    arguments: tuple[Any, ...]
+    axes: tuple[tuple[str, int], ...]
+
+    def run(self, environment: Environment) -> Answer:
+        module, _, name = self.function.partition(":")
+        with open_mesh(
+            Grid(self.axes), environment, "mpi", torch.device("cpu"), Rendezvous("127.0.0.1", 0, hosted=False)
+        ) as mesh:
+            answer: Answer = vars(importlib.import_module(module))[name](mesh, *self.arguments)
+        return answer
+
+
+def run_on_mpi(cases: list[Case], num_ranks: int, out: Path) -> dict[str, list[Answer]]:
+    """Every case on `num_ranks` ranks of one mpiexec; the answers in rank order by the case's name."""
+    listed = [{"name": c.name, "function": c.function, "arguments": c.arguments, "axes": c.axes} for c in cases]
+    launch(Job("tests.mpi_workers:work", {"cases": listed, "out": str(out)}), num_ranks, "mpi", threads=1)
+    return {case.name: [_read(out, case.name, rank) for rank in range(num_ranks)] for case in cases}
+
+
+def work(environment: Environment, stop: StopRequest, cases: list[Mapping[str, Any]], out: str) -> None:
+    """One rank: run the cases, leave the answers as files."""
+    for case in _parsed(cases):
+        facts, tensors = case.run(environment)
+        stem = Path(out, f"{case.name}-{environment.rank}")
+        stem.with_suffix(".json").write_text(json.dumps(facts))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, stem.with_suffix(".safetensors"))
+
+
+def _parsed(cases: list[Mapping[str, Any]]) -> Iterator[Case]:
+    for case in cases:
+        axes = tuple((name, size) for name, size in case["axes"])
+        yield Case(case["name"], case["function"], tuple(case["arguments"]), axes)
+
+
+def _read(out: Path, name: str, rank: int) -> Answer:
+    stem = Path(out, f"{name}-{rank}")
+    return json.loads(stem.with_suffix(".json").read_text()), load_file(stem.with_suffix(".safetensors"))
