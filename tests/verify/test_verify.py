@@ -1,0 +1,88 @@
+"""verify must be able to fail: a planted wrong gradient, a planted wrong step and a missing sum are seen and named."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from meshwright.bucket import Bucket
+from meshwright.comm import DONE, Comm, Work
+from meshwright.config import Config, parse_config
+from meshwright.data_parallel.allreduce import AllReduce
+from meshwright.errors import MismatchError
+from meshwright.optim.optimizer import Optimizer
+from meshwright.verify.compare import Row
+from meshwright.verify.job import Verdict, verify
+from meshwright.verify.table import as_dict, render
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number} of a text about nothing\n" for number in range(400)))
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    return parse_config(
+        {
+            "model": {"layers": 1, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 257, "dropout": 0.1},
+            "data": {"source": str(text), "sequence": 16},
+            "batch": {"global": 4},
+            "layout": {"data": {"size": 2, "bucket": 8192}, "transport": "torch"},
+        }
+    )
+
+
+def test_a_right_layout_holds(config: Config) -> None:
+    verdict = verify(config, steps=2)
+    verdict.check()
+    assert {row.kind for row in verdict.rows} == {"loss", "gradient", "weight"}
+    names = {row.name for row in verdict.rows if row.kind == "gradient"}
+    assert {"tokens.weight", "blocks.0.attention.query_key_value.bias", "norm.bias"} <= names
+    assert as_dict(verdict)["holds"] is True
+
+
+def test_a_planted_wrong_gradient_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = AllReduce.reduce
+
+    def wrong(self: AllReduce, bucket: Bucket, comm: Comm) -> Work:
+        if comm.index == 0 and bucket.matrix:
+            bucket.gradients[0] += 1e-9  # one element, of one rank
+        return right(self, bucket, comm)
+
+    monkeypatch.setattr(AllReduce, "reduce", wrong)
+    verdict = verify(config, steps=1)
+    with pytest.raises(MismatchError, match="the layout does not compute what one device computes"):
+        verdict.check()
+    assert [row.kind for row in verdict.failed][0] == "gradient"
+    with redirect_stdout(StringIO()) as printed:
+        render(verdict)
+    assert "FAILS" in printed.getvalue()
+
+
+def test_a_dropped_sum_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AllReduce, "reduce", lambda self, bucket, comm: DONE)
+    verdict = verify(config, steps=1)
+    assert all(not row.holds for row in verdict.rows if row.kind == "gradient")
+
+
+def test_a_wrong_step_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Optimizer._apply
+
+    def wrong(self: Optimizer, rate: float, norm: float) -> None:
+        right(self, rate * (1 + 1e-6) if self.mesh.size("data") > 1 else rate, norm)
+
+    monkeypatch.setattr(Optimizer, "_apply", wrong)
+    verdict = verify(config, steps=2)
+    assert all(row.holds for row in verdict.rows if row.kind == "gradient")
+    assert any(not row.holds for row in verdict.rows if row.kind == "weight")
+
+
+def test_not_a_number_does_not_hold(config: Config) -> None:
+    row = Row("gradient", "x", float("nan"), 1.0)
+    assert not row.holds
+    verdict = Verdict(config, 1, (Row("gradient", "y", 0.5, 1.0), row))
+    assert verdict.worst("gradient").name == "x"
+    with pytest.raises(MismatchError):
+        verdict.check()
