@@ -83,17 +83,22 @@ class ServerLoss(ServerGradient):
     """Variant 'loss': the workers' outputs are gathered, and the server alone computes the loss."""
 
     def backward(self, model: LanguageModel, batch: Batch, scale: float, *, final: bool) -> Tensor:
-        self.expect(final)
+        # Only the server runs the head, so only there the head's own gradients could fill a bucket. No bucket may leave
+        # before the outputs' gradient is on its way: all ranks must send in the same order.
+        self.expect(False)
         inputs, labels = batch
         comm = self.mesh.comm("data")
         outputs = gather(model.trunk(inputs), self.mesh, "data", ROOT)  # [n·B, T, H] on the server
         everyone = labels.new_empty(outputs.shape[0], *labels.shape[1:])
         comm.gather(everyone, labels, ROOT)
-        if comm.index != ROOT:
-            outputs.backward(torch.empty_like(outputs))  # type: ignore[no-untyped-call]
-            return outputs.new_zeros(())
-        loss = model.head(outputs, everyone, scale)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = outputs.new_zeros(())
+        above = torch.empty_like(outputs)  # dL/d outputs; [0, T, H] on a worker
+        if comm.index == ROOT:
+            leaf = outputs.detach().requires_grad_()
+            loss = model.head(leaf, everyone, scale)
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert leaf.grad is not None, "the loss does not depend on the outputs"
+            above = leaf.grad
+        self.expect(final)
+        outputs.backward(above)  # type: ignore[no-untyped-call]
         return loss.detach()
-
-

@@ -126,7 +126,11 @@ class Synchroniser:
         differing = []
         for bucket, comm in zip(self.buckets, self.comms, strict=True):
             if not same_everywhere(bucket.values, comm):
-                differing += [place.name for place in bucket.places]
+                differing += [
+                    place.name
+                    for place in bucket.places
+                    if not same_everywhere(bucket.values[place.start : place.stop], comm)
+                ]
                 comm.broadcast(bucket.values, 0)
         return differing
 

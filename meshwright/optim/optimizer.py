@@ -84,9 +84,12 @@ class Optimizer:
 
     def equalise(self) -> list[str]:
         """Compare, by hash, the states that replicas hold alike; broadcast the first's where they differ. Returns which."""
+        self._adopt()
         differing = []
         for index, slot in enumerate(self.slots):
             alike = [axis for axis in self.mesh.token_axes if axis not in slot.part_axes]
+            if not alike:
+                continue  # this part has no replica
             comm = self.mesh.comm(*alike)
             for kind, tensor in self.states(index).items():
                 if not same_everywhere(tensor, comm):
@@ -94,6 +97,13 @@ class Optimizer:
                     comm.broadcast(tensor, 0)
         self.refresh()
         return differing
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """A master whose rounding is no longer the weight was left behind when the weight was mended: it takes it."""
+        for slot, master in zip(self.slots, self.masters, strict=True):
+            if not torch.equal(master.to(slot.parameter.dtype), slot.parameter):
+                master.copy_(slot.parameter)
 
     @property
     def steps_taken(self) -> int:
