@@ -1,6 +1,6 @@
 """Checkpoints that know no layout: safetensors shards and one JSON manifest; no pickle is ever loaded.
 
-    step-N/manifest.json          format number, config, progress, every part of every tensor: parameter, box, dtype, file
+    step-N/manifest.json          format number, config, progress, each tensor's parts: parameter, box, dtype, file
     step-N/rank-R.safetensors     the parts that rank R wrote
     step-N/tokenizer.json         so that text goes in and comes out of a checkpoint alone
 

@@ -13,6 +13,7 @@ from meshwright.shard import Box
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+REMEDY = "remove its folder to go on from an older checkpoint"
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; {REMEDY}") from error
     if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
-        raise CheckpointError(f"{path} is damaged: its checksum does not match its content")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its content; {REMEDY}")
     if body["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {body['format']}; this version reads format {FORMAT}")
     return Manifest(
@@ -97,7 +98,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def entry_of(fields: dict[str, Any]) -> Entry:
     """An entry from its JSON form, where tuples have become lists."""
-    return Entry(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return Entry(**values)
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.manifest import MANIFEST, Entry, read_manifest
+from meshwright.checkpoint.manifest import MANIFEST, REMEDY, Entry, read_manifest
 from meshwright.config import Config
 from meshwright.errors import CheckpointError
 from meshwright.shard import Box
@@ -32,9 +32,10 @@ class Checkpoint:
         for shard in self.manifest.shards:
             path = folder / shard.file
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing")
+                raise CheckpointError(f"{path} is missing; {REMEDY}")
             if path.stat().st_size != shard.size_bytes:
-                raise CheckpointError(f"{path} is damaged: {path.stat().st_size} bytes, not {shard.size_bytes}")
+                found = path.stat().st_size
+                raise CheckpointError(f"{path} is damaged: {found} bytes, not {shard.size_bytes}; {REMEDY}")
 
     @property
     def config(self) -> Config:
@@ -46,8 +47,10 @@ class Checkpoint:
         """The global shape of every parameter."""
         return {entry.parameter: entry.shape for entry in self.manifest.entries if entry.kind == "weight"}
 
-    def has(self, parameter: str, kind: str) -> bool:
-        return (parameter, kind) in self._entries
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What it holds of parameters: weight, exp_avg, ..."""
+        return frozenset(kind for _, kind in self._entries)
 
     def read(self, parameter: str, kind: str, box: Box) -> Tensor:
         """The box of a parameter's tensor, put together from the parts that meet it, in the dtype it was stored in."""
@@ -83,7 +86,9 @@ class Checkpoint:
         with (self.folder / file).open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if digest != shard.sha256:
-            raise CheckpointError(f"{self.folder / file} is damaged: its SHA-256 is not the one in {MANIFEST}")
+            raise CheckpointError(
+                f"{self.folder / file} is damaged: its SHA-256 is not the one in {MANIFEST}; {REMEDY}"
+            )
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:

@@ -58,19 +58,24 @@ def progress_of(parts: Parts, step: int, samples: int) -> Progress:
 
 
 def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
-    """Take up weights, optimizer states and loss scaling; the data cursor is in the result."""
+    """Take up weights, optimizer states and loss scaling; the data cursor is in the result.
+
+    Raises CheckpointError where it is damaged, or of another model or optimizer.
+    """
     _check_shapes(parts.specs, checkpoint)
+    _check_optimizer(parts, checkpoint)
     progress = checkpoint.manifest.progress
     optimizer = parts.optimizer
     optimizer.prepare_states(progress.steps_taken)
     for index, slot in enumerate(parts.strategy.slots):
         for kind, tensor in optimizer.states(index).items():
-            if kind != "weight" and progress.steps_taken == 0:
-                continue  # no step was ever applied: the states are zero
+            if kind not in checkpoint.kinds:
+                continue  # every step so far overflowed: torch had made no states yet, and they are zero
             for place in slot.places:
                 stored = checkpoint.read(place.name, kind, place.box)
                 tensor[place.start : place.stop] = stored.flatten().to(tensor)
-    optimizer.scaler.scale, optimizer.scaler.good_steps = progress.loss_scale, progress.good_steps
+    if optimizer.scaler.dynamic and checkpoint.config.precision.dtype == "fp16":
+        optimizer.scaler.scale, optimizer.scaler.good_steps = progress.loss_scale, progress.good_steps
     optimizer.refresh()
     parts.strategy.publish()
     return progress
@@ -83,6 +88,15 @@ def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, chec
     for name, parameter in model.named_parameters():
         stored = checkpoint.read(name, "weight", specs[name].box(mesh.grid, mesh.rank))
         parameter.copy_(stored.to(parameter))
+
+
+def _check_optimizer(parts: Parts, checkpoint: Checkpoint) -> None:
+    held, wanted = checkpoint.config.optimizer.name, parts.config.optimizer.name
+    if held != wanted:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds the states of another optimizer: optimizer.name={wanted} cannot go on from "
+            f"those of {held}; keep optimizer.name={held}, or begin a new run"
+        )
 
 
 def _check_shapes(specs: dict[str, ShardSpec], checkpoint: Checkpoint) -> None:

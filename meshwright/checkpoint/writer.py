@@ -13,12 +13,12 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,6 +30,13 @@ from meshwright.mesh import Mesh
 
 PARTIAL = ".partial-"
 PATIENCE_SECONDS = 600.0
+"""How long rank 0 waits for a rank's shard."""
+DEFERENCE_SECONDS = 30.0
+"""How long a rank keeps quiet about another's failure: the launcher ends it together with the rank that knows why."""
+
+
+class _Abandoned(Exception):
+    """Another rank could not write its part, and has removed the whole."""
 
 
 class CheckpointWriter:
@@ -65,29 +72,47 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
         if self._error is not None:
+            if isinstance(self._error, _Abandoned):
+                time.sleep(DEFERENCE_SECONDS)
             newest = newest_step(self.folder)
             rest = f"the newest complete one is {newest}" if newest else "there is no complete one"
-            raise CheckpointError(f"a checkpoint could not be written: {self._error}; {rest}") from self._error
+            failed = f"a checkpoint could not be written to {self.folder}: {self._error}"
+            raise CheckpointError(f"{failed}; {rest}") from self._error
 
     def _clear(self) -> list[str]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        unfinished = sorted(path.name for path in self.folder.glob(f"{PARTIAL}*"))
-        for name in unfinished:
-            shutil.rmtree(self.folder / name)
+        unfinished = []
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(self.folder.glob(f"{PARTIAL}*")):
+                shutil.rmtree(path)
+                unfinished.append(path.name)
+        except OSError as error:
+            raise CheckpointError(f"checkpoints cannot be written to {self.folder}: {error.strerror}") from error
         return unfinished
 
     def _guarded_write(self, progress: Progress, copies: list[tuple[Piece, Tensor]]) -> None:
         partial = self.folder / f"{self._token}-step-{progress.step}"
         try:
+            if self.mesh.rank == 0:
+                partial.mkdir()
+            self._await(partial)
             self._write_shard(partial, copies)
             if self.mesh.rank == 0:
                 self._publish(partial, progress)
-        except (OSError, SafetensorError, CheckpointError) as error:
-            self._error = error
-            shutil.rmtree(partial, ignore_errors=True)  # half a checkpoint helps nobody, and the disk may be full
+        except Exception as error:  # whatever it is, the step that waits for this thread must hear of it
+            abandoned = not partial.exists() and not self._step_folder(progress).exists()
+            self._error = _Abandoned(f"another rank failed to write its part ({error})") if abandoned else error
+            with suppress(OSError):
+                self._remove(partial)  # half a checkpoint helps nobody, and the disk may be full
+
+    def _remove(self, path: Path) -> None:
+        """Remove a folder, by another name: it is there whole or not at all, also for ranks that still write to it."""
+        shutil.rmtree(path.rename(self.folder / f"{self._token}-gone-{self.mesh.rank}"))
+
+    def _step_folder(self, progress: Progress) -> Path:
+        return self.folder / f"step-{progress.step}"
 
     def _write_shard(self, partial: Path, copies: list[tuple[Piece, Tensor]]) -> None:
-        partial.mkdir(parents=True, exist_ok=True)
         path = partial / f"rank-{self.mesh.rank}.safetensors"
         keys = [f"{piece.kind}/{piece.place.name}/{index}" for index, (piece, _) in enumerate(copies)]
         save_file({key: tensor for key, (_, tensor) in zip(keys, copies, strict=True)}, path)
@@ -125,23 +150,25 @@ class CheckpointWriter:
             synced(partial / "tokenizer.json")
         synced(manifest.write(partial))
         synced(partial)
-        target = self.folder / f"step-{progress.step}"
+        target = self._step_folder(progress)
         if target.exists():
-            target.rename(self.folder / f"{self._token}-replaced-{progress.step}")
+            self._remove(target)
         partial.rename(target)
         synced(self.folder)
-        for path in self.folder.glob(f"{self._token}-replaced-*"):
-            shutil.rmtree(path)
         for _, path in steps_in(self.folder)[: -self.keep]:
-            shutil.rmtree(path)
+            self._remove(path)
 
-    def _listing(self, path: Path) -> dict[str, Any]:
-        """What a rank says of its shard, as soon as it has said it."""
+    def _await(self, path: Path) -> None:
+        """Return when another rank has made this file or folder."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not path.exists():
             if time.monotonic() > deadline or not path.parent.exists():
-                raise CheckpointError(f"{path.with_suffix('.safetensors')} was never finished")
+                raise CheckpointError(f"{path} was never finished")
             time.sleep(0.005)
+
+    def _listing(self, path: Path) -> dict[str, Any]:
+        """What a rank says of its shard, as soon as it has said it."""
+        self._await(path)
         listing: dict[str, Any] = json.loads(path.read_text())
         path.unlink()
         return listing

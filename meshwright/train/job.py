@@ -78,14 +78,15 @@ def run_ranks(config: Config, job: Job, resources: Resources) -> None:
 def train(config: Config, out: Path, *, resume: bool, progress: Any = silent) -> None:
     """Run a whole job into `out`. Raises ConfigError, DataError, CheckpointError, LaunchError, Interrupted."""
     out = out.absolute()
-    if not resume and (out / "metrics.jsonl").exists() and not joined():
+    environment = read_environment()
+    if not resume and environment.rank == 0 and environment.attempt == 0 and (out / "metrics.jsonl").exists():
         raise ConfigError.of("--out", out, "holds a run already", "another folder, or --resume to go on with it")
     corpus = corpus_for(config.data, cache_folder(), progress)
     corpus.check_vocabulary(config.model.vocabulary)
+    batches_of(config, corpus)  # a corpus that is too short fails here, once
     resources = resources_of(config)
-    if read_environment().rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    if environment.rank == 0:
+        _prepare_folder(out, config)
     arguments = {
         "config": config.model_dump(mode="json", by_alias=True),
         "out": str(out),
@@ -95,6 +96,28 @@ def train(config: Config, out: Path, *, resume: bool, progress: Any = silent) ->
         "device": resources.device,
     }
     run_ranks(config, Job("meshwright.train.job:worker", arguments), resources)
+
+
+def _prepare_folder(out: Path, config: Config) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    except OSError as error:
+        rule = f"cannot be written to ({error.strerror}: {error.filename})"
+        raise ConfigError.of("--out", out, rule, "a folder that you may write to") from error
+
+
+def batches_of(config: Config, corpus: PackedCorpus) -> tuple[TokenBatches, TokenBatches | None]:
+    """The training batches, and the held-out ones where the run validates. Raises DataError where there are too few."""
+    sequence, rows = config.data.sequence, config.batch.global_
+    train = TokenBatches(corpus, "train", sequence, config.seed)
+    if not config.validation.every:
+        return train, None
+    held_out = TokenBatches(corpus, "validation", sequence, config.seed)
+    if not held_out.num_validation_batches(rows):
+        has = f"has {len(held_out)} sequences of data.sequence={sequence}"
+        raise DataError(f"the validation split {has}, fewer than batch.global={rows}: raise data.validation")
+    return train, held_out
 
 
 def worker_device(device: str, environment: Environment) -> torch.device:
@@ -133,26 +156,20 @@ class _Run:
         self.corpus = corpus
         self.out = out
         self.first = parts.mesh.rank == 0
-        sequence, seed = self.config.data.sequence, self.config.seed
-        self.batches = TokenBatches(corpus, "train", sequence, seed)
-        self.held_out = TokenBatches(corpus, "validation", sequence, seed) if self.config.validation.every else None
-        if self.held_out is not None and not self.held_out.num_validation_batches(self.config.batch.global_):
-            raise DataError("the validation split is shorter than one global batch: raise data.validation")
+        self.batches, self.held_out = batches_of(self.config, corpus)
 
     def train(self, stop: StopRequest, *, resume: bool, attempt: int) -> None:
         """From the newest checkpoint or the beginning to the last step, or to a stop request."""
         dump = self.config.model_dump(mode="json", by_alias=True)
-        writer = CheckpointWriter(
-            self.out / "checkpoints", self.parts.mesh, self.config.checkpoint.keep, dump, self.corpus.tokenizer.to_json()
-        )
+        folder, keep, tokenizer = self.out / "checkpoints", self.config.checkpoint.keep, self.corpus.tokenizer.to_json()
+        writer = CheckpointWriter(folder, self.parts.mesh, keep, dump, tokenizer)
         started = self._start(resume=resume)
         with RunDisplay(started.step, self.config.steps, speaks=self.first) as display:
-            self._greet(display, started, writer.unfinished, attempt)
+            self._greet(display, started, writer.unfinished, resume=resume, attempt=attempt)
             metrics = None
             if self.first:
                 metrics = MetricsWriter(self.out, started.step, tensorboard=self.config.metrics.tensorboard)
             trainer = Trainer(self.parts, self.batches, step=started.step, samples=started.samples)
-            saved = started.step
             while trainer.step < self.config.steps:
                 line, stopping = trainer.turn(stop)
                 self._validate(trainer, line)
@@ -162,14 +179,13 @@ class _Run:
                 every = self.config.checkpoint.every
                 if stopping or trainer.step == self.config.steps or (every and trainer.step % every == 0):
                     writer.save(progress_of(self.parts, trainer.step, trainer.samples), pieces_of(self.parts))
-                    saved = trainer.step
                 if stopping:
                     break
             writer.wait()
             if metrics is not None:
                 metrics.close()
                 draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
-                self._farewell(display, saved)
+                self._farewell(display, trainer.step)
 
     def _start(self, *, resume: bool) -> Progress:
         """Equal weights everywhere, or the newest checkpoint's."""
@@ -178,7 +194,9 @@ class _Run:
             return restore(self.parts, Checkpoint(newest))
         return Progress()
 
-    def _greet(self, display: RunDisplay, started: Progress, unfinished: Sequence[str], attempt: int) -> None:
+    def _greet(
+        self, display: RunDisplay, started: Progress, unfinished: Sequence[str], *, resume: bool, attempt: int
+    ) -> None:
         layout = self.config.layout
         display.say(f"{layout.world_size} ranks, data {layout.data.size} ({layout.data.sync}); writing to {self.out}")
         for name in unfinished:
@@ -187,6 +205,8 @@ class _Run:
             display.say(f"restart {attempt} of {self.config.restarts}")
         if started.step:
             display.say(f"going on from checkpoint step-{started.step}")
+        elif resume:
+            display.say("no complete checkpoint to go on from: starting at the first step")
         for name in (*self.parts.strategy.equalise(), *self.parts.optimizer.equalise()):
             display.say(f"warning: {name} differed between replicas; rank 0's was given to all")
 
@@ -196,6 +216,8 @@ class _Run:
             num = min(self.config.validation.batches, self.held_out.num_validation_batches(self.config.batch.global_))
             line["validation_loss"] = trainer.validate(self.held_out, num)
 
-    def _farewell(self, display: RunDisplay, saved: int) -> None:
-        ended = "finished" if saved == self.config.steps else "stopped; --resume goes on from here"
-        display.say(f"{ended}: {self.out / 'checkpoints' / f'step-{saved}'}, metrics.jsonl, loss.png")
+    def _farewell(self, display: RunDisplay, step: int) -> None:
+        ended = "finished" if step == self.config.steps else "stopped; --resume goes on from here"
+        if step > self.config.steps:
+            ended = f"nothing to do for steps={self.config.steps}"
+        display.say(f"{ended}: {self.out / 'checkpoints' / f'step-{step}'}, metrics.jsonl, loss.png")

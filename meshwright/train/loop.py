@@ -18,7 +18,14 @@ from meshwright.launch.stop import StopRequest
 from meshwright.models.gpt import flops_per_sequence
 from meshwright.shard import seed_of
 from meshwright.tensor.cross_entropy import IGNORED
-from meshwright.train.metrics import BusyClock, StepFacts, metrics_line, peak_flops, peak_memory_bytes, release_free_memory
+from meshwright.train.metrics import (
+    BusyClock,
+    StepFacts,
+    metrics_line,
+    peak_flops,
+    peak_memory_bytes,
+    release_free_memory,
+)
 from meshwright.train.pulse import Beat, Pulse
 
 
@@ -48,7 +55,9 @@ class Trainer:
         parts.mesh.comm("data").all_reduce(mine)
         self._next = Loaded(batch, int(mine))
 
-    def turn(self, stop: StopRequest | None, observe: Callable[[], None] | None = None) -> tuple[dict[str, object], bool]:
+    def turn(
+        self, stop: StopRequest | None, observe: Callable[[], None] | None = None
+    ) -> tuple[dict[str, object], bool]:
         """One step. Its metrics, and whether some rank has asked to stop.
 
         `observe` is called when the slots hold the whole gradient, before it is clipped and applied.

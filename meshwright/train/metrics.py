@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from meshwright.errors import MeshwrightError
 from meshwright.train.pulse import Beat
 
 PEAK_FLOPS = {
@@ -122,17 +123,20 @@ class MetricsWriter:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:  # most likely a full disk
+            raise MeshwrightError(f"{self.path} cannot be written: {error.strerror}") from error
         if self._board is not None:
             for key, value in line.items():
                 if isinstance(value, int | float) and key != "step":
-                    self._board.add_scalar(key, value, line["step"])  # type: ignore[no-untyped-call]
+                    self._board.add_scalar(key, value, line["step"])
 
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
-            self._board.close()  # type: ignore[no-untyped-call]
+            self._board.close()
 
 
 def _drop_after(path: Path, step: int) -> None:
@@ -144,4 +148,6 @@ def _drop_after(path: Path, step: int) -> None:
         if not line.endswith("\n") or json.loads(line)["step"] > step:
             break
         kept.append(line)
-    path.write_text("".join(kept), encoding="utf-8")
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.rename(path)  # a kill in between must not cost the lines of earlier steps
