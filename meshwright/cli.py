@@ -149,5 +149,123 @@ def doctor(as_json: AsJson = False) -> None:
     print(json.dumps(report.as_dict(), indent=1) if as_json else report)
 
 
+Source = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A step folder, or a run's (its newest step).")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Context = Annotated[int | None, typer.Option(help="Tokens seen at once; the sequence length it was trained with.")]
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Source,
+    task: Annotated[str, typer.Option(help="perplexity or lambada.")] = "perplexity",
+    data: Annotated[str | None, typer.Option(help="Text, jsonl, prepared folder; held-out split.")] = None,
+    stride: Annotated[int | None, typer.Option(help="Between windows of perplexity; half the context.")] = None,
+    context: Context = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity of a text per token and per word, or LAMBADA's accuracy in naming the last word of a passage.
+
+    Example: meshwright eval out/first --data wiki.test.txt --stride 64
+    """
+    from meshwright.errors import ConfigError
+
+    if task not in ("perplexity", "lambada"):
+        raise ConfigError.of("--task", task, "is no task", "perplexity, lambada")
+    if task == "lambada" and data is None:
+        raise ConfigError.of("--task", task, "needs --data", "a jsonl file with `text`, or a passage a line")
+    if task == "lambada" and stride is not None:
+        raise ConfigError.of("--stride", stride, "has no effect on --task lambada", "--task perplexity")
+    from meshwright.evaluate import cloze_accuracy, load_model, perplexity, stream_for
+    from meshwright.evaluate.report import facts_of, table_of
+
+    loaded = load_model(checkpoint, device, context)
+    with _progress() as show:
+        if data is not None and task == "lambada":
+            facts = facts_of(cloze_accuracy(loaded, data, show))  # type: ignore[arg-type]
+        else:
+            stream = stream_for(loaded, data, show)  # type: ignore[arg-type]
+            facts = facts_of(perplexity(loaded, stream, stride, show))  # type: ignore[arg-type]
+    facts = {"checkpoint": str(loaded.folder), "task": task, **facts}
+    print(json.dumps(facts) if as_json else table_of(facts))
+
+
+@app.command()
+def generate(
+    checkpoint: Source,
+    prompt: Annotated[str, typer.Option(help="The text to go on from; may be empty.")],
+    tokens: Annotated[int, typer.Option(help="At most so many.")] = 100,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the K most likely; from all.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws; 1.")] = None,
+    context: Context = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Go on from a prompt. The same seed gives the same text.
+
+    Example: meshwright generate out/first --prompt "def main" --temperature 0.8 --top-k 40
+    """
+    from meshwright.evaluate import load_model
+    from meshwright.generate import Sampling, generate_text
+
+    sampling = Sampling(temperature, top_k, seed)
+    sampling.check()
+    loaded = load_model(checkpoint, device, context)
+    parts = generate_text(loaded, prompt, tokens, sampling)
+    if as_json:
+        print(json.dumps({"checkpoint": str(loaded.folder), "prompt": prompt, "text": "".join(parts)}))
+        return
+    print(prompt, end="", flush=True)
+    for part in parts:
+        print(part, end="", flush=True)
+    print()
+
+
+convert_app = typer.Typer(help="Hugging Face GPT-2 folders in and out.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(convert_app, name="convert")
+
+OutFolder = Annotated[Path, typer.Option(help="The folder to make.")]
+
+
+@convert_app.command("import")
+def convert_import(
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Holds config.json and model.safetensors.")],
+    out: OutFolder,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint from a Hugging Face GPT-2 folder. As RUN/checkpoints/step-0, `train --resume` goes on from it.
+
+    Example: meshwright convert import gpt2 --out out/tuned/checkpoints/step-0
+    """
+    from meshwright.convert import import_folder
+
+    with _progress() as show:
+        made = import_folder(source, out, show)  # type: ignore[arg-type]
+    model = made.model.model_dump()
+    facts = {"checkpoint": str(out), "parameters": made.parameters, "tokenizer": made.has_tokenizer, "model": model}
+    if as_json:
+        print(json.dumps(facts))
+        return
+    print(f"{out}: {made.parameters:,} parameters")
+    if not made.has_tokenizer:
+        print(f"{source} has no tokenizer.json: copy the model's into {out}, or eval and generate will refuse it")
+    print("to fine-tune it, import it as RUN/checkpoints/step-0 and `meshwright train ... --out RUN --resume` with:")
+    print("model: {" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in model.items()) + "}")
+
+
+@convert_app.command("export")
+def convert_export(checkpoint: Source, out: OutFolder, as_json: AsJson = False) -> None:
+    """Make a Hugging Face GPT-2 folder, which transformers' from_pretrained reads, from a checkpoint.
+
+    Example: meshwright convert export out/first --out first-hf
+    """
+    from meshwright.convert import export_folder
+
+    with _progress() as show:
+        folder = export_folder(checkpoint, out, show)  # type: ignore[arg-type]
+    print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
+
+
 if __name__ == "__main__":
     main()

@@ -1,0 +1,6 @@
+"""Hugging Face's GPT-2 folders (config.json, safetensors, tokenizer.json) in and out. Needs no transformers."""
+
+from meshwright.convert.exporter import export_folder
+from meshwright.convert.importer import Imported, import_folder
+
+__all__ = ["Imported", "export_folder", "import_folder"]

@@ -1,0 +1,86 @@
+"""The tensors of a Hugging Face folder: one safetensors file, or several and their index. Never a pickle."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from meshwright.convert.names import PREFIX
+from meshwright.errors import CheckpointError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# The causal mask, which old versions stored beside the weights.
+_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+
+
+class Source:
+    """Which file holds which tensor. Names are without `transformer.`, whether the folder's have it or not."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError where the folder holds no safetensors, or its index does not fit."""
+        self.folder = folder
+        found = _indexed(folder) if (folder / INDEX).is_file() else _single(folder)
+        self._places = {stored.removeprefix(PREFIX): (path, stored) for stored, path in found.items()}
+        if len(self._places) != len(found):
+            raise CheckpointError(f"{folder} holds a tensor twice: with and without the prefix {PREFIX}")
+
+    @property
+    def names(self) -> set[str]:
+        """All tensors but stored masks."""
+        return {name for name in self._places if not _MASK.fullmatch(name)}
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its name without the prefix."""
+        if name not in self._places:
+            raise CheckpointError(f"{self.folder} has no tensor {name}")
+        path, stored = self._places[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(stored)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {stored} cannot be read: {error}") from error
+        return tensor
+
+
+def _single(folder: Path) -> dict[str, Path]:
+    path = folder / SINGLE
+    if path.is_file():
+        return _names_in(path)
+    pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+    if pickles:
+        remedy = "convert it to safetensors first, with transformers' save_pretrained in a place you trust"
+        raise CheckpointError(f"{folder} holds only {pickles[0]}, a pickle, which could run any code: {remedy}")
+    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+
+
+def _indexed(folder: Path) -> dict[str, Path]:
+    path = folder / INDEX
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: str(file) for name, file in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from error
+    held: dict[str, set[str]] = {}
+    for file in sorted(set(files.values())):
+        if Path(file).name != file:
+            raise CheckpointError(f"{path} names {file}, which is not a file of this folder")
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder / file} is missing, and {INDEX} lists it")
+        held[file] = set(_names_in(folder / file))
+    for name, file in files.items():
+        if name not in held[file]:
+            raise CheckpointError(f"{folder / file} does not hold {name}, as {INDEX} says")
+    return {name: folder / file for name, file in files.items()}
+
+
+def _names_in(path: Path) -> dict[str, Path]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict.fromkeys(file.keys(), path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error

@@ -1,0 +1,84 @@
+"""A checkpoint as a model that can be asked: the serial kit on one device, with the checkpoint's tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from meshwright.build import DTYPES
+from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
+from meshwright.config import Config
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.mesh import solo_mesh
+from meshwright.models.gpt import GPT
+from meshwright.shard import shard_specs
+from meshwright.tensor.kit import Head
+from meshwright.tensor.serial import SerialKit
+
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode. `context`: how many tokens it sees at once."""
+
+    folder: Path
+    config: Config
+    steps: int
+    """Steps it was trained for here; 0: imported."""
+    model: GPT
+    tokenizer: Tokenizer
+    device: torch.device
+    context: int
+
+    @property
+    def head(self) -> Head:
+        """The language-model head."""
+        return cast(Head, self.model.head)
+
+
+def load_model(path: Path, device: str = "auto", context: int | None = None) -> LoadedModel:
+    """The model of a step folder, or of a run's newest checkpoint.
+
+    Weights are held as the run's optimizer held them: float64 for a float64 run, float32 for every other.
+    `context`: by default the sequence length of the training, because positions beyond it were never trained; at most
+    model.positions. Raises CheckpointError, DataError (tokenizer), ConfigError (device, context).
+    """
+    where = device_of(device)
+    checkpoint = Checkpoint(find_checkpoint(path))
+    config = checkpoint.config
+    positions = config.model.positions
+    if context is not None and not 1 <= context <= positions:
+        raise ConfigError.of("--context", context, "is no context of this model", f"1 to model.positions={positions}")
+    tokenizer = _tokenizer(checkpoint.folder, config.model.vocabulary)
+    mesh = solo_mesh(where)
+    model = GPT(config.model, SerialKit(mesh))
+    model.to(DTYPES[config.precision.dtype] if config.precision.level == "O0" else torch.float32)
+    load_weights(model, shard_specs(model), mesh, checkpoint)
+    model.eval()
+    steps = checkpoint.manifest.progress.step
+    return LoadedModel(checkpoint.folder, config, steps, model, tokenizer, where, context or config.data.sequence)
+
+
+def device_of(name: str) -> torch.device:
+    """auto: a GPU where there is one. Raises ConfigError where there is none of what is asked for."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError.of("--device", name, "is no device", "auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError.of("--device", "cuda", "finds no GPU", "cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _tokenizer(folder: Path, vocabulary: int) -> Tokenizer:
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {TOKENIZER}: copy its model's tokenizer there")
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocabulary_size > vocabulary:
+        size = tokenizer.vocabulary_size
+        raise CheckpointError(f"{path} is of another model: it has {size} tokens, and the model knows {vocabulary}")
+    return tokenizer
