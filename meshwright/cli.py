@@ -176,7 +176,7 @@ def evaluate(
         raise ConfigError.of("--task", task, "needs --data", "a jsonl file with `text`, or a passage a line")
     if task == "lambada" and stride is not None:
         raise ConfigError.of("--stride", stride, "has no effect on --task lambada", "--task perplexity")
-    from meshwright.evaluate import cloze_accuracy, load_model, perplexity, stream_for
+    from meshwright.evaluate import cloze_accuracy, load_model, stream_for, text_perplexity
     from meshwright.evaluate.report import facts_of, table_of
 
     loaded = load_model(checkpoint, device, context)
@@ -185,7 +185,7 @@ def evaluate(
             facts = facts_of(cloze_accuracy(loaded, data, show))  # type: ignore[arg-type]
         else:
             stream = stream_for(loaded, data, show)  # type: ignore[arg-type]
-            facts = facts_of(perplexity(loaded, stream, stride, show))  # type: ignore[arg-type]
+            facts = facts_of(text_perplexity(loaded, stream, stride, show))  # type: ignore[arg-type]
     facts = {"checkpoint": str(loaded.folder), "task": task, **facts}
     print(json.dumps(facts) if as_json else table_of(facts))
 

@@ -15,7 +15,7 @@ from meshwright.errors import CheckpointError
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write in, which becomes `out` if the block ends well. Raises CheckpointError where `out` is in use."""
+    """A folder to write in, which becomes `out` if all goes well. Raises CheckpointError where `out` is taken."""
     try:
         with folder_lock(out.absolute(), silent):
             if out.exists() and (out.is_file() or any(out.iterdir())):

@@ -2,7 +2,7 @@
 
 from meshwright.evaluate.lambada import Cloze, cloze_accuracy
 from meshwright.evaluate.model import LoadedModel, load_model
-from meshwright.evaluate.perplexity import Perplexity, perplexity
+from meshwright.evaluate.perplexity import Perplexity, text_perplexity
 from meshwright.evaluate.text import TokenStream, stream_for
 
 __all__ = [
@@ -12,6 +12,6 @@ __all__ = [
     "TokenStream",
     "cloze_accuracy",
     "load_model",
-    "perplexity",
     "stream_for",
+    "text_perplexity",
 ]

@@ -70,10 +70,17 @@ def windows(num_targets: int, context: int, stride: int) -> tuple[np.ndarray, np
     return starts, counted, length
 
 
-def perplexity(
-    loaded: LoadedModel, stream: TokenStream, stride: int | None = None, progress: Progress = silent
+def text_perplexity(
+    loaded: LoadedModel,
+    stream: TokenStream,
+    stride: int | None = None,
+    progress: Progress = silent,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
 ) -> Perplexity:
     """Measure a stream. `stride`: 1 (exact and slow) to context (fast, no overlap); by default half the context.
+
+    `batch_tokens`: about so many go through the model at once.
 
     Raises ConfigError on a stride outside these, DataError where no token is to be counted.
     """
@@ -82,7 +89,7 @@ def perplexity(
         raise ConfigError.of("--stride", stride, "does not go with the context", f"1 to {context}")
     stride = stride or max(1, context // 2)
     starts, counted, length = windows(len(stream.tokens) - 1, context, stride)
-    rows = max(1, BATCH_TOKENS // context)
+    rows = max(1, batch_tokens // context)
     total, num_tokens = 0.0, 0
     for first in range(0, len(starts), rows):
         batch = slice(first, first + rows)
