@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.reference import REFERENCE, global_batch
+from meshwright.allocator import keep_freed_memory
 from meshwright.build import build
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Batch
@@ -31,6 +32,7 @@ def train(place: Place, sync: str = "allreduce", transport: str = "torch") -> It
     """Train steps of the reference model as the train loop takes them: the same parts, in the same order."""
     config = reference_config(sync, transport, place.ranks)
     device = torch.device("cpu")
+    keep_freed_memory()  # as a worker of `meshwright train` does
     with open_mesh(Grid(config.layout.axes), read_environment(), transport, device, rendezvous()) as mesh:
         parts = build(config, mesh)
         parts.strategy.equalise()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.mesh import Mesh
-from meshwright.shard import Box, ShardSpec
+from meshwright.shard import Box, ShardedModule, ShardSpec
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`values` and `gradients` [n]: the parameters and their .grad are views of them. n is padded to the sum axes' size."""
+    """`values` [n]: the parameters are views of it. `gradients` [n] likewise. n is padded to the sum axes' size."""
 
     values: Tensor
     gradients: Tensor
@@ -60,6 +60,11 @@ class Bucket:
     matrix: bool
     sum_axes: tuple[str, ...]
     cut_axes: tuple[str, ...]
+
+    def members(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with its part of `gradients`, in the parameter's shape."""
+        for parameter, place in zip(self.parameters, self.places, strict=True):
+            yield parameter, self.gradients[place.start : place.stop].view(parameter.shape)
 
     def slot(self, start: int, stop: int, *, replicated: bool) -> Slot:
         """The part start..stop as something to step. `replicated`: the ranks of the sum axes all step the same part."""
@@ -80,7 +85,7 @@ class _Kind:
 def make_buckets(
     parameters: Iterable[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], mesh: Mesh, bucket_bytes: int
 ) -> list[Bucket]:
-    """Move the parameters, and gradients of zero, into buckets of about `bucket_bytes`, in order of readiness."""
+    """Move the parameters into buckets of about `bucket_bytes`, in order of readiness."""
     open_groups: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
     full: list[tuple[_Kind, list[tuple[str, nn.Parameter]]]] = []
     for name, parameter in reversed(list(parameters)):
@@ -91,6 +96,14 @@ def make_buckets(
         if sum(member.numel() for _, member in group) * parameter.element_size() >= bucket_bytes:
             full.append((kind, open_groups.pop(kind)))
     return [_make_bucket(kind, group, specs, mesh) for kind, group in [*full, *open_groups.items()]]
+
+
+def assign_rooms(model: nn.Module, buckets: Iterable[Bucket]) -> None:
+    """Tell each layer where its parameters' gradients belong, so that a backward pass can write them there."""
+    rooms = {parameter: view for bucket in buckets for parameter, view in bucket.members()}
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.rooms = {name: rooms[parameter] for name, parameter in module.named_parameters(recurse=False)}
 
 
 def _make_bucket(kind: _Kind, group: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], mesh: Mesh) -> Bucket:
@@ -104,7 +117,6 @@ def _make_bucket(kind: _Kind, group: list[tuple[str, nn.Parameter]], specs: dict
         stop = start + parameter.numel()
         values[start:stop].view(parameter.shape).copy_(parameter.detach())
         parameter.data = values[start:stop].view(parameter.shape)
-        parameter.grad = gradients[start:stop].view(parameter.shape)
         places.append(Place(name, specs[name].shape, specs[name].box(mesh.grid, mesh.rank), start, stop))
         start = stop
     members = tuple(parameter for _, parameter in group)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.bucket import make_buckets
+from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.config import Config
 from meshwright.config.schema import Model
 from meshwright.data_parallel.allreduce import AllReduce
@@ -99,4 +99,5 @@ def _build_strategy(config: Config, mesh: Mesh, model: nn.Module, specs: dict[st
         return FullySharded(model, list(blocks.children()), specs, mesh, half)
     kind, policy = SYNCHRONISERS[sync]
     buckets = make_buckets(model.named_parameters(), specs, mesh, config.layout.data.bucket)
+    assign_rooms(model, buckets)
     return kind(buckets, mesh, policy())

@@ -127,6 +127,18 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.specs: dict[str, ShardSpec] = {}
+        self.rooms: dict[str, Tensor] = {}
+        """Where a parameter's gradient belongs: its part of a bucket, in the parameter's shape."""
+
+    def sink(self, name: str, like: Tensor) -> Tensor:
+        """Memory of the shape and dtype of `like` for a backward pass to write a parameter's gradient into.
+
+        It is the parameter's room, where it has one and nothing was accumulated in this step yet; else it is new.
+        """
+        room = self.rooms.get(name)
+        if room is None or room.dtype != like.dtype or self.get_parameter(name).grad is not None:
+            return torch.empty_like(like)
+        return room.view(like.shape)
 
     def declare(self, name: str, spec: ShardSpec) -> nn.Parameter:
         """Register a parameter of this rank's shape, without values: `initialise` fills it."""

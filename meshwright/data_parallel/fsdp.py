@@ -45,6 +45,7 @@ class FullySharded:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
         self._sharded = [parameter for _, parameter in model.named_parameters()]
         self._slots = [self._slot(name, parameter, specs[name]) for name, parameter in model.named_parameters()]
 

@@ -72,6 +72,9 @@ class Strategy(Protocol):
 class Synchroniser:
     """Sums buckets over their axes by a policy, each as soon as the backward pass has filled it.
 
+    Between steps no parameter has a gradient: autograd then hands over what it has computed instead of adding it to
+    zeros, and a bucket is written once a step.
+
     Sends, a bucket a step: what its policy sends. Buckets start in one fixed order on every rank.
     """
 
@@ -84,12 +87,13 @@ class Synchroniser:
         self._slots = [
             bucket.slot(*part, replicated=policy.replicated) for bucket, part in zip(buckets, owned, strict=True)
         ]
-        self._missing = [0] * len(buckets)
+        self._missing: list[set[nn.Parameter]] = [set() for _ in buckets]
         self._works: list[Work] = []
         self._final = False
         for index, bucket in enumerate(buckets):
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._filler(index))
+            for parameter, view in bucket.members():
+                parameter.grad = None
+                parameter.register_post_accumulate_grad_hook(self._filler(index, view))
 
     @property
     def slots(self) -> list[Slot]:
@@ -107,10 +111,15 @@ class Synchroniser:
     def expect(self, final: bool) -> None:
         """Say whether the coming backward pass is the step's last, whose filled buckets may leave."""
         self._final = final
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._missing = [set(bucket.parameters) for bucket in self.buckets]
 
     def finish(self) -> None:
-        self._launch(everything=True)
+        for bucket, missing in zip(self.buckets, self._missing, strict=True):
+            for parameter, view in bucket.members():
+                if parameter in missing:  # the last microbatch did not reach it
+                    _fill(view, parameter.grad)
+            missing.clear()
+        self._launch()
         for work in self._works:
             work.wait()
         self._works = []
@@ -120,7 +129,8 @@ class Synchroniser:
         for work in works:
             work.wait()
         for bucket in self.buckets:
-            bucket.gradients.zero_()
+            for parameter in bucket.parameters:
+                parameter.grad = None
 
     def equalise(self) -> list[str]:
         differing = []
@@ -134,19 +144,28 @@ class Synchroniser:
                 comm.broadcast(bucket.values, 0)
         return differing
 
-    def _filler(self, index: int) -> Callable[[nn.Parameter], None]:
+    def _filler(self, index: int, view: Tensor) -> Callable[[nn.Parameter], None]:
         def filled(parameter: nn.Parameter) -> None:
-            self._missing[index] -= 1
-            if self._final and self._missing[index] == 0:
-                self._launch(everything=False)
+            if self._final:
+                _fill(view, parameter.grad)
+                self._missing[index].discard(parameter)
+                self._launch()
 
         return filled
 
-    def _launch(self, *, everything: bool) -> None:
+    def _launch(self) -> None:
         """Start the sums of the next buckets in order, as far as they are filled."""
-        while len(self._works) < len(self.buckets) and (everything or self._missing[len(self._works)] == 0):
+        while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
             index = len(self._works)
             self._works.append(self.policy.reduce(self.buckets[index], self.comms[index]))
+
+
+def _fill(view: Tensor, gradient: Tensor | None) -> None:
+    """Put a parameter's gradient where its bucket has room for it, unless it was computed there."""
+    if gradient is None:
+        view.zero_()
+    elif gradient.data_ptr() != view.data_ptr():
+        view.copy_(gradient)
 
 
 def whole(bucket: Bucket) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+from meshwright.allocator import keep_freed_memory
 from meshwright.environment import read_environment
 from meshwright.launch.failure import Report, leave
 from meshwright.launch.job import Job
@@ -28,6 +29,7 @@ def run_worker(job: Job, threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
+    keep_freed_memory()
     environment = read_environment()
     stop = StopRequest()
     stop.listen()
@@ -49,6 +51,7 @@ def run_launched(folder: Path, parent: int | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    keep_freed_memory()
     environment = read_environment()
     try:
         Job.read(folder).run(environment, StopRequest(folder / STOP_FILE))

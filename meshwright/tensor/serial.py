@@ -54,7 +54,7 @@ class SerialLinear(ShardedModule):
         self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, matrix=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight.flatten(1), self.bias.flatten())
+        y = linear(x, self.weight.flatten(1), self.bias.flatten(), self)
         return y.unflatten(-1, self.bias.shape) if self.bias.dim() > 1 else y
 
 

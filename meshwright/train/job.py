@@ -79,7 +79,7 @@ def train(config: Config, out: Path, *, resume: bool, progress: Any = silent) ->
     """Run a whole job into `out`. Raises ConfigError, DataError, CheckpointError, LaunchError, Interrupted."""
     out = out.absolute()
     environment = read_environment()
-    if not resume and environment.rank == 0 and environment.attempt == 0 and (out / "metrics.jsonl").exists():
+    if not resume and environment.attempt == 0 and (out / "metrics.jsonl").exists():
         raise ConfigError.of("--out", out, "holds a run already", "another folder, or --resume to go on with it")
     corpus = corpus_for(config.data, cache_folder(), progress)
     corpus.check_vocabulary(config.model.vocabulary)
@@ -103,7 +103,7 @@ def _prepare_folder(out: Path, config: Config) -> None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     except OSError as error:
-        rule = f"cannot be written to ({error.strerror}: {error.filename})"
+        rule = f"cannot be written to ({error.strerror})"
         raise ConfigError.of("--out", out, rule, "a folder that you may write to") from error
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import MeshwrightError
+from meshwright.allocator import release_freed_memory
 from meshwright.train.pulse import Beat
 
 PEAK_FLOPS = {
@@ -47,8 +46,8 @@ def release_free_memory(device: torch.device) -> None:
     """Give the allocator's free memory back: CUDA's cache, or glibc's heap on a CPU. Costs time in the next step."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+    else:
+        release_freed_memory()
 
 
 class BusyClock:
