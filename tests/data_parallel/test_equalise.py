@@ -1,0 +1,73 @@
+"""A rank that starts with another weight is found by name, and mended; so are the float32 masters behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.build import build, build_model
+from meshwright.data_parallel.fsdp import FullySharded
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from meshwright.optim.optimizer import Optimizer
+from meshwright.shard import shard_specs
+from tests.data_parallel.test_equality import config_for
+from tests.workers import run_ranks
+
+WRONG = "blocks.1.feed_forward.expand.weight"
+HALF = {"precision": {"level": "O2", "dtype": "bf16"}}
+
+
+def plant_in_bucket(mesh: Mesh, sync: str, changes: dict) -> tuple[list[str], list[str], dict[str, Tensor], list[Tensor]]:
+    """Rank 1 begins with a wrong element; what was found twice in a row, the weights, the masters' weights."""
+    parts = build(config_for(sync, mesh.size("data"), **changes), mesh)
+    if mesh.rank == 1:
+        parts.model.get_parameter(WRONG).data[-1, -1] += 1
+    optimizer = Optimizer(parts.config, parts.strategy.slots, mesh)  # its masters are copies of the wrong weights
+    found = parts.strategy.equalise()
+    optimizer.equalise()
+    again = [*parts.strategy.equalise(), *optimizer.equalise()]
+    weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
+    masters = [master.detach().clone() for master in optimizer.masters]
+    return found, again, weights, masters
+
+
+def plant_in_fsdp(mesh: Mesh) -> tuple[list[str], Tensor]:
+    """The same with fully_shard, which looks before it cuts."""
+    config = config_for("fsdp", mesh.size("data"))
+    model = build_model(config, mesh)
+    if mesh.rank == 1:
+        model.get_parameter(WRONG).data[-1, -1] += 1
+    blocks = list(model.get_submodule("blocks").children())
+    strategy = FullySharded(model, blocks, shard_specs(model), mesh, None)
+    parameter = model.get_parameter(WRONG)
+    assert isinstance(parameter, DTensor)
+    return strategy.equalise(), parameter.full_tensor().detach()
+
+
+def clean(mesh: Mesh, changes: dict) -> Tensor:
+    return build_model(config_for("allreduce", 1, **changes), mesh).get_parameter(WRONG).detach()
+
+
+@pytest.mark.parametrize("changes", [{}, HALF], ids=["float64", "bf16 with masters"])
+@pytest.mark.parametrize("sync", ["allreduce", "zero1", "server-gradient"])
+def test_buckets(sync: str, changes: dict) -> None:
+    (wanted,) = run_ranks(clean, Grid((("data", 1),)), changes)
+    results = run_ranks(plant_in_bucket, Grid((("data", 2),)), sync, changes)
+    for found, again, weights, masters in results:
+        assert found == [WRONG]
+        assert again == []
+        assert torch.equal(weights[WRONG], wanted)
+        for name, weight in weights.items():
+            assert torch.equal(weight, results[0][2][name])
+        if sync == "allreduce":
+            assert all(torch.equal(a, b) for a, b in zip(masters, results[0][3], strict=True))
+
+
+def test_fsdp() -> None:
+    (wanted,) = run_ranks(clean, Grid((("data", 1),)), {})
+    for found, weight in run_ranks(plant_in_fsdp, Grid((("data", 2),))):
+        assert found == [WRONG]
+        assert torch.equal(weight, wanted)

@@ -1,0 +1,79 @@
+"""The gradient's norm counts each element once, whoever holds it; clipping bounds it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.bucket import Slot
+from meshwright.build import build
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from meshwright.optim.norm import gradient_norm
+from tests.data_parallel.test_equality import config_for, global_batch
+from tests.workers import run_ranks
+
+SYNCS = ("allreduce", "zero1", "server-gradient", "fsdp")
+
+
+def norms(mesh: Mesh, clip: float | None) -> dict[str, tuple[float, float, float]]:
+    """By sync: the norm, what the optimizer says it was, and the norm of what it stepped with."""
+    return {sync: _norms(mesh, sync, clip) for sync in SYNCS if mesh.size("data") > 1 or sync != "fsdp"}
+
+
+def _norms(mesh: Mesh, sync: str, clip: float | None) -> tuple[float, float, float]:
+    config = config_for(sync, mesh.size("data"), batch={"global": 12}, optimizer={"lr": 1e-2, "clip": clip})
+    parts = build(config, mesh)
+    tokens, labels = global_batch(config, 0)
+    total = int((labels != -100).sum())
+    batch = parts.strategy.share(
+        lambda first, count: (tokens[first : first + count], labels[first : first + count]), config.replica_batch
+    )
+    parts.strategy.backward(parts.language_model, batch, 1 / total, final=True)
+    parts.strategy.finish()
+    before = float(gradient_norm(parts.strategy.slots, mesh))
+    result = parts.optimizer.step(0)
+    assert result.applied
+    return before, result.gradient_norm, float(gradient_norm(parts.strategy.slots, mesh))
+
+
+@cache
+def serial() -> float:
+    return run_ranks(norms, Grid((("data", 1),)), None)[0]["allreduce"][0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_sync_has_the_serial_norm(size: int) -> None:
+    assert serial() > 0.5
+    for answers in run_ranks(norms, Grid((("data", size),)), None):
+        for sync, (norm, reported, stepped) in answers.items():
+            assert norm == pytest.approx(serial(), rel=1e-12), sync
+            assert reported == stepped == norm, sync  # nothing to clip
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_clipping_bounds_what_is_stepped_and_reports_what_was(size: int) -> None:
+    for answers in run_ranks(norms, Grid((("data", size),)), 0.25):
+        for sync, (_, reported, stepped) in answers.items():
+            assert reported == pytest.approx(serial(), rel=1e-12), sync
+            assert stepped == pytest.approx(0.25, rel=1e-9), sync
+
+
+def half_slots(mesh: Mesh) -> float:
+    """fp16 gradients whose squares overflow fp16; one part is held by all, one part is cut."""
+
+    def slot(values: list[float], axes: tuple[str, ...]) -> Slot:
+        parameter = nn.Parameter(torch.zeros(len(values), dtype=torch.float16))
+        parameter.grad = torch.tensor(values, dtype=torch.float16)
+        return Slot(parameter, (), True, axes)
+
+    mine = [[600.0], [], [0.0, 800.0]][mesh.rank]
+    return float(gradient_norm([slot([300.0, 400.0], ()), slot(mine, ("data",))], mesh))
+
+
+def test_parts_are_summed_over_their_axes_and_copies_are_not() -> None:
+    wanted = (300**2 + 400**2 + 600**2 + 800**2) ** 0.5
+    assert run_ranks(half_slots, Grid((("data", 3),))) == pytest.approx([wanted] * 3, rel=1e-6)

@@ -1,0 +1,138 @@
+"""The optimizer against plain torch, and its all-or-nothing steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.build import Parts, build
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from tests.data_parallel.test_equality import config_for, global_batch
+from tests.workers import run_ranks
+
+STEPS = 6
+OPTIMIZERS = {
+    "adamw": {"name": "adamw", "lr": 1e-2, "betas": [0.8, 0.9], "epsilon": 1e-6, "weight_decay": 0.2},
+    "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.1},
+    "momentum": {"name": "momentum", "lr": 0.2, "momentum": 0.7, "weight_decay": 0.1},
+}
+
+
+def planted(name: str, shape: torch.Size, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(len(name) * 1000 + step)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def plant(parts: Parts, step: int) -> None:
+    """Give every slot its part of a gradient made from the parameter's name."""
+    for slot in parts.strategy.slots:
+        gradient = torch.zeros_like(slot.parameter)
+        for place in slot.places:
+            whole = planted(place.name, torch.Size(place.shape), step)
+            gradient[place.start : place.stop] = whole[place.box.slices].flatten()
+        slot.parameter.grad = gradient
+
+
+def step_ours(mesh: Mesh, sync: str, settings: dict[str, Any], clip: float | None) -> dict[str, Tensor]:
+    optimizer = settings | {"clip": clip, "schedule": {"warmup": 2, "decay": "linear", "floor": 0.5}}
+    parts = build(config_for(sync, mesh.size("data"), batch={"global": 12}, optimizer=optimizer, steps=STEPS), mesh)
+    for step in range(STEPS):
+        plant(parts, step)
+        parts.optimizer.step(step)
+        parts.strategy.publish()
+    if settings["name"] == "adamw" and parts.strategy.slots[0].parameter.numel():
+        assert parts.optimizer.steps_taken == STEPS
+        assert set(parts.optimizer.states(0)) == {"weight", "exp_avg", "exp_avg_sq"}
+    return {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
+
+
+def step_torchs(mesh: Mesh, settings: dict[str, Any], clip: float | None) -> dict[str, Tensor]:
+    """Plain torch: two groups by hand, torch's clipping, torch's schedulers' rates written out."""
+    model = build(config_for("allreduce", 1), mesh).model
+    parameters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    decayed = [p for name, p in parameters.items() if name.endswith("weight") and "norm" not in name]
+    others = [p for name, p in parameters.items() if not (name.endswith("weight") and "norm" not in name)]
+    groups = [{"params": decayed, "weight_decay": settings["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
+    if settings["name"] == "adamw":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            groups, lr=1.0, betas=tuple(settings["betas"]), eps=settings["epsilon"], foreach=False
+        )
+    else:
+        optimizer = torch.optim.SGD(groups, lr=1.0, momentum=settings.get("momentum", 0.0), foreach=False)
+    shares = [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
+    for step in range(STEPS):
+        for name, parameter in parameters.items():
+            parameter.grad = planted(name, parameter.shape, step)
+        if clip is not None:
+            norm = torch.stack([p.grad.norm() for p in parameters.values() if p.grad is not None]).norm()
+            for parameter in parameters.values():
+                assert parameter.grad is not None
+                parameter.grad *= min(1.0, clip / float(norm))
+        for group in optimizer.param_groups:
+            group["lr"] = settings["lr"] * shares[step]
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_torch(name: str, clip: float | None) -> None:
+    (wanted,) = run_ranks(step_torchs, Grid((("data", 1),)), OPTIMIZERS[name], clip)
+    for sync, size in [("allreduce", 1), ("zero1", 3), ("server-gradient", 2)]:
+        for rank, weights in enumerate(run_ranks(step_ours, Grid((("data", size),)), sync, OPTIMIZERS[name], clip)):
+            for parameter, weight in weights.items():
+                text = f"{parameter} of {sync} at rank {rank}"
+                torch.testing.assert_close(
+                    weight, wanted[parameter], rtol=1e-11, atol=1e-13, msg=lambda m, t=text: f"{t}: {m}"
+                )
+
+
+def overflow(mesh: Mesh, sync: str, level: str, bad: float) -> list[tuple[bool, float, bool]]:
+    """Good, bad, good, good steps in fp16, the bad value on the last rank alone: (applied, scale, moved) of each."""
+    precision = {"level": level, "dtype": "fp16", "loss_scale": {"initial": 256.0, "interval": 2}}
+    config = config_for(sync, mesh.size("data"), batch={"global": 12}, precision=precision)
+    parts = build(config, mesh)
+    tokens, labels = global_batch(config, 0)
+    total = int((labels != -100).sum())
+    facts = []
+    for step in range(4):
+        batch = parts.strategy.share(
+            lambda first, count: (tokens[first : first + count], labels[first : first + count]), config.replica_batch
+        )
+        parts.strategy.backward(
+            parts.language_model, batch, parts.optimizer.scaler.scale / total, final=False
+        )
+        if step == 1 and mesh.rank == mesh.size("data") - 1:
+            parameter = parts.model.get_parameter("blocks.0.attention.output.bias")
+            assert parameter.grad is not None
+            parameter.grad[0] = bad
+        zeros = batch[0], torch.full_like(batch[1], -100)  # the final microbatch brings the sums, and nothing else
+        parts.strategy.backward(parts.language_model, zeros, 1.0, final=True)
+        parts.strategy.finish()
+        before = snapshot(parts)
+        applied = parts.optimizer.step(step).applied
+        parts.strategy.publish()
+        after = snapshot(parts)
+        moved = len(before) != len(after) or any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        facts.append((applied, parts.optimizer.scaler.scale, moved))
+    return facts
+
+
+def snapshot(parts: Parts) -> list[Tensor]:
+    """All that a step may change on this rank: states, masters, weights."""
+    optimizer = parts.optimizer
+    states = [value.clone() for master in optimizer.masters for value in optimizer.torch.state[master].values()]
+    masters = [master.detach().clone() for master in optimizer.masters]
+    return [*states, *masters, *(parameter.detach().clone() for parameter in parts.model.parameters())]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("sync", ["allreduce", "zero1", "server-gradient"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(sync: str, level: str, bad: float) -> None:
+    for facts in run_ranks(overflow, Grid((("data", 2),)), sync, level, bad):
+        assert facts == [(True, 256.0, True), (False, 128.0, False), (True, 128.0, True), (True, 256.0, True)]

@@ -1,0 +1,85 @@
+"""O1 and O2 train as float32 does, within what a half-precision rounding can move; O2 keeps float32 masters."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from meshwright.build import build
+from meshwright.config import Config
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from tests.data_parallel.test_equality import config_for, global_batch
+from tests.workers import run_ranks
+
+STEPS = 10
+TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3}
+"""Relative, on each step's loss: about five units in the last place of 8 and 11 bits."""
+
+
+def config_of(sync: str, size: int, level: str, dtype: str) -> Config:
+    return config_for(
+        sync, size, batch={"global": 12, "micro": 12 // size // 2},
+        precision={"level": level, "dtype": dtype, "loss_scale": {"initial": 1024.0}},
+        optimizer={"lr": 3e-3},
+    )  # fmt: skip
+
+
+def losses(mesh: Mesh, sync: str, level: str, dtype: str) -> list[float]:
+    """The global losses of ten steps over the same batch, so that they fall by a lot."""
+    config = config_of(sync, mesh.size("data"), level, dtype)
+    parts = build(config, mesh)
+    tokens, labels = global_batch(config, 0)
+    count = int((labels != -100).sum())
+    results = []
+    for step in range(STEPS):
+        inputs, targets = parts.strategy.share(
+            lambda first, count: (tokens[first : first + count], labels[first : first + count]), config.replica_batch
+        )
+        scale = parts.optimizer.scaler.scale
+        total = torch.zeros((), dtype=torch.float64)
+        for index in range(config.num_microbatches):
+            rows = slice(index * config.micro, (index + 1) * config.micro)
+            final = index == config.num_microbatches - 1
+            batch = inputs[rows], targets[rows]
+            total += parts.strategy.backward(parts.language_model, batch, scale / count, final=final)
+        parts.strategy.finish()
+        assert parts.optimizer.step(step).applied
+        parts.strategy.publish()
+        mesh.comm("data").all_reduce(total)
+        results.append(float(total) / scale)
+    _check_storage(parts, config)
+    return results
+
+
+def _check_storage(parts, config: Config) -> None:  # type: ignore[no-untyped-def]
+    """What is stored in which dtype, and that weights are the rounded masters."""
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}[config.precision.dtype]
+    for master in parts.optimizer.masters:
+        assert master.dtype == torch.float32
+    if config.layout.data.sync == "fsdp":
+        return
+    for name, parameter in parts.model.named_parameters():
+        half = config.precision.level == "O2" and not parts.specs[name].full_precision
+        assert parameter.dtype == (wanted if half else torch.float32), name
+    for slot, master in zip(parts.optimizer.slots, parts.optimizer.masters, strict=True):
+        assert torch.equal(slot.parameter, master.to(slot.parameter.dtype))
+        assert (slot.parameter is master) == (slot.parameter.dtype == torch.float32)
+
+
+@cache
+def full_precision() -> list[float]:
+    return run_ranks(losses, Grid((("data", 1),)), "allreduce", "O0", "float32")[0]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("sync", ["allreduce", "zero1", "fsdp"])
+def test_losses_follow_float32(sync: str, level: str, dtype: str) -> None:
+    reference = full_precision()
+    assert reference[0] - reference[-1] > 0.3
+    for mine in run_ranks(losses, Grid((("data", 2),)), sync, level, dtype):
+        assert mine == pytest.approx(reference, rel=TOLERANCE[dtype])
+        assert mine != reference  # it did run in half

@@ -1,0 +1,45 @@
+"""Learning rates at the corners of every schedule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from meshwright.config.schema import Schedule
+from meshwright.optim.schedule import learning_rate
+
+
+def rates(decay: str, warmup: int, steps: int, floor: float = 0.1) -> list[float]:
+    schedule = Schedule.model_validate({"decay": decay, "warmup": warmup, "floor": floor})
+    return [learning_rate(2.0, schedule, step, steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_warmup_climbs_to_the_peak_in_equal_steps(decay: str) -> None:
+    assert rates(decay, 4, 10)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_without_warmup_begins_at_the_peak(decay: str) -> None:
+    assert rates(decay, 0, 10)[0] == 2.0
+
+
+def test_constant() -> None:
+    assert rates("constant", 2, 6) == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def test_linear_falls_evenly_towards_the_floor() -> None:
+    falling = rates("linear", 2, 12, floor=0.1)[2:]
+    assert falling == pytest.approx([2.0 - 0.18 * index for index in range(10)])
+
+
+def test_cosine_is_half_way_between_peak_and_floor_in_the_middle() -> None:
+    falling = rates("cosine", 2, 12, floor=0.1)[2:]
+    assert falling[5] == pytest.approx((2.0 + 0.2) / 2)
+    assert falling == pytest.approx([0.2 + 1.8 * (1 + math.cos(math.pi * index / 10)) / 2 for index in range(10)])
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_all_warmup(decay: str) -> None:
+    assert rates(decay, 3, 3) == pytest.approx([2 / 3, 4 / 3, 2.0])
