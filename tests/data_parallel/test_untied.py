@@ -1,4 +1,4 @@
-"""server-loss with a head of its own: only the server fills its bucket, and yet all ranks must send in one order."""
+"""A head of its own: its bucket is full first, and under server-loss on the server alone: ranks must send in one order."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from meshwright.grid import Grid
-from tests.data_parallel.test_equality import assembled, config_for, train
+from tests.data_parallel.test_equality import SYNCS, assembled, config_for, train
 from tests.workers import run_ranks
 
 
-@pytest.mark.parametrize("sync", ["server-loss", "server-gradient", "zero1"])
+@pytest.mark.parametrize("sync", SYNCS)
 def test_untied_head_equals_serial(sync: str) -> None:
     untied = {
         "layers": 1, "hidden": 24, "heads": 3, "positions": 12, "vocabulary": 300, "vocabulary_multiple": 8,
