@@ -94,7 +94,7 @@ def text_perplexity(
     for first in range(0, len(starts), rows):
         batch = slice(first, first + rows)
         places = starts[batch, None] + np.arange(length)
-        loss, num = _batch_loss(loaded, stream.tokens, places, places >= 0)
+        loss, num = _batch_loss(loaded, stream.tokens, places, places >= counted[batch, None])
         total += loss
         num_tokens += num
         progress("perplexity", min(1.0, (first + rows) / len(starts)))
