@@ -32,7 +32,9 @@ def mesh_of(rank: int) -> Mesh:
     return Mesh(GRID, rank, torch.device("cpu"), SoloTransport())
 
 
-def buckets_of(rank: int, bucket_bytes: int, half: tuple[str, ...] = ()) -> tuple[Model, list[Bucket], dict[str, torch.Tensor]]:
+def buckets_of(
+    rank: int, bucket_bytes: int, half: tuple[str, ...] = ()
+) -> tuple[Model, list[Bucket], dict[str, torch.Tensor]]:
     mesh = mesh_of(rank)
     model = Model(mesh)
     initialise(model, mesh, 1)

@@ -120,7 +120,9 @@ def test_results(answers: list[Answer], verb: str) -> None:
             wanted = expected(verb, index, len(answers), dtype)
             if wanted is not None:
                 text = f"{verb} of {name} at rank {index}"
-                torch.testing.assert_close(results[f"{verb}/{name}"], wanted, rtol=0, atol=0, msg=lambda m, t=text: f"{t}: {m}")
+                torch.testing.assert_close(
+                    results[f"{verb}/{name}"], wanted, rtol=0, atol=0, msg=lambda m, t=text: f"{t}: {m}"
+                )
 
 
 @pytest.mark.parametrize("verb", VERBS)

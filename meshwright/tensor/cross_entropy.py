@@ -43,7 +43,7 @@ class _ChunkedLoss(torch.autograd.Function):
         table = weight[:vocabulary]  # without the padding
         counted = (labels != IGNORED).unsqueeze(1)
         targets = labels.clamp(min=0).unsqueeze(1)
-        factors = counted * scale
+        factors = counted.to(_wide(h)) * scale  # a bool times a number would be float32
         losses = h.new_empty(h.shape[0], 1, dtype=_wide(h))
         dh, dweight = (torch.empty_like(h), torch.zeros_like(weight)) if differentiates else (h, weight)
         device = h.device.type

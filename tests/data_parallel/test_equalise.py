@@ -20,7 +20,9 @@ WRONG = "blocks.1.feed_forward.expand.weight"
 HALF = {"precision": {"level": "O2", "dtype": "bf16"}}
 
 
-def plant_in_bucket(mesh: Mesh, sync: str, changes: dict) -> tuple[list[str], list[str], dict[str, Tensor], list[Tensor]]:
+def plant_in_bucket(
+    mesh: Mesh, sync: str, changes: dict
+) -> tuple[list[str], list[str], dict[str, Tensor], list[Tensor]]:
     """Rank 1 begins with a wrong element; what was found twice in a row, the weights, the masters' weights."""
     parts = build(config_for(sync, mesh.size("data"), **changes), mesh)
     if mesh.rank == 1:

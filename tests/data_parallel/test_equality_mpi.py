@@ -34,7 +34,9 @@ def serial() -> tuple[list[float], dict[str, dict[tuple[int, ...], Tensor]]]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("sync", SYNCS)
-def test_equals_serial_over_mpi(sync: str, size: int, serial: tuple, mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
+def test_equals_serial_over_mpi(
+    sync: str, size: int, serial: tuple, mpi: Callable[[int], dict[str, list[Answer]]]
+) -> None:
     serial_losses, serial_gradients = serial
     answers = mpi(size)[sync]
     for losses, _ in answers:

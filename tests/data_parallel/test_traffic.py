@@ -95,7 +95,10 @@ def test_ring(size: int) -> None:
 def test_rooted(size: int) -> None:
     for rank, phases in enumerate(phases_of("rooted", size)):
         num, total = len(phases["buckets"]), sum(phases["buckets"])
-        worker, root = {"gather": (num, total), "broadcast": (num, 0)}, {"gather": (num, 0), "broadcast": (num, (size - 1) * total)}
+        worker, root = (
+            {"gather": (num, total), "broadcast": (num, 0)},
+            {"gather": (num, 0), "broadcast": (num, (size - 1) * total)},
+        )
         assert phases["backward 2"] == (root if rank == 0 else worker)
         assert phases["share"] == phases["step"] == phases["publish"] == {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from tests.data_parallel.test_equality import config_for, global_batch
 from tests.workers import run_ranks
 
 STEPS = 6
+CLIPS = (None, 1.0)
+SYNCS = ("allreduce", "zero1", "server-gradient")
 OPTIMIZERS = {
     "adamw": {"name": "adamw", "lr": 1e-2, "betas": [0.8, 0.9], "epsilon": 1e-6, "weight_decay": 0.2},
     "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.1},
@@ -78,17 +81,31 @@ def step_torchs(mesh: Mesh, settings: dict[str, Any], clip: float | None) -> dic
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
-@pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])
+def step_all(mesh: Mesh, sync: str) -> dict[tuple[str, float | None], dict[str, Tensor]]:
+    """Every optimizer, clipped and not; `sync`: one of ours, or torch."""
+    return {
+        (name, clip): step_torchs(mesh, settings, clip) if sync == "torch" else step_ours(mesh, sync, settings, clip)
+        for name, settings in OPTIMIZERS.items()
+        for clip in CLIPS
+    }
+
+
+@cache
+def stepped(sync: str, size: int) -> list[dict[tuple[str, float | None], dict[str, Tensor]]]:
+    return run_ranks(step_all, Grid((("data", size),)), sync)
+
+
+@pytest.mark.parametrize("sync, size", [("allreduce", 1), ("zero1", 3), ("server-gradient", 2)])
+@pytest.mark.parametrize("clip", CLIPS, ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equals_torch(name: str, clip: float | None) -> None:
-    (wanted,) = run_ranks(step_torchs, Grid((("data", 1),)), OPTIMIZERS[name], clip)
-    for sync, size in [("allreduce", 1), ("zero1", 3), ("server-gradient", 2)]:
-        for rank, weights in enumerate(run_ranks(step_ours, Grid((("data", size),)), sync, OPTIMIZERS[name], clip)):
-            for parameter, weight in weights.items():
-                text = f"{parameter} of {sync} at rank {rank}"
-                torch.testing.assert_close(
-                    weight, wanted[parameter], rtol=1e-11, atol=1e-13, msg=lambda m, t=text: f"{t}: {m}"
-                )
+def test_equals_torch(name: str, clip: float | None, sync: str, size: int) -> None:
+    wanted = stepped("torch", 1)[0][name, clip]
+    for rank, answers in enumerate(stepped(sync, size)):
+        for parameter, weight in answers[name, clip].items():
+            text = f"{parameter} at rank {rank}"
+            torch.testing.assert_close(
+                weight, wanted[parameter], rtol=1e-11, atol=1e-13, msg=lambda m, t=text: f"{t}: {m}"
+            )
 
 
 def overflow(mesh: Mesh, sync: str, level: str, bad: float) -> list[tuple[bool, float, bool]]:
@@ -103,9 +120,7 @@ def overflow(mesh: Mesh, sync: str, level: str, bad: float) -> list[tuple[bool, 
         batch = parts.strategy.share(
             lambda first, count: (tokens[first : first + count], labels[first : first + count]), config.replica_batch
         )
-        parts.strategy.backward(
-            parts.language_model, batch, parts.optimizer.scaler.scale / total, final=False
-        )
+        parts.strategy.backward(parts.language_model, batch, parts.optimizer.scaler.scale / total, final=False)
         if step == 1 and mesh.rank == mesh.size("data") - 1:
             parameter = parts.model.get_parameter("blocks.0.attention.output.bias")
             assert parameter.grad is not None
@@ -130,9 +145,13 @@ def snapshot(parts: Parts) -> list[Tensor]:
     return [*states, *masters, *(parameter.detach().clone() for parameter in parts.model.parameters())]
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def overflow_all(mesh: Mesh, level: str) -> dict[str, list[tuple[bool, float, bool]]]:
+    return {f"{sync} {bad}": overflow(mesh, sync, level, bad) for sync in SYNCS for bad in (torch.inf, torch.nan)}
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("sync", ["allreduce", "zero1", "server-gradient"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(sync: str, level: str, bad: float) -> None:
-    for facts in run_ranks(overflow, Grid((("data", 2),)), sync, level, bad):
-        assert facts == [(True, 256.0, True), (False, 128.0, False), (True, 128.0, True), (True, 256.0, True)]
+def test_an_overflow_on_one_rank_skips_the_step_on_all(level: str) -> None:
+    for rank, answers in enumerate(run_ranks(overflow_all, Grid((("data", 2),)), level)):
+        for case, facts in answers.items():
+            wanted = [(True, 256.0, True), (False, 128.0, False), (True, 128.0, True), (True, 256.0, True)]
+            assert facts == wanted, f"{case} at rank {rank}"

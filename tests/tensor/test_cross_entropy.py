@@ -1,0 +1,163 @@
+"""The chunked loss against torch's cross entropy on whole logits, in float64: value, dh, dW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from meshwright.shard import Initial, initialise
+from meshwright.tensor import cross_entropy
+from meshwright.tensor.cross_entropy import chunked_loss, chunked_token_losses
+from meshwright.tensor.serial import SerialKit
+from tests.workers import run_ranks
+
+ONE = Grid((("data", 1),))
+ROWS, HIDDEN, VOCABULARY, PADDED = 50, 8, 37, 48
+ONE_CHUNK, MANY_CHUNKS = ROWS, 16  # four chunks, the last of two rows
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    h = torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = 3 * torch.randn(PADDED, HIDDEN, generator=generator, dtype=torch.float64)
+    labels = torch.randint(VOCABULARY, (ROWS,), generator=generator)
+    labels[::7] = -100
+    labels[16:32] = -100  # a whole chunk that counts nothing
+    return h.to(dtype), weight.to(dtype), labels
+
+
+def set_sizes(patch: pytest.MonkeyPatch, chunk_rows: int) -> None:
+    """Chunks of so many rows of logits, worked on five rows at a time."""
+    patch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 4 * VOCABULARY * chunk_rows})
+    patch.setattr(cross_entropy, "SLICE_BYTES", {"cpu": 4 * VOCABULARY * 5})
+
+
+def reference(h: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
+    return scale * F.cross_entropy((h @ weight.t())[:, :VOCABULARY], labels, reduction="sum")
+
+
+def with_gradients(mesh: Mesh, which: str, chunk_rows: int, scale: float, factor: float, dtype: str) -> list[Tensor]:
+    """[loss, dh, dW] of factor · loss."""
+    h, weight, labels = inputs(getattr(torch, dtype))
+    h.requires_grad_()
+    weight.requires_grad_()
+    if which == "ours":
+        with pytest.MonkeyPatch.context() as patch:
+            set_sizes(patch, chunk_rows)
+            loss = chunked_loss(h, weight, labels, VOCABULARY, scale)
+    else:
+        loss = reference(h, weight, labels, scale)
+    (factor * loss).backward()
+    assert h.grad is not None
+    assert weight.grad is not None
+    return [loss.detach(), h.grad, weight.grad]
+
+
+@pytest.mark.parametrize("scale, factor", [(1.0, 1.0), (1 / 3, 1.0), (1 / 7, -3.0)])
+@pytest.mark.parametrize("chunk_rows", [ONE_CHUNK, MANY_CHUNKS])
+def test_equals_cross_entropy(chunk_rows: int, scale: float, factor: float) -> None:
+    (ours,) = run_ranks(with_gradients, ONE, "ours", chunk_rows, scale, factor, "float64")
+    (theirs,) = run_ranks(with_gradients, ONE, "reference", 0, scale, factor, "float64")
+    for mine, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-13)
+    assert ours[2][VOCABULARY:].count_nonzero() == 0  # padding rows are never seen
+    assert ours[1][16:32].count_nonzero() == 0  # nor do uncounted tokens matter
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_lower_precision(dtype: str, tolerance: float) -> None:
+    (ours,) = run_ranks(with_gradients, ONE, "ours", MANY_CHUNKS, 1.0, 1.0, dtype)
+    (theirs,) = run_ranks(with_gradients, ONE, "reference", 0, 1.0, 1.0, "float64")
+    assert ours[0].dtype == torch.float32
+    assert ours[2].dtype == getattr(torch, dtype)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert float((mine.double() - wanted).norm() / wanted.norm()) < tolerance
+
+
+@pytest.mark.parametrize("chunk_rows", [ONE_CHUNK, MANY_CHUNKS])
+def test_without_gradients(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, chunk_rows)
+    h, weight, labels = inputs()
+    with torch.no_grad():
+        loss = chunked_loss(h, weight, labels, VOCABULARY, 0.5)
+    torch.testing.assert_close(loss, reference(h, weight, labels, 0.5), rtol=1e-12, atol=0)
+    losses = chunked_token_losses(h, weight, labels, VOCABULARY)
+    wanted = F.cross_entropy((h @ weight.t())[:, :VOCABULARY], labels, reduction="none")
+    torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-13)
+    assert losses[labels == -100].count_nonzero() == 0
+
+
+def test_nothing_counted() -> None:
+    h, weight, labels = inputs()
+    assert chunked_loss(h, weight, torch.full_like(labels, -100), VOCABULARY, 1.0) == 0
+
+
+def test_huge_logits_stay_finite() -> None:
+    h, weight, labels = inputs()
+    loss = chunked_loss(1e4 * h, weight, labels, VOCABULARY, 1.0)
+    torch.testing.assert_close(loss, reference(1e4 * h, weight, labels, 1.0), rtol=1e-12, atol=0)
+
+
+class Tied(nn.Module):
+    """A head over the table that also embeds."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        kit = SerialKit(mesh)
+        self.table = kit.embedding(PADDED, HIDDEN, Initial(1.0))
+        self.head = kit.head_loss(HIDDEN, VOCABULARY, PADDED, Initial(1.0), self.table)
+
+
+def tied_gradient(mesh: Mesh) -> tuple[list[str], Tensor, Tensor, list[int], bool]:
+    model = Tied(mesh)
+    initialise(model, mesh, 1)
+    model.double()
+    weight = model.table.weight
+    ids = torch.arange(12).view(2, 6) % VOCABULARY
+    labels = (ids + 1) % VOCABULARY
+    model.head(model.table(ids), labels, 0.5).backward()
+    ours = weight.grad.clone()
+    weight.grad = None
+    reference(F.embedding(ids, weight).flatten(0, 1), weight, labels.flatten(), 0.5).backward()
+    h = model.table(ids).detach()
+    logits = model.head.logits(h)
+    match = torch.allclose(logits, (h @ weight.t())[..., :VOCABULARY], rtol=1e-12)
+    token_losses = model.head.token_losses(h, labels)
+    match = match and torch.allclose(
+        token_losses.flatten(), F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none"), rtol=1e-12
+    )
+    return [name for name, _ in model.named_parameters()], ours, weight.grad, list(logits.shape), match
+
+
+def test_tied_head() -> None:
+    ((names, ours, theirs, shape, match),) = run_ranks(tied_gradient, ONE)
+    assert names == ["table.weight"]
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    assert shape == [2, 6, VOCABULARY]
+    assert match
+
+
+def autocast_loss(mesh: Mesh) -> tuple[Any, ...]:
+    h, weight, labels = inputs(torch.float32)
+    h.requires_grad_()
+    weight.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_loss(h, weight, labels, VOCABULARY, 1.0)
+    loss.backward()
+    assert h.grad is not None
+    assert weight.grad is not None
+    return loss.detach(), h.grad, weight.grad
+
+
+def test_autocast_computes_in_half_and_hands_back_full() -> None:
+    (ours,) = run_ranks(autocast_loss, ONE)
+    (theirs,) = run_ranks(with_gradients, ONE, "reference", 0, 1.0, 1.0, "float64")
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float32
+        assert 1e-6 < float((mine.double() - wanted).norm() / wanted.norm()) < 2e-2
