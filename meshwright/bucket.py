@@ -1,9 +1,10 @@
 """Buckets: parameters and gradients in few flat runs of memory, so that one collective or one kernel serves many.
 
-A bucket's parameters have the same dtype, decay alike and are summed over the same axes. They lie in the reverse order of
-registration, about the order in which the backward pass finishes their gradients.
-A `Slot` is the part of a bucket that this rank's optimizer steps: all of it, a slice (ZeRO-1), or nothing (a worker of a
-parameter server). A `Place` says which part of which parameter lies where in a slot; checkpoints are written from it.
+A bucket's parameters have the same dtype, decay alike and are summed over the same axes. They lie in the reverse
+order of registration, about the order in which the backward pass finishes their gradients.
+A `Slot` is the part of a bucket that this rank's optimizer steps: all of it, a slice (ZeRO-1), or nothing (a worker
+of a parameter server). A `Place` says which part of which parameter lies where in a slot; checkpoints are written
+from it.
 """
 
 from __future__ import annotations

@@ -70,11 +70,11 @@ def build_model(config: Config, mesh: Mesh) -> nn.Module:
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
     dtype = DTYPES[config.precision.dtype]
+    level = config.precision.level
     sharded_masters = config.layout.data.sync == "fsdp"
     for name, parameter in model.named_parameters():
-        if config.precision.level == "O0":
-            parameter.data = parameter.data.to(dtype)
-        elif config.precision.level == "O2" and not specs[name].full_precision and not sharded_masters:
+        stores_half = level == "O2" and not specs[name].full_precision and not sharded_masters
+        if level == "O0" or stores_half:
             parameter.data = parameter.data.to(dtype)
     return model
 

@@ -1,10 +1,10 @@
-"""The command line. Each command loads what it is given and calls one function; nothing heavy is imported before that."""
+"""The command line. Each command loads what it is given and calls one function; nothing heavy is imported before."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[object]:
+def _progress() -> Iterator[Callable[[str, float | None], None]]:
     """A callback for long work that draws a bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -98,7 +98,7 @@ def verify(
     from meshwright.verify.table import as_dict, render
 
     with _progress() as show:
-        verdict = run_verification(config, steps=steps, as_configured=as_configured, report=show)  # type: ignore[arg-type]
+        verdict = run_verification(config, steps=steps, as_configured=as_configured, report=show)
     if as_json:
         print(json.dumps(as_dict(verdict)))
     else:
@@ -122,14 +122,12 @@ def data_prepare(
 
     Example: meshwright data prepare --source wiki.train.txt --tokenizer bpe:8192 --out data/wiki
     """
-    from dataclasses import asdict
-
     from meshwright.data.packed import prepare
 
     with _progress() as show:
-        corpus = prepare(source, tokenizer, out, validation, show)  # type: ignore[arg-type]
+        corpus = prepare(source, tokenizer, out, validation, show)
     if as_json:
-        print(json.dumps(asdict(corpus.header)))
+        print(json.dumps(corpus.header.model_dump()))
         return
     for split in ("train", "validation"):
         facts = corpus.header.facts(split)
@@ -182,10 +180,10 @@ def evaluate(
     loaded = load_model(checkpoint, device, context)
     with _progress() as show:
         if data is not None and task == "lambada":
-            facts = facts_of(cloze_accuracy(loaded, data, show))  # type: ignore[arg-type]
+            facts = facts_of(cloze_accuracy(loaded, data, show))
         else:
-            stream = stream_for(loaded, data, show)  # type: ignore[arg-type]
-            facts = facts_of(text_perplexity(loaded, stream, stride, show))  # type: ignore[arg-type]
+            stream = stream_for(loaded, data, show)
+            facts = facts_of(text_perplexity(loaded, stream, stride, show))
     facts = {"checkpoint": str(loaded.folder), "task": task, **facts}
     print(json.dumps(facts) if as_json else table_of(facts))
 
@@ -241,7 +239,7 @@ def convert_import(
     from meshwright.convert import import_folder
 
     with _progress() as show:
-        made = import_folder(source, out, show)  # type: ignore[arg-type]
+        made = import_folder(source, out, show)
     model = made.model.model_dump()
     facts = {"checkpoint": str(out), "parameters": made.parameters, "tokenizer": made.has_tokenizer, "model": model}
     if as_json:
@@ -263,7 +261,7 @@ def convert_export(checkpoint: Source, out: OutFolder, as_json: AsJson = False) 
     from meshwright.convert import export_folder
 
     with _progress() as show:
-        folder = export_folder(checkpoint, out, show)  # type: ignore[arg-type]
+        folder = export_folder(checkpoint, out, show)
     print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
 
 

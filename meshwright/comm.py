@@ -236,7 +236,7 @@ def _copied(target: Tensor, source: Tensor) -> Work:
 
 
 class TorchComm(Comm):
-    """torch.distributed: gloo for host tensors, NCCL for GPUs. `process_group` holds the same ranks in the same order."""
+    """torch.distributed: gloo for host tensors, NCCL for GPUs. `process_group` holds the same ranks in order."""
 
     def __init__(
         self, axis: str, ranks: Sequence[int], index: int, ledger: Ledger, process_group: dist.ProcessGroup

@@ -1,4 +1,4 @@
-"""MpiComm: the verbs over MPI (mpi4py), on host memory. On one machine MPI's shared memory beats gloo's sockets by a factor.
+"""MpiComm: the verbs over MPI (mpi4py), on host memory. On one machine its shared memory beats gloo's sockets.
 
 MPI knows no half-precision sums, so these go as an all-to-all of the pieces, a sum in float32 in rank order, and an
 all-gather: the bytes of a bandwidth-optimal all-reduce, and a better sum.

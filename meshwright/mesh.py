@@ -49,6 +49,7 @@ class TorchTransport:
         if len(mine) == 1:
             return SoloComm(name, mine, 0, ledger)
         if len(mine) == grid.world_size:
+            assert dist.group.WORLD is not None, "the default process group is not initialised"
             return TorchComm(name, mine, rank, ledger, dist.group.WORLD)
         groups = {ranks: dist.new_group(list(ranks)) for ranks in grid.groups(*axes)}
         return TorchComm(name, mine, mine.index(rank), ledger, groups[mine])
@@ -66,7 +67,9 @@ class MpiTransport:
         mine = grid.group(rank, *axes)
         split = MPI.COMM_WORLD.Split(color=mine[0], key=mine.index(rank))
         name = "+".join(axes)
-        return MpiComm(name, mine, mine.index(rank), ledger, split) if len(mine) > 1 else SoloComm(name, mine, 0, ledger)
+        return (
+            MpiComm(name, mine, mine.index(rank), ledger, split) if len(mine) > 1 else SoloComm(name, mine, 0, ledger)
+        )
 
     def close(self) -> None:
         return None
@@ -121,9 +124,7 @@ def open_mesh(
         opened.close()
 
 
-def _open(
-    grid: Grid, environment: Environment, transport: str, device: torch.device, point: Rendezvous
-) -> Transport:
+def _open(grid: Grid, environment: Environment, transport: str, device: torch.device, point: Rendezvous) -> Transport:
     if transport == "mpi":
         return MpiTransport()
     if grid.world_size == 1:

@@ -1,4 +1,5 @@
-"""The body of test_comm: every verb in every form and dtype, run on each rank of whatever transport; nothing is judged here.
+"""The body of test_comm: every verb in every form and dtype, run on each rank of whatever transport; nothing is
+judged here.
 
 Values are small whole numbers, so that sums are exact in every dtype and in every order.
 """
@@ -170,7 +171,7 @@ def run_verbs(mesh: Mesh) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def run_subgroups(mesh: Mesh) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """By axis: the sum of the world ranks of my group, and what its member 1 broadcast; roots count inside the group."""
+    """By axis: the sum of my group's world ranks, and what its member 1 broadcast; roots count inside the group."""
     facts, results = {}, {}
     for axes in (("outer",), ("inner",), ("outer", "inner")):
         comm = mesh.comm(*axes)

@@ -1,4 +1,5 @@
-"""Runs functions on MPI ranks. Python and torch take seconds to start under mpiexec, so one mpiexec a world size runs all.
+"""Runs functions on MPI ranks. Python and torch take seconds to start under mpiexec, so one mpiexec a world size runs
+all.
 
 A test module lists what it wants in CASES (name -> `module:function`, arguments) of `mpi_cases`; the session's fixture
 `mpi` (conftest) starts each world size at its first use and keeps the answers.

@@ -59,7 +59,7 @@ class TokenBatches:
         return self._sampler.num_windows
 
     def windows(self, first: int, count: int) -> np.ndarray:
-        """Windows [count] of the samples first, first + 1, ...: a replica asks for its rows of a step's global batch."""
+        """Windows [count] of the samples first, first + 1, ...: a replica asks for its rows of a global batch."""
         return self._sampler.rows(first, count)
 
     def samples(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """torch's fully_shard (FSDP2) as a strategy: each block and the rest are units whose weights are gathered when needed.
 
-A rank holds rows r·c..(r+1)·c of every parameter's first dim, c = ceil(rows / n), as torch.chunk cuts. Under O2 the sharded
-weights are the float32 masters, and torch casts what it gathers.
+A rank holds rows r·c..(r+1)·c of every parameter's first dim, c = ceil(rows / n), as torch.chunk cuts. Under O2 the
+sharded weights are the float32 masters, and torch casts what it gathers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FullySharded:
     def backward(self, model: LanguageModel, batch: Batch, scale: float, *, final: bool) -> Tensor:
         self.model.set_requires_gradient_sync(final)
         loss = model(*batch, scale)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     def finish(self) -> None:

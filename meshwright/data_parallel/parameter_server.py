@@ -96,9 +96,9 @@ class ServerLoss(ServerGradient):
         if comm.index == ROOT:
             leaf = outputs.detach().requires_grad_()
             loss = model.head(leaf, everyone, scale)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             assert leaf.grad is not None, "the loss does not depend on the outputs"
             above = leaf.grad
         self.expect(final)
-        outputs.backward(above)  # type: ignore[no-untyped-call]
+        outputs.backward(above)
         return loss.detach()

@@ -1,7 +1,8 @@
 """Horovod's ring all-reduce (Patarasuk and Yuan, 2009), written out over point-to-point messages.
 
-Each rank cuts a bucket (the tensor fusion) into n blocks. In n-1 steps partial sums travel round the ring until rank r holds
-block r+1 whole; in n-1 more the whole blocks travel round. Each step sends one block: 2(n-1)/n of the bytes a rank.
+Each rank cuts a bucket (the tensor fusion) into n blocks. In n-1 steps partial sums travel round the ring until rank r
+holds block r+1 whole; in n-1 more the whole blocks travel round. Each step sends one block: 2(n-1)/n of the bytes a
+rank.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 | zero1 | 1/n of the states      | -                                      | reduce-scatter | all-gather |
 | fsdp  | 1/n of everything      | all-gather of a block's weights, twice | reduce-scatter | -          |
 
-ZeRO-1 sends (n-1)/n of the gradients and as much of the parameters: an all-reduce's bytes, with the optimizer's work in between
-done once instead of n times.
+ZeRO-1 sends (n-1)/n of the gradients and as much of the parameters: an all-reduce's bytes, with the optimizer's work in
+between done once instead of n times.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Synchroniser:
     def backward(self, model: LanguageModel, batch: Batch, scale: float, *, final: bool) -> Tensor:
         self.expect(final)
         loss = model(*batch, scale)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     def expect(self, final: bool) -> None:

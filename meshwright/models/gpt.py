@@ -57,7 +57,7 @@ class Attention(nn.Module):
         assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
         dropout = self.dropout if self.training else 0.0
         core = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=causal)
-        return self.output(core.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.output(core.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -69,7 +69,7 @@ class FeedForward(nn.Module):
         self.contract = kit.contract(model.inner, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.contract(F.gelu(self.expand(h), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.contract(F.gelu(self.expand(h), approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -104,7 +104,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor, scale: float) -> Tensor:
         """`scale` times the summed loss of a replica's microbatch; tokens and labels [B, T]."""
-        return self.head(self.trunk(tokens), self.kit.slice_batch(labels), scale)  # type: ignore[no-any-return]
+        return self.head(self.trunk(tokens), self.kit.slice_batch(labels), scale)
 
     def trunk(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """The normed hidden states [B, T, H] of tokens that follow those in the cache."""
@@ -114,7 +114,7 @@ class GPT(nn.Module):
         h = self.dropout(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
             h = block(h, cache)
-        return self.norm(h)  # type: ignore[no-any-return]
+        return self.norm(h)
 
 
 def flops_per_sequence(model: Model, sequence: int) -> int:
@@ -122,5 +122,7 @@ def flops_per_sequence(model: Model, sequence: int) -> int:
 
     6 a weight and token (PaLM, arXiv 2204.02311, appendix B), attention counted whole though it is causal.
     """
-    products = model.layers * (12 * model.hidden**2 + 2 * sequence * model.hidden) + model.padded_vocabulary * model.hidden
+    products = (
+        model.layers * (12 * model.hidden**2 + 2 * sequence * model.hidden) + model.padded_vocabulary * model.hidden
+    )
     return 6 * sequence * products

@@ -20,7 +20,9 @@ def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
     squares: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for slot in slots:
         assert slot.parameter.grad is not None, "a slot without a gradient"
-        norm = torch.linalg.vector_norm(slot.parameter.grad, dtype=torch.promote_types(slot.parameter.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(
+            slot.parameter.grad, dtype=torch.promote_types(slot.parameter.dtype, torch.float32)
+        )
         squares[mesh.grid.ordered(slot.part_axes)].append(norm.double().square())
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for axes, parts in sorted(squares.items()):

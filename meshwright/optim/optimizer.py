@@ -1,8 +1,8 @@
 """One optimizer step over this rank's slots, all or nothing.
 
 The norm is known before the first write. A norm that is not finite (an fp16 overflow, on whichever rank) is the same
-number everywhere, so all ranks skip together and nothing is half-applied. Half-precision slots have float32 masters, which
-are what is stepped and what a checkpoint holds.
+number everywhere, so all ranks skip together and nothing is half-applied. Half-precision slots have float32 masters,
+which are what is stepped and what a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Optimizer:
         return {"weight": master.detach(), **tensors}
 
     def equalise(self) -> list[str]:
-        """Compare, by hash, the states that replicas hold alike; broadcast the first's where they differ. Returns which."""
+        """Compare, by hash, the states that replicas hold alike; broadcast the first's where they differ: which."""
         self._adopt()
         differing = []
         for index, slot in enumerate(self.slots):

@@ -1,7 +1,7 @@
 """The loss of one run, or of several in one picture, drawn from their metrics.jsonl.
 
-A line of the file is one step: `step` and `loss`, now and then `validation_loss`; other fields are not read here. A last
-line that was cut short by a kill is left out; any other line that is no step is an error.
+A line of the file is one step: `step` and `loss`, now and then `validation_loss`; other fields are not read here. A
+last line that was cut short by a kill is left out; any other line that is no step is an error.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def read_curve(metrics_file: Path) -> Curve:
 
 
 def draw_loss(metrics_file: Path, picture: Path) -> None:
-    """Draw one run: training loss (thin as it is, thick smoothed where the run is long), validation points, last values.
+    """Draw one run: training loss (thin as it is, thick smoothed where the run is long), validation points, last
+    values.
 
     Raises DataError as read_curve does.
     """

@@ -44,7 +44,9 @@ class Kit(Protocol):
     def contract(self, inner: int, hidden: int, initial: Initial) -> nn.Module:
         """[B, T, N] -> [B, T, H]."""
 
-    def head_loss(self, hidden: int, vocabulary: int, padded: int, initial: Initial, tied: nn.Module | None) -> nn.Module:
+    def head_loss(
+        self, hidden: int, vocabulary: int, padded: int, initial: Initial, tied: nn.Module | None
+    ) -> nn.Module:
         """A `Head`. `tied`: the token embedding whose weight it shares; None: a weight of its own."""
 
     def local_heads(self, heads: int) -> int:

@@ -104,7 +104,9 @@ class SerialKit:
     def contract(self, inner: int, hidden: int, initial: Initial) -> nn.Module:
         return SerialLinear(self.mesh, inner, (hidden,), initial)
 
-    def head_loss(self, hidden: int, vocabulary: int, padded: int, initial: Initial, tied: nn.Module | None) -> nn.Module:
+    def head_loss(
+        self, hidden: int, vocabulary: int, padded: int, initial: Initial, tied: nn.Module | None
+    ) -> nn.Module:
         return SerialHead(self.mesh, hidden, vocabulary, padded, initial, tied)
 
     def local_heads(self, heads: int) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import MeshwrightError
 from meshwright.allocator import release_freed_memory
+from meshwright.errors import MeshwrightError
 from meshwright.train.pulse import Beat
 
 PEAK_FLOPS = {

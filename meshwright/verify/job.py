@@ -48,14 +48,16 @@ class Verdict:
         """Raises MismatchError where something differs."""
         if self.failed:
             first = self.failed[0]
+            count = f"{len(self.failed)} of {len(self.rows)} comparisons fail"
+            error = f"relative error {first.error:.2e} > {first.allowed:.0e}"
             raise MismatchError(
-                f"the layout does not compute what one device computes: {len(self.failed)} of {len(self.rows)} comparisons"
-                f" fail, first the {first.kind} of {first.name}: relative error {first.error:.2e} > {first.allowed:.0e}"
+                f"the layout does not compute what one device computes: {count}, first the {first.kind} of "
+                f"{first.name}: {error}"
             )
 
 
 def comparable(config: Config, *, as_configured: bool) -> Config:
-    """The config to verify: without dropout, whose masks no two layouts share, and in float64 unless `as_configured`."""
+    """The config to verify: no dropout, whose masks no two layouts share, and in float64 unless `as_configured`."""
     tree = config.model_dump(mode="json", by_alias=True)
     tree["model"]["dropout"] = 0.0
     tree["restarts"] = 0

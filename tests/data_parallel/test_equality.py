@@ -71,7 +71,7 @@ def train(mesh: Mesh, config: Config) -> tuple[list[float], dict[str, dict[tuple
     assert parts.strategy.equalise() == []
     first_gradients = None
     losses = []
-    for step in range(STEPS):
+    for step in range(config.steps):
         loss, gradients = train_step(parts, step)
         first_gradients = first_gradients or gradients
         total = torch.tensor(loss, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A head of its own: its bucket is full first, and under server-loss on the server alone: ranks must send in one order."""
+"""A head of its own: its bucket is full first, under server-loss on the server alone; all must send in one order."""
 
 from __future__ import annotations
 

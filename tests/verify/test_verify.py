@@ -55,7 +55,7 @@ def test_a_planted_wrong_gradient_fails(config: Config, monkeypatch: pytest.Monk
     verdict = verify(config, steps=1)
     with pytest.raises(MismatchError, match="the layout does not compute what one device computes"):
         verdict.check()
-    assert [row.kind for row in verdict.failed][0] == "gradient"
+    assert verdict.failed[0].kind == "gradient"
     with redirect_stdout(StringIO()) as printed:
         render(verdict)
     assert "FAILS" in printed.getvalue()
