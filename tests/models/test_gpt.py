@@ -47,7 +47,7 @@ def random_model(mesh: Mesh, config: Config) -> GPT:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
     return model
 
 
