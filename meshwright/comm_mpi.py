@@ -32,7 +32,7 @@ class MpiComm(Comm):
         super().__init__(axis, ranks, index, ledger)
         from mpi4py import MPI
 
-        self._mpi = MPI
+        self.in_place = MPI.IN_PLACE
         self.comm = comm
 
     def receive(self, x: Tensor, source: int) -> None:
@@ -45,7 +45,7 @@ class MpiComm(Comm):
         if x.dtype in HALF:
             self._half_all_reduce(x.view(-1))
         else:
-            self.comm.Allreduce(self._mpi.IN_PLACE, x.detach().numpy())
+            self.comm.Allreduce(self.in_place, x.detach().numpy())
         return DONE
 
     def _half_all_reduce(self, x: Tensor) -> None:
@@ -71,7 +71,7 @@ class MpiComm(Comm):
 
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
         in_place = part.data_ptr() == x.view(self.size, -1)[self.index].data_ptr()
-        self.comm.Allgather(self._mpi.IN_PLACE if in_place else raw(part), raw(x))
+        self.comm.Allgather(self.in_place if in_place else raw(part), raw(x))
         return DONE
 
     def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
@@ -86,7 +86,7 @@ class MpiComm(Comm):
         if x.dtype in HALF:
             self._half_all_reduce(x.view(-1))
         elif self.index == root:
-            self.comm.Reduce(self._mpi.IN_PLACE, x.detach().numpy(), root=root)
+            self.comm.Reduce(self.in_place, x.detach().numpy(), root=root)
         else:
             self.comm.Reduce(x.detach().numpy(), None, root=root)
         return DONE

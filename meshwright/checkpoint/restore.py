@@ -92,7 +92,7 @@ def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, chec
 
 def _check_optimizer(parts: Parts, checkpoint: Checkpoint) -> None:
     held, wanted = checkpoint.config.optimizer.name, parts.config.optimizer.name
-    if held != wanted:
+    if held != wanted and checkpoint.kinds != {"weight"}:  # weights alone suit every optimizer
         raise CheckpointError(
             f"{checkpoint.folder} holds the states of another optimizer: optimizer.name={wanted} cannot go on from "
             f"those of {held}; keep optimizer.name={held}, or begin a new run"

@@ -46,6 +46,16 @@ class FullySharded:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum with a factor
+        rest = [
+            parameter
+            for parameter in model.parameters()
+            if not any(parameter in set(unit.parameters()) for unit in units)
+        ]
+        element_bytes = half.itemsize if half is not None else None
+        self._root_bytes = sum(self._sent_bytes(parameter, element_bytes) for parameter in rest)
+        self._unit_bytes = sum(
+            self._sent_bytes(parameter, element_bytes) for unit in units for parameter in unit.parameters()
+        )
         self._sharded = [parameter for _, parameter in model.named_parameters()]
         self._slots = [self._slot(name, parameter, specs[name]) for name, parameter in model.named_parameters()]
 
@@ -60,6 +70,7 @@ class FullySharded:
         self.model.set_requires_gradient_sync(final)
         loss = model(*batch, scale)
         loss.backward()
+        self._record(final)
         return loss.detach()
 
     def finish(self) -> None:
@@ -75,6 +86,20 @@ class FullySharded:
     def equalise(self) -> list[str]:
         """Compared before the weights were cut: afterwards no two ranks hold the same."""
         return self._differing
+
+    def _record(self, final: bool) -> None:
+        """Write into the ledger what torch has sent: it gathers a unit forward and backward, the rest forward only."""
+        ledger = self.mesh.ledger
+        ledger.record("data", "all_gather", 2 * self._unit_bytes + self._root_bytes)
+        if final:
+            ledger.record("data", "reduce_scatter", self._unit_bytes + self._root_bytes)
+
+    def _sent_bytes(self, parameter: nn.Parameter, element_bytes: int | None) -> int:
+        """(n-1)/n of a parameter as it travels: its first dim padded to n equal parts, in the dtype computed in."""
+        size = self.mesh.size("data")
+        rows = -(-parameter.shape[0] // size)
+        elements = rows * (parameter.numel() // parameter.shape[0])
+        return (size - 1) * elements * (element_bytes or parameter.element_size())
 
     def _equalise(self, model: nn.Module) -> list[str]:
         comm = self.mesh.comm("data")

@@ -163,9 +163,14 @@ class _Run:
         dump = self.config.model_dump(mode="json", by_alias=True)
         folder, keep, tokenizer = self.out / "checkpoints", self.config.checkpoint.keep, self.corpus.tokenizer.to_json()
         writer = CheckpointWriter(folder, self.parts.mesh, keep, dump, tokenizer)
-        started = self._start(resume=resume)
+        newest = newest_step(self.out / "checkpoints") if resume else None
+        started = Progress() if newest is None else restore(self.parts, Checkpoint(newest))
         with RunDisplay(started.step, self.config.steps, speaks=self.first) as display:
-            self._greet(display, started, writer.unfinished, resume=resume, attempt=attempt)
+            self._greet(display, writer.unfinished, attempt)
+            if newest is not None:
+                display.say(f"going on from checkpoint {newest.name}")
+            elif resume:
+                display.say("no complete checkpoint to go on from: starting at the first step")
             metrics = None
             if self.first:
                 metrics = MetricsWriter(self.out, started.step, tensorboard=self.config.metrics.tensorboard)
@@ -187,26 +192,13 @@ class _Run:
                 draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
                 self._farewell(display, trainer.step)
 
-    def _start(self, *, resume: bool) -> Progress:
-        """Equal weights everywhere, or the newest checkpoint's."""
-        newest = newest_step(self.out / "checkpoints") if resume else None
-        if newest is not None:
-            return restore(self.parts, Checkpoint(newest))
-        return Progress()
-
-    def _greet(
-        self, display: RunDisplay, started: Progress, unfinished: Sequence[str], *, resume: bool, attempt: int
-    ) -> None:
+    def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         layout = self.config.layout
         display.say(f"{layout.world_size} ranks, data {layout.data.size} ({layout.data.sync}); writing to {self.out}")
         for name in unfinished:
             display.say(f"removed a checkpoint that was never finished: {name}")
         if attempt:
             display.say(f"restart {attempt} of {self.config.restarts}")
-        if started.step:
-            display.say(f"going on from checkpoint step-{started.step}")
-        elif resume:
-            display.say("no complete checkpoint to go on from: starting at the first step")
         for name in (*self.parts.strategy.equalise(), *self.parts.optimizer.equalise()):
             display.say(f"warning: {name} differed between replicas; rank 0's was given to all")
 

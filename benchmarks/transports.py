@@ -1,0 +1,67 @@
+"""One all-reduce on each transport, and MPI's posted form beside its blocking one.
+
+python -m benchmarks.transports [--ranks 2 4] [--rounds N] [--steps N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from benchmarks.contender import Contender, Place, Step
+from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
+from meshwright.comm_mpi import MpiComm
+from meshwright.environment import read_environment, rendezvous
+from meshwright.grid import Grid
+from meshwright.mesh import open_mesh
+
+SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24}
+
+
+@contextmanager
+def all_reduce(place: Place, transport: str, size_bytes: int, posted: bool = False) -> Iterator[Step]:
+    """A step is one sum of `size_bytes` of float32, in place. `posted`: MPI's Iallreduce and its wait."""
+    grid = Grid((("data", place.ranks),))
+    with open_mesh(grid, read_environment(), transport, torch.device("cpu"), rendezvous()) as mesh:
+        comm = mesh.comm("data")
+        x = torch.zeros(size_bytes // 4)
+
+        def step() -> float:
+            if posted:
+                assert isinstance(comm, MpiComm), "only MPI has a posted form here"
+                comm.comm.Iallreduce(comm.in_place, x.numpy()).Wait()
+            else:
+                comm.all_reduce(x)
+            return float(x[0])
+
+        yield step
+
+
+def main() -> None:
+    parser = plan_arguments("One all-reduce on each transport.")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    arguments = parser.parse_args()
+    tables = {}
+    for ranks in arguments.ranks:
+        for label, size_bytes in SIZES.items():
+            forms = {"gloo": ("torch", False), "MPI": ("mpi", False), "MPI, posted": ("mpi", True)}
+            contenders = [
+                Contender(
+                    name,
+                    "benchmarks.transports:all_reduce",
+                    {"transport": transport, "size_bytes": size_bytes, "posted": posted},
+                    ranks,
+                    "mpi" if transport == "mpi" else "torch",
+                )
+                for name, (transport, posted) in forms.items()
+            ]
+            results = interleave(contenders, Plan(arguments.rounds, arguments.steps))
+            show(f"all-reduce of {label} at {ranks} ranks", results, ("gloo",))
+            tables[f"{label}, {ranks} ranks"] = as_json(results, ("gloo",))
+    write_json(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()
