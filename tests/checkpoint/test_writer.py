@@ -1,0 +1,219 @@
+"""Writing: beside the step, whole or not at all, whatever happens meanwhile; only the newest stay."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.bucket import Place
+from meshwright.checkpoint import Checkpoint, Piece, newest_step, writer
+from meshwright.checkpoint.manifest import Manifest, Progress
+from meshwright.environment import Environment, Rendezvous
+from meshwright.errors import CheckpointError
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh, open_mesh
+from meshwright.shard import Box
+from tests.checkpoint.states import open_writer
+from tests.data_parallel.test_equality import config_for
+from tests.workers import run_ranks
+
+ONE, THREE = Grid((("data", 1),)), Grid((("data", 3),))
+ROWS = 4
+
+
+def pieces(mesh: Mesh, value: Tensor | float) -> Iterator[Piece]:
+    """This rank's rows of a weight [world · ROWS, 2]."""
+    shape, box = (mesh.grid.world_size * ROWS, 2), Box((mesh.rank * ROWS, 0), (ROWS, 2))
+    tensor = value if isinstance(value, Tensor) else torch.full((ROWS, 2), value)
+    yield Piece("weight", Place("w", shape, box, 0, 2 * ROWS), tensor)
+
+
+def stored(folder: Path) -> Tensor:
+    checkpoint = Checkpoint(folder)
+    shape = checkpoint.shapes["w"]
+    return checkpoint.read("w", "weight", Box((0, 0), shape))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def config_of(mesh: Mesh) -> Any:
+    return config_for("allreduce", mesh.grid.world_size)
+
+
+def save_behind(mesh: Mesh, folder: Path) -> tuple[list[str], list[str]]:
+    """Save while the disk stands still, change the weights at once; what is there before and after the disk moves on."""
+    moving = threading.Event()
+    save_file = writer.save_file
+
+    def slow(*arguments: Any) -> None:
+        moving.wait(30)
+        save_file(*arguments)
+
+    weights = torch.full((ROWS, 2), 1.0)
+    with patch.object(writer, "save_file", slow):
+        checkpoints = open_writer(mesh, config_of(mesh), folder)
+        checkpoints.save(Progress(step=1), pieces(mesh, weights))
+        weights.fill_(2.0)
+        before = [name for name in names(folder) if name.startswith("step")]
+        moving.set()
+        checkpoints.wait()
+    return before, names(folder)
+
+
+def test_save_returns_before_the_file_is_there(tmp_path: Path) -> None:
+    assert run_ranks(save_behind, ONE, tmp_path) == [([], ["step-1"])]
+    assert bool((stored(tmp_path / "step-1") == 1.0).all()), "later weights leaked into the checkpoint"
+
+
+def save_steps(mesh: Mesh, folder: Path, steps: list[int], keep: int) -> None:
+    checkpoints = open_writer(mesh, config_of(mesh), folder, keep)
+    for step in steps:
+        checkpoints.save(Progress(step=step), pieces(mesh, step))
+    checkpoints.wait()
+
+
+def test_newest_stay(tmp_path: Path) -> None:
+    run_ranks(save_steps, THREE, tmp_path, [8, 9, 10, 11], 2)
+    assert names(tmp_path) == ["step-10", "step-11"]
+    assert newest_step(tmp_path) == tmp_path / "step-11"
+    assert stored(tmp_path / "step-11").shape == (3 * ROWS, 2)
+
+
+def test_step_that_is_there_is_replaced(tmp_path: Path) -> None:
+    run_ranks(save_steps, THREE, tmp_path, [5], 2)
+    run_ranks(save_steps, ONE, tmp_path, [5], 2)
+    assert names(tmp_path) == ["step-5"]
+    assert names(tmp_path / "step-5") == ["manifest.json", "rank-0.safetensors"]
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def then_die(function: Callable[..., Any]) -> Callable[..., None]:
+    def wrapped(*arguments: Any) -> None:
+        function(*arguments)
+        die()
+
+    return wrapped
+
+
+MOMENTS: dict[str, tuple[object, str, Callable[..., None]]] = {
+    "before the shard": (writer, "save_file", die),
+    "after the shard": (writer, "save_file", then_die(writer.save_file)),
+    "before its fsync": (writer, "synced", die),
+    "before the manifest": (Manifest, "write", die),
+    "after the manifest": (Manifest, "write", then_die(Manifest.write)),
+}
+
+
+def killed_at(moment: str, folder: Path) -> None:
+    """A process that writes step 1, and dies while it writes step 2."""
+    owner, name, deed = MOMENTS[moment]
+    environment = Environment(0, 1, 0, 1, 0, "torchrun")
+    with open_mesh(ONE, environment, "torch", torch.device("cpu"), Rendezvous("127.0.0.1", 0, hosted=False)) as mesh:
+        save_steps(mesh, folder, [1], 9)
+        with patch.object(owner, name, deed):
+            save_steps(mesh, folder, [2], 9)
+
+
+def open_again(mesh: Mesh, folder: Path) -> list[str]:
+    return open_writer(mesh, config_of(mesh), folder).unfinished
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_while_writing(moment: str, tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=killed_at, args=(moment, tmp_path))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert newest_step(tmp_path) == tmp_path / "step-1", "half a checkpoint counts"
+    half = [name for name in names(tmp_path) if name != "step-1"]
+    assert len(half) == 1
+
+    assert run_ranks(open_again, ONE, tmp_path) == [half], "it was not reported"
+    assert names(tmp_path) == ["step-1"]
+    assert bool((stored(tmp_path / "step-1") == 1).all())
+
+
+def fail_on(mesh: Mesh, folder: Path, failing: int) -> str:
+    """Step 1 is written; at step 2 a rank's disk is full. What this rank says."""
+    save_file = writer.save_file
+
+    def full(*arguments: Any) -> None:
+        if mesh.rank == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_file(*arguments)
+
+    checkpoints = open_writer(mesh, config_of(mesh), folder)
+    checkpoints.save(Progress(step=1), pieces(mesh, 1))
+    checkpoints.wait()
+    mesh.world.barrier()
+    impatient = patch.multiple(writer, save_file=full, DEFERENCE_SECONDS=0, PATIENCE_SECONDS=1)
+    with impatient:
+        checkpoints.save(Progress(step=2), pieces(mesh, 2))
+        try:
+            checkpoints.wait()
+        except CheckpointError as error:
+            return str(error)
+    return "written"
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_disk_full(failing: int, tmp_path: Path) -> None:
+    answers = run_ranks(fail_on, THREE, tmp_path, failing)
+    text = (
+        f"a checkpoint could not be written to {tmp_path}: [Errno 28] No space left on device; the newest complete one"
+    )
+    assert answers[failing] == f"{text} is {tmp_path / 'step-1'}"
+    assert "another rank failed" in answers[0] or failing == 0, "rank 0 cannot publish"
+    assert names(tmp_path) == ["step-1"]
+    assert bool((stored(tmp_path / "step-1") == 1).all())
+
+
+def fail_oddly(mesh: Mesh, folder: Path) -> str:
+    def odd(*_: object) -> None:
+        raise KeyError("a bug")
+
+    checkpoints = open_writer(mesh, config_of(mesh), folder)
+    with patch.object(writer, "save_file", odd):
+        checkpoints.save(Progress(step=1), pieces(mesh, 1))
+        try:
+            checkpoints.save(Progress(step=2), pieces(mesh, 2))
+        except CheckpointError as error:
+            return str(error)
+    return "written"
+
+
+def test_the_next_save_tells_of_any_failure(tmp_path: Path) -> None:
+    (answer,) = run_ranks(fail_oddly, ONE, tmp_path)
+    assert "KeyError" in answer or "a bug" in answer
+    assert "there is no complete one" in answer
+    assert names(tmp_path) == []
+
+
+def open_where_nobody_may(mesh: Mesh, folder: Path) -> str:
+    try:
+        open_writer(mesh, config_of(mesh), folder)
+    except CheckpointError as error:
+        return str(error)
+    return "opened"
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (answer,) = run_ranks(open_where_nobody_may, ONE, tmp_path / "file" / "checkpoints")
+    assert answer == f"checkpoints cannot be written to {tmp_path / 'file' / 'checkpoints'}: Not a directory"
