@@ -19,17 +19,17 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 4e-3}
 """Relative, on each step's loss: about five units in the last place of 8 and 11 bits."""
 
 
-def config_of(sync: str, size: int, level: str, dtype: str) -> Config:
+def config_of(sync: str, size: int, level: str, dtype: str, name: str) -> Config:
     return config_for(
         sync, size, batch={"global": 12, "micro": 12 // size // 2},
         precision={"level": level, "dtype": dtype, "loss_scale": {"initial": 1024.0}},
-        optimizer={"lr": 3e-3},
+        optimizer={"name": name, "lr": 3e-3 if name == "adamw" else 0.3},
     )  # fmt: skip
 
 
-def losses(mesh: Mesh, sync: str, level: str, dtype: str) -> list[float]:
+def losses(mesh: Mesh, sync: str, level: str, dtype: str, name: str = "adamw") -> list[float]:
     """The global losses of ten steps over the same batch, so that they fall by a lot."""
-    config = config_of(sync, mesh.size("data"), level, dtype)
+    config = config_of(sync, mesh.size("data"), level, dtype, name)
     parts = build(config, mesh)
     tokens, labels = global_batch(config, 0)
     count = int((labels != -100).sum())
@@ -92,3 +92,12 @@ def test_losses_follow_float32(sync: str, level: str, dtype: str) -> None:
     for answers in half_precision(sync):
         assert answers[level, dtype] == pytest.approx(reference, rel=TOLERANCE[dtype])
         assert answers[level, dtype] != reference  # it did run in half
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_loss_scale_is_taken_out_again(level: str) -> None:
+    """With SGD, whose step is as long as its gradient: AdamW would not notice."""
+    (reference,) = run_ranks(losses, Grid((("data", 1),)), "allreduce", "O0", "float32", "sgd")
+    assert reference[0] - reference[-1] > 0.3
+    (mine,) = run_ranks(losses, Grid((("data", 1),)), "allreduce", level, "fp16", "sgd")
+    assert mine == pytest.approx(reference, rel=TOLERANCE["fp16"])
