@@ -1,7 +1,7 @@
 """MpiComm: the verbs over MPI (mpi4py), on host memory. On one machine its shared memory beats gloo's sockets.
 
 MPI knows no half-precision sums, so these go as an all-to-all of the pieces, a sum in float32 in rank order, and an
-all-gather: the bytes of a bandwidth-optimal all-reduce, and a better sum.
+all-gather: the bytes of a bandwidth-optimal all-reduce, and a better sum. A half-precision reduce is one of these too.
 Blocking forms throughout: an MPI library makes progress only inside its calls, so that on a CPU nothing would
 run under the backward pass, and Open MPI's non-blocking all-reduce takes twice the blocking one's time.
 """
@@ -22,7 +22,8 @@ HALF = (torch.float16, torch.bfloat16)
 
 def raw(x: Tensor) -> np.ndarray[Any, Any]:
     """The tensor's memory as bytes, for verbs that only move."""
-    return x.detach().reshape(-1).view(torch.uint8).numpy()
+    assert x.is_contiguous(), f"a tensor with gaps, of shape {tuple(x.shape)}: it would be received into a copy"
+    return x.detach().view(-1).view(torch.uint8).numpy()
 
 
 class MpiComm(Comm):

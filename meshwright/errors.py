@@ -49,5 +49,9 @@ class LaunchError(MeshwrightError):
     """Workers that could not be started, or that died: names the rank and the cause."""
 
 
+class DivergedError(MeshwrightError):
+    """A run whose gradients are no numbers any more."""
+
+
 class MismatchError(MeshwrightError):
     """A layout that does not compute what one device computes."""

@@ -118,6 +118,15 @@ def transport_carries_sync(config: Config) -> Iterator[Problem]:
         yield Problem("layout.data.sync", "fsdp", rule_text, "layout.transport=torch or auto, or sync=zero1")
 
 
+@rule("layout.data.size", "layout.data.sync")
+def there_is_something_to_shard(config: Config) -> Iterator[Problem]:
+    size, sync = config.layout.data.size, config.layout.data.sync
+    if sync == "fsdp" and size == 1:
+        yield Problem(
+            "layout.data.size", size, "leaves layout.data.sync=fsdp nothing to shard", "2 or more, or sync=allreduce"
+        )
+
+
 @rule("layout.transport", "device")
 def transport_reaches_device(config: Config) -> Iterator[Problem]:
     if config.layout.transport == "mpi" and config.device == "cuda":
@@ -143,6 +152,7 @@ RULES = (
     dtype_fits_level,
     transport_is_installed,
     transport_carries_sync,
+    there_is_something_to_shard,
     transport_reaches_device,
     warmup_fits,
 )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright.bucket import Slot
 from meshwright.comm import same_everywhere
 from meshwright.config import Config
+from meshwright.errors import DivergedError
 from meshwright.mesh import Mesh
 from meshwright.optim.norm import gradient_norm
 from meshwright.optim.scaler import LossScaler
@@ -52,6 +53,9 @@ class Optimizer:
         applied = norm - norm == 0  # neither infinite nor not a number
         if applied:
             self._apply(rate, norm)
+        elif not self.scaler.can_shrink:
+            hint = "lower optimizer.lr, raise optimizer.schedule.warmup, or look at the data"
+            raise DivergedError(f"step {step + 1}: the gradient norm is {norm}: the run has diverged; {hint}")
         self.scaler.update(overflow=not applied)
         return StepResult(norm, rate, applied)
 

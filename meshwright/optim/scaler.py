@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SMALLEST = 2.0**-24
+"""fp16's own smallest step: at this scale nothing overflows that is a number."""
+
 
 @dataclass
 class LossScaler:
@@ -16,6 +19,11 @@ class LossScaler:
     interval: int
     dynamic: bool
     good_steps: int = 0
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether an overflow may still be a matter of scale."""
+        return self.dynamic and self.scale > SMALLEST
 
     def update(self, *, overflow: bool) -> None:
         """Take note of a step."""

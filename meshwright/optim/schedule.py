@@ -11,12 +11,12 @@ def learning_rate(peak: float, schedule: Schedule, step: int, steps: int) -> flo
     """The rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then the decay to floor · peak."""
     if step < schedule.warmup:
         return peak * (step + 1) / schedule.warmup
-    progress = (step - schedule.warmup) / max(1, steps - schedule.warmup)
+    progress = min(1.0, (step - schedule.warmup) / max(1, steps - schedule.warmup))
     match schedule.decay:
         case "constant":
             return peak
         case "linear":
             left = 1 - progress
         case "cosine":
-            left = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+            left = (1 + math.cos(math.pi * progress)) / 2
     return peak * (schedule.floor + (1 - schedule.floor) * left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import time
 from collections.abc import Mapping, Sequence
@@ -123,7 +124,7 @@ class MetricsWriter:
 
     def write(self, line: Mapping[str, Any]) -> None:
         try:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps({key: _in_json(value) for key, value in line.items()}) + "\n")
             self._file.flush()
         except OSError as error:  # most likely a full disk
             raise MeshwrightError(f"{self.path} cannot be written: {error.strerror}") from error
@@ -136,6 +137,11 @@ class MetricsWriter:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _in_json(value: Any) -> Any:
+    """JSON has no word for the numbers of an overflow or a diverged run: "inf", "nan"."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_after(path: Path, step: int) -> None:

@@ -103,6 +103,14 @@ def test_dtype_fits_level(level: str, dtype: str, valid: str) -> None:
     assert line == f"precision.dtype={dtype} does not go with precision.level={level}; valid: {valid}"
 
 
+def test_there_is_something_to_shard() -> None:
+    line = mistake(layout={"data": {"sync": "fsdp"}})
+    assert (
+        line == "layout.data.size=1 leaves layout.data.sync=fsdp nothing to shard; valid: 2 or more, or sync=allreduce"
+    )
+    parse_config({"layout": {"data": {"sync": "fsdp", "size": 2}}})
+
+
 def test_warmup_fits_steps() -> None:
     line = mistake(steps=10, optimizer={"schedule": {"warmup": 11}})
     assert line == "optimizer.schedule.warmup=11 is longer than steps=10; valid: 0 to 10"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.build import Parts, build
+from meshwright.errors import DivergedError
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
@@ -155,3 +156,26 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(level: str) -> None:
         for case, facts in answers.items():
             wanted = [(True, 256.0, True), (False, 128.0, False), (True, 128.0, True), (True, 256.0, True)]
             assert facts == wanted, f"{case} at rank {rank}"
+
+
+def diverge(mesh: Mesh) -> tuple[str, bool]:
+    config = config_for("allreduce", mesh.size("data"))
+    parts = build(config, mesh)
+    tokens, labels = global_batch(config, 0)
+    parts.strategy.backward(parts.language_model, (tokens[:1], labels[:1]), 1.0, final=True)
+    parts.strategy.finish()
+    gradient = parts.strategy.slots[0].parameter.grad
+    assert gradient is not None
+    gradient[0] = torch.nan
+    before = snapshot(parts)
+    try:
+        parts.optimizer.step(6)
+    except DivergedError as error:
+        return str(error), all(torch.equal(a, b) for a, b in zip(before, snapshot(parts), strict=True))
+    return "", False
+
+
+def test_a_gradient_that_is_no_number_ends_a_run_without_a_loss_scale() -> None:
+    ((text, untouched),) = run_ranks(diverge, Grid((("data", 1),)))
+    assert text.startswith("step 7: the gradient norm is nan: the run has diverged; lower optimizer.lr")
+    assert untouched

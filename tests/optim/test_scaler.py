@@ -29,3 +29,9 @@ def test_static_never_moves() -> None:
     scaler.update(overflow=True)
     scaler.update(overflow=False)
     assert scaler.scale == 1.0
+
+
+def test_a_static_scale_or_the_smallest_cannot_shrink() -> None:
+    assert LossScaler(1024.0, interval=1, dynamic=True).can_shrink
+    assert not LossScaler(2.0**-24, interval=1, dynamic=True).can_shrink
+    assert not LossScaler(1.0, interval=1, dynamic=False).can_shrink

@@ -1,0 +1,101 @@
+"""Imports go down only: the floors of the house, read from the code's own import statements."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "meshwright"
+
+FLOORS: dict[str, int] = {
+    # 0: facts. No torch.
+    "errors": 0, "config": 0, "grid": 0, "environment": 0, "allocator": 0, "configs": 0,
+    # 1: ranks and what they hold.
+    "comm": 1, "comm_mpi": 1, "mesh": 1, "collectives": 1, "shard": 1, "bucket": 1,
+    # 2: rooms that never import each other.
+    "tensor": 2, "data_parallel": 2, "optim": 2,
+    # 3: models, written against the kit.
+    "models": 3,
+    # 4: what makes a run of the parts.
+    "build": 4, "checkpoint": 4, "convert": 4, "data": 4, "doctor": 4, "evaluate": 4, "generate": 4, "launch": 4,
+    "report": 4, "train": 4, "verify": 4,
+    # On top.
+    "cli": 5, "__init__": 5,
+}  # fmt: skip
+
+ROOMS_APART = 2
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """The file or folder right under the package that a module belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """The dotted names of everything that a module imports, at its top or inside a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def rooms_imported(path: Path) -> Iterator[str]:
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "meshwright" and len(parts) > 1:
+            yield parts[1] if parts[1] in FLOORS else "__init__"
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(path) for path in MODULES} <= set(FLOORS)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    room = room_of(path)
+    for imported in rooms_imported(path):
+        if imported in (room, "__init__"):
+            continue
+        assert FLOORS[imported] <= FLOORS[room], f"{room} (floor {FLOORS[room]}) imports {imported} above it"
+        apart = FLOORS[room] == FLOORS[imported] == ROOMS_APART
+        assert not apart, f"{room} imports {imported}: rooms of floor {ROOMS_APART} do not know each other"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_libraries_stay_in_their_rooms(path: Path) -> None:
+    room = room_of(path)
+    names = list(imports_of(path))
+    if FLOORS[room] == 0:
+        assert not [name for name in names if name.split(".")[0] == "torch"], "floor 0 knows no torch"
+    # fully_shard is torch.distributed itself; the launcher uses its elastic agent, doctor asks it what there is.
+    if room not in ("comm", "mesh", "launch", "doctor") and path.stem != "fsdp":
+        assert not [name for name in names if name.startswith("torch.distributed")]
+    if room not in ("comm_mpi", "mesh", "doctor"):
+        assert not [name for name in names if name.split(".")[0] == "mpi4py"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_one_place_reads_the_environment_and_nothing_is_unpickled(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    used = {f"{node.value.id}.{node.attr}" for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)}  # fmt: skip
+    if room_of(path) != "environment":
+        assert not used & {"os.environ", "os.getenv"}
+    assert "torch.load" not in used
+    assert not [name for name in imports_of(path) if name.split(".")[0] in ("pickle", "shelve", "dill")]
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "models"], ids=lambda path: path.stem)
+def test_models_know_no_axis(path: Path) -> None:
+    allowed = {"config", "shard", "tensor", "models"}
+    assert set(rooms_imported(path)) <= allowed, "a model knows the kit, its config and initial values"
+    words = re.findall(r"\b(mesh|comm|axis|all_reduce|gather)\b", path.read_text())
+    assert not words, f"not a line about parallelism in a model: {words}"

@@ -1,0 +1,38 @@
+"""The annotated tree in the README: every path exists, every module is there, every line says something."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINE = re.compile(r"^(?P<indent> *)(?P<name>\S+)(?:  +(?P<text>\S.*))?$")
+
+
+def tree_of_readme() -> dict[str, str]:
+    """Path -> its line's words. Folders end in `/`; two spaces deeper is one folder deeper."""
+    text = (ROOT / "README.md").read_text()
+    block = text.split("## The tree", 1)[1].split("```", 2)[1]
+    found: dict[str, str] = {}
+    parents: list[str] = []
+    for line in block.strip("\n").splitlines():
+        match = LINE.match(line)
+        assert match is not None, f"not a line of the tree: {line!r}"
+        depth = len(match["indent"]) // 2
+        path = "".join([*parents[:depth], match["name"]])
+        parents = [*parents[:depth], match["name"]]
+        found[path] = match["text"] or ""
+    return found
+
+
+def test_every_path_exists_and_says_what_it_is() -> None:
+    for path, text in tree_of_readme().items():
+        assert (ROOT / path).exists(), f"{path} is in the README's tree and not in the repository"
+        assert text, f"{path} has no words in the README's tree"
+        assert path.endswith("/") == (ROOT / path).is_dir(), f"{path}: folders end in /"
+
+
+def test_every_module_is_in_the_tree() -> None:
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "meshwright").rglob("*.py")}
+    missing = {path for path in modules if not path.endswith("__init__.py")} - set(tree_of_readme())
+    assert not missing, f"not in the README's tree: {sorted(missing)}"
