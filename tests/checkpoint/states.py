@@ -1,11 +1,11 @@
-"""What a rank holds, gathered so that two layouts can be compared, and training on random batches between checkpoints."""
+"""What ranks hold, put together so that layouts can be compared, and training between two checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-import torch._dynamo  # noqa: F401  torch's optimizers import it at their first use: a second in every forked rank
+import torch._dynamo  # torch's optimizers import it at their first use: a second in every forked rank
 from torch import Tensor
 
 from meshwright.build import Parts, build
@@ -49,7 +49,7 @@ def whole(ranks: list[list[Held]]) -> States:
 
 
 def run_leg(mesh: Mesh, config: Config, source: Path | None, target: Path | None, first: int, last: int) -> Leg:
-    """Steps first..last-1 from the checkpoint `source`, or from the seed; leaves a checkpoint in the folder `target`."""
+    """Steps first..last-1 from the checkpoint `source`, or from the seed; leaves a checkpoint in `target`."""
     parts = build(config, mesh)
     if source is not None:
         assert restore(parts, Checkpoint(source)).step == first

@@ -54,7 +54,7 @@ def config_of(mesh: Mesh) -> Any:
 
 
 def save_behind(mesh: Mesh, folder: Path) -> tuple[list[str], list[str]]:
-    """Save while the disk stands still, change the weights at once; what is there before and after the disk moves on."""
+    """Save while the disk stands still, change the weights at once; what is there before and after it moves on."""
     moving = threading.Event()
     save_file = writer.save_file
 

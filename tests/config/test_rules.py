@@ -124,7 +124,7 @@ def test_mpi_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mpi_does_not_carry_fsdp() -> None:
     pytest.importorskip("mpi4py")
-    line = mistake(layout={"transport": "mpi", "data": {"sync": "fsdp"}})
+    line = mistake(layout={"transport": "mpi", "data": {"sync": "fsdp", "size": 2}})
     assert line.startswith("layout.data.sync=fsdp runs inside torch.distributed")
 
 
