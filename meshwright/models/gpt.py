@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.config.schema import Model
 from meshwright.shard import Initial
+from meshwright.tensor.gelu import gelu
 from meshwright.tensor.kit import Kit
 
 
@@ -69,7 +70,7 @@ class FeedForward(nn.Module):
         self.contract = kit.contract(model.inner, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.contract(F.gelu(self.expand(h), approximate="tanh"))
+        return self.contract(gelu(self.expand(h)))
 
 
 class Block(nn.Module):

@@ -45,7 +45,7 @@ class _ChunkedLoss(torch.autograd.Function):
         targets = labels.clamp(min=0).unsqueeze(1)
         factors = counted.to(_wide(h)) * scale  # a bool times a number would be float32
         losses = h.new_empty(h.shape[0], 1, dtype=_wide(h))
-        dh, dweight = (torch.empty_like(h), torch.zeros_like(weight)) if differentiates else (h, weight)
+        dh, dweight = (torch.empty_like(h), torch.empty_like(weight)) if differentiates else (h, weight)
         device = h.device.type
         for chunk in _ranges(0, h.shape[0], vocabulary, CHUNK_BYTES[device]):
             logits = (h[chunk] @ table.t()).to(_wide(h))  # [C, V]
@@ -55,7 +55,9 @@ class _ChunkedLoss(torch.autograd.Function):
             if differentiates:
                 gradients = logits.to(h.dtype)
                 torch.mm(gradients, table, out=dh[chunk])
-                dweight[:vocabulary].addmm_(gradients.t(), h[chunk])
+                dweight[:vocabulary].addmm_(gradients.t(), h[chunk], beta=0 if chunk.start == 0 else 1)
+        if differentiates:
+            dweight[vocabulary:] = 0
         ctx.save_for_backward(dh, dweight)
         return torch.where(counted, losses, 0).sum(dtype=torch.promote_types(h.dtype, torch.float32)) * scale
 

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,13 @@ def release_free_memory(device: torch.device) -> None:
 class BusyClock:
     """How long this rank's device has worked. On a CPU: the process's CPU time over its threads.
 
-    A rank that spins while it waits (MPI) counts as busy. On a GPU: the driver's utilisation, sampled once a step.
+    A rank that spins while it waits (MPI) counts as busy. On a GPU: the driver's utilisation, sampled once a step;
+    not a number where nvidia-ml-py, through which torch asks the driver, is not installed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._driver = device.type == "cuda" and find_spec("pynvml") is not None
         self._cpu, self._wall = time.process_time(), time.perf_counter()
 
     def lap(self) -> float:
@@ -66,7 +69,8 @@ class BusyClock:
         cpu, wall = time.process_time(), time.perf_counter()
         busy = (cpu - self._cpu) / torch.get_num_threads()
         if self.device.type == "cuda":
-            busy = torch.cuda.utilization(self.device) / 100 * (wall - self._wall)
+            share = torch.cuda.utilization(self.device) / 100 if self._driver else math.nan
+            busy = share * (wall - self._wall)
         self._cpu, self._wall = cpu, wall
         return busy
 
@@ -103,9 +107,13 @@ def metrics_line(facts: StepFacts, beats: Sequence[Beat], axes: Sequence[str]) -
         "sent_bytes": {axis: max(beat.sent_bytes[index] for beat in beats) for index, axis in enumerate(axes)},
         "flops_per_second": rate,
         "mfu": rate / (facts.peak_flops * len(beats)) if facts.peak_flops else "unknown",
-        "utilisation": [min(1.0, beat.busy_seconds / facts.step_seconds) for beat in beats],
+        "utilisation": [_share(beat.busy_seconds, facts.step_seconds) for beat in beats],
     }
     return line
+
+
+def _share(busy_seconds: float, step_seconds: float) -> float | str:
+    return "unknown" if math.isnan(busy_seconds) else min(1.0, busy_seconds / step_seconds)
 
 
 class MetricsWriter:
