@@ -15,7 +15,7 @@ from tests.workers import run_ranks
 
 
 def both(mesh: Mesh, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Value and gradient of ours in `dtype`, and of torch's in float64 (in float32 its tanh saturates to no gradient)."""
+    """Value and gradient of ours in `dtype`, of torch's in float64 (in float32 its tanh saturates to no gradient)."""
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(3, SLICE_ELEMENTS // 2 + 7, generator=generator) * 4).to(dtype)
     x[0, :4] = torch.tensor([0.0, -60.0, 60.0, -7.5])

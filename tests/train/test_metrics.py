@@ -18,7 +18,8 @@ from meshwright.data.packed import open_packed
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
 from meshwright.models.gpt import flops_per_sequence
-from meshwright.train.metrics import BusyClock, MetricsWriter, peak_flops
+from meshwright.train.metrics import BusyClock, MetricsWriter, StepFacts, metrics_line, peak_flops
+from meshwright.train.pulse import Beat
 from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.workers import run_ranks
 
@@ -134,9 +135,12 @@ def plain_loss(mesh: Mesh, run_folder: Path, corpus: Path, num_windows: int) -> 
     return float(torch.stack(losses).mean())
 
 
-def test_validation_loss(whole_run: Path, corpus: Path) -> None:
-    (expected,) = run_ranks(plain_loss, Grid((("data", 1),)), whole_run, corpus, 3 * 12)
-    assert lines_of(whole_run)[-1]["validation_loss"] == pytest.approx(expected, rel=1e-12)
+def test_validation_loss(corpus: Path, tmp_path: Path) -> None:
+    """Whole global batches from the file's beginning, over two ranks, without the dropout that the run trains with."""
+    model = config_of(corpus).model.model_dump() | {"dropout": 0.5}
+    run(config_of(corpus, model=model, steps=2, validation={"every": 2, "batches": 3}), tmp_path)
+    (expected,) = run_ranks(plain_loss, Grid((("data", 1),)), tmp_path, corpus, 3 * 12)
+    assert lines_of(tmp_path)[-1]["validation_loss"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_overflow_is_marked(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -201,8 +205,18 @@ def test_resumed_file_has_each_step_once(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_busy_clock_counts_work(tmp_path: Path) -> None:
+def test_busy_clock_counts_work() -> None:
     clock = BusyClock(torch.device("cpu"))
-    total = sum(index * index for index in range(300_000))
-    assert total > 0
+    assert sum(index * index for index in range(300_000)) > 0
     assert clock.lap() > 0
+
+
+def test_utilisation_that_nobody_can_tell() -> None:
+    facts = StepFacts(
+        step=1, tokens=8, step_seconds=2.0, learning_rate=0.1, grad_norm=1.0, loss_scale=1.0, applied=True,
+        flops=6.0, peak_flops=None,
+    )  # fmt: skip
+    beats = [
+        Beat(0.5, 8, stop=False, busy_seconds=busy, peak_memory_bytes=1, sent_bytes=(3,)) for busy in (1, math.nan)
+    ]
+    assert metrics_line(facts, beats, ("data",))["utilisation"] == [0.5, "unknown"]
