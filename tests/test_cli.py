@@ -153,9 +153,9 @@ def test_control_c(shop: Path) -> None:
     assert (shop / "interrupted" / "checkpoints" / f"step-{len(made)}" / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=needs_mpi)])
-def test_killed_worker_then_resume(shop: Path, transport: str) -> None:
-    process = started(shop, f"killed-{transport}", f"layout.transport={transport}")
+def test_killed_worker_then_resume(shop: Path) -> None:
+    """(Over MPI: tests/train/test_resume.py and tests/launch.)"""
+    process = started(shop, "killed")
     workers = workers_below(process)
     workers[-1].kill()
     _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
@@ -165,12 +165,11 @@ def test_killed_worker_then_resume(shop: Path, transport: str) -> None:
     assert line.split(" was ")[0] in ("meshwright: rank 0", "meshwright: rank 1")
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert alive == [], "orphans"
-    if transport == "torch":
-        steps = min(60, len(losses_of(shop / "killed-torch")) + 3)
-        ran = meshwright(shop, "train", "run.yaml", f"steps={steps}", "--out", "killed-torch", "--resume")
-        assert ran.returncode == 0, ran.stderr
-        losses = losses_of(shop / "killed-torch")
-        assert losses[:60] == losses_of(shop / "out" / "run")[: len(losses)]
+    steps = min(60, len(losses_of(shop / "killed")) + 3)
+    ran = meshwright(shop, "train", "run.yaml", f"steps={steps}", "--out", "killed", "--resume")
+    assert ran.returncode == 0, ran.stderr
+    losses = losses_of(shop / "killed")
+    assert losses[:60] == losses_of(shop / "out" / "run")[: len(losses)]
 
 
 def joined(shop: Path, command: list[str], out: str) -> subprocess.CompletedProcess[str]:
