@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo  # torch.optim imports it in every rank: a second each, unless the parent has it
 
 from meshwright.environment import Environment, Rendezvous
 from meshwright.grid import Grid
