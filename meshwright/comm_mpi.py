@@ -1,29 +1,47 @@
 """MpiComm: the verbs over MPI (mpi4py), on host memory. On one machine its shared memory beats gloo's sockets.
 
-MPI knows no half-precision sums, so these go as an all-to-all of the pieces, a sum in float32 in rank order, and an
-all-gather: the bytes of a bandwidth-optimal all-reduce, and a better sum. A half-precision reduce is one of these too.
-Blocking forms throughout: an MPI library makes progress only inside its calls, so that on a CPU nothing would
-run under the backward pass, and Open MPI's non-blocking all-reduce takes twice the blocking one's time.
+An MPI library makes progress only inside its calls: a verb posted under the backward pass would not move before it is
+waited for. So every verb runs, in its blocking form, when it is waited for; and before a large one the ranks assemble
+asleep, where MPI would spin and take the core from a rank that still computes.
+
+Large sums of more than two ranks go as an all-to-all of the pieces, a sum by each rank in rank order, and an all-gather:
+the bytes of a bandwidth-optimal all-reduce, in less time than Open MPI's (benchmarks/transports.py). MPI knows no
+half-precision sums: these go so at all sizes, added in float32; so does a half-precision reduce.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.comm import DONE, Comm, Ledger, Work
+from meshwright.comm import Comm, Ledger, Work, size_bytes
 
 HALF = (torch.float16, torch.bfloat16)
+
+LARGE_BYTES = 2**20
+NAP_SECONDS = 1e-4
 
 
 def raw(x: Tensor) -> np.ndarray[Any, Any]:
     """The tensor's memory as bytes, for verbs that only move."""
     assert x.is_contiguous(), f"a tensor with gaps, of shape {tuple(x.shape)}: it would be received into a copy"
     return x.detach().view(-1).view(torch.uint8).numpy()
+
+
+@dataclass(frozen=True)
+class Later:
+    """A verb that runs when it is waited for. All ranks wait for theirs in the same order."""
+
+    run: Callable[[], object]
+
+    def wait(self) -> None:
+        self.run()
 
 
 class MpiComm(Comm):
@@ -42,63 +60,73 @@ class MpiComm(Comm):
     def barrier(self) -> None:
         self.comm.Barrier()
 
-    def _all_reduce(self, x: Tensor) -> Work:
-        if x.dtype in HALF:
-            self._half_all_reduce(x.view(-1))
-        else:
-            self.comm.Allreduce(self.in_place, x.detach().numpy())
-        return DONE
+    def _later(self, payload: Tensor, run: Callable[[], object]) -> Work:
+        def together() -> None:
+            if size_bytes(payload) >= LARGE_BYTES:
+                self._assemble()
+            run()
 
-    def _half_all_reduce(self, x: Tensor) -> None:
-        padded = torch.zeros(-(-x.numel() // self.size) * self.size, dtype=x.dtype)
-        padded[: x.numel()] = x
-        part = padded.view(self.size, -1)[self.index]
-        self._reduce_scatter(part, padded)
-        self._all_gather(padded, part)
-        x.copy_(padded[: x.numel()])
+        return Later(together)
+
+    def _assemble(self) -> None:
+        """Return when every member has come here; asleep until then."""
+        arrived = self.comm.Ibarrier()
+        while not arrived.Test():
+            time.sleep(NAP_SECONDS)
+
+    def _all_reduce(self, x: Tensor) -> Work:
+        if x.dtype in HALF or (size_bytes(x) >= LARGE_BYTES and self.size > 2):
+            return self._later(x, lambda: self._sum_by_pieces(x.view(-1)))
+        return self._later(x, lambda: self.comm.Allreduce(self.in_place, x.detach().numpy()))
+
+    def _sum_by_pieces(self, x: Tensor) -> None:
+        """All-to-all of the pieces, each rank sums its own, all-gather."""
+        whole = x
+        if x.numel() % self.size:
+            whole = x.new_zeros(-(-x.numel() // self.size) * self.size)
+            whole[: x.numel()] = x
+        self._sum_own_piece(whole.view(self.size, -1)[self.index], whole)
+        self.comm.Allgather(self.in_place, raw(whole))
+        if whole is not x:
+            x.copy_(whole[: x.numel()])
+
+    def _sum_own_piece(self, part: Tensor, x: Tensor) -> None:
+        pieces = torch.empty_like(x)
+        self.comm.Alltoall(raw(x), raw(pieces))
+        wide = torch.float32 if x.dtype in HALF else x.dtype
+        part.view(-1).copy_(pieces.view(self.size, -1).sum(0, dtype=wide))
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
-        if x.dtype in HALF:
-            pieces = torch.empty_like(x)
-            self._all_to_all(pieces, x)
-            part.view(-1).copy_(pieces.view(self.size, -1).sum(0, dtype=torch.float32))
-        elif part.data_ptr() == x.view(self.size, -1)[self.index].data_ptr():
-            result = torch.empty_like(part)
-            self.comm.Reduce_scatter_block(x.detach().numpy(), result.numpy())
-            part.copy_(result)
-        else:
-            self.comm.Reduce_scatter_block(x.detach().numpy(), part.detach().numpy())
-        return DONE
+        return self._later(x, lambda: self._sum_own_piece(part, x))
+
+    def _is_slice(self, part: Tensor, x: Tensor) -> bool:
+        """Whether `part` is this rank's piece of x itself."""
+        return part.data_ptr() == x.view(self.size, -1)[self.index].data_ptr()
 
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
-        in_place = part.data_ptr() == x.view(self.size, -1)[self.index].data_ptr()
-        self.comm.Allgather(self.in_place if in_place else raw(part), raw(x))
-        return DONE
+        sent = self.in_place if self._is_slice(part, x) else raw(part)
+        return self._later(x, lambda: self.comm.Allgather(sent, raw(x)))
 
     def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        self.comm.Alltoall(raw(x), raw(out))
-        return DONE
+        return self._later(x, lambda: self.comm.Alltoall(raw(x), raw(out)))
 
     def _broadcast(self, x: Tensor, root: int) -> Work:
-        self.comm.Bcast(raw(x), root=root)
-        return DONE
+        return self._later(x, lambda: self.comm.Bcast(raw(x), root=root))
 
     def _reduce(self, x: Tensor, root: int) -> Work:
         if x.dtype in HALF:
-            self._half_all_reduce(x.view(-1))
-        elif self.index == root:
-            self.comm.Reduce(self.in_place, x.detach().numpy(), root=root)
-        else:
-            self.comm.Reduce(x.detach().numpy(), None, root=root)
-        return DONE
+            return self._later(x, lambda: self._sum_by_pieces(x.view(-1)))
+        if self.index == root:
+            return self._later(x, lambda: self.comm.Reduce(self.in_place, x.detach().numpy(), root=root))
+        return self._later(x, lambda: self.comm.Reduce(x.detach().numpy(), None, root=root))
 
     def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
-        self.comm.Gather(raw(part), raw(x) if self.index == root else None, root=root)
-        return DONE
+        whole = raw(x) if self.index == root else None
+        return self._later(part, lambda: self.comm.Gather(raw(part), whole, root=root))
 
     def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
-        self.comm.Scatter(raw(x) if self.index == root else None, raw(part), root=root)
-        return DONE
+        whole = raw(x) if self.index == root else None
+        return self._later(part, lambda: self.comm.Scatter(whole, raw(part), root=root))
 
     def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
         self.comm.Sendrecv(raw(x), dest=to, recvbuf=raw(into), source=source)
