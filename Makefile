@@ -49,8 +49,8 @@ $(TESTABLE): pyproject.toml constraints.txt | $(CREATED)
 quickstart: $(RUNNABLE)
 	@rm -rf $(OUT)
 	$(BIN)/meshwright train meshwright/configs/runs/quickstart.yaml --out $(OUT)
-	$(BIN)/meshwright eval $(OUT) --task perplexity
-	$(BIN)/meshwright generate $(OUT) --prompt "def "
+	$(BIN)/meshwright eval $(OUT) --task perplexity --stride 128
+	$(BIN)/meshwright generate $(OUT) --prompt "def " --tokens 60 --temperature 0.8 --top-k 20 --seed 1
 	@echo
 	@echo "Done. The loss curve is $(OUT)/loss.png, the numbers are $(OUT)/metrics.jsonl. What to try next:"
 	@echo "  $(BIN)/meshwright verify meshwright/configs/runs/quickstart.yaml                 do two processes compute what one does?"

@@ -22,7 +22,7 @@ SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24}
 
 @contextmanager
 def all_reduce(place: Place, transport: str, size_bytes: int, form: str) -> Iterator[Step]:
-    """A step is one sum of `size_bytes` of float32, in place. `form`: ours, or MPI's Allreduce or Iallreduce as it is."""
+    """A step is one sum of `size_bytes` of float32, in place. `form`: ours, or MPI's Allreduce or Iallreduce bare."""
     grid = Grid((("data", place.ranks),))
     with open_mesh(grid, read_environment(), transport, torch.device("cpu"), rendezvous()) as mesh:
         comm = mesh.comm("data")

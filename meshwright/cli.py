@@ -141,10 +141,15 @@ def doctor(as_json: AsJson = False) -> None:
 
     Example: meshwright doctor --json
     """
-    from meshwright.doctor import examine
+    from rich.console import Console
+
+    from meshwright.doctor import examine, render
 
     report = examine()
-    print(json.dumps(report.as_dict(), indent=1) if as_json else report)
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=1))
+    else:
+        Console(highlight=False).print(render(report))
 
 
 Source = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A step folder, or a run's (its newest step).")]

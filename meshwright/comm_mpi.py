@@ -4,9 +4,9 @@ An MPI library makes progress only inside its calls: a verb posted under the bac
 waited for. So every verb runs, in its blocking form, when it is waited for; and before a large one the ranks assemble
 asleep, where MPI would spin and take the core from a rank that still computes.
 
-Large sums of more than two ranks go as an all-to-all of the pieces, a sum by each rank in rank order, and an all-gather:
-the bytes of a bandwidth-optimal all-reduce, in less time than Open MPI's (benchmarks/transports.py). MPI knows no
-half-precision sums: these go so at all sizes, added in float32; so does a half-precision reduce.
+Large sums of more than two ranks go as an all-to-all of the pieces, a sum by each rank in rank order, and an
+all-gather: the bytes of a bandwidth-optimal all-reduce, in less time than Open MPI's (benchmarks/transports.py). MPI
+knows no half-precision sums: these go so at all sizes, added in float32; so does a half-precision reduce.
 """
 
 from __future__ import annotations
