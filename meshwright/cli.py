@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError
 
 app = typer.Typer(
     help="Meshwright trains Transformers with any mixture of the published parallel strategies.",
@@ -33,8 +33,15 @@ def main() -> None:
     except MeshwrightError as error:
         from meshwright.launch import Interrupted
 
-        print(f"meshwright: {error}", file=sys.stderr)
+        print(f"meshwright: {_headed(error)}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, Interrupted) else 1)
+
+
+def _headed(error: MeshwrightError) -> str:
+    """The error's text; several mistakes stand under their number."""
+    if isinstance(error, ConfigError) and len(error.problems) > 1:
+        return "\n  ".join([f"{len(error.problems)} mistakes", *map(str, error.problems)])
+    return str(error)
 
 
 @contextmanager

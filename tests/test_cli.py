@@ -74,7 +74,8 @@ def test_mistakes_come_at_once_and_without_torch(tmp_path: Path) -> None:
     assert answer.returncode == 1
     assert "Traceback" not in answer.stderr
     assert "torch was imported" not in answer.stderr
-    lines = answer.stderr.strip().splitlines()
+    first, *lines = answer.stderr.strip().splitlines()
+    assert first == "meshwright: 6 mistakes"
     for field in ("stepz", "batch.global", "model", "optimizer.lr", "layout.data.size", "layout.data.sync"):
         assert sum(f"{field}=" in line for line in lines) == 1, field
     assert len(lines) == 6
