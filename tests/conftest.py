@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -14,6 +15,10 @@ from meshwright.launch.mpiexec import find_mpiexec
 
 if TYPE_CHECKING:
     from tests.mpi_workers import Answer
+
+# A suite that runs in the background inherits an ignored Ctrl-C, and so would the launchers that it sends one to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time, and no deadline: a busy machine is not a mistake.
 settings.register_profile("meshwright", deadline=None, derandomize=True, max_examples=60, database=None)
