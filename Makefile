@@ -4,11 +4,11 @@
 #:
 #: PYTHON=python3.12        another interpreter (>= 3.11)
 #: PIP_ARGS="..."           more words for `pip install`: an index with CPU builds of torch, a proxy
-#: PYTEST_ARGS="-n 2 -k x"  more words for pytest
+#: PYTEST_ARGS="-n 2 -k x"  other words for pytest (two files of tests at a time)
 
 PYTHON ?= python3
 PIP_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin

