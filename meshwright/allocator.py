@@ -1,7 +1,7 @@
 """glibc's malloc, told to keep what a step frees for the next step.
 
 By default it maps every large tensor afresh and unmaps it when freed, so that each step pays a page fault for each 4
-KiB of its activations: a seventh of a small model's CPU step. Kept memory stays with the process;
+KiB of its activations: much of what a small model's CPU step loses. Kept memory stays with the process;
 `memory.empty_cache_every` gives it back.
 """
 
