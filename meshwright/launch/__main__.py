@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 from meshwright.launch.output import SOCKET, receive_output
+from meshwright.launch.tether import die_with_parent
 from meshwright.launch.worker import run_launched
 
 if __name__ == "__main__":
+    die_with_parent(None)
     folder = Path(sys.argv[1])
     receive_output(folder / SOCKET)
-    run_launched(folder, parent=None)
+    run_launched(folder)

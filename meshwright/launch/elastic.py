@@ -1,20 +1,19 @@
 """Local workers through torch's elastic agent: it starts them, watches them, and restarts them as a group.
 
-On a CPU the workers are forked from this process, which has imported torch but run nothing with it: a rank starts in a
-tenth of a second. CUDA does not survive a fork, so there they are spawned. The agent keeps a TCP store on loopback, on
-a port that the kernel picked, over all restarts; workers must therefore prefix their keys with the attempt.
+Workers are forked from a clean process that has imported torch and run nothing with it (multiprocessing's fork server):
+a rank starts in a tenth of a second, whatever this process has done. Forked from this one, it could hang without a word
+in its first parallel operation: OpenMP's threads do not survive a fork. The agent keeps a TCP store on loopback, on a
+port that the kernel picked, over all restarts; workers must therefore prefix their keys with the attempt.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import multiprocessing
 import signal
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -22,6 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.launch.failure import Death, explain, read_reports
+from meshwright.launch.output import SOCKET, OutputServer, receive_output
+from meshwright.launch.tether import die_with_parent
 from meshwright.launch.worker import run_launched
 
 _POLL_SECONDS = 0.1
@@ -34,9 +35,7 @@ _AGENT_SIGNAL = "SIGQUIT"
 _CHATTY_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
 
 
-def run_elastic(
-    folder: Path, num_ranks: int, restarts: int, device: Literal["cpu", "cuda"], threads: int
-) -> str | None:
+def run_elastic(folder: Path, num_ranks: int, restarts: int, threads: int) -> str | None:
     """Run the job in `folder`; the message on why it failed, None where it succeeded."""
     config = LaunchConfig(
         min_nodes=1,
@@ -49,23 +48,30 @@ def run_elastic(
         local_addr="127.0.0.1",
         max_restarts=restarts,
         monitor_interval=_POLL_SECONDS,
-        start_method="spawn" if device == "cuda" else "fork",
+        start_method="forkserver",
         signals_to_handle=_AGENT_SIGNAL,
         shutdown_timeout=_SHUTDOWN_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
     )
-    with _quiet():
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["meshwright.launch.preload"])
+    with _quiet(), OutputServer(folder / SOCKET):
         try:
-            elastic_launch(config, _worker)(str(folder), os.getpid(), threads)
+            elastic_launch(config, _worker)(str(folder), threads)
         except ChildFailedError as error:
             rank, failure = next(iter(error.failures.items()))
             return explain(Death(rank, failure.exitcode), read_reports(folder, attempt=restarts))
     return None
 
 
-def _worker(folder: str, launcher: int, threads: int) -> None:
-    torch.set_num_threads(threads)
-    run_launched(Path(folder), launcher)
+def _worker(folder: str, threads: int) -> None:
+    """One rank. Its parent is the fork server, which dies with the launcher."""
+    die_with_parent(None)
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    if launcher.is_alive():
+        receive_output(Path(folder, SOCKET))
+        torch.set_num_threads(threads)
+        run_launched(Path(folder))
 
 
 @contextmanager
@@ -78,10 +84,7 @@ def _quiet() -> Iterator[None]:
         logger.propagate = False
         logger.handlers = [logging.NullHandler()]
     try:
-        with warnings.catch_warnings():
-            # Python >= 3.12 warns of any fork beside threads; the only ones here are the store's, which no child uses.
-            warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-            yield
+        yield
     finally:
         signal.signal(signal.SIGQUIT, handler)
         for logger, (propagate, handlers) in zip(loggers, before, strict=True):

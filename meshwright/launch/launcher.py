@@ -21,7 +21,6 @@ def launch(
     transport: Transport,
     *,
     restarts: int = 0,
-    device: Literal["cpu", "cuda"] = "cpu",
     threads: int,
 ) -> None:
     """Run `job` on `num_ranks` local ranks with `threads` CPU threads each; return when all of them have succeeded.
@@ -36,7 +35,7 @@ def launch(
         job.write(folder)
         with StopSignals(folder / STOP_FILE) as signals:
             try:
-                failure = _run(folder, num_ranks, transport, restarts, device, threads)
+                failure = _run(folder, num_ranks, transport, restarts, threads)
             except KillWorkers:
                 assert signals.received is not None
                 text = f"stopped by {signals.received.name}: the workers were killed before their step was done"
@@ -48,9 +47,7 @@ def launch(
         raise LaunchError(failure + _after(restarts))
 
 
-def _run(
-    folder: Path, num_ranks: int, transport: Transport, restarts: int, device: Literal["cpu", "cuda"], threads: int
-) -> str | None:
+def _run(folder: Path, num_ranks: int, transport: Transport, restarts: int, threads: int) -> str | None:
     """The message on why the job failed, None where it succeeded."""
     if transport == "mpi":
         from meshwright.launch.mpiexec import run_mpi
@@ -58,7 +55,7 @@ def _run(
         return run_mpi(folder, num_ranks, restarts, threads)
     from meshwright.launch.elastic import run_elastic
 
-    return run_elastic(folder, num_ranks, restarts, device, threads)
+    return run_elastic(folder, num_ranks, restarts, threads)
 
 
 def _after(restarts: int) -> str:

@@ -23,7 +23,6 @@ from meshwright.launch.failure import Death, explain, read_reports, signal_name
 from meshwright.launch.output import SOCKET, OutputServer
 from meshwright.launch.stop import STOP_FILE
 
-_POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 5.0
 
 _KILLED = re.compile(r"process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+\S+\s+exited\s+on\s+signal\s+(\d+)")
@@ -57,7 +56,7 @@ def _run_attempt(mpiexec: Path, folder: Path, num_ranks: int, attempt: int, thre
     chatter = folder / f"mpiexec-{attempt}.txt"
     socket_path = folder / SOCKET
     socket_path.unlink(missing_ok=True)
-    with chatter.open("wb") as sink, OutputServer(socket_path) as output:
+    with chatter.open("wb") as sink, OutputServer(socket_path):
         process = subprocess.Popen(
             _command(mpiexec, folder, num_ranks),
             env=mpi_worker_variables(attempt, threads, _free_port(), sys.path),
@@ -67,8 +66,7 @@ def _run_attempt(mpiexec: Path, folder: Path, num_ranks: int, attempt: int, thre
             start_new_session=True,
         )
         try:
-            while process.poll() is None:
-                output.serve(_POLL_SECONDS)
+            process.wait()
         finally:
             _end(process)
     if process.returncode == 0:

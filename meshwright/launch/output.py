@@ -1,17 +1,19 @@
-"""Hand the launcher's stdout and stderr to workers that mpiexec starts.
+"""Hand the launcher's stdout and stderr to the workers, which some other process starts.
 
 mpiexec forwards its ranks' output through a pseudo-terminal of its own: a progress bar then believes in a terminal
-where the user redirected to a file, does not know the window's width, and mixes with mpiexec's own messages. So each
-worker fetches the launcher's real descriptors over a Unix socket, and writes as if it had been forked.
+where the user redirected to a file, does not know the window's width, and mixes with mpiexec's own messages. A fork
+server keeps the streams of its own start. So each worker fetches the launcher's real descriptors over a Unix socket,
+and writes as if the launcher had forked it.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import selectors
 import socket
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,7 +27,7 @@ _TIMEOUT_SECONDS = 30.0
 
 
 class OutputServer:
-    """The launcher's side; `serve` must be called again and again while workers may start."""
+    """The launcher's side. While entered, whoever connects is given our stdout and stderr."""
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -35,24 +37,26 @@ class OutputServer:
             self._listener.close()
             raise LaunchError(f"cannot open a socket at {path} ({error}): set TMPDIR to a short local path") from error
         self._listener.listen(1024)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
 
-    def serve(self, seconds: float) -> None:
-        """Wait up to `seconds` for a worker and give it our stdout and stderr."""
-        if not self._selector.select(seconds):
-            return
-        worker, _ = self._listener.accept()
-        with worker:
-            socket.send_fds(worker, [b"x"], [1, 2])
+    def _serve(self) -> None:
+        while True:
+            try:
+                worker, _ = self._listener.accept()
+            except OSError:  # shut down
+                return
+            with worker, suppress(OSError):  # a worker that died meanwhile
+                socket.send_fds(worker, [b"x"], [1, 2])
 
     def __enter__(self) -> Self:
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._selector.close()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._listener.close()
 
 
@@ -66,6 +70,6 @@ def receive_output(path: Path) -> None:
         os.dup2(descriptor, own)
         os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
-        # Python chose the buffering by what mpiexec had given us.
+        # Python chose the buffering by what we were started with.
         assert isinstance(stream, io.TextIOWrapper), stream
         stream.reconfigure(line_buffering=True)

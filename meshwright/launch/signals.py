@@ -28,7 +28,6 @@ class StopSignals:
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
-        self._launcher = os.getpid()
         self._before: dict[signal.Signals, signal.Handlers] = {}
         self.received: signal.Signals | None = None
 
@@ -47,8 +46,6 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._launcher:
-            return  # a forked worker that has not set its own handlers yet; the launcher hears the signal too
         if self.received is not None:
             raise KillWorkers
         self.received = signal.Signals(number)

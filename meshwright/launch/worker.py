@@ -12,7 +12,6 @@ from meshwright.environment import read_environment
 from meshwright.launch.failure import Report, leave
 from meshwright.launch.job import Job
 from meshwright.launch.stop import STOP_FILE, StopRequest
-from meshwright.launch.tether import die_with_parent
 
 
 def joined() -> bool:
@@ -43,9 +42,8 @@ def run_worker(job: Job, threads: int) -> None:
         leave()
 
 
-def run_launched(folder: Path, parent: int | None) -> None:
-    """Run the job that our launcher left in `folder`; it waits for this process. `parent`: see `die_with_parent`."""
-    die_with_parent(parent)
+def run_launched(folder: Path) -> None:
+    """Run the job that our launcher left in `folder`; it waits for this process."""
     # A terminal sends Ctrl-C and hang-up to the whole process group; the launcher turns them into a soft stop. SIGTERM
     # is what the launcher sends when another rank has died: no time to lose.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -70,7 +70,6 @@ def run_ranks(config: Config, job: Job, resources: Resources) -> None:
         config.layout.world_size,
         "mpi" if resources.transport == "mpi" else "torch",
         restarts=config.restarts,
-        device="cuda" if resources.device == "cuda" else "cpu",
         threads=resources.threads,
     )
 

@@ -27,6 +27,8 @@ from meshwright.train.job import resources_of, run_ranks, worker_device
 from meshwright.train.loop import Trainer
 from meshwright.verify.compare import Row, Tolerance, compare_losses, compare_tensors, tolerance_of
 
+WORKER = "meshwright.verify.job:worker"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -111,7 +113,7 @@ def _run(config: Config, out: Path, corpus: Path, steps: int) -> _Left:
         "transport": resources.transport,
         "device": resources.device,
     }
-    run_ranks(config, Job("meshwright.verify.job:worker", arguments), resources)
+    run_ranks(config, Job(WORKER, arguments), resources)
     losses = json.loads((out / "losses.json").read_text())
     return _Left(losses, Checkpoint(out / "gradients" / "step-0"), Checkpoint(out / "weights" / f"step-{steps}"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import meshwright.launch.elastic  # noqa: F401  torch in this process: every fork of it starts at once
 from meshwright.launch.launcher import Transport
 from meshwright.launch.mpiexec import find_mpiexec
 

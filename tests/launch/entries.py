@@ -34,6 +34,13 @@ def count_threads(environment: Environment, stop: StopRequest, out: str) -> None
     Path(out, str(environment.rank)).write_text(str(torch.get_num_threads()))
 
 
+def use_threads(environment: Environment, stop: StopRequest) -> None:
+    """A parallel operation."""
+    import torch
+
+    torch.ones(2**20).exp_()
+
+
 def wait_for_peers(environment: Environment, out: str) -> None:
     """Return when every rank is here, each having left its process id."""
     partial = Path(out, f"partial-{environment.rank}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
@@ -92,9 +94,20 @@ def test_a_wrong_entry_fails_before_any_process(entry: str, message: str) -> Non
         launch(Job(entry), 2, "torch", threads=1)
 
 
-def test_spawned_workers_as_on_cuda(tmp_path: Path) -> None:
-    launch(Job(f"{HERE}:note", {"out": str(tmp_path)}), 1, "torch", device="cuda", threads=1)
-    assert read(tmp_path) == {"0-0": "0/1 0 torchrun"}
+def use_threads_and_launch() -> None:
+    """OpenMP's threads start, then a worker uses its own."""
+    torch.set_num_threads(2)
+    torch.ones(2**20).exp_()
+    launch(Job(f"{HERE}:use_threads", {}), 1, "torch", threads=2)
+
+
+def test_a_launcher_that_has_used_torch_does_not_hang() -> None:
+    launcher = multiprocessing.get_context("spawn").Process(target=use_threads_and_launch, daemon=False)
+    launcher.start()
+    launcher.join(60)
+    if launcher.exitcode is None:
+        launcher.kill()
+    assert launcher.exitcode == 0
 
 
 @needs_mpi

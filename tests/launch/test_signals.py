@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, kill -9 of the launcher: soft stops, hard stops, no orphans. The launcher is a fork of us."""
+"""Ctrl-C, SIGTERM, kill -9 of the launcher: soft stops, hard stops, no orphans. The launcher is another process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ HERE = "tests.launch.entries"
 PATIENCE_SECONDS = 30.0
 
 
-def launch_and_tell(entry: str, out: Path, transport: Transport) -> None:
+def launch_and_tell(entry: str, out: Path, transport: Transport, grace_seconds: float) -> None:
     """A launcher in a process group of its own, like a shell's foreground job; leaves the outcome in `outcome`."""
     os.setpgid(0, 0)
+    signals.GRACE_SECONDS = grace_seconds
     text = "success"
     try:
         launch(Job(f"{HERE}:{entry}", {"out": str(out)}), 2, transport, threads=1)
@@ -34,10 +35,12 @@ def launch_and_tell(entry: str, out: Path, transport: Transport) -> None:
     (out / "outcome").write_text(text)
 
 
-def start(entry: str, out: Path, transport: Transport) -> tuple[BaseProcess, list[psutil.Process]]:
+def start(
+    entry: str, out: Path, transport: Transport, grace_seconds: float = PATIENCE_SECONDS
+) -> tuple[BaseProcess, list[psutil.Process]]:
     """A launcher whose two workers run, and all processes below it."""
-    context = multiprocessing.get_context("fork")
-    launcher = context.Process(target=launch_and_tell, args=(entry, out, transport))
+    context = multiprocessing.get_context("spawn")
+    launcher = context.Process(target=launch_and_tell, args=(entry, out, transport, grace_seconds))
     launcher.start()
     wait_for(lambda: len(list(out.glob("pid-*"))) == 2)
     below = psutil.Process(launcher.pid).children(recursive=True)
@@ -96,11 +99,8 @@ def test_a_second_control_c_kills(tmp_path: Path, transport: Transport) -> None:
     assert_gone(below)
 
 
-def test_workers_that_do_not_listen_are_killed_after_the_grace(
-    tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(signals, "GRACE_SECONDS", 0.2)
-    launcher, below = start("wait_deaf", tmp_path, transport)
+def test_workers_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path, transport: Transport) -> None:
+    launcher, below = start("wait_deaf", tmp_path, transport, grace_seconds=0.2)
     os.kill(pid(launcher), signal.SIGINT)
     join(launcher)
     assert "the workers were killed" in (tmp_path / "outcome").read_text()

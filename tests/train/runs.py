@@ -7,11 +7,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-# What ranks import at their first use is imported once here, before they are forked.
-import matplotlib.figure  # noqa: F401
-import torch._dynamo
-import torch.utils.tensorboard  # noqa: F401
-
 from meshwright.config import Config, parse_config
 from meshwright.data.packed import prepare
 from meshwright.errors import LaunchError

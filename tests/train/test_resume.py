@@ -73,7 +73,7 @@ def interrupt(corpus: Path, out: Path) -> None:
 
 
 def test_control_c_writes_a_checkpoint(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
-    launcher = multiprocessing.get_context("fork").Process(target=interrupt, args=(corpus, tmp_path))
+    launcher = multiprocessing.get_context("spawn").Process(target=interrupt, args=(corpus, tmp_path))
     launcher.start()
     launcher.join(60)
     assert launcher.exitcode == 130

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.bucket import Bucket
-from meshwright.comm import DONE, Comm, Work
 from meshwright.config import Config, parse_config
-from meshwright.data_parallel.allreduce import AllReduce
 from meshwright.errors import MismatchError
-from meshwright.optim.optimizer import Optimizer
+from meshwright.verify import job
 from meshwright.verify.compare import Row
 from meshwright.verify.job import Verdict, verify
 from meshwright.verify.table import as_dict, render
@@ -43,15 +40,12 @@ def test_a_right_layout_holds(config: Config) -> None:
     assert as_dict(verdict)["holds"] is True
 
 
+def plant(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "WORKER", f"tests.verify.planted:{bug}")
+
+
 def test_a_planted_wrong_gradient_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = AllReduce.reduce
-
-    def wrong(self: AllReduce, bucket: Bucket, comm: Comm) -> Work:
-        if comm.index == 0 and bucket.matrix:
-            bucket.gradients[0] += 1e-9  # one element, of one rank
-        return right(self, bucket, comm)
-
-    monkeypatch.setattr(AllReduce, "reduce", wrong)
+    plant("wrong_gradient", monkeypatch)
     verdict = verify(config, steps=1)
     with pytest.raises(MismatchError, match="the layout does not compute what one device computes"):
         verdict.check()
@@ -62,18 +56,13 @@ def test_a_planted_wrong_gradient_fails(config: Config, monkeypatch: pytest.Monk
 
 
 def test_a_dropped_sum_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AllReduce, "reduce", lambda self, bucket, comm: DONE)
+    plant("dropped_sum", monkeypatch)
     verdict = verify(config, steps=1)
     assert all(not row.holds for row in verdict.rows if row.kind == "gradient")
 
 
 def test_a_wrong_step_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Optimizer._apply
-
-    def wrong(self: Optimizer, rate: float, norm: float) -> None:
-        right(self, rate * (1 + 1e-6) if self.mesh.size("data") > 1 else rate, norm)
-
-    monkeypatch.setattr(Optimizer, "_apply", wrong)
+    plant("wrong_step", monkeypatch)
     verdict = verify(config, steps=2)
     assert all(row.holds for row in verdict.rows if row.kind == "gradient")
     assert any(not row.holds for row in verdict.rows if row.kind == "weight")
