@@ -11,9 +11,9 @@ import torch
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.reference import REFERENCE, global_batch
 from meshwright.allocator import keep_freed_memory
+from meshwright.batch import Batch
 from meshwright.build import build
 from meshwright.config import Config
-from meshwright.data_parallel.strategy import Batch
 from meshwright.environment import read_environment, rendezvous
 from meshwright.grid import Grid
 from meshwright.mesh import open_mesh
@@ -43,10 +43,10 @@ def train(place: Place, sync: str = "allreduce", transport: str = "torch") -> It
             tokens, labels = global_batch(count)
 
             def load(first: int, rows: int) -> Batch:
-                return tokens[first : first + rows], labels[first : first + rows]
+                return {"tokens": tokens[first : first + rows], "labels": labels[first : first + rows]}
 
             batch = parts.strategy.share(load, config.replica_batch)
-            loss = parts.strategy.backward(parts.model, batch, 1.0 / labels.numel(), final=True)  # type: ignore[arg-type]
+            loss = parts.strategy.backward(parts.model, batch, {"labels": 1.0 / labels.numel()}, final=True)
             parts.strategy.finish()
             parts.optimizer.step(count)
             parts.strategy.publish()

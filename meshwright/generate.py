@@ -86,7 +86,7 @@ def _kept(tokens: list[int], context: int) -> list[int]:
 @torch.inference_mode()
 def _next_logits(loaded: LoadedModel, fresh: list[int], cache: KeyValueCache) -> Tensor:
     """Logits [V] of the token behind the cache's and the fresh ones; ids that the tokenizer lacks are left out."""
-    h = loaded.model.trunk(torch.tensor([fresh], device=loaded.device), cache)  # [1, T, H]
+    h = loaded.model.hidden(torch.tensor([fresh], device=loaded.device), cache)  # [1, T, H]
     return loaded.head.logits(h[0, -1])[: loaded.tokenizer.vocabulary_size]
 
 

@@ -109,17 +109,22 @@ class Mesh:
 
 def solo_mesh(device: torch.device, names: tuple[str, ...] = ("data",)) -> Mesh:
     """A mesh of one rank, whose axes all have size 1."""
-    return Mesh(Grid(tuple((name, 1) for name in names)), 0, device, SoloTransport())
+    return Mesh(Grid(tuple((name, 1) for name in names)), 0, device, SoloTransport(), names)
 
 
 @contextmanager
 def open_mesh(
-    grid: Grid, environment: Environment, transport: str, device: torch.device, point: Rendezvous
+    grid: Grid,
+    environment: Environment,
+    transport: str,
+    device: torch.device,
+    point: Rendezvous,
+    token_axes: tuple[str, ...] = ("data",),
 ) -> Iterator[Mesh]:
     """Connect this process to the others of its job, who meet at `point`, and disconnect at the end."""
     opened = _open(grid, environment, transport, device, point)
     try:
-        yield Mesh(grid, environment.rank, device, opened)
+        yield Mesh(grid, environment.rank, device, opened, token_axes)
     finally:
         opened.close()
 

@@ -29,7 +29,7 @@ def without_cache(loaded: LoadedModel, prompt: list[int], most: int) -> list[int
     if len(window) > loaded.context:
         window = window[-(loaded.context // 2) :]
     while len(made) < most:
-        token = int(loaded.head.logits(loaded.model.trunk(torch.tensor([window])))[0, -1].argmax())
+        token = int(loaded.head.logits(loaded.model.hidden(torch.tensor([window])))[0, -1].argmax())
         if token == loaded.tokenizer.end:
             break
         made.append(token)
@@ -63,7 +63,7 @@ def test_top_1_is_greedy(loaded: LoadedModel) -> None:
 
 def test_top_k_draws_from_the_k_most_likely(loaded: LoadedModel) -> None:
     with torch.no_grad():
-        likely = loaded.head.logits(loaded.model.trunk(torch.tensor([[97]])))[0, -1].topk(3).indices.tolist()
+        likely = loaded.head.logits(loaded.model.hidden(torch.tensor([[97]])))[0, -1].topk(3).indices.tolist()
     drawn = {next(generate_tokens(loaded, [97], 1, Sampling(50.0, 3, seed)), 256) for seed in range(40)}
     assert drawn == set(likely)
 

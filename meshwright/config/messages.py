@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from meshwright.config.schema import Config, Model, parse_size
+from meshwright.config.schema import Config, Transformer, parse_size
 from meshwright.errors import Problem
 
 _KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -24,23 +24,32 @@ _KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true
 
 def problems_of(error: ValidationError, models: Sequence[str]) -> list[Problem]:
     """One problem a field. `models`: the names that `model` may hold besides a section."""
-    details: dict[tuple[str, ...], ErrorDetails] = {}
+    found: dict[tuple[str, ...], Problem] = {}
     for detail in error.errors():
         # A union complains once a branch, about the same field: the annotation says more than the complaints.
-        details.setdefault(field_path(detail["loc"]), detail)
-    return [_problem(path, detail, models) for path, detail in details.items()]
+        path, parent = _located(detail["loc"])
+        found.setdefault(path, _problem(path, parent, detail, models))
+    return list(found.values())
 
 
-def field_path(location: Sequence[int | str]) -> tuple[str, ...]:
-    """The keys of a pydantic location, without the tags that it adds for unions' branches and list items."""
+def _located(location: Sequence[int | str]) -> tuple[tuple[str, ...], type[BaseModel]]:
+    """The keys of a pydantic location, without the tags that it adds for unions' branches and list items; and the
+    section that the last key belongs to.
+    """
     path: list[str] = []
-    section: type[BaseModel] | None = Config
-    for part in location:
-        path.append(str(part))
-        section = _section(section, str(part))
-        if section is None:
+    parent: type[BaseModel] = Config
+    branches: dict[str, type[BaseModel]] = {"": Config}
+    for part in map(str, location):
+        if len(branches) > 1:  # a tagged union: this part says which
+            branches = {"": branches[part]}
+            continue
+        (parent,) = branches.values()
+        path.append(part)
+        field = _field(parent, part)
+        branches = _sections(field.annotation) if field is not None else {}
+        if not branches:
             break
-    return tuple(path)
+    return tuple(path), parent
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -63,18 +72,29 @@ def shown(value: object) -> str:
     return str(value)
 
 
-def _problem(path: tuple[str, ...], detail: ErrorDetails, models: Sequence[str]) -> Problem:
+def _problem(path: tuple[str, ...], parent: type[BaseModel], detail: ErrorDetails, models: Sequence[str]) -> Problem:
     name, value = ".".join(path), shown(detail["input"])
-    parent = _section_at(path[:-1])
     field = _field(parent, path[-1])
     if field is None:
         known = _keys(parent)
         return Problem(name, value, "is an unknown key" + nearest(path[-1], known), ", ".join(known))
-    section = _model_in(field.annotation)
-    if section is Model:
+    sections = _sections(field.annotation)
+    tag = "family" if parent is Config else "kind"
+    match detail["type"]:
+        case "union_tag_invalid":
+            given = str(detail["ctx"]["tag"])
+            return Problem(
+                f"{name}.{tag}", given, "is none of the choices" + nearest(given, list(sections)), ", ".join(sections)
+            )
+        case "union_tag_not_found" if isinstance(detail["input"], dict):
+            return Problem(f"{name}.{tag}", "nothing", "is missing", ", ".join(sections))
+        case "missing" if not isinstance(detail["loc"][-1], int):  # else: an item of a list
+            return Problem(name, "nothing", "is missing", _described(field.annotation, field.metadata))
+    if name == "model":
         return Problem(name, value, "is neither a model's name nor a section", ", ".join(models))
-    if section is not None:
-        return Problem(name, value, "is not a section", "a section with the keys " + ", ".join(_keys(section)))
+    if sections:
+        keys = dict.fromkeys(key for section in sections.values() for key in _keys(section))
+        return Problem(name, value, "is not a section", "a section with the keys " + ", ".join(keys))
     index = detail["loc"][-1]
     item = f"at index {index} " if isinstance(index, int) and detail["type"] != "missing" else ""
     return Problem(name, value, item + _rule(field, detail), _described(field.annotation, field.metadata))
@@ -160,20 +180,6 @@ def _choices(annotation: Any) -> list[str]:
     return [choice for branch in typing.get_args(annotation) for choice in _choices(branch)]
 
 
-def _section(section: type[BaseModel] | None, key: str) -> type[BaseModel] | None:
-    """The sub-section that `key` holds, or None for a plain field or an unknown key."""
-    field = _field(section, key) if section is not None else None
-    return _model_in(field.annotation) if field is not None else None
-
-
-def _section_at(path: Sequence[str]) -> type[BaseModel]:
-    section: type[BaseModel] | None = Config
-    for part in path:
-        section = _section(section, part)
-    assert section is not None, f"{path} is no section"
-    return section
-
-
 def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
     for name, field in section.model_fields.items():
         if key == (field.alias or name):
@@ -181,13 +187,23 @@ def _field(section: type[BaseModel], key: str) -> FieldInfo | None:
     return None
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def _sections(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The sections that a field may hold, by their tags; one without a tag stands alone; none for a plain field."""
+    found = {}
     for branch in _branches(annotation):
-        if isinstance(branch, type) and issubclass(branch, BaseModel):
-            return branch
-    return None
+        section = typing.get_args(branch)[0] if typing.get_origin(branch) is typing.Annotated else branch
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            found[_tag(section)] = section
+    return found
+
+
+def _tag(section: type[BaseModel]) -> str:
+    for key in ("family", "kind"):
+        if key in section.model_fields:
+            return str(typing.get_args(section.model_fields[key].annotation)[0])
+    return ""
 
 
 def _keys(section: type[BaseModel]) -> list[str]:
     keys = [field.alias or name for name, field in section.model_fields.items()]
-    return [*keys, "base"] if section is Model else keys
+    return [*keys, "base"] if issubclass(section, Transformer) else keys

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config.schema import Config
+from meshwright.config.schema import Config, TextTransformer
 from meshwright.errors import Problem
 
 
@@ -48,7 +48,7 @@ def heads_divide_hidden(config: Config) -> Iterator[Problem]:
 @rule("data.sequence", "model.positions")
 def sequence_fits_positions(config: Config) -> Iterator[Problem]:
     sequence, positions = config.data.sequence, config.model.positions
-    if sequence > positions:
+    if isinstance(config.model, TextTransformer) and sequence > positions:
         yield Problem("data.sequence", sequence, f"is longer than model.positions={positions}", f"1 to {positions}")
 
 
@@ -77,6 +77,8 @@ def source_exists(config: Config) -> Iterator[Problem]:
 
 @rule("data.tokenizer", "model.vocabulary")
 def tokenizer_fits(config: Config) -> Iterator[Problem]:
+    if not isinstance(config.model, TextTransformer):
+        return
     tokenizer, vocabulary = config.data.tokenizer, config.model.vocabulary
     if tokenizer == "bytes":
         size = 257

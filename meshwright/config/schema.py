@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -40,29 +40,83 @@ class Section(BaseModel):
         return value
 
 
-class Model(Section):
-    """A GPT-2 style decoder. Letters as in the glossary: L layers, H hidden, A heads, V vocabulary."""
+class Transformer(Section):
+    """What all models have. Letters as in the glossary: L layers, H hidden, A heads, V vocabulary."""
 
-    family: Literal["gpt2"] = "gpt2"
     layers: Positive = 12
     hidden: Positive = 768
     heads: Positive = 12
-    positions: Positive = 1024
-    vocabulary: Positive = 50257
-    vocabulary_multiple: Positive = 64
-    """The embedding's rows are padded to a multiple of this; the padding is masked out of the softmax."""
-    tied: bool = True
     dropout: Share = 0.1
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    vocabulary_multiple: Positive = 64
+    """The rows of the token table (of a classifier: the classes) are padded to a multiple of this; the padding is
+    masked out of the softmax."""
 
     @property
     def inner(self) -> int:
         """N: the width of the feed-forward layer."""
         return 4 * self.hidden
 
+    def padded(self, rows: int) -> int:
+        """`rows` up to the next multiple of vocabulary_multiple."""
+        return math.ceil(rows / self.vocabulary_multiple) * self.vocabulary_multiple
+
+
+class TextTransformer(Transformer):
+    """A Transformer over tokens."""
+
+    positions: Positive = 1024
+    vocabulary: Positive = 50257
+
     @property
     def padded_vocabulary(self) -> int:
-        return math.ceil(self.vocabulary / self.vocabulary_multiple) * self.vocabulary_multiple
+        return self.padded(self.vocabulary)
+
+
+class Gpt2(TextTransformer):
+    """A GPT-2 style decoder."""
+
+    family: Literal["gpt2"] = "gpt2"
+    tied: bool = True
+
+
+class Bert(TextTransformer):
+    """BERT: masked language model and, with `next_sentence`, next-sentence prediction."""
+
+    family: Literal["bert"]
+    positions: Positive = 512
+    vocabulary: Positive = 30522
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
+    norm_order: Literal["original", "megatron"] = "original"
+    """original: a norm after each residual sum; megatron: at the input of each sub-layer, and one at the end."""
+    next_sentence: bool = True
+
+
+class Vit(Transformer):
+    """A Vision Transformer: square images in square patches, a class token, a linear classifier."""
+
+    family: Literal["vit"]
+    image: Positive = 224
+    patch: Positive = 16
+    channels: Positive = 3
+    classes: Positive = 1000
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
+    dropout: Share = 0.0
+
+    @property
+    def positions(self) -> int:
+        """Patches and the class token."""
+        return (self.image // self.patch) ** 2 + 1
+
+
+def _family(model: object) -> object:
+    """The tag of a model's section, gpt2 where it names none."""
+    return model.get("family", "gpt2") if isinstance(model, dict) else getattr(model, "family", None)
+
+
+Model = Annotated[
+    Annotated[Gpt2, Tag("gpt2")] | Annotated[Bert, Tag("bert")] | Annotated[Vit, Tag("vit")], Discriminator(_family)
+]
 
 
 class Data(Section):
@@ -94,16 +148,96 @@ class DataParallel(Section):
     bucket: Size = 16 * 2**20
 
 
+class Whole(Section):
+    """No tensor parallelism: every rank of a replica's one holds whole layers."""
+
+    kind: Literal["none"] = "none"
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return ()
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return ()
+
+
+class Megatron(Section):
+    """1-D: heads, inner widths and the vocabulary split over `size` ranks; sequence_parallel: norms and dropout too."""
+
+    kind: Literal["megatron"]
+    size: Positive
+    sequence_parallel: bool = False
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return (("tensor", self.size),)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return ("tensor",) if self.sequence_parallel else ()
+
+
+class Tesseract(Section):
+    """2-D (d = 1: Optimus, SUMMA), 2.5-D and 3-D (d = q): blocks of everything on [q, q, d] ranks."""
+
+    kind: Literal["tesseract"]
+    q: Positive
+    d: Positive = 1
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return (("depth", self.d), ("row", self.q), ("col", self.q))
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return ("depth", "row")
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return ("depth", "row")
+
+
+def _kind(tensor: object) -> object:
+    """The tag of a tensor section."""
+    return tensor.get("kind") if isinstance(tensor, dict) else getattr(tensor, "kind", None)
+
+
+TensorParallel = Annotated[
+    Annotated[Whole, Tag("none")] | Annotated[Megatron, Tag("megatron")] | Annotated[Tesseract, Tag("tesseract")],
+    Discriminator(_kind),
+]
+
+
 class Layout(Section):
     """How the job is laid over its ranks, and what carries its messages."""
 
     data: DataParallel = DataParallel()
+    tensor: TensorParallel = Whole()
     transport: Literal["auto", "torch", "mpi"] = "auto"
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The mesh's axes, outermost first."""
-        return (("data", self.data.size),)
+        return (("data", self.data.size), *self.tensor.axes)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch's rows."""
+        return ("data", *self.tensor.batch_axes)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch's tokens: gradients of uncut parameters are summed over them."""
+        return ("data", *self.tensor.token_axes)
 
     @property
     def world_size(self) -> int:
@@ -126,9 +260,13 @@ class Precision(Section):
 
 
 class Memory(Section):
-    """`empty_cache_every`: give the allocator's free memory back every so many steps (0: never; costs time)."""
+    """`empty_cache_every`: give the allocator's free memory back every so many steps (0: never; costs time).
+
+    `summa`: how operands of 2-D products travel: gathered whole, streamed in q panels, or as free memory allows.
+    """
 
     empty_cache_every: Count = 0
+    summa: Literal["auto", "gather", "stream"] = "auto"
 
 
 class Schedule(Section):
@@ -177,7 +315,7 @@ class Config(Section):
     """One run, whole."""
 
     seed: Count = 1
-    model: Model = Model()
+    model: Model = Gpt2()
     data: Data = Data()
     batch: Batch = Batch()
     layout: Layout = Layout()

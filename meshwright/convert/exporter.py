@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint import Checkpoint, find_checkpoint
+from meshwright.config.schema import Gpt2
 from meshwright.convert.folder import new_folder
 from meshwright.convert.names import Pair, pairs_of
 from meshwright.convert.settings import settings_of
@@ -29,6 +30,8 @@ def export_folder(path: Path, out: Path, report: Progress = silent) -> Path:
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     model = checkpoint.config.model
+    if not isinstance(model, Gpt2):
+        raise CheckpointError(f"{checkpoint.folder} is a {model.family}: only a gpt2 can be exported")
     tensors: dict[str, Tensor] = {}
     pairs = pairs_of(model)
     for index, pair in enumerate(pairs):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.manifest import Entry, Manifest, Progress, Shard
 from meshwright.config import Config
-from meshwright.config.schema import Data, Model, Precision
+from meshwright.config.schema import Data, Gpt2, Precision
 from meshwright.convert.folder import new_folder
 from meshwright.convert.names import HEAD, Pair, pairs_of
 from meshwright.convert.settings import read_settings
@@ -37,7 +37,7 @@ class Imported:
     """What an import wrote. `has_tokenizer`: whether the folder had one; without it, no text goes in or out."""
 
     folder: Path
-    model: Model
+    model: Gpt2
     parameters: int
     has_tokenizer: bool
 
@@ -67,7 +67,7 @@ def import_folder(source: Path, out: Path, report: Report = silent) -> Imported:
     return Imported(out, model, sum(tensor.numel() for tensor in tensors.values()), has_tokenizer)
 
 
-def _check_names(held: Source, pairs: list[Pair], model: Model) -> None:
+def _check_names(held: Source, pairs: list[Pair], model: Gpt2) -> None:
     wanted = {pair.theirs for pair in pairs}
     extra = held.names - wanted
     if model.tied and HEAD in extra:
@@ -92,7 +92,7 @@ def _ours(tensor: Tensor, pair: Pair, source: Path) -> Tensor:
     return tensor.reshape(pair.shape).contiguous()
 
 
-def _config(model: Model, tensors: dict[str, Tensor]) -> Config:
+def _config(model: Gpt2, tensors: dict[str, Tensor]) -> Config:
     """A config that says what the weights are. The rest of it, data above all, is the fine-tuning run's to say."""
     double = all(tensor.dtype == torch.float64 for tensor in tensors.values())
     precision = Precision(level="O0", dtype="float64" if double else "float32")

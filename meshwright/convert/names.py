@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.config.schema import Model
+from meshwright.config.schema import Gpt2
 from meshwright.mesh import solo_mesh
 from meshwright.models.gpt import GPT
 from meshwright.shard import shard_specs
@@ -61,13 +61,13 @@ class Pair:
         return self.theirs if self.theirs == HEAD else PREFIX + self.theirs
 
 
-def pairs_of(model: Model) -> list[Pair]:
+def pairs_of(model: Gpt2) -> list[Pair]:
     """Every parameter of the model."""
     specs = shard_specs(GPT(model, SerialKit(solo_mesh(torch.device("meta")))))
     return [_pair(name, spec.shape, model) for name, spec in specs.items()]
 
 
-def _pair(name: str, shape: tuple[int, ...], model: Model) -> Pair:
+def _pair(name: str, shape: tuple[int, ...], model: Gpt2) -> Pair:
     if name in ("tokens.weight", "head.weight"):
         theirs = HEAD if name == "head.weight" else "wte.weight"
         return Pair(name, shape, theirs, (model.vocabulary, *shape[1:]), shape[0] - model.vocabulary)

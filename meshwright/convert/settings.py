@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshwright.config.schema import Model
+from meshwright.config.schema import Gpt2
 from meshwright.errors import CheckpointError
 
 # The same function under its two names: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
@@ -24,7 +24,7 @@ _FIXED: dict[str, object] = {
 }
 
 
-def read_settings(path: Path) -> Model:
+def read_settings(path: Path) -> Gpt2:
     """The model that a config.json describes. Raises CheckpointError naming the key that does not fit."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -36,7 +36,7 @@ def read_settings(path: Path) -> Model:
         raise CheckpointError(f"{path} holds no settings")
     _check(path, settings)
     try:
-        model = Model(
+        model = Gpt2(
             layers=settings["n_layer"],
             hidden=settings["n_embd"],
             heads=settings["n_head"],
@@ -83,7 +83,7 @@ def _dropout(path: Path, settings: dict[str, Any]) -> float:
     return rates["embd_pdrop"]
 
 
-def settings_of(model: Model, end: int | None, dtype: str) -> dict[str, object]:
+def settings_of(model: Gpt2, end: int | None, dtype: str) -> dict[str, object]:
     """The config.json of a model. `end`: the id of the end-of-text token, None where there is no tokenizer."""
     return {
         "architectures": ["GPT2LMHeadModel"],

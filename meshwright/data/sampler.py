@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from meshwright.batch import Batch
 from meshwright.data.format import PackedCorpus
 from meshwright.data.permutation import Permutation
 from meshwright.data.split import Split
@@ -48,7 +49,6 @@ class TokenBatches:
         """`sequence`: tokens a row. Raises DataError if the split is shorter than one window."""
         self._tokens = np.asarray(corpus.tokens(split))
         self._sequence = sequence
-        self._where = f"{corpus.folder} {split}"
         try:
             self._sampler = Sampler(len(self._tokens), sequence, seed)
         except DataError as error:
@@ -62,35 +62,16 @@ class TokenBatches:
         """Windows [count] of the samples first, first + 1, ...: a replica asks for its rows of a global batch."""
         return self._sampler.rows(first, count)
 
-    def samples(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples first ... first + count - 1 of the run: inputs, labels, both int64 [count, T]."""
+    def samples(self, first: int, count: int) -> Batch:
+        """`tokens` and `labels` of samples first ... first + count - 1 of the run, both int64 [count, T]."""
         return self._read(self.windows(first, count))
 
-    def num_validation_batches(self, global_batch: int) -> int:
-        """Whole global batches that the split's windows make, each window in one of them at most."""
-        return len(self) // global_batch
+    def held_out(self, first: int, count: int) -> Batch:
+        """As `samples`, of the windows in the file's order."""
+        assert 0 <= first <= first + count <= len(self), (first, count, len(self))
+        return self._read(np.arange(first, first + count, dtype=np.int64))
 
-    def validation_slice(
-        self, index: int, global_batch: int, first_row: int, num_rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `slice`, with the windows in the file's order: batch `index` holds those from index * global_batch on.
-
-        Raises DataError past the last whole batch.
-        """
-        _check_rows(global_batch, first_row, num_rows)
-        if (index + 1) * global_batch > len(self):
-            has = f"has {len(self)} windows of data.sequence={self._sequence}"
-            wanted = f"batch {index} of batch.global={global_batch} needs {(index + 1) * global_batch}"
-            raise DataError(f"{self._where}: {has}, {wanted}; raise data.validation, or lower validation.batches")
-        start = index * global_batch + first_row
-        return self._read(np.arange(start, start + num_rows, dtype=np.int64))
-
-    def _read(self, windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and labels [n, T] of the given windows [n]."""
+    def _read(self, windows: np.ndarray) -> Batch:
         places = windows[:, None] * self._sequence + np.arange(self._sequence + 1)
         rows = torch.from_numpy(self._tokens[places].astype(np.int64))
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-def _check_rows(global_batch: int, first_row: int, num_rows: int) -> None:
-    assert 0 <= first_row <= first_row + num_rows <= global_batch, (global_batch, first_row, num_rows)
+        return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}

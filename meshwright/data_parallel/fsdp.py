@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from meshwright.batch import Batch, LoadRows, Model, Scales
 from meshwright.bucket import Place, Slot
 from meshwright.comm import SoloComm, TorchComm, same_everywhere
-from meshwright.data_parallel.strategy import Batch, LanguageModel, LoadRows
 from meshwright.mesh import Mesh
 from meshwright.shard import Box, ShardSpec
 
@@ -66,9 +66,9 @@ class FullySharded:
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         return load(self.mesh.index("data") * replica_batch, replica_batch)
 
-    def backward(self, model: LanguageModel, batch: Batch, scale: float, *, final: bool) -> Tensor:
+    def backward(self, model: Model, batch: Batch, scales: Scales, *, final: bool) -> Tensor:
         self.model.set_requires_gradient_sync(final)
-        loss = model(*batch, scale)
+        loss = model(batch, scales)
         loss.backward()
         self._record(final)
         return loss.detach()

@@ -17,17 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright.batch import Batch, LoadRows, Model, Scales
 from meshwright.bucket import Bucket
 from meshwright.collectives import gather
 from meshwright.comm import Comm, Work
-from meshwright.data_parallel.strategy import (
-    Batch,
-    LanguageModel,
-    LoadRows,
-    Synchroniser,
-    nothing_to_publish,
-    whole,
-)
+from meshwright.data_parallel.strategy import Synchroniser, nothing_to_publish, whole
 
 ROOT = 0
 
@@ -72,30 +66,30 @@ class ServerGradient(Synchroniser):
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         comm = self.mesh.comm("data")
-        inputs, labels = load(0, replica_batch * (comm.size if comm.index == ROOT else 1))
-        mine = torch.empty_like(inputs[:replica_batch]), torch.empty_like(labels[:replica_batch])
-        for part, everyone in zip(mine, (inputs, labels), strict=True):
-            comm.scatter(part, everyone, ROOT)
+        everyone = load(0, replica_batch * (comm.size if comm.index == ROOT else 1))
+        mine = {name: torch.empty_like(x[:replica_batch]) for name, x in everyone.items()}
+        for name, part in mine.items():
+            comm.scatter(part, everyone[name], ROOT)
         return mine
 
 
 class ServerLoss(ServerGradient):
     """Variant 'loss': the workers' outputs are gathered, and the server alone computes the loss."""
 
-    def backward(self, model: LanguageModel, batch: Batch, scale: float, *, final: bool) -> Tensor:
+    def backward(self, model: Model, batch: Batch, scales: Scales, *, final: bool) -> Tensor:
         # Only the server runs the head, so only there the head's own gradients could fill a bucket. No bucket may leave
         # before the outputs' gradient is on its way: all ranks must send in the same order.
         self.expect(False)
-        inputs, labels = batch
         comm = self.mesh.comm("data")
-        outputs = gather(model.trunk(inputs), self.mesh, "data", ROOT)  # [n·B, T, H] on the server
-        everyone = labels.new_empty(outputs.shape[0], *labels.shape[1:])
-        comm.gather(everyone, labels, ROOT)
+        outputs = gather(model.trunk(batch), self.mesh, "data", ROOT)  # [n·B, T, H] on the server
+        labels = {name: batch[name].new_empty(outputs.shape[0], *batch[name].shape[1:]) for name in model.labels}
+        for name, everyone in labels.items():
+            comm.gather(everyone, batch[name], ROOT)
         loss = outputs.new_zeros(())
         above = torch.empty_like(outputs)  # dL/d outputs; [0, T, H] on a worker
         if comm.index == ROOT:
             leaf = outputs.detach().requires_grad_()
-            loss = model.head(leaf, everyone, scale)
+            loss = model.loss(leaf, labels, scales)
             loss.backward()
             assert leaf.grad is not None, "the loss does not depend on the outputs"
             above = leaf.grad

@@ -11,25 +11,10 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from meshwright.batch import Batch, LoadRows, Model, Scales
 from meshwright.bucket import Bucket, Slot
 from meshwright.comm import DONE, Comm, Work, same_everywhere
 from meshwright.mesh import Mesh
-
-Batch = tuple[Tensor, Tensor]
-"""Inputs and labels, each [B, T]."""
-
-LoadRows = Callable[[int, int], Batch]
-"""load(first, count): rows first..first+count of the step's global batch."""
-
-
-class LanguageModel(Protocol):
-    """A model in two halves: hidden states, then head with loss."""
-
-    def __call__(self, inputs: Tensor, labels: Tensor, scale: float) -> Tensor: ...
-
-    def trunk(self, inputs: Tensor) -> Tensor: ...
-
-    def head(self, h: Tensor, labels: Tensor, scale: float) -> Tensor: ...
 
 
 class Policy(Protocol):
@@ -56,8 +41,8 @@ class Strategy(Protocol):
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         """This replica's rows of the step's global batch."""
 
-    def backward(self, model: LanguageModel, batch: Batch, scale: float, *, final: bool) -> Tensor:
-        """Forward and backward of a microbatch; its loss times `scale`. Only the final one may synchronise."""
+    def backward(self, model: Model, batch: Batch, scales: Scales, *, final: bool) -> Tensor:
+        """Forward and backward of a microbatch; its scaled loss. Only the final one may synchronise."""
 
     def finish(self) -> None:
         """Wait until the slots hold the whole gradient."""
@@ -102,9 +87,9 @@ class Synchroniser:
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         return load(self.mesh.index("data") * replica_batch, replica_batch)
 
-    def backward(self, model: LanguageModel, batch: Batch, scale: float, *, final: bool) -> Tensor:
+    def backward(self, model: Model, batch: Batch, scales: Scales, *, final: bool) -> Tensor:
         self.expect(final)
-        loss = model(*batch, scale)
+        loss = model(batch, scales)
         loss.backward()
         return loss.detach()
 

@@ -97,7 +97,7 @@ def _ask(loaded: LoadedModel, batch: list[_Question]) -> tuple[int, float]:
     longest = max(len(question.inputs) for question in batch)
     end = loaded.tokenizer.end  # padding to the right: nothing before it can see it
     inputs = torch.tensor([question.inputs + [end] * (longest - len(question.inputs)) for question in batch])
-    h = loaded.model.trunk(inputs.to(loaded.device))  # [B, T, H]
+    h = loaded.model.hidden(inputs.to(loaded.device))  # [B, T, H]
     correct, total = 0, 0.0
     for row, question in zip(h, batch, strict=True):
         stop = len(question.inputs)

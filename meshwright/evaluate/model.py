@@ -11,6 +11,7 @@ import torch
 from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config
+from meshwright.config.schema import Gpt2
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh import solo_mesh
@@ -51,6 +52,8 @@ def load_model(path: Path, device: str = "auto", context: int | None = None) -> 
     where = device_of(device)
     checkpoint = Checkpoint(find_checkpoint(path))
     config = checkpoint.config
+    if not isinstance(config.model, Gpt2):
+        raise CheckpointError(f"{checkpoint.folder} is a {config.model.family}: this needs a gpt2")
     positions = config.model.positions
     if context is not None and not 1 <= context <= positions:
         raise ConfigError.of("--context", context, "is no context of this model", f"1 to model.positions={positions}")

@@ -109,6 +109,6 @@ def _batch_loss(loaded: LoadedModel, tokens: np.ndarray, places: np.ndarray, cou
     inputs = torch.from_numpy(tokens[places].astype(np.int64)).to(loaded.device)
     labels = torch.from_numpy(tokens[places + 1].astype(np.int64)).to(loaded.device)
     mask = torch.from_numpy(counted).to(loaded.device) & (labels != loaded.tokenizer.end)
-    h = loaded.model.trunk(inputs)[mask].unsqueeze(0)  # [1, n, H]: the head works for what counts only
+    h = loaded.model.hidden(inputs)[mask].unsqueeze(0)  # [1, n, H]: the head works for what counts only
     losses = loaded.head.token_losses(h, labels[mask].unsqueeze(0))
     return float(losses.double().sum()), losses.numel()

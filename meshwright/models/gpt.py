@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.config.schema import Model
+from meshwright.batch import Batch, Scales
+from meshwright.config import Config
+from meshwright.config.schema import Gpt2
 from meshwright.shard import Initial
 from meshwright.tensor.gelu import gelu
-from meshwright.tensor.kit import Kit
+from meshwright.tensor.kit import Head, Kit
 
 
 @dataclass
@@ -41,11 +44,12 @@ class KeyValueCache:
 class Attention(nn.Module):
     """Causal self-attention over this rank's heads."""
 
-    def __init__(self, model: Model, kit: Kit, layer: int) -> None:
+    def __init__(self, model: Gpt2, kit: Kit, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.heads = kit.local_heads(model.heads)
         self.dropout = model.dropout
+        self.own_randomness = kit.own_randomness
         self.query_key_value = kit.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
         self.output = kit.contract(model.hidden, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
 
@@ -57,14 +61,15 @@ class Attention(nn.Module):
         causal = query.shape[2] > 1
         assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
         dropout = self.dropout if self.training else 0.0
-        core = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=causal)
+        with self.own_randomness(dropout):
+            core = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=causal)
         return self.output(core.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
     """Two linears with a GELU between."""
 
-    def __init__(self, model: Model, kit: Kit) -> None:
+    def __init__(self, model: Gpt2, kit: Kit) -> None:
         super().__init__()
         self.expand = kit.expand(model.hidden, model.inner, Initial(0.02))
         self.contract = kit.contract(model.inner, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
@@ -76,7 +81,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """h + attention(norm(h)), then h + feed_forward(norm(h))."""
 
-    def __init__(self, model: Model, kit: Kit, layer: int) -> None:
+    def __init__(self, model: Gpt2, kit: Kit, layer: int) -> None:
         super().__init__()
         self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
         self.attention = Attention(model, kit, layer)
@@ -90,11 +95,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens to a loss. `trunk` and `head` are its two halves: a strategy may put a rank boundary between them."""
+    """Tokens to a loss. Batch: `tokens` and `labels`, both [B, T]."""
 
-    def __init__(self, model: Model, kit: Kit) -> None:
+    labels = ("labels",)
+
+    def __init__(self, model: Gpt2, kit: Kit) -> None:
         super().__init__()
-        self.kit = kit
         self.tokens = kit.embedding(model.padded_vocabulary, model.hidden, Initial(0.02))
         self.positions = kit.embedding(model.positions, model.hidden, Initial(0.02))
         self.dropout = nn.Dropout(model.dropout)
@@ -103,13 +109,20 @@ class GPT(nn.Module):
         tied = self.tokens if model.tied else None
         self.head = kit.head_loss(model.hidden, model.vocabulary, model.padded_vocabulary, Initial(0.02), tied)
 
-    def forward(self, tokens: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """`scale` times the summed loss of a replica's microbatch; tokens and labels [B, T]."""
-        return self.head(self.trunk(tokens), self.kit.slice_batch(labels), scale)
+    def forward(self, batch: Batch, scales: Scales) -> Tensor:
+        return self.loss(self.trunk(batch), batch, scales)
 
-    def trunk(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def trunk(self, batch: Batch) -> Tensor:
+        return self.hidden(batch["tokens"])
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        return self.head(h, batch["labels"], scales["labels"])
+
+    def right(self, h: Tensor, batch: Batch) -> list[int]:
+        return [cast(Head, self.head).right(h, batch["labels"])]
+
+    def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """The normed hidden states [B, T, H] of tokens that follow those in the cache."""
-        tokens = self.kit.slice_batch(tokens)
         start = cache.num_tokens if cache is not None else 0
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         h = self.dropout(self.tokens(tokens) + self.positions(positions))
@@ -118,11 +131,13 @@ class GPT(nn.Module):
         return self.norm(h)
 
 
-def flops_per_sequence(model: Model, sequence: int) -> int:
+def flops_per_sample(config: Config) -> int:
     """Floating-point operations of a sequence's forward and backward pass: matrix products only, no recomputation.
 
     6 a weight and token (PaLM, arXiv 2204.02311, appendix B), attention counted whole though it is causal.
     """
+    model, sequence = config.model, config.data.sequence
+    assert isinstance(model, Gpt2), model
     products = (
         model.layers * (12 * model.hidden**2 + 2 * sequence * model.hidden) + model.padded_vocabulary * model.hidden
     )

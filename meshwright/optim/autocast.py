@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from meshwright.batch import Batch, Model, Scales
 
 
 class Autocast:
     """`model`, as a data-parallel strategy calls it, with per-operator casts to `dtype`."""
 
-    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: Model, device: torch.device, dtype: torch.dtype) -> None:
+        self.labels = model.labels
         self._model = model
         self._device = device.type
         self._dtype = dtype
 
-    def __call__(self, inputs: Tensor, labels: Tensor, scale: float) -> Tensor:
+    def __call__(self, batch: Batch, scales: Scales) -> Tensor:
         with torch.autocast(self._device, self._dtype):
-            loss: Tensor = self._model(inputs, labels, scale)
-        return loss
+            return self._model(batch, scales)
 
-    def trunk(self, inputs: Tensor) -> Tensor:
+    def trunk(self, batch: Batch) -> Tensor:
         with torch.autocast(self._device, self._dtype):
-            h: Tensor = self._model.trunk(inputs)
-        return h
+            return self._model.trunk(batch)
 
-    def head(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+    def right(self, h: Tensor, batch: Batch) -> list[int]:
         with torch.autocast(self._device, self._dtype):
-            loss: Tensor = self._model.head(h, labels, scale)
-        return loss
+            return self._model.right(h, batch)
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        with torch.autocast(self._device, self._dtype):
+            return self._model.loss(h, batch, scales)

@@ -1,20 +1,32 @@
-"""Head and cross entropy as one function that never holds whole logits.
+"""Head and cross entropy as one function that never holds whole logits, over a vocabulary that may be split over ranks.
 
 The gradient of the logits, softmax - onehot, needs nothing from above but a factor, so it is computed in the forward
 pass, chunk by chunk; only dh [B·T, H] and dW [V, H] are kept. A chunk's products are large enough for the matmul to be
 efficient; its element-wise work goes by slices that stay in a core's cache.
+
+| symbol | local shape | meaning                                                             |
+|--------|-------------|---------------------------------------------------------------------|
+| h      | [B·T, H]    | hidden states, the same on all ranks of the vocabulary's axis        |
+| W, b   | [V/p, H], [V/p] | this rank's classes; those past the vocabulary's end are padding |
+| logits | [C, V/p]    | of a chunk of C tokens                                              |
+
+Sends, a chunk: one all-gather of [C, 3] (the greatest logit, the sum of exponentials, the label's logit). The gradient
+of h is this rank's part of a sum over the axis: whoever brought h here adds the parts up.
+(Vocabulary-parallel cross entropy: Megatron-LM, arXiv 1909.08053, section 3; there in three all-reduces.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORED = -100
+from meshwright.batch import IGNORED
+from meshwright.comm import Comm
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20, "meta": 8 * 2**20}
 """A chunk's float32 logits [C, V]. 256 rows at V = 8192: fewer make slower products, more gain nothing."""
@@ -23,9 +35,36 @@ SLICE_BYTES = {"cpu": 2**19, "cuda": 256 * 2**20, "meta": 2**19}
 """The part of a chunk that is worked on element by element at a time: a CPU core's cache, all of it on a GPU."""
 
 
+@dataclass(frozen=True)
+class Classes:
+    """The classes that this rank holds: rows of a table of `vocabulary` real ones, split over `comm`'s ranks."""
+
+    vocabulary: int
+    comm: Comm
+
+    def held(self, table: Tensor) -> int:
+        """How many of the table's rows are real classes."""
+        return min(max(self.vocabulary - self.first(table), 0), table.shape[0])
+
+    def first(self, table: Tensor) -> int:
+        """The class of the table's first row."""
+        return self.comm.index * table.shape[0]
+
+    def everyone(self, mine: Tensor) -> Tensor:
+        """Every rank's [C, n], in rank order: [p, C, n]."""
+        gathered = mine.new_empty(self.comm.size, *mine.shape)
+        self.comm.all_gather(gathered, mine)
+        return gathered
+
+    @property
+    def exchange_bytes(self) -> dict[str, int]:
+        """Logits whose statistics travel together: alone in the world, those that are still in the cache."""
+        return SLICE_BYTES if self.comm.size == 1 else CHUNK_BYTES
+
+
 def _ranges(start: int, stop: int, row_elements: int, most_bytes: int) -> Iterator[slice]:
     """start..stop in runs of rows whose float32 elements fill `most_bytes`."""
-    rows = max(1, most_bytes // (4 * row_elements))
+    rows = max(1, most_bytes // (4 * max(1, row_elements)))
     for first in range(start, stop, rows):
         yield slice(first, min(first + rows, stop))
 
@@ -35,71 +74,124 @@ def _wide(h: Tensor) -> torch.dtype:
     return torch.promote_types(h.dtype, torch.float32)
 
 
+def _logits(h: Tensor, table: Tensor, bias: Tensor | None) -> Tensor:
+    """[C, V/p] of h [C, H]."""
+    logits = (h @ table.t()).to(_wide(h))
+    return logits if bias is None else logits.add_(bias)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, weight: Tensor, labels: Tensor, vocabulary: int, scale: float, differentiates: bool
+        ctx: Any,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        classes: Classes,
+        scale: float,
+        differentiates: bool,
     ) -> Tensor:
-        table = weight[:vocabulary]  # without the padding
+        held, first = classes.held(weight), classes.first(weight)
+        table, offsets = weight[:held], None if bias is None else bias[:held]  # without the padding
         counted = (labels != IGNORED).unsqueeze(1)
-        targets = labels.clamp(min=0).unsqueeze(1)
+        targets = labels.unsqueeze(1) - first
         factors = counted.to(_wide(h)) * scale  # a bool times a number would be float32
         losses = h.new_empty(h.shape[0], 1, dtype=_wide(h))
-        dh, dweight = (torch.empty_like(h), torch.empty_like(weight)) if differentiates else (h, weight)
+        dh, dweight = (torch.empty_like(h), torch.zeros_like(weight)) if differentiates else (h, weight)
+        dbias = None if bias is None else torch.zeros_like(bias)
         device = h.device.type
-        for chunk in _ranges(0, h.shape[0], vocabulary, CHUNK_BYTES[device]):
-            logits = (h[chunk] @ table.t()).to(_wide(h))  # [C, V]
-            for rows in _ranges(chunk.start, chunk.stop, vocabulary, SLICE_BYTES[device]):
+        for chunk in _ranges(0, h.shape[0], held, CHUNK_BYTES[device]):
+            logits = _logits(h[chunk], table, offsets)  # [C, V/p]
+            for rows in _ranges(chunk.start, chunk.stop, held, classes.exchange_bytes[device]):
                 part = logits[rows.start - chunk.start : rows.stop - chunk.start]
-                losses[rows] = _to_gradients(part, targets[rows], factors[rows])
+                losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes)
             if differentiates:
                 gradients = logits.to(h.dtype)
                 torch.mm(gradients, table, out=dh[chunk])
-                dweight[:vocabulary].addmm_(gradients.t(), h[chunk], beta=0 if chunk.start == 0 else 1)
-        if differentiates:
-            dweight[vocabulary:] = 0
-        ctx.save_for_backward(dh, dweight)
-        return torch.where(counted, losses, 0).sum(dtype=torch.promote_types(h.dtype, torch.float32)) * scale
+                dweight[:held].addmm_(gradients.t(), h[chunk], beta=0 if chunk.start == 0 else 1)
+                if dbias is not None:
+                    dbias[:held] += gradients.sum(0)
+        ctx.save_for_backward(dh, dweight, dbias)
+        return torch.where(counted, losses, 0).sum(dtype=_wide(h)) * scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        dh, dweight = ctx.saved_tensors
-        return dh.mul_(factor), dweight.mul_(factor), None, None, None, None
+        dh, dweight, dbias = ctx.saved_tensors
+        return dh.mul_(factor), dweight.mul_(factor), None if dbias is None else dbias.mul_(factor), *[None] * 4
 
 
-def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor) -> Tensor:
-    """The losses [C, 1] of logits [C, V], which become their gradients, (softmax - onehot) · factor, in place."""
-    picked = logits.gather(1, targets)
-    top = logits.amax(1, keepdim=True)
-    sums = logits.sub_(top).exp_().sum(1, keepdim=True)
-    losses = sums.log().add_(top).sub_(picked)
-    logits.scatter_add_(1, targets, -sums)
-    logits.mul_(factors / sums)
+def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Classes) -> Tensor:
+    """The losses [C, 1] of logits [C, V/p], which become their gradients, (softmax - onehot) · factor, in place.
+
+    `targets` [C, 1]: the labels as columns of these logits; those of other ranks, and ignored ones, lie outside.
+    """
+    mine = (targets >= 0) & (targets < logits.shape[1])
+    columns = torch.where(mine, targets, 0)
+    statistics = logits.new_zeros(logits.shape[0], 3)
+    top, sums, picked = statistics.split(1, 1)
+    top.fill_(torch.finfo(logits.dtype).min)
+    slices = list(_ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[logits.device.type]))
+    if logits.shape[1]:
+        for rows in slices:
+            part = logits[rows]
+            picked[rows] = part.gather(1, columns[rows]).masked_fill_(~mine[rows], 0)
+            top[rows] = part.amax(1, keepdim=True)
+            sums[rows] = part.sub_(top[rows]).exp_().sum(1, keepdim=True)
+    tops, everyones_sums, everyones_picked = classes.everyone(statistics).split(1, 2)  # [p, C, 1] each
+    highest = tops.amax(0)
+    total = (everyones_sums * (tops - highest).exp_()).sum(0)
+    losses = total.log().add_(highest).sub_(everyones_picked.sum(0))
+    if logits.shape[1]:
+        shares = (top - highest).exp_() * factors / total
+        for rows in slices:
+            logits[rows].mul_(shares[rows]).scatter_add_(1, columns[rows], -factors[rows] * mine[rows])
     return losses
 
 
-def chunked_loss(h: Tensor, weight: Tensor, labels: Tensor, vocabulary: int, scale: float) -> Tensor:
-    """`scale` times the sum of the counted tokens' cross entropy.
+def chunked_loss(
+    h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes, scale: float
+) -> Tensor:
+    """`scale` times the sum of the counted tokens' cross entropy; the same on all ranks of the vocabulary's axis.
 
-    h [B·T, H]; weight [padded V, H]; labels [B·T], -100 is not counted; rows of the weight from `vocabulary` on are
-    padding. The scale goes into the gradients as they are made, so that half-precision ones do not underflow.
+    h [B·T, H]; weight [V/p, H]; bias [V/p]; labels [B·T], -100 is not counted. The scale goes into the gradients as
+    they are made, so that half-precision ones do not underflow.
     """
     if torch.is_autocast_enabled(h.device.type):
         dtype = torch.get_autocast_dtype(h.device.type)
-        h, weight = h.to(dtype), weight.to(dtype)
+        h, weight, bias = h.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     with torch.autocast(h.device.type, enabled=False):
         differentiates = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
-        loss: Tensor = _ChunkedLoss.apply(h, weight, labels, vocabulary, scale, differentiates)
+        loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, differentiates)
     return loss
 
 
 @torch.no_grad()
-def chunked_token_losses(h: Tensor, weight: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
-    """The cross entropy of every token [B·T], at least float32; 0 where the label is -100."""
+def num_right(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes) -> int:
+    """How many counted tokens have their label as the likeliest class; of equals, the lowest."""
+    held, first = classes.held(weight), classes.first(weight)
+    table, offsets = weight[:held], None if bias is None else bias[:held]
+    right = 0
+    for rows in _ranges(0, h.shape[0], held, CHUNK_BYTES[h.device.type]):
+        best = h.new_full((rows.stop - rows.start, 2), torch.finfo(h.dtype).min, dtype=torch.float64)
+        if held:
+            values, columns = _logits(h[rows], table, offsets).max(1)
+            best = torch.stack([values.double(), (columns + first).double()], 1)  # [C, 2]: the logit, its class
+        everyone = classes.everyone(best)  # [p, C, 2]
+        winner = everyone[:, :, 0].argmax(0)
+        likeliest = everyone[:, :, 1].gather(0, winner[None])[0].long()
+        right += int((likeliest == labels[rows]).sum())
+    return right
+
+
+@torch.no_grad()
+def chunked_token_losses(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: int) -> Tensor:
+    """The cross entropy of every token [B·T] over a whole table, at least float32; 0 where the label is -100."""
     losses = h.new_zeros(h.shape[0], dtype=_wide(h))
+    table, offsets = weight[:vocabulary], None if bias is None else bias[:vocabulary]
     for rows in _ranges(0, h.shape[0], vocabulary, CHUNK_BYTES[h.device.type]):
-        logits = (h[rows] @ weight[:vocabulary].t()).to(_wide(h))
+        logits = _logits(h[rows], table, offsets)
         targets = labels[rows].clamp(min=0).unsqueeze(1)
         picked = logits.gather(1, targets).squeeze(1)
         losses[rows] = torch.where(labels[rows] != IGNORED, logits.logsumexp(1) - picked, 0)

@@ -6,6 +6,7 @@ A model calls these and plain torch functions that act element by element or hea
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -14,20 +15,34 @@ from meshwright.shard import Initial
 
 
 class Head(Protocol):
-    """The language-model head with its loss."""
+    """A linear over V classes (a vocabulary, usually) with its cross entropy.
+
+    h [B, T, H]; labels [B, t], t <= T: -100 is not counted, and neither is a token without a label. (So a model can put
+    h[:, :1] into layers and a head of its own, and label one token, also where a kit splits the sequence: there the
+    slice is the first token of each part, and the first of these is the labelled one.)
+    """
 
     def __call__(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """The sum of the counted tokens' losses times `scale`. h [B, T, H]; labels [B, T], -100 is not counted."""
+        """The sum of the counted tokens' losses times `scale`."""
+
+    def right(self, h: Tensor, labels: Tensor) -> int:
+        """How many counted tokens of this rank's rows have their label as the likeliest class. Without gradients."""
 
     def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
-        """Each token's loss in float32, [B, T]; 0 where it is not counted. Without gradients."""
+        """Each token's loss in float32, [B, T]; 0 where it is not counted. Without gradients. Serial kit only."""
 
     def logits(self, h: Tensor) -> Tensor:
-        """[B, T, V], without the padding of the vocabulary. Without gradients."""
+        """[B, T, V], without the padding of the vocabulary. Without gradients. Serial kit only."""
 
 
 class Kit(Protocol):
-    """What a model may ask for. Each word makes a module whose parameters carry their ShardSpec."""
+    """What a model may ask for. Each layer carries its parameters' ShardSpecs.
+
+    `split_axes`: the mesh axes whose ranks hold different parts of the activations between two pairs of linears, so
+    that their dropout masks must differ; on all others they must be the same.
+    """
+
+    split_axes: tuple[str, ...]
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         """ids [B, T] -> [B, T, H]."""
@@ -45,7 +60,14 @@ class Kit(Protocol):
         """[B, T, N] -> [B, T, H]."""
 
     def head_loss(
-        self, hidden: int, vocabulary: int, padded: int, initial: Initial, tied: nn.Module | None
+        self,
+        hidden: int,
+        vocabulary: int,
+        padded: int,
+        initial: Initial,
+        tied: nn.Module | None = None,
+        *,
+        bias: bool = False,
     ) -> nn.Module:
         """A `Head`. `tied`: the token embedding whose weight it shares; None: a weight of its own."""
 
@@ -53,4 +75,10 @@ class Kit(Protocol):
         """How many attention heads this rank computes."""
 
     def slice_batch(self, x: Tensor) -> Tensor:
-        """This rank's rows of a replica's batch [B, ...]."""
+        """This rank's rows of a replica's batch [B, ...]; the train loop calls it, models see the result."""
+
+    def own_randomness(self, rate: float) -> AbstractContextManager[None]:
+        """Around what draws random numbers inside a pair of linears, with probability `rate`: each rank its own."""
+
+    def end_step(self) -> None:
+        """The weights have changed: forget what was derived from them."""

@@ -11,12 +11,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.mesh import Mesh
 from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
-from meshwright.tensor.cross_entropy import chunked_loss, chunked_token_losses
+from meshwright.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses, num_right
 from meshwright.tensor.linear import linear
 
 
@@ -62,32 +64,47 @@ class SerialHead(ShardedModule):
     """Language-model head and cross entropy, chunk by chunk: never whole logits, padding rows never seen."""
 
     def __init__(
-        self, mesh: Mesh, hidden: int, vocabulary: int, padded: int, initial: Initial, tied: nn.Module | None
+        self,
+        mesh: Mesh,
+        hidden: int,
+        vocabulary: int,
+        padded: int,
+        initial: Initial,
+        tied: nn.Module | None,
+        bias: bool,
     ) -> None:
         super().__init__(mesh)
-        self.vocabulary = vocabulary
+        self.classes = Classes(vocabulary, mesh.comm())
         if tied is None:
             self.weight = self.declare("weight", ShardSpec((padded, hidden), initial=initial))
         else:
             self.table = (tied,)  # in a tuple: the weight belongs to the embedding and is registered there once
+        self.bias = self.declare("bias", ShardSpec((padded,), matrix=False)) if bias else None
 
     def _weight(self) -> Tensor:
         table: Tensor = self.table[0].weight if "weight" not in self.specs else self.weight  # type: ignore[assignment]
         return table
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        return chunked_loss(h.flatten(0, -2), self._weight(), labels.flatten(), self.vocabulary, scale)
+        return chunked_loss(h.flatten(0, -2), self._weight(), self.bias, labels.flatten(), self.classes, scale)
+
+    def right(self, h: Tensor, labels: Tensor) -> int:
+        return num_right(h.flatten(0, -2), self._weight(), self.bias, labels.flatten(), self.classes)
 
     def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
-        losses = chunked_token_losses(h.flatten(0, -2), self._weight(), labels.flatten(), self.vocabulary)
+        vocabulary = self.classes.vocabulary
+        losses = chunked_token_losses(h.flatten(0, -2), self._weight(), self.bias, labels.flatten(), vocabulary)
         return losses.view(labels.shape)
 
     def logits(self, h: Tensor) -> Tensor:
-        return F.linear(h, self._weight()[: self.vocabulary])
+        bias = None if self.bias is None else self.bias[: self.classes.vocabulary]
+        return F.linear(h, self._weight()[: self.classes.vocabulary], bias)
 
 
 class SerialKit:
     """One device."""
+
+    split_axes: tuple[str, ...] = ()
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -105,12 +122,25 @@ class SerialKit:
         return SerialLinear(self.mesh, inner, (hidden,), initial)
 
     def head_loss(
-        self, hidden: int, vocabulary: int, padded: int, initial: Initial, tied: nn.Module | None
+        self,
+        hidden: int,
+        vocabulary: int,
+        padded: int,
+        initial: Initial,
+        tied: nn.Module | None = None,
+        *,
+        bias: bool = False,
     ) -> nn.Module:
-        return SerialHead(self.mesh, hidden, vocabulary, padded, initial, tied)
+        return SerialHead(self.mesh, hidden, vocabulary, padded, initial, tied, bias)
 
     def local_heads(self, heads: int) -> int:
         return heads
 
     def slice_batch(self, x: Tensor) -> Tensor:
         return x
+
+    def own_randomness(self, rate: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end_step(self) -> None:
+        return None

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright.build import Parts, build, resolve_transport
+from meshwright.build import Parts, build, family_of, resolve_transport
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, newest_step, pieces_of, restore
 from meshwright.checkpoint.manifest import Progress
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config, dump_config
-from meshwright.data.packed import PackedCorpus, corpus_for, open_packed
+from meshwright.config.schema import Layout
+from meshwright.data.dataset import Opened
 from meshwright.data.progress import silent
-from meshwright.data.sampler import TokenBatches
-from meshwright.environment import Environment, cache_folder, read_environment, rendezvous
-from meshwright.errors import ConfigError, DataError
+from meshwright.environment import Environment, read_environment, rendezvous
+from meshwright.errors import ConfigError
 from meshwright.grid import Grid
 from meshwright.launch import Job, StopRequest, joined, launch, run_worker
-from meshwright.mesh import open_mesh
+from meshwright.mesh import Mesh, open_mesh
 from meshwright.report.curves import draw_loss
 from meshwright.train.console import RunDisplay
 from meshwright.train.loop import Trainer
@@ -80,16 +81,14 @@ def train(config: Config, out: Path, *, resume: bool, progress: Any = silent) ->
     environment = read_environment()
     if not resume and environment.attempt == 0 and (out / "metrics.jsonl").exists():
         raise ConfigError.of("--out", out, "holds a run already", "another folder, or --resume to go on with it")
-    corpus = corpus_for(config.data, cache_folder(), progress)
-    corpus.check_vocabulary(config.model.vocabulary)
-    batches_of(config, corpus)  # a corpus that is too short fails here, once
+    data = family_of(config).dataset.prepare(config, progress)
     resources = resources_of(config)
     if environment.rank == 0:
         _prepare_folder(out, config)
     arguments = {
         "config": config.model_dump(mode="json", by_alias=True),
         "out": str(out),
-        "corpus": str(corpus.folder),
+        "data": str(data),
         "resume": resume,
         "transport": resources.transport,
         "device": resources.device,
@@ -106,17 +105,12 @@ def _prepare_folder(out: Path, config: Config) -> None:
         raise ConfigError.of("--out", out, rule, "a folder that you may write to") from error
 
 
-def batches_of(config: Config, corpus: PackedCorpus) -> tuple[TokenBatches, TokenBatches | None]:
-    """The training batches, and the held-out ones where the run validates. Raises DataError where there are too few."""
-    sequence, rows = config.data.sequence, config.batch.global_
-    train = TokenBatches(corpus, "train", sequence, config.seed)
-    if not config.validation.every:
-        return train, None
-    held_out = TokenBatches(corpus, "validation", sequence, config.seed)
-    if not held_out.num_validation_batches(rows):
-        has = f"has {len(held_out)} sequences of data.sequence={sequence}"
-        raise DataError(f"the validation split {has}, fewer than batch.global={rows}: raise data.validation")
-    return train, held_out
+@contextmanager
+def open_layout(layout: Layout, environment: Environment, transport: str, device: torch.device) -> Iterator[Mesh]:
+    """This rank's mesh of a layout, for as long as the context is entered."""
+    grid = Grid(layout.axes)
+    with open_mesh(grid, environment, transport, device, rendezvous(), layout.token_axes) as mesh:
+        yield mesh
 
 
 def worker_device(device: str, environment: Environment) -> torch.device:
@@ -133,7 +127,7 @@ def worker(
     *,
     config: dict[str, Any],
     out: str,
-    corpus: str,
+    data: str,
     resume: bool,
     transport: str,
     device: str,
@@ -141,27 +135,27 @@ def worker(
     """One rank of a training job."""
     settings = Config.model_validate(config)
     where = worker_device(device, environment)
-    with open_mesh(Grid(settings.layout.axes), environment, transport, where, rendezvous()) as mesh:
-        run = _Run(build(settings, mesh), open_packed(Path(corpus)), Path(out))
+    with open_layout(settings.layout, environment, transport, where) as mesh:
+        opened = family_of(settings).dataset.open(settings, Path(data))
+        run = _Run(build(settings, mesh), opened, Path(out))
         run.train(stop, resume=resume or environment.attempt > 0, attempt=environment.attempt)
 
 
 class _Run:
     """A rank's training run: the trainer, and around it checkpoints, validation, metrics and the display."""
 
-    def __init__(self, parts: Parts, corpus: PackedCorpus, out: Path) -> None:
+    def __init__(self, parts: Parts, data: Opened, out: Path) -> None:
         self.parts = parts
         self.config = parts.config
-        self.corpus = corpus
+        self.data = data
         self.out = out
         self.first = parts.mesh.rank == 0
-        self.batches, self.held_out = batches_of(self.config, corpus)
 
     def train(self, stop: StopRequest, *, resume: bool, attempt: int) -> None:
         """From the newest checkpoint or the beginning to the last step, or to a stop request."""
         dump = self.config.model_dump(mode="json", by_alias=True)
-        folder, keep, tokenizer = self.out / "checkpoints", self.config.checkpoint.keep, self.corpus.tokenizer.to_json()
-        writer = CheckpointWriter(folder, self.parts.mesh, keep, dump, tokenizer)
+        folder, keep = self.out / "checkpoints", self.config.checkpoint.keep
+        writer = CheckpointWriter(folder, self.parts.mesh, keep, dump, self.data.tokenizer)
         newest = newest_step(self.out / "checkpoints") if resume else None
         started = Progress() if newest is None else restore(self.parts, Checkpoint(newest))
         with RunDisplay(started.step, self.config.steps, speaks=self.first) as display:
@@ -173,7 +167,7 @@ class _Run:
             metrics = None
             if self.first:
                 metrics = MetricsWriter(self.out, started.step, tensorboard=self.config.metrics.tensorboard)
-            trainer = Trainer(self.parts, self.batches, step=started.step, samples=started.samples)
+            trainer = Trainer(self.parts, self.data.train, step=started.step, samples=started.samples)
             while trainer.step < self.config.steps:
                 line, stopping = trainer.turn(stop)
                 self._validate(trainer, line)
@@ -193,7 +187,8 @@ class _Run:
 
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         layout = self.config.layout
-        display.say(f"{layout.world_size} ranks, data {layout.data.size} ({layout.data.sync}); writing to {self.out}")
+        axes = ", ".join(f"{name} {size}" for name, size in layout.axes)
+        display.say(f"{layout.world_size} ranks: {axes} ({layout.data.sync}); writing to {self.out}")
         for name in unfinished:
             display.say(f"removed a checkpoint that was never finished: {name}")
         if attempt:
@@ -203,9 +198,11 @@ class _Run:
 
     def _validate(self, trainer: Trainer, line: dict[str, Any]) -> None:
         every = self.config.validation.every
-        if self.held_out is not None and (trainer.step % every == 0 or trainer.step == self.config.steps):
-            num = min(self.config.validation.batches, self.held_out.num_validation_batches(self.config.batch.global_))
-            line["validation_loss"] = trainer.validate(self.held_out, num)
+        held_out = self.data.held_out
+        if held_out is not None and (trainer.step % every == 0 or trainer.step == self.config.steps):
+            line |= trainer.validate(
+                held_out, min(self.config.validation.batches, len(held_out) // self.config.batch.global_)
+            )
 
     def _farewell(self, display: RunDisplay, step: int) -> None:
         ended = "finished" if step == self.config.steps else "stopped; --resume goes on from here"

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.batch import Batch, Samples, counts_of, rows_of, scales_of, to_device
 from meshwright.build import Parts
-from meshwright.data.sampler import TokenBatches
-from meshwright.data_parallel.strategy import Batch
 from meshwright.launch.stop import StopRequest
-from meshwright.models.gpt import flops_per_sequence
 from meshwright.shard import seed_of
-from meshwright.tensor.cross_entropy import IGNORED
 from meshwright.train.metrics import (
     BusyClock,
     StepFacts,
@@ -31,16 +28,16 @@ from meshwright.train.pulse import Beat, Pulse
 
 @dataclass(frozen=True)
 class Loaded:
-    """A replica's rows of a step's batch, and how many tokens of the global batch count."""
+    """A replica's rows of a step's batch, and how many elements of each label count in the global batch."""
 
     batch: Batch
-    counted: int
+    counts: list[int]
 
 
 class Trainer:
     """Turns the parts over a stream of batches. `step` counts finished steps, `samples` is the data cursor."""
 
-    def __init__(self, parts: Parts, train: TokenBatches, *, step: int = 0, samples: int = 0) -> None:
+    def __init__(self, parts: Parts, train: Samples, *, step: int = 0, samples: int = 0) -> None:
         self.parts = parts
         self.train = train
         self.step = step
@@ -48,12 +45,12 @@ class Trainer:
         self._clock = BusyClock(parts.mesh.device)
         self._sent: dict[str, int] = {}
         config = parts.config
-        self.flops = flops_per_sequence(config.model, config.data.sequence) * config.batch.global_
+        self.flops = parts.flops_per_sample * config.batch.global_
         self.peak = peak_flops(config.metrics.peak_flops, parts.mesh.device)
         batch = self._load(samples)
-        mine = torch.tensor([_counted(batch)], dtype=torch.float64, device=parts.mesh.device)
+        mine = torch.tensor(counts_of(batch, parts.model.labels), dtype=torch.float64, device=parts.mesh.device)
         parts.mesh.comm("data").all_reduce(mine)
-        self._next = Loaded(batch, int(mine))
+        self._next = Loaded(batch, [int(count) for count in mine])
 
     def turn(
         self, stop: StopRequest | None, observe: Callable[[], None] | None = None
@@ -74,15 +71,16 @@ class Trainer:
             observe()
         result = parts.optimizer.step(self.step)
         parts.strategy.publish()
+        parts.kit.end_step()
         beats = pulse.read()
-        replicas = [beats[rank].next_tokens for rank in parts.mesh.grid.group(parts.mesh.rank, "data")]
-        self._next = Loaded(following, sum(replicas))
+        replicas = [beats[rank].next_counts for rank in parts.mesh.grid.group(parts.mesh.rank, "data")]
+        self._next = Loaded(following, [sum(counts) for counts in zip(*replicas, strict=True)])
         self.step += 1
         self._empty_cache()
         seconds = time.perf_counter() - started
         facts = StepFacts(
             step=self.step,
-            tokens=loaded.counted,
+            tokens=parts.tokens_per_sample * parts.config.batch.global_,
             step_seconds=seconds,
             learning_rate=result.learning_rate,
             grad_norm=result.gradient_norm,
@@ -95,24 +93,33 @@ class Trainer:
 
     def _backward(self, loaded: Loaded, scale: float) -> float:
         parts, config = self.parts, self.parts.config
-        inputs, labels = loaded.batch
-        parts.model.train()
+        scales = scales_of(parts.model.labels, loaded.counts, scale)
+        parts.module.train()
         total = torch.zeros((), dtype=torch.float64, device=parts.mesh.device)
         for index in range(config.num_microbatches):
             rows = slice(index * config.micro, (index + 1) * config.micro)
-            label = f"{config.seed}/dropout/{self.samples}/{index}/{parts.mesh.index('data')}"
-            torch.manual_seed(seed_of(label))
+            place = "/".join(str(parts.mesh.index(axis)) for axis in ("data", *parts.kit.split_axes))
+            torch.manual_seed(seed_of(f"{config.seed}/dropout/{self.samples}/{index}/{place}"))
             final = index == config.num_microbatches - 1
-            part = scale / max(1, loaded.counted)
-            total += parts.strategy.backward(parts.language_model, (inputs[rows], labels[rows]), part, final=final)
-        return float(total)
+            batch = self._slice(rows_of(loaded.batch, rows))
+            total += parts.strategy.backward(parts.model, batch, scales, final=final)
+        return self._once(float(total))
+
+    def _slice(self, batch: Batch) -> Batch:
+        """This rank's rows of a replica's microbatch."""
+        return {name: self.parts.kit.slice_batch(x) for name, x in batch.items()}
+
+    def _once(self, loss: float) -> float:
+        """A loss that other ranks of the replica hold as well, counted on the first of them only."""
+        mesh = self.parts.mesh
+        alike = (axis for axis in mesh.grid.names if axis not in self.parts.config.layout.batch_axes)
+        return loss if mesh.index(*alike) == 0 else 0.0
 
     def _load(self, samples: int) -> Batch:
         device = self.parts.mesh.device
 
         def load(first: int, count: int) -> Batch:
-            inputs, labels = self.train.samples(samples + first, count)
-            return inputs.to(device), labels.to(device)
+            return to_device(self.train.samples(samples + first, count), device)
 
         return self.parts.strategy.share(load, self.parts.config.replica_batch)
 
@@ -121,7 +128,7 @@ class Trainer:
         before, self._sent = self._sent, mesh.ledger.sent_bytes()
         return Beat(
             loss=loss,
-            next_tokens=_counted(following),
+            next_counts=counts_of(following, self.parts.model.labels),
             stop=stop is not None and stop.requested,
             busy_seconds=self._clock.lap(),
             peak_memory_bytes=peak_memory_bytes(mesh.device),
@@ -129,27 +136,32 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def validate(self, batches: TokenBatches, num_batches: int) -> float:
-        """The mean loss over the first `num_batches` global batches of a held-out split."""
+    def validate(self, held_out: Samples, num_batches: int) -> dict[str, float]:
+        """Over the first `num_batches` global batches of a held-out split: the mean loss, and how often the model's
+        likeliest answer is the first label."""
         parts, config = self.parts, self.parts.config
-        parts.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=parts.mesh.device)
-        first = parts.mesh.index("data") * config.replica_batch
+        parts.module.eval()
+        names = parts.model.labels
+        sums = torch.zeros(3, len(names), dtype=torch.float64, device=parts.mesh.device)  # losses, counts, right
+        mine = parts.mesh.index("data") * config.replica_batch
         for index in range(num_batches):
-            inputs, labels = batches.validation_slice(index, config.batch.global_, first, config.replica_batch)
+            rows = held_out.held_out(index * config.batch.global_ + mine, config.replica_batch)
             for start in range(0, config.replica_batch, config.micro):
-                rows = slice(start, start + config.micro)
-                batch = inputs[rows].to(parts.mesh.device), labels[rows].to(parts.mesh.device)
-                sums[0] += parts.language_model(*batch, 1.0)
-                sums[1] += _counted(batch)
-        parts.mesh.comm("data").all_reduce(sums)
-        return float(sums[0] / sums[1])
+                micro = to_device(rows_of(rows, slice(start, start + config.micro)), parts.mesh.device)
+                batch = self._slice(micro)
+                h = parts.model.trunk(batch)
+                for column, name in enumerate(names):
+                    only = {other: float(other == name) for other in names}
+                    sums[0, column] += parts.model.loss(h, batch, only)
+                sums[1] += torch.tensor(counts_of(batch, names))
+                sums[2] += torch.tensor(parts.model.right(h, batch))
+        parts.mesh.comm(*config.layout.batch_axes).all_reduce(sums)
+        return {
+            "validation_loss": float((sums[0] / sums[1]).sum()),
+            "validation_accuracy": float(sums[2, 0] / sums[1, 0]),
+        }
 
     def _empty_cache(self) -> None:
         every = self.parts.config.memory.empty_cache_every
         if every and self.step % every == 0:
             release_free_memory(self.parts.mesh.device)
-
-
-def _counted(batch: Batch) -> int:
-    return int((batch[1] != IGNORED).sum())

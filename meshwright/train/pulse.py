@@ -16,23 +16,24 @@ from meshwright.mesh import Mesh
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank says: its share of the loss, of the next step's counted tokens, and how it fares."""
+    """What one rank says: its share of the loss, of the next step's counted labels, and how it fares."""
 
     loss: float
-    next_tokens: int
+    next_counts: list[int]
     stop: bool
     busy_seconds: float
     peak_memory_bytes: int
     sent_bytes: tuple[int, ...]
 
     def numbers(self) -> list[float]:
-        head = [self.loss, self.next_tokens, self.stop, self.busy_seconds, self.peak_memory_bytes]
-        return [float(number) for number in (*head, *self.sent_bytes)]
+        head = [self.loss, self.stop, self.busy_seconds, self.peak_memory_bytes]
+        return [float(number) for number in (*head, *self.next_counts, *self.sent_bytes)]
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Beat:
-        loss, tokens, stop, busy, peak, *sent = numbers
-        return cls(loss, int(tokens), bool(stop), busy, int(peak), tuple(map(int, sent)))
+    def of(cls, numbers: Sequence[float], num_labels: int) -> Beat:
+        loss, stop, busy, peak, *rest = numbers
+        counts, sent = rest[:num_labels], rest[num_labels:]
+        return cls(loss, list(map(int, counts)), bool(stop), busy, int(peak), tuple(map(int, sent)))
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,15 @@ class Pulse:
 
     everyone: torch.Tensor
     work: Work
+    num_labels: int
 
     @classmethod
     def send(cls, mesh: Mesh, beat: Beat) -> Pulse:
         mine = torch.tensor(beat.numbers(), dtype=torch.float64, device=mesh.device)
         everyone = mine.new_empty(mesh.world.size, mine.numel())
-        return cls(everyone, mesh.world.all_gather(everyone, mine, wait=False))
+        return cls(everyone, mesh.world.all_gather(everyone, mine, wait=False), len(beat.next_counts))
 
     def read(self) -> list[Beat]:
         """The beats in rank order."""
         self.work.wait()
-        return [Beat.of(row) for row in self.everyone.tolist()]
+        return [Beat.of(row, self.num_labels) for row in self.everyone.tolist()]

@@ -9,21 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.build import build
+from meshwright.build import build, family_of
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Progress
 from meshwright.checkpoint.restore import Piece, gradient_pieces
 from meshwright.config import Config, parse_config
-from meshwright.data.packed import corpus_for, open_packed
 from meshwright.data.progress import Progress as Report
 from meshwright.data.progress import silent
-from meshwright.data.sampler import TokenBatches
-from meshwright.environment import Environment, cache_folder, rendezvous
+from meshwright.environment import Environment
 from meshwright.errors import LaunchError, MismatchError
-from meshwright.grid import Grid
 from meshwright.launch import Job, StopRequest, joined
-from meshwright.mesh import Mesh, open_mesh
-from meshwright.train.job import resources_of, run_ranks, worker_device
+from meshwright.mesh import Mesh
+from meshwright.train.job import open_layout, resources_of, run_ranks, worker_device
 from meshwright.train.loop import Trainer
 from meshwright.verify.compare import Row, Tolerance, compare_losses, compare_tensors, tolerance_of
 
@@ -81,15 +78,14 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
     if joined():
         raise LaunchError("verify starts its own workers: run it outside of torchrun, srun and mpirun")
     config = comparable(config, as_configured=as_configured)
-    corpus = corpus_for(config.data, cache_folder(), report)
-    corpus.check_vocabulary(config.model.vocabulary)
+    data = family_of(config).dataset.prepare(config, report)
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
         left = []
         for name, run in (("layout", config), ("serial", serial_twin(config))):
             report(f"{run.layout.world_size} ranks, {steps} steps", None)
             out = Path(folder) / name
             out.mkdir()
-            left.append(_run(run, out, corpus.folder, steps))
+            left.append(_run(run, out, data, steps))
         rows = tuple(_compare(left[0], left[1], tolerance_of(config)))
     return Verdict(config, steps, rows)
 
@@ -103,12 +99,12 @@ class _Left:
     weights: Checkpoint
 
 
-def _run(config: Config, out: Path, corpus: Path, steps: int) -> _Left:
+def _run(config: Config, out: Path, data: Path, steps: int) -> _Left:
     resources = resources_of(config)
     arguments = {
         "config": config.model_dump(mode="json", by_alias=True),
         "out": str(out),
-        "corpus": str(corpus),
+        "data": str(data),
         "steps": steps,
         "transport": resources.transport,
         "device": resources.device,
@@ -130,7 +126,7 @@ def worker(
     *,
     config: dict[str, Any],
     out: str,
-    corpus: str,
+    data: str,
     steps: int,
     transport: str,
     device: str,
@@ -138,12 +134,10 @@ def worker(
     """One rank: some steps, the first one's gradients, the last one's weights."""
     settings = Config.model_validate(config)
     folder = Path(out)
-    with open_mesh(
-        Grid(settings.layout.axes), environment, transport, worker_device(device, environment), rendezvous()
-    ) as mesh:
+    where = worker_device(device, environment)
+    with open_layout(settings.layout, environment, transport, where) as mesh:
         parts = build(settings, mesh)
-        batches = TokenBatches(open_packed(Path(corpus)), "train", settings.data.sequence, settings.seed)
-        trainer = Trainer(parts, batches)
+        trainer = Trainer(parts, family_of(settings).dataset.open(settings, Path(data)).train)
         losses = []
         for step in range(steps):
             scale = parts.optimizer.scaler.scale

@@ -53,7 +53,7 @@ def test_every_epoch_has_every_window_once_in_another_order() -> None:
 def test_windows_are_the_tokens_and_labels_the_next_ones(corpus: PackedCorpus, batches: TokenBatches) -> None:
     tokens = np.asarray(corpus.tokens("train")).astype(np.int64)
     assert len(batches) == (len(tokens) - 1) // T
-    inputs, labels = batches.samples(0 * len(batches) + 0, len(batches))
+    inputs, labels = batches.samples(0, len(batches)).values()
     assert inputs.shape == labels.shape == (len(batches), T)
     assert inputs.dtype == labels.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
@@ -68,27 +68,24 @@ def test_the_ranks_slices_make_the_global_batch(batches: TokenBatches, num_ranks
         whole = batches.samples(step * 12 + 0, 12)
         part = 12 // num_ranks
         slices = [batches.samples(step * 12 + rank * part, part) for rank in range(num_ranks)]
-        assert torch.equal(torch.cat([inputs for inputs, _ in slices]), whole[0])
-        assert torch.equal(torch.cat([labels for _, labels in slices]), whole[1])
+        for name, expected in whole.items():
+            assert torch.equal(torch.cat([part[name] for part in slices]), expected)
 
 
 def test_a_run_resumed_in_the_middle_goes_on_alike(corpus: PackedCorpus, batches: TokenBatches) -> None:
-    whole = [batches.samples(step * 10 + 0, 10)[0] for step in range(2 * len(batches) // 10)]
+    whole = [batches.samples(step * 10, 10)["tokens"] for step in range(2 * len(batches) // 10)]
     resumed = TokenBatches(corpus, "train", T, seed=1)
     for step in range(len(whole) // 2, len(whole)):
-        assert torch.equal(resumed.samples(step * 10 + 0, 10)[0], whole[step])
+        assert torch.equal(resumed.samples(step * 10, 10)["tokens"], whole[step])
     assert not torch.equal(whole[0], whole[1])
 
 
 def test_validation_goes_through_the_first_windows_in_order(corpus: PackedCorpus) -> None:
     held_out = TokenBatches(corpus, "validation", T, seed=1)
     tokens = np.asarray(corpus.tokens("validation")).astype(np.int64)
-    num_batches = held_out.num_validation_batches(4)
-    assert num_batches == len(held_out) // 4 >= 2
-    parts = [held_out.validation_slice(index, 4, row, 2)[0] for index in range(num_batches) for row in (0, 2)]
-    assert torch.cat(parts).flatten().tolist() == tokens[: num_batches * 4 * T].tolist()
-    with pytest.raises(DataError, match=rf"validation: has {len(held_out)} windows of data\.sequence={T}, batch"):
-        held_out.validation_slice(num_batches, 4, 0, 2)
+    assert len(held_out) >= 8
+    parts = [held_out.held_out(row, 2)["tokens"] for row in (0, 2, 4, 6)]
+    assert torch.cat(parts).flatten().tolist() == tokens[: 8 * T].tolist()
 
 
 def test_a_split_shorter_than_a_window_is_refused(corpus: PackedCorpus) -> None:

@@ -13,6 +13,7 @@ from meshwright.grid import Grid
 from meshwright.mesh import Mesh
 from meshwright.optim.optimizer import Optimizer
 from meshwright.shard import shard_specs
+from meshwright.tensor.serial import SerialKit
 from tests.data_parallel.test_equality import config_for
 from tests.workers import run_ranks
 
@@ -26,12 +27,12 @@ def plant_in_bucket(
     """Rank 1 begins with a wrong element; what was found twice in a row, the weights, the masters' weights."""
     parts = build(config_for(sync, mesh.size("data"), **changes), mesh)
     if mesh.rank == 1:
-        parts.model.get_parameter(WRONG).data[-1, -1] += 1
+        parts.module.get_parameter(WRONG).data[-1, -1] += 1
     optimizer = Optimizer(parts.config, parts.strategy.slots, mesh)  # its masters are copies of the wrong weights
     found = parts.strategy.equalise()
     optimizer.equalise()
     again = [*parts.strategy.equalise(), *optimizer.equalise()]
-    weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in parts.module.named_parameters()}
     masters = [master.detach().clone() for master in optimizer.masters]
     return found, again, weights, masters
 
@@ -39,7 +40,7 @@ def plant_in_bucket(
 def plant_in_fsdp(mesh: Mesh) -> tuple[list[str], Tensor]:
     """The same with fully_shard, which looks before it cuts."""
     config = config_for("fsdp", mesh.size("data"))
-    model = build_model(config, mesh)
+    model = build_model(config, SerialKit(mesh), mesh)
     if mesh.rank == 1:
         model.get_parameter(WRONG).data[-1, -1] += 1
     blocks = list(model.get_submodule("blocks").children())
@@ -50,7 +51,7 @@ def plant_in_fsdp(mesh: Mesh) -> tuple[list[str], Tensor]:
 
 
 def clean(mesh: Mesh, changes: dict) -> Tensor:
-    return build_model(config_for("allreduce", 1, **changes), mesh).get_parameter(WRONG).detach()
+    return build_model(config_for("allreduce", 1, **changes), SerialKit(mesh), mesh).get_parameter(WRONG).detach()
 
 
 @pytest.mark.parametrize("changes", [{}, HALF], ids=["float64", "bf16 with masters"])

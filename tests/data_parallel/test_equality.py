@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshwright.batch import Batch, counts_of, rows_of, scales_of
 from meshwright.build import Parts, build
 from meshwright.config import Config, parse_config
 from meshwright.grid import Grid
@@ -32,29 +33,29 @@ def config_for(sync: str, size: int, **changes: object) -> Config:
     return parse_config(tree | {"model": tree["model"] | {"vocabulary": 300}} | changes)
 
 
-def global_batch(config: Config, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def global_batch(config: Config, step: int) -> Batch:
     """Random tokens with masked labels: replicas and microbatches count different numbers of tokens."""
     generator = torch.Generator().manual_seed(step)
     shape = (config.batch.global_, config.data.sequence)
     tokens = torch.randint(config.model.vocabulary, shape, generator=generator)
     labels = torch.randint(config.model.vocabulary, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < torch.linspace(0, 0.9, shape[0])[:, None]] = -100
-    return tokens, labels
+    return {"tokens": tokens, "labels": labels}
 
 
 def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int, ...], torch.Tensor]]]:
     """One step; this rank's share of the loss, and the gradients of its slots by name and offsets."""
     config = parts.config
-    tokens, labels = global_batch(config, step)
-    total = int((labels != -100).sum())
-    inputs, targets = parts.strategy.share(
-        lambda first, count: (tokens[first : first + count], labels[first : first + count]), config.replica_batch
+    everyone = global_batch(config, step)
+    scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), 1.0)
+    batch = parts.strategy.share(
+        lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
     )
     loss = 0.0
     for index in range(config.num_microbatches):
         rows = slice(index * config.micro, (index + 1) * config.micro)
         final = index == config.num_microbatches - 1
-        loss += float(parts.strategy.backward(parts.model, (inputs[rows], targets[rows]), 1 / total, final=final))
+        loss += float(parts.strategy.backward(parts.model, rows_of(batch, rows), scales, final=final))
     parts.strategy.finish()
     gradients: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
     for slot in parts.strategy.slots:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.batch import rows_of
 from meshwright.build import build
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
@@ -30,7 +31,7 @@ def _measure(mesh: Mesh, sync: str) -> dict[str, Any]:
     size = mesh.size("data")
     config = config_for(sync, size, batch={"global": 3 * MICRO * size, "micro": MICRO})
     parts = build(config, mesh)
-    tokens, labels = global_batch(config, 0)
+    everyone = global_batch(config, 0)
     phases: dict[str, Any] = {"buckets": [bucket.values.nbytes for bucket in parts.strategy.buckets]}
 
     def record(phase: str) -> None:
@@ -39,14 +40,14 @@ def _measure(mesh: Mesh, sync: str) -> dict[str, Any]:
         mesh.ledger.traffic.clear()
 
     mesh.ledger.traffic.clear()
-    inputs, targets = parts.strategy.share(
-        lambda first, count: (tokens[first : first + count], labels[first : first + count]), config.replica_batch
+    batch = parts.strategy.share(
+        lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
     )
     record("share")
     for index in range(config.num_microbatches):
         rows = slice(index * MICRO, (index + 1) * MICRO)
         final = index == config.num_microbatches - 1
-        parts.strategy.backward(parts.language_model, (inputs[rows], targets[rows]), 1.0, final=final)
+        parts.strategy.backward(parts.model, rows_of(batch, rows), {"labels": 1.0}, final=final)
         if final:
             parts.strategy.finish()
         record(f"backward {index}")

@@ -46,7 +46,7 @@ def test_perplexity_is_of_the_whole_word(tmp_path: Path) -> None:
     source = written(tmp_path / "one.jsonl", ["on the mat"])
     tokens = torch.tensor([list(b"on the mat")])[:, -9:]  # context 8: eight inputs, and the last target
     with torch.no_grad():
-        losses = loaded.head.token_losses(loaded.model.trunk(tokens[:, :-1]), tokens[:, 1:])
+        losses = loaded.head.token_losses(loaded.model.hidden(tokens[:, :-1]), tokens[:, 1:])
     assert cloze_accuracy(loaded, source).perplexity == pytest.approx(math.exp(float(losses[0, -4:].sum())), rel=1e-9)
 
 

@@ -38,7 +38,7 @@ def brute_force(loaded: LoadedModel, stream: list[int], stride: int) -> list[flo
         while at > begin + loaded.context:
             begin += stride
         begin = max(0, min(begin, len(stream) - 1 - loaded.context))
-        h = loaded.model.trunk(torch.tensor([stream[begin:at]]))
+        h = loaded.model.hidden(torch.tensor([stream[begin:at]]))
         logits = loaded.head.logits(h)[0, -1].double()
         losses.append(float(F.cross_entropy(logits, torch.tensor(stream[at]))))
     return losses
@@ -64,7 +64,7 @@ def test_more_context_is_the_exact_loss(loaded: LoadedModel, tmp_path: Path) -> 
     path.write_text("cats")
     stream = torch.tensor([256, *b"cats"])
     with torch.no_grad():
-        logits = loaded.head.logits(loaded.model.trunk(stream[None, :-1]))[0]
+        logits = loaded.head.logits(loaded.model.hidden(stream[None, :-1]))[0]
     wanted = float(F.cross_entropy(logits, stream[1:]))
     for stride in (1, 8):
         assert text_perplexity(loaded, stream_for(loaded, str(path)), stride).loss == pytest.approx(wanted, rel=1e-12)

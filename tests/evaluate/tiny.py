@@ -10,7 +10,7 @@ from meshwright.build import Parts, build
 from meshwright.checkpoint import CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Progress
 from meshwright.config import Config
-from meshwright.config.schema import Data, Model, Optimizer, Precision
+from meshwright.config.schema import Data, Gpt2, Optimizer, Precision
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 from meshwright.mesh import solo_mesh
 
@@ -26,7 +26,7 @@ def tiny_config(
     heads: int = 2,
     dtype: str = "float64",
 ) -> Config:
-    model = Model(
+    model = Gpt2(
         layers=2, hidden=hidden, heads=heads, positions=positions, vocabulary=VOCABULARY, tied=tied, dropout=0.1
     )
     precision = Precision(level="O0", dtype=dtype)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def tiny_config(
 def lively(parts: Parts) -> Parts:
     """Weights far from zero, so that predictions differ from place to place."""
     generator = torch.Generator().manual_seed(5)
-    for parameter in parts.model.parameters():
+    for parameter in parts.module.parameters():
         noise = torch.empty(parameter.shape, dtype=torch.float64).normal_(0.0, 0.3, generator=generator)
         parameter.data.add_(noise.to(parameter))
     return parts
@@ -66,7 +66,7 @@ def rigged_checkpoint(folder: Path, follows: dict[int, int], *, positions: int =
     """
     config = tiny_config(sequence=positions, positions=positions, tied=False, hidden=VOCABULARY, heads=1)
     parts = build(config, solo_mesh(torch.device("cpu")))
-    weights = dict(parts.model.named_parameters())
+    weights = dict(parts.module.named_parameters())
     for name, weight in weights.items():
         if (
             "attention.output" in name

@@ -42,7 +42,7 @@ def config_of(**model: Any) -> Config:
 
 def random_model(mesh: Mesh, config: Config) -> GPT:
     """Every parameter moved away from its first value, also biases and norms."""
-    model = build_model(config, mesh)
+    model = build_model(config, SerialKit(mesh), mesh)
     assert isinstance(model, GPT)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -55,6 +55,11 @@ def batch(step: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(300, (B, T + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
+    """The mean over all tokens."""
+    return model({"tokens": tokens, "labels": labels}, {"labels": 1 / labels.numel()})
 
 
 def hugging_face(model: GPT, config: Config) -> nn.Module:
@@ -106,8 +111,8 @@ def compare_gradients(mesh: Mesh, tied: bool) -> tuple[float, dict[str, float], 
     theirs = hugging_face(model, config)
     tokens, labels = batch()
     wanted = theirs(tokens).logits.detach()
-    logits = model.head.logits(model.trunk(tokens)).detach()
-    loss = model(tokens, labels, 1 / labels.numel())
+    logits = model.head.logits(model.hidden(tokens)).detach()
+    loss = loss_of(model, tokens, labels)
     loss.backward()
     their_loss = losses_of(theirs, tokens, labels)
     their_loss.backward()
@@ -150,7 +155,7 @@ def compare_training(mesh: Mesh) -> tuple[list[float], list[float]]:
     losses: tuple[list[float], list[float]] = ([], [])
     for step in range(STEPS):
         tokens, labels = batch(step)
-        for index, loss in enumerate((model(tokens, labels, 1 / labels.numel()), losses_of(theirs, tokens, labels))):
+        for index, loss in enumerate((loss_of(model, tokens, labels), losses_of(theirs, tokens, labels))):
             loss.backward()
             losses[index].append(float(loss.detach()))
             optimizers[index].step()
@@ -170,10 +175,10 @@ def cached_logits(mesh: Mesh, prompt: int) -> tuple[Tensor, Tensor, int]:
     tokens, _ = batch()
     cache = KeyValueCache()
     with torch.no_grad():
-        whole = model.head.logits(model.trunk(tokens))[:, prompt - 1 :]
-        steps = [model.head.logits(model.trunk(tokens[:, :prompt], cache))[:, -1:]]
+        whole = model.head.logits(model.hidden(tokens))[:, prompt - 1 :]
+        steps = [model.head.logits(model.hidden(tokens[:, :prompt], cache))[:, -1:]]
         for position in range(prompt, T):
-            steps.append(model.head.logits(model.trunk(tokens[:, position : position + 1], cache)))
+            steps.append(model.head.logits(model.hidden(tokens[:, position : position + 1], cache)))
     return whole, torch.cat(steps, 1), cache.num_tokens
 
 
@@ -187,7 +192,7 @@ def test_the_cache_changes_nothing(prompt: int) -> None:
 def padded_loss(mesh: Mesh, multiple: int) -> tuple[int, float, Tensor]:
     model = random_model_without_padding(mesh, multiple)
     tokens, labels = batch()
-    loss = model(tokens, labels, 1 / labels.numel())
+    loss = loss_of(model, tokens, labels)
     loss.backward()
     gradient = model.get_parameter("tokens.weight").grad
     assert gradient is not None
@@ -196,7 +201,7 @@ def padded_loss(mesh: Mesh, multiple: int) -> tuple[int, float, Tensor]:
 
 def random_model_without_padding(mesh: Mesh, multiple: int) -> GPT:
     """Its padding rows, where it has some, are large, so that they would be seen."""
-    model = build_model(config_of(vocabulary_multiple=multiple), mesh)
+    model = build_model(config_of(vocabulary_multiple=multiple), SerialKit(mesh), mesh)
     assert isinstance(model, GPT)
     with torch.no_grad():
         model.get_parameter("tokens.weight")[300:] = 5.0
@@ -240,9 +245,9 @@ def dropout_facts(mesh: Mesh) -> tuple[bool, bool]:
     model = random_model(mesh, config_of(dropout=0.5))
     tokens, labels = batch()
     with torch.no_grad():
-        training = [float(model(tokens, labels, 1.0)) for _ in range(2)]
+        training = [float(loss_of(model, tokens, labels)) for _ in range(2)]
         model.eval()
-        evaluating = [float(model(tokens, labels, 1.0)) for _ in range(2)]
+        evaluating = [float(loss_of(model, tokens, labels)) for _ in range(2)]
     return training[0] != training[1], evaluating[0] != evaluating[1]
 
 
@@ -251,10 +256,10 @@ def test_dropout_acts_in_training_alone() -> None:
 
 
 def first_loss(mesh: Mesh) -> float:
-    model = build_model(config_of(), mesh)
+    model = build_model(config_of(), SerialKit(mesh), mesh)
     tokens, labels = batch()
     with torch.no_grad():
-        return float(model(tokens, labels, 1 / labels.numel()))
+        return float(loss_of(model, tokens, labels))
 
 
 def test_an_untrained_model_knows_nothing() -> None:

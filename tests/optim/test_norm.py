@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.batch import rows_of
 from meshwright.bucket import Slot
 from meshwright.build import build
 from meshwright.grid import Grid
@@ -27,12 +28,12 @@ def norms(mesh: Mesh, clip: float | None) -> dict[str, tuple[float, float, float
 def _norms(mesh: Mesh, sync: str, clip: float | None) -> tuple[float, float, float]:
     config = config_for(sync, mesh.size("data"), batch={"global": 12}, optimizer={"lr": 1e-2, "clip": clip})
     parts = build(config, mesh)
-    tokens, labels = global_batch(config, 0)
-    total = int((labels != -100).sum())
+    everyone = global_batch(config, 0)
+    total = int((everyone["labels"] != -100).sum())
     batch = parts.strategy.share(
-        lambda first, count: (tokens[first : first + count], labels[first : first + count]), config.replica_batch
+        lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
     )
-    parts.strategy.backward(parts.language_model, batch, 1 / total, final=True)
+    parts.strategy.backward(parts.model, batch, {"labels": 1 / total}, final=True)
     parts.strategy.finish()
     before = float(gradient_norm(parts.strategy.slots, mesh))
     result = parts.optimizer.step(0)

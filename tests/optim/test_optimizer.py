@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.batch import rows_of
 from meshwright.build import Parts, build
 from meshwright.errors import DivergedError
 from meshwright.grid import Grid
@@ -51,7 +52,7 @@ def step_ours(mesh: Mesh, sync: str, settings: dict[str, Any], clip: float | Non
     if settings["name"] == "adamw" and parts.strategy.slots[0].parameter.numel():
         assert parts.optimizer.steps_taken == STEPS
         assert set(parts.optimizer.states(0)) == {"weight", "exp_avg", "exp_avg_sq"}
-    return {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in parts.module.named_parameters()}
 
 
 def step_torchs(mesh: Mesh, settings: dict[str, Any], clip: float | None) -> dict[str, Tensor]:
@@ -114,20 +115,22 @@ def overflow(mesh: Mesh, sync: str, level: str, bad: float) -> list[tuple[bool, 
     precision = {"level": level, "dtype": "fp16", "loss_scale": {"initial": 256.0, "interval": 2}}
     config = config_for(sync, mesh.size("data"), batch={"global": 12}, precision=precision)
     parts = build(config, mesh)
-    tokens, labels = global_batch(config, 0)
-    total = int((labels != -100).sum())
+    everyone = global_batch(config, 0)
+    total = int((everyone["labels"] != -100).sum())
     facts = []
     for step in range(4):
         batch = parts.strategy.share(
-            lambda first, count: (tokens[first : first + count], labels[first : first + count]), config.replica_batch
+            lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
         )
-        parts.strategy.backward(parts.language_model, batch, parts.optimizer.scaler.scale / total, final=False)
+        parts.strategy.backward(parts.model, batch, {"labels": parts.optimizer.scaler.scale / total}, final=False)
         if step == 1 and mesh.rank == mesh.size("data") - 1:
-            parameter = parts.model.get_parameter("blocks.0.attention.output.bias")
+            parameter = parts.module.get_parameter("blocks.0.attention.output.bias")
             assert parameter.grad is not None
             parameter.grad[0] = bad
-        zeros = batch[0], torch.full_like(batch[1], -100)  # the final microbatch brings the sums, and nothing else
-        parts.strategy.backward(parts.language_model, zeros, 1.0, final=True)
+        zeros = batch | {
+            "labels": torch.full_like(batch["labels"], -100)
+        }  # the final microbatch brings the sums, and nothing else
+        parts.strategy.backward(parts.model, zeros, {"labels": 1.0}, final=True)
         parts.strategy.finish()
         before = snapshot(parts)
         applied = parts.optimizer.step(step).applied
@@ -143,7 +146,7 @@ def snapshot(parts: Parts) -> list[Tensor]:
     optimizer = parts.optimizer
     states = [value.clone() for master in optimizer.masters for value in optimizer.torch.state[master].values()]
     masters = [master.detach().clone() for master in optimizer.masters]
-    return [*states, *masters, *(parameter.detach().clone() for parameter in parts.model.parameters())]
+    return [*states, *masters, *(parameter.detach().clone() for parameter in parts.module.parameters())]
 
 
 def overflow_all(mesh: Mesh, level: str) -> dict[str, list[tuple[bool, float, bool]]]:
@@ -161,8 +164,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(level: str) -> None:
 def diverge(mesh: Mesh) -> tuple[str, bool]:
     config = config_for("allreduce", mesh.size("data"))
     parts = build(config, mesh)
-    tokens, labels = global_batch(config, 0)
-    parts.strategy.backward(parts.language_model, (tokens[:1], labels[:1]), 1.0, final=True)
+    batch = rows_of(global_batch(config, 0), slice(0, 1))
+    parts.strategy.backward(parts.model, batch, {"labels": 1.0}, final=True)
     parts.strategy.finish()
     gradient = parts.strategy.slots[0].parameter.grad
     assert gradient is not None

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 
+from meshwright.batch import counts_of, rows_of, scales_of
 from meshwright.build import Parts, build
 from meshwright.config import Config
 from meshwright.grid import Grid
@@ -31,20 +32,20 @@ def losses(mesh: Mesh, sync: str, level: str, dtype: str, name: str = "adamw") -
     """The global losses of ten steps over the same batch, so that they fall by a lot."""
     config = config_of(sync, mesh.size("data"), level, dtype, name)
     parts = build(config, mesh)
-    tokens, labels = global_batch(config, 0)
-    count = int((labels != -100).sum())
+    everyone = global_batch(config, 0)
+    counts = counts_of(everyone, parts.model.labels)
     results = []
     for step in range(STEPS):
-        inputs, targets = parts.strategy.share(
-            lambda first, count: (tokens[first : first + count], labels[first : first + count]), config.replica_batch
+        mine = parts.strategy.share(
+            lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
         )
         scale = parts.optimizer.scaler.scale
         total = torch.zeros((), dtype=torch.float64)
         for index in range(config.num_microbatches):
             rows = slice(index * config.micro, (index + 1) * config.micro)
             final = index == config.num_microbatches - 1
-            batch = inputs[rows], targets[rows]
-            total += parts.strategy.backward(parts.language_model, batch, scale / count, final=final)
+            scales = scales_of(parts.model.labels, counts, scale)
+            total += parts.strategy.backward(parts.model, rows_of(mine, rows), scales, final=final)
         parts.strategy.finish()
         assert parts.optimizer.step(step).applied
         parts.strategy.publish()
@@ -61,7 +62,7 @@ def _check_storage(parts: Parts, config: Config) -> None:
         assert master.dtype == torch.float32
     if config.layout.data.sync == "fsdp":
         return
-    for name, parameter in parts.model.named_parameters():
+    for name, parameter in parts.module.named_parameters():
         half = config.precision.level == "O2" and not parts.specs[name].full_precision
         assert parameter.dtype == (wanted if half else torch.float32), name
     for slot, master in zip(parts.optimizer.slots, parts.optimizer.masters, strict=True):

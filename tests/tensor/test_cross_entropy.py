@@ -9,16 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.comm import Ledger, SoloComm
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
 from meshwright.shard import Initial, initialise
 from meshwright.tensor import cross_entropy
-from meshwright.tensor.cross_entropy import chunked_loss, chunked_token_losses
+from meshwright.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses
 from meshwright.tensor.serial import SerialKit
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))
 ROWS, HIDDEN, VOCABULARY, PADDED = 50, 8, 37, 48
+WHOLE = Classes(VOCABULARY, SoloComm("", (0,), 0, Ledger()))
 ONE_CHUNK, MANY_CHUNKS = ROWS, 16  # four chunks, the last of two rows
 
 
@@ -50,7 +52,7 @@ def with_gradients(mesh: Mesh, which: str, chunk_rows: int, scale: float, factor
     if which == "ours":
         with pytest.MonkeyPatch.context() as patch:
             set_sizes(patch, chunk_rows)
-            loss = chunked_loss(h, weight, labels, VOCABULARY, scale)
+            loss = chunked_loss(h, weight, None, labels, WHOLE, scale)
     else:
         loss = reference(h, weight, labels, scale)
     (factor * loss).backward()
@@ -85,9 +87,9 @@ def test_without_gradients(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> 
     set_sizes(monkeypatch, chunk_rows)
     h, weight, labels = inputs()
     with torch.no_grad():
-        loss = chunked_loss(h, weight, labels, VOCABULARY, 0.5)
+        loss = chunked_loss(h, weight, None, labels, WHOLE, 0.5)
     torch.testing.assert_close(loss, reference(h, weight, labels, 0.5), rtol=1e-12, atol=0)
-    losses = chunked_token_losses(h, weight, labels, VOCABULARY)
+    losses = chunked_token_losses(h, weight, None, labels, VOCABULARY)
     wanted = F.cross_entropy((h @ weight.t())[:, :VOCABULARY], labels, reduction="none")
     torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-13)
     assert losses[labels == -100].count_nonzero() == 0
@@ -95,12 +97,12 @@ def test_without_gradients(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_nothing_counted() -> None:
     h, weight, labels = inputs()
-    assert chunked_loss(h, weight, torch.full_like(labels, -100), VOCABULARY, 1.0) == 0
+    assert chunked_loss(h, weight, None, torch.full_like(labels, -100), WHOLE, 1.0) == 0
 
 
 def test_huge_logits_stay_finite() -> None:
     h, weight, labels = inputs()
-    loss = chunked_loss(1e4 * h, weight, labels, VOCABULARY, 1.0)
+    loss = chunked_loss(1e4 * h, weight, None, labels, WHOLE, 1.0)
     torch.testing.assert_close(loss, reference(1e4 * h, weight, labels, 1.0), rtol=1e-12, atol=0)
 
 
@@ -148,7 +150,7 @@ def autocast_loss(mesh: Mesh) -> tuple[Any, ...]:
     h.requires_grad_()
     weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = chunked_loss(h, weight, labels, VOCABULARY, 1.0)
+        loss = chunked_loss(h, weight, None, labels, WHOLE, 1.0)
     loss.backward()
     assert h.grad is not None
     assert weight.grad is not None

@@ -73,7 +73,7 @@ def run_as(entry: str, config: Config, out: Path, *, resume: bool = False, **arg
     job = {
         "config": config.model_dump(mode="json", by_alias=True),
         "out": str(out),
-        "corpus": config.data.source,
+        "data": config.data.source,
         "resume": resume,
         "transport": config.layout.transport,
         "device": "cpu",

@@ -17,7 +17,7 @@ from meshwright.config import Config, load_config
 from meshwright.data.packed import open_packed
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
-from meshwright.models.gpt import flops_per_sequence
+from meshwright.models.gpt import flops_per_sample
 from meshwright.train.metrics import BusyClock, MetricsWriter, StepFacts, metrics_line, peak_flops
 from meshwright.train.pulse import Beat
 from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
@@ -60,14 +60,16 @@ def test_every_field(whole_run: Path, corpus: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     model = config_of(corpus).model
     for line in lines:
-        assert set(line) - {"validation_loss"} == {
+        assert set(line) - {"validation_loss", "validation_accuracy"} == {
             "step", "loss", "tokens", "tokens_per_second", "step_seconds", "learning_rate", "grad_norm", "loss_scale",
             "applied", "peak_memory_bytes", "sent_bytes", "flops_per_second", "mfu", "utilisation",
         }  # fmt: skip
         assert 2 < line["loss"] < math.log(model.padded_vocabulary) + 0.5
         assert line["tokens"] == 12 * 12
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_seconds"])
-        assert line["flops_per_second"] == pytest.approx(12 * flops_per_sequence(model, 12) / line["step_seconds"])
+        assert line["flops_per_second"] == pytest.approx(
+            12 * flops_per_sample(config_of(corpus)) / line["step_seconds"]
+        )
         assert line["mfu"] == pytest.approx(line["flops_per_second"] / (2 * PEAK))
         assert 0 < line["grad_norm"] < 100
         assert (line["loss_scale"], line["applied"]) == (1.0, True)
@@ -122,15 +124,15 @@ def plain_loss(mesh: Mesh, run_folder: Path, corpus: Path, num_windows: int) -> 
     checkpoint = Checkpoint(find_checkpoint(run_folder))
     config = config_of(corpus, size=1)
     parts = build(config, mesh)
-    load_weights(parts.model, parts.specs, mesh, checkpoint)
-    parts.model.eval()
+    load_weights(parts.module, parts.specs, mesh, checkpoint)
+    parts.module.eval()
     tokens = torch.from_numpy(open_packed(corpus).tokens("validation").astype("int64"))
     losses = []
     with torch.no_grad():
         for start in range(0, num_windows * 12, 12):
             window = tokens[start : start + 13]
-            hidden = parts.language_model.trunk(window[None, :-1])[0]
-            logits = hidden @ parts.model.get_parameter("tokens.weight")[: config.model.vocabulary].T
+            hidden = parts.module.hidden(window[None, :-1])[0]
+            logits = hidden @ parts.module.get_parameter("tokens.weight")[: config.model.vocabulary].T
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:]))
     return float(torch.stack(losses).mean())
 

@@ -63,7 +63,7 @@ def interrupt(corpus: Path, out: Path) -> None:
     """A launcher that Ctrl-C reaches."""
     arguments = {
         "config": config_for(corpus).model_dump(mode="json", by_alias=True),
-        "out": str(out), "corpus": str(corpus), "resume": False, "transport": "torch", "device": "cpu",
+        "out": str(out), "data": str(corpus), "resume": False, "transport": "torch", "device": "cpu",
         "launcher": os.getpid(),
     }  # fmt: skip
     try:

@@ -1,0 +1,79 @@
+"""What a run reads, behind one door: the launcher prepares it once, every rank opens it.
+
+A model's family says which `Dataset` feeds it (build.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.batch import Samples
+from meshwright.config import Config
+from meshwright.config.schema import TextTransformer
+from meshwright.data.packed import corpus_for, open_packed
+from meshwright.data.sampler import TokenBatches
+from meshwright.data.split import Split
+from meshwright.environment import cache_folder
+from meshwright.errors import DataError
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The splits of a prepared data set, and the tokenizer's JSON where there is one."""
+
+    train: Samples
+    held_out: Samples | None
+    """None where the run does not validate."""
+    tokenizer: str | None
+
+
+class Dataset(Protocol):
+    """How one kind of data is prepared and opened."""
+
+    def prepare(self, config: Config, report: Any) -> Path:
+        """Build the data set, or find it built; the folder. Raises DataError where it does not suit the run."""
+
+    def open(self, config: Config, folder: Path) -> Opened:
+        """The splits in a prepared folder. Raises DataError where they hold too little."""
+
+
+class CorpusDataset:
+    """A packed corpus; `reader` makes the samples of one split of it."""
+
+    def __init__(self, reader: Callable[[Config, Any, Split], Samples]) -> None:
+        self._reader = reader
+
+    def prepare(self, config: Config, report: Any) -> Path:
+        corpus = corpus_for(config.data, cache_folder(), report)
+        assert isinstance(config.model, TextTransformer), config.model
+        corpus.check_vocabulary(config.model.vocabulary)
+        self.open(config, corpus.folder)
+        return corpus.folder
+
+    def open(self, config: Config, folder: Path) -> Opened:
+        corpus = open_packed(folder)
+        train = self._reader(config, corpus, "train")
+        held_out = None
+        if config.validation.every:
+            held_out = self._reader(config, corpus, "validation")
+            check_held_out(held_out, config)
+        return Opened(train, held_out, corpus.tokenizer.to_json())
+
+
+def check_held_out(held_out: Samples, config: Config) -> None:
+    """Raises DataError where a split does not fill one global batch."""
+    rows = config.batch.global_
+    if len(held_out) < rows:
+        has = f"has {len(held_out)} samples"
+        raise DataError(f"the validation split {has}, fewer than batch.global={rows}: raise data.validation")
+
+
+def next_tokens(config: Config, corpus: Any, split: Split) -> Samples:
+    """Windows of tokens, each labelled with the one that follows."""
+    return TokenBatches(corpus, split, config.data.sequence, config.seed)
+
+
+TEXT = CorpusDataset(next_tokens)
