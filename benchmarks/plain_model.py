@@ -36,13 +36,13 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Tokens and labels [B, T] to the mean cross entropy."""
+    """Tokens and labels [B, T] to the mean cross entropy. `block`: the kind of its blocks."""
 
-    def __init__(self, sizes: Reference) -> None:
+    def __init__(self, sizes: Reference, block: type[PlainBlock] = PlainBlock) -> None:
         super().__init__()
         self.tokens = nn.Embedding(sizes.vocabulary, sizes.hidden)
         self.positions = nn.Embedding(sizes.sequence, sizes.hidden)
-        self.blocks = nn.ModuleList(PlainBlock(sizes) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(block(sizes) for _ in range(sizes.layers))
         self.norm = nn.LayerNorm(sizes.hidden)
         self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
         for parameter in self.parameters():
