@@ -232,7 +232,7 @@ def generate(
     print()
 
 
-convert_app = typer.Typer(help="Hugging Face GPT-2 folders in and out.", no_args_is_help=True, rich_markup_mode=None)
+convert_app = typer.Typer(help="Hugging Face folders in and out.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(convert_app, name="convert")
 
 OutFolder = Annotated[Path, typer.Option(help="The folder to make.")]
@@ -244,7 +244,7 @@ def convert_import(
     out: OutFolder,
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint from a Hugging Face GPT-2 folder. As RUN/checkpoints/step-0, `train --resume` goes on from it.
+    """Make a checkpoint from a Hugging Face folder. As RUN/checkpoints/step-0, `train --resume` goes on from it.
 
     Example: meshwright convert import gpt2 --out out/tuned/checkpoints/step-0
     """
@@ -258,7 +258,7 @@ def convert_import(
         print(json.dumps(facts))
         return
     print(f"{out}: {made.parameters:,} parameters")
-    if not made.has_tokenizer:
+    if made.reads_text and not made.has_tokenizer:
         print(f"{source} has no tokenizer.json: copy the model's into {out}, or eval and generate will refuse it")
     print("to fine-tune it, import it as RUN/checkpoints/step-0 and `meshwright train ... --out RUN --resume` with:")
     print("model: {" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in model.items()) + "}")
@@ -266,7 +266,7 @@ def convert_import(
 
 @convert_app.command("export")
 def convert_export(checkpoint: Source, out: OutFolder, as_json: AsJson = False) -> None:
-    """Make a Hugging Face GPT-2 folder, which transformers' from_pretrained reads, from a checkpoint.
+    """Make a Hugging Face folder, which transformers' from_pretrained reads, from a checkpoint.
 
     Example: meshwright convert export out/first --out first-hf
     """

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 folders (config.json, safetensors, tokenizer.json) in and out. Needs no transformers."""
+"""Hugging Face folders (config.json, safetensors, tokenizer.json) in and out, by family. Needs no transformers."""
 
 from meshwright.convert.exporter import export_folder
 from meshwright.convert.importer import Imported, import_folder

@@ -1,4 +1,4 @@
-"""A Hugging Face GPT-2 folder -> a checkpoint of step 0: no step taken, so no optimizer state.
+"""A Hugging Face folder -> a checkpoint of step 0: no step taken, so no optimizer state.
 
 To fine-tune it, import it as the first checkpoint of a run's folder, and resume that run:
 
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from meshwright.checkpoint.manifest import Entry, Manifest, Progress, Shard
 from meshwright.config import Config
-from meshwright.config.schema import Data, Gpt2, Precision
+from meshwright.config.schema import Data, Model, Precision
+from meshwright.convert.family import Family, Pair
 from meshwright.convert.folder import new_folder
-from meshwright.convert.names import HEAD, Pair, pairs_of
-from meshwright.convert.settings import read_settings
+from meshwright.convert.registry import family_of
+from meshwright.convert.settings import Settings
 from meshwright.convert.source import Source
 from meshwright.data.progress import Progress as Report
 from meshwright.data.progress import silent
@@ -37,8 +38,9 @@ class Imported:
     """What an import wrote. `has_tokenizer`: whether the folder had one; without it, no text goes in or out."""
 
     folder: Path
-    model: Gpt2
+    model: Model
     parameters: int
+    reads_text: bool
     has_tokenizer: bool
 
 
@@ -48,55 +50,68 @@ def import_folder(source: Path, out: Path, report: Report = silent) -> Imported:
     Raises CheckpointError where the folder is incomplete, of another architecture, or holds only a pickle; where `out`
     exists; DataError where its tokenizer cannot be used.
     """
-    model = read_settings(source / "config.json")
-    held = Source(source)
-    pairs = pairs_of(model)
-    _check_names(held, pairs, model)
-    has_tokenizer = (source / TOKENIZER).is_file()
+    settings = Settings(source / "config.json")
+    family = family_of(settings)
+    held = Source(source, family.full_name)
+    model = family.read(settings, held.names)
+    pairs = family.pairs(model)
+    _check_names(held, family, pairs, family.copies(model))
+    has_tokenizer = family.reads_text and (source / TOKENIZER).is_file()
     if has_tokenizer:
         load_tokenizer(source / TOKENIZER)
     with new_folder(out) as folder:
         tensors = {}
         for index, pair in enumerate(pairs):
             report("reading weights", index / len(pairs))
-            tensors[pair.name] = _ours(held.read(pair.theirs), pair, source)
+            tensors[pair.name] = _ours(held, pair)
         report("writing", None)
-        _write(folder, tensors, _config(model, tensors))
+        _write(folder, tensors, _config(model, family, tensors))
         if has_tokenizer:
             (folder / TOKENIZER).write_bytes((source / TOKENIZER).read_bytes())
-    return Imported(out, model, sum(tensor.numel() for tensor in tensors.values()), has_tokenizer)
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    return Imported(out, model, parameters, family.reads_text, has_tokenizer)
 
 
-def _check_names(held: Source, pairs: list[Pair], model: Gpt2) -> None:
-    wanted = {pair.theirs for pair in pairs}
-    extra = held.names - wanted
-    if model.tied and HEAD in extra:
-        if not torch.equal(held.read(HEAD), held.read("wte.weight")):
-            raise CheckpointError(f"{held.folder}: {HEAD} is not wte.weight, though tie_word_embeddings says so")
-        extra = extra - {HEAD}
-    for what, names in (("has no tensor", wanted - held.names), ("has a tensor that GPT-2 has not:", extra)):
+def _check_names(held: Source, family: Family, pairs: list[Pair], copies: dict[str, str]) -> None:
+    """Raises CheckpointError unless the folder holds each wanted tensor, and none that would be dropped in silence."""
+    wanted = {name for pair in pairs for name in pair.theirs}
+    extra = {name for name in held.names - wanted if not family.passed_over.fullmatch(name)}
+    for name in copies.keys() & extra:
+        if not torch.equal(held.read(name), held.read(copies[name])):
+            raise CheckpointError(f"{held.folder}: {name} is not {copies[name]}, though tie_word_embeddings says so")
+    extra -= copies.keys()
+    has_more = f"has a tensor that {family.title} has not:"
+    for what, names in (("has no tensor", wanted - held.names), (has_more, extra)):
         if names:
             rest = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise CheckpointError(f"{held.folder} {what} {min(names)}{rest}")
 
 
-def _ours(tensor: Tensor, pair: Pair, source: Path) -> Tensor:
-    """In our dims, with rows of zeros where the vocabulary is padded."""
-    if tuple(tensor.shape) != pair.their_shape:
-        held, wanted = list(tensor.shape), list(pair.their_shape)
-        raise CheckpointError(f"{source}: {pair.theirs} is {held}, and config.json makes it {wanted}")
-    if not tensor.is_floating_point():
-        raise CheckpointError(f"{source}: {pair.theirs} is stored as {tensor.dtype}, which holds no weights")
+def _ours(held: Source, pair: Pair) -> Tensor:
+    """In our dims, with rows of zeros where a table is padded."""
+    theirs = [_checked(held, name, shape) for name, shape in pair.theirs.items()]
+    rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
     if pair.padding:
-        tensor = torch.cat([tensor, tensor.new_zeros(pair.padding, *pair.shape[1:])])
-    return tensor.reshape(pair.shape).contiguous()
+        rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
+    return rows.contiguous()
 
 
-def _config(model: Gpt2, tensors: dict[str, Tensor]) -> Config:
+def _checked(held: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    tensor = held.read(name)
+    if tuple(tensor.shape) != shape:
+        was, wanted = list(tensor.shape), list(shape)
+        raise CheckpointError(f"{held.folder}: {name} is {was}, and config.json makes it {wanted}")
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"{held.folder}: {name} is stored as {tensor.dtype}, which holds no weights")
+    return tensor
+
+
+def _config(model: Model, family: Family, tensors: dict[str, Tensor]) -> Config:
     """A config that says what the weights are. The rest of it, data above all, is the fine-tuning run's to say."""
     double = all(tensor.dtype == torch.float64 for tensor in tensors.values())
     precision = Precision(level="O0", dtype="float64" if double else "float32")
-    return Config(model=model, data=Data(sequence=model.positions), precision=precision)
+    data = Data(sequence=model.positions) if family.reads_text else Data()
+    return Config(model=model, data=data, precision=precision)
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], config: Config) -> None:

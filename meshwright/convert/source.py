@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.convert.names import PREFIX
 from meshwright.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-# The causal mask, which old versions stored beside the weights.
-_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-
 
 class Source:
-    """Which file holds which tensor. Names are without `transformer.`, whether the folder's have it or not."""
+    """Which file holds which tensor, by its full name."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, full_name: Callable[[str], str]) -> None:
         """Raises CheckpointError where the folder holds no safetensors, or its index does not fit."""
         self.folder = folder
         found = _indexed(folder) if (folder / INDEX).is_file() else _single(folder)
-        self._places = {stored.removeprefix(PREFIX): (path, stored) for stored, path in found.items()}
+        self._places = {full_name(stored): (path, stored) for stored, path in found.items()}
         if len(self._places) != len(found):
-            raise CheckpointError(f"{folder} holds a tensor twice: with and without the prefix {PREFIX}")
+            raise CheckpointError(f"{folder} holds a tensor twice, under an old and a new name")
 
     @property
-    def names(self) -> set[str]:
-        """All tensors but stored masks."""
-        return {name for name in self._places if not _MASK.fullmatch(name)}
+    def names(self) -> frozenset[str]:
+        return frozenset(self._places)
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its name without the prefix."""
+        """A tensor by its full name."""
         if name not in self._places:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
         path, stored = self._places[name]
