@@ -14,6 +14,7 @@ from meshwright.batch import Model
 from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.config import Config
 from meshwright.data.dataset import TEXT, Dataset
+from meshwright.data.images import IMAGES
 from meshwright.data_parallel.allreduce import AllReduce
 from meshwright.data_parallel.fsdp import FullySharded
 from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGradient, ServerLoss
@@ -21,8 +22,9 @@ from meshwright.data_parallel.ring import Ring
 from meshwright.data_parallel.sharded import Zero1
 from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
 from meshwright.mesh import Mesh
-from meshwright.models import gpt
+from meshwright.models import gpt, vit
 from meshwright.models.gpt import GPT
+from meshwright.models.vit import ViT
 from meshwright.optim.autocast import Autocast
 from meshwright.optim.optimizer import Optimizer
 from meshwright.shard import ShardSpec, initialise, shard_specs
@@ -44,6 +46,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(GPT, TEXT, gpt.flops_per_sample, lambda c: c.data.sequence),
+    "vit": Family(ViT, IMAGES, vit.flops_per_sample, lambda c: c.model.positions),
 }
 
 KITS: dict[str, Callable[[Config, Mesh], Kit]] = {

@@ -38,6 +38,8 @@ LIBRARIES = {
     "transformers": "meshwright[hf]",
     "datasets": "meshwright[hf]",
     "pyarrow": "meshwright[hf]",
+    "scikit-learn": "meshwright[images]",
+    "pillow": "meshwright[images]",
 }
 """What is looked for, and what to ask pip for where it is missing."""
 

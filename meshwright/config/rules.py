@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config.schema import Config, TextTransformer
+from meshwright.config.schema import Config, Data, TextTransformer, Vit
 from meshwright.errors import Problem
+
+STDLIB, DIGITS = "stdlib", "digits"
+"""Sources that are names: the text of Python's standard library, scikit-learn's images of digits."""
 
 
 def divisors(number: int) -> list[int]:
@@ -67,12 +70,43 @@ def microbatches_divide_replica(config: Config) -> Iterator[Problem]:
         yield Problem("batch.micro", config.micro, f"does not divide {part}", listed(divisors(config.replica_batch)))
 
 
-@rule("data.source")
+@rule("data.source", "model.family")
 def source_exists(config: Config) -> Iterator[Problem]:
-    source = config.data.source
-    if source != "stdlib" and not (source and Path(source).expanduser().exists()):
+    source, family = config.data.source, config.model.family
+    reads_images = isinstance(config.model, Vit)
+    if reads_images:
+        valid = f"{DIGITS}, a folder of class folders of jpg and png files"
+    else:
         valid = "stdlib, a text, jsonl or parquet file, a folder of these, a prepared folder"
+    if source == (STDLIB if reads_images else DIGITS):
+        yield Problem("data.source", source, f"is not what a {family} reads", valid)
+    elif source not in (STDLIB, DIGITS) and not (source and Path(source).expanduser().exists()):
         yield Problem("data.source", source, "is no such file or folder", valid)
+    elif reads_images and source != DIGITS and not Path(source).expanduser().is_dir():
+        yield Problem("data.source", source, "is no folder", valid)
+
+
+@rule("model.family", "data.tokenizer", "data.sequence")
+def images_have_no_tokens(config: Config) -> Iterator[Problem]:
+    for field, value, unset in (
+        ("data.tokenizer", config.data.tokenizer, Data().tokenizer),
+        ("data.sequence", config.data.sequence, Data().sequence),
+    ):
+        if isinstance(config.model, Vit) and value != unset:
+            yield Problem(field, value, f"has no effect on a {config.model.family}", "leave it out")
+
+
+@rule("model.image", "model.patch")
+def patches_divide_image(config: Config) -> Iterator[Problem]:
+    if isinstance(config.model, Vit) and config.model.image % config.model.patch:
+        image, patch = config.model.image, config.model.patch
+        yield Problem("model.patch", patch, f"does not divide model.image={image}", listed(divisors(image)))
+
+
+@rule("model.channels")
+def channels_are_grey_or_colours(config: Config) -> Iterator[Problem]:
+    if isinstance(config.model, Vit) and config.model.channels not in (1, 3):
+        yield Problem("model.channels", config.model.channels, "is neither grey nor red, green and blue", "1, 3")
 
 
 @rule("data.tokenizer", "model.vocabulary")
@@ -150,6 +184,9 @@ RULES = (
     replicas_divide_batch,
     microbatches_divide_replica,
     source_exists,
+    images_have_no_tokens,
+    patches_divide_image,
+    channels_are_grey_or_colours,
     tokenizer_fits,
     dtype_fits_level,
     transport_is_installed,

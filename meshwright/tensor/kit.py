@@ -47,6 +47,9 @@ class Kit(Protocol):
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         """ids [B, T] -> [B, T, H]."""
 
+    def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
+        """Rows of numbers, whole on every rank and without a gradient: [B, T, inputs] -> [B, T, H]; no bias."""
+
     def norm(self, hidden: int, epsilon: float) -> nn.Module:
         """Layer norm over H: [B, T, H] -> [B, T, H]."""
 
@@ -58,6 +61,12 @@ class Kit(Protocol):
 
     def contract(self, inner: int, hidden: int, initial: Initial) -> nn.Module:
         """[B, T, N] -> [B, T, H]."""
+
+    def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
+        """[B, t, inputs] -> [B, t, outputs]: a linear outside of a pair, from and to activations as the kit holds them.
+
+        t <= T, as in `Head`. For heads; in blocks, use a pair.
+        """
 
     def head_loss(
         self,

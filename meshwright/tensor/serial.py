@@ -3,9 +3,11 @@
 | layer     | input     | weight        | output        | sends |
 |-----------|-----------|---------------|---------------|-------|
 | embedding | [B, T]    | [V, H]        | [B, T, H]     | -     |
+| patches   | [B, T, I] | [I, H]        | [B, T, H]     | -     |
 | norm      | [B, T, H] | [H], [H]      | [B, T, H]     | -     |
 | expand    | [B, T, H] | [H, G, N/G]   | [B, T, G, N/G]| -     |
 | contract  | [B, T, N] | [N, H]        | [B, T, H]     | -     |
+| transform | [B, t, H] | [H, H]        | [B, t, H]     | -     |
 | head      | [B, T, H] | [V, H]        | loss          | -     |
 """
 
@@ -31,6 +33,17 @@ class SerialEmbedding(ShardedModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)  # [B, T, H]
+
+
+class SerialPatches(ShardedModule):
+    """x W; W [inputs, H]."""
+
+    def __init__(self, mesh: Mesh, inputs: int, hidden: int, initial: Initial) -> None:
+        super().__init__(mesh)
+        self.weight = self.declare("weight", ShardSpec((inputs, hidden), initial=initial))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, None, self)  # [B, T, H]
 
 
 class SerialNorm(ShardedModule):
@@ -112,6 +125,9 @@ class SerialKit:
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         return SerialEmbedding(self.mesh, num_rows, hidden, initial)
 
+    def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
+        return SerialPatches(self.mesh, inputs, hidden, initial)
+
     def norm(self, hidden: int, epsilon: float) -> nn.Module:
         return SerialNorm(self.mesh, hidden, epsilon)
 
@@ -120,6 +136,9 @@ class SerialKit:
 
     def contract(self, inner: int, hidden: int, initial: Initial) -> nn.Module:
         return SerialLinear(self.mesh, inner, (hidden,), initial)
+
+    def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
+        return SerialLinear(self.mesh, inputs, (outputs,), initial)
 
     def head_loss(
         self,

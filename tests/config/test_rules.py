@@ -26,6 +26,7 @@ def test_every_rule_is_listed() -> None:
 
 def test_rules_name_fields_that_exist() -> None:
     tree = parse_config({}).model_dump(by_alias=True)
+    tree["model"] |= parse_config({"model": "vit-digits", "data": {"source": "digits"}}).model_dump()["model"]
     for rule in RULES:
         for field in rule.reads:
             node: Any = tree
@@ -67,6 +68,44 @@ def test_source_exists(source: str) -> None:
     assert mistake(data={"source": source}).startswith(
         f"data.source={source} is no such file or folder; valid: stdlib,"
     )
+
+
+VIT = {"family": "vit", "image": 12, "patch": 4, "hidden": 8, "heads": 2}
+IMAGES = {"source": "digits"}
+
+
+@pytest.mark.parametrize("source, rule", [("stdlib", "is not what a vit reads"), ("/no/such", "is no such file or")])
+def test_a_vit_reads_images(source: str, rule: str) -> None:
+    line = mistake(model=VIT, data={"source": source})
+    assert line.startswith(f"data.source={source} {rule}")
+    assert line.endswith("; valid: digits, a folder of class folders of jpg and png files")
+
+
+def test_a_vit_reads_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("no image")
+    line = mistake(model=VIT, data={"source": str(tmp_path / "text.txt")})
+    assert line.startswith(f"data.source={tmp_path / 'text.txt'} is no folder; valid: digits,")
+    parse_config({"model": VIT, "data": {"source": str(tmp_path)}})
+
+
+def test_a_text_model_does_not_read_digits() -> None:
+    assert mistake(data=IMAGES).startswith("data.source=digits is not what a gpt2 reads; valid: stdlib, a text,")
+
+
+@pytest.mark.parametrize("field, value", [("tokenizer", "bpe:300"), ("sequence", 17)])
+def test_images_have_no_tokens(field: str, value: str | int) -> None:
+    line = mistake(model=VIT, data=IMAGES | {field: value})
+    assert line == f"data.{field}={value} has no effect on a vit; valid: leave it out"
+
+
+def test_patches_divide_image() -> None:
+    line = mistake(model=VIT | {"patch": 5}, data=IMAGES)
+    assert line == "model.patch=5 does not divide model.image=12; valid: 1, 2, 3, 4, 6, 12"
+
+
+def test_channels() -> None:
+    line = mistake(model=VIT | {"channels": 2}, data=IMAGES)
+    assert line == "model.channels=2 is neither grey nor red, green and blue; valid: 1, 3"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,137 @@
+"""Vision Transformer (Dosovitskiy et al., 2021, arXiv 2010.11929): norms at the input of each sub-layer, exact GELU.
+
+Shapes: B batch, C channels, S image, P patch, T tokens = (S/P)^2 + 1, H hidden, A local heads, E head width.
+
+| step      | output                                                                                      |
+|-----------|---------------------------------------------------------------------------------------------|
+| rows      | [B, T, C·P·P + 1]: a row of zeros for the class token, then each patch's pixels and a one   |
+| patches   | [B, T, H]: the one meets the last row of the weight, which is the bias of the patches alone |
+| positions | [B, T, H]: row 0 of the table is the class token together with its position                 |
+| blocks    | [B, T, H]                                                                                   |
+| head      | classes, of the first token                                                                 |
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.batch import Batch, Scales
+from meshwright.config import Config
+from meshwright.config.schema import Vit
+from meshwright.shard import Initial
+from meshwright.tensor.kit import Head, Kit
+
+INITIAL = Initial(0.02)
+
+
+class Attention(nn.Module):
+    """Self-attention over this rank's heads: every token sees every other."""
+
+    def __init__(self, model: Vit, kit: Kit) -> None:
+        super().__init__()
+        self.heads = kit.local_heads(model.heads)
+        self.dropout = model.dropout
+        self.own_randomness = kit.own_randomness
+        self.query_key_value = kit.expand(model.hidden, 3 * model.hidden, INITIAL, groups=3)
+        self.output = kit.contract(model.hidden, model.hidden, INITIAL)
+
+    def forward(self, h: Tensor) -> Tensor:
+        split = self.query_key_value(h).unflatten(-1, (self.heads, -1))  # [B, T, 3, A, E]
+        query, key, value = (split[:, :, index].transpose(1, 2) for index in range(3))  # [B, A, T, E]
+        dropout = self.dropout if self.training else 0.0
+        with self.own_randomness(dropout):
+            core = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        return self.output(core.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two linears with a GELU between."""
+
+    def __init__(self, model: Vit, kit: Kit) -> None:
+        super().__init__()
+        self.expand = kit.expand(model.hidden, model.inner, INITIAL)
+        self.contract = kit.contract(model.inner, model.hidden, INITIAL)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.contract(F.gelu(self.expand(h)))
+
+
+class Block(nn.Module):
+    """h + attention(norm(h)), then h + feed_forward(norm(h))."""
+
+    def __init__(self, model: Vit, kit: Kit) -> None:
+        super().__init__()
+        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.attention = Attention(model, kit)
+        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.feed_forward = FeedForward(model, kit)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.dropout(self.attention(self.attention_norm(h)))
+        return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
+
+
+class ViT(nn.Module):
+    """Images to a loss. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]."""
+
+    labels = ("labels",)
+
+    def __init__(self, model: Vit, kit: Kit) -> None:
+        super().__init__()
+        self.patch = model.patch
+        self.num_tokens = model.positions
+        self.patches = kit.patches(patch_inputs(model), model.hidden, INITIAL)
+        self.positions = kit.embedding(model.padded(model.positions), model.hidden, INITIAL)
+        self.dropout = nn.Dropout(model.dropout)
+        self.blocks = nn.ModuleList(Block(model, kit) for _ in range(model.layers))
+        self.norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.head = kit.head_loss(model.hidden, model.classes, model.padded(model.classes), INITIAL, bias=True)
+
+    def forward(self, batch: Batch, scales: Scales) -> Tensor:
+        return self.loss(self.trunk(batch), batch, scales)
+
+    def trunk(self, batch: Batch) -> Tensor:
+        """The normed hidden states [B, T, H] of the class token and the patches."""
+        images = batch["images"]
+        pixels = images.to(next(self.parameters()).dtype) / 127.5 - 1  # 0..255 -> -1..1
+        positions = torch.arange(self.num_tokens, device=images.device)
+        h = self.dropout(self.patches(patch_rows(pixels, self.patch)) + self.positions(positions))
+        for block in self.blocks:
+            h = block(h)
+        return self.norm(h)
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        return self.head(h[:, :1], batch["labels"], scales["labels"])
+
+    def right(self, h: Tensor, batch: Batch) -> list[int]:
+        return [cast(Head, self.head).right(h[:, :1], batch["labels"])]
+
+
+def patch_inputs(model: Vit) -> int:
+    """The width of a patch's row: its pixels and the one."""
+    return model.channels * model.patch**2 + 1
+
+
+def patch_rows(pixels: Tensor, patch: int) -> Tensor:
+    """[B, C, S, S] -> [B, T, C·P·P + 1], row after row of patches behind the class token's zeros."""
+    cut = pixels.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, C, S/P, P, S/P, P]
+    rows = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, T - 1, C·P·P]
+    return F.pad(F.pad(rows, (0, 1), value=1.0), (0, 0, 1, 0))
+
+
+def flops_per_sample(config: Config) -> int:
+    """Floating-point operations of an image's forward and backward pass: matrix products only, no recomputation.
+
+    6 a weight and token (PaLM, arXiv 2204.02311, appendix B); the classifier sees one token.
+    """
+    model = config.model
+    assert isinstance(model, Vit), model
+    tokens, hidden = model.positions, model.hidden
+    layers = model.layers * (12 * hidden**2 + 2 * tokens * hidden)
+    products = tokens * (layers + patch_inputs(model) * hidden) + model.padded(model.classes) * hidden
+    return 6 * products
