@@ -1,4 +1,4 @@
-"""What 1-D tensor parallelism is compared with: the plain model under torch's DTensor and parallelize_module, over gloo.
+"""What 1-D tensor parallelism is compared with: the plain model under torch's parallelize_module (DTensor), over gloo.
 
 The best form of it that we know: query, key and value come from one linear whose columns are ordered by head, so that
 a cut by columns is a cut by heads and a block sends one all-reduce each way for it; activations are plain tensors
@@ -71,7 +71,7 @@ def train(place: Place, sequence_parallel: bool = False) -> Iterator[Step]:
 
 
 class HeadwiseBlock(PlainBlock):
-    """The plain block with the columns of query_key_value in the order [A, 3, E]; it computes the heads that it gets."""
+    """The plain block with the columns of query_key_value in the order [A, 3, E]. It computes the heads it gets."""
 
     def forward(self, h: Tensor) -> Tensor:
         width = self.query_key_value.in_features // self.heads
