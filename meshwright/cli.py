@@ -77,10 +77,9 @@ def train(
     from meshwright.train.job import train as run_training
 
     with _progress() as show:
-        from meshwright.data.packed import corpus_for
-        from meshwright.environment import cache_folder
+        from meshwright.build import family_of
 
-        corpus_for(config.data, cache_folder(), show)  # drawn here; found ready by the job
+        family_of(config).dataset.prepare(config, show)  # drawn here; found ready by the job
     run_training(config, out or Path("out") / run.stem, resume=resume)
 
 

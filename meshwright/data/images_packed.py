@@ -96,10 +96,12 @@ def labels_file(split: Split) -> str:
 def images_for(data: Data, model: Vit, cache: Path, progress: Progress = silent) -> PackedImages:
     """The packed images that a config asks for, made once in `cache`; a folder found there is checked whole.
 
-    Raises DataError where an image or the packed folder is damaged, ConfigError where the model has too few classes.
+    Raises DataError where an image or the packed folder is damaged; ConfigError where the model has too few classes, or
+    data.validation no effect.
     """
     source = open_source(data.source)
-    _check(source, data, model)
+    check_classes(source, data.source, model)
+    _check_share(source, data)
     facts = [FORMAT, source.identity, model.image, model.channels, data.validation]
     out = cache / f"images-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     try:
@@ -131,11 +133,15 @@ def open_images(folder: Path, verify: bool = False) -> PackedImages:
     return packed
 
 
-def _check(source: ImageSource, data: Data, model: Vit) -> None:
+def check_classes(source: ImageSource, name: str, model: Vit) -> None:
+    """Raises ConfigError where the model has fewer classes than the source."""
     found = len(source.classes)
     if found > model.classes:
-        rule = f"is fewer than the {found} classes of data.source={data.source}"
+        rule = f"is fewer than the {found} classes of {name}"
         raise ConfigError.of("model.classes", model.classes, rule, f"{found} or more")
+
+
+def _check_share(source: ImageSource, data: Data) -> None:
     if source.held_out is not None and data.validation != Data().validation:
         rule = f"has no effect: {data.source} has a validation folder"
         raise ConfigError.of("data.validation", data.validation, rule, "leave it out")
