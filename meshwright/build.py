@@ -15,6 +15,7 @@ from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.config import Config
 from meshwright.data.dataset import TEXT, Dataset
 from meshwright.data.images import IMAGES
+from meshwright.data.masked import MASKED_TEXT
 from meshwright.data_parallel.allreduce import AllReduce
 from meshwright.data_parallel.fsdp import FullySharded
 from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGradient, ServerLoss
@@ -22,7 +23,8 @@ from meshwright.data_parallel.ring import Ring
 from meshwright.data_parallel.sharded import Zero1
 from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
 from meshwright.mesh import Mesh
-from meshwright.models import gpt, vit
+from meshwright.models import bert, gpt, vit
+from meshwright.models.bert import BERT
 from meshwright.models.gpt import GPT
 from meshwright.models.vit import ViT
 from meshwright.optim.autocast import Autocast
@@ -46,6 +48,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(GPT, TEXT, gpt.flops_per_sample, lambda c: c.data.sequence),
+    "bert": Family(BERT, MASKED_TEXT, bert.flops_per_sample, lambda c: c.data.sequence),
     "vit": Family(ViT, IMAGES, vit.flops_per_sample, lambda c: c.model.positions),
 }
 

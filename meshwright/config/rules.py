@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config.schema import Config, Data, TextTransformer, Vit
+from meshwright.config.schema import Bert, Config, Data, TextTransformer, Vit
 from meshwright.errors import Problem
 
 STDLIB, DIGITS = "stdlib", "digits"
 """Sources that are names: the text of Python's standard library, scikit-learn's images of digits."""
+
+BERT_SPECIALS = 4
+"""Tokens that BERT needs besides a text's: padding, the first one, a separator, the mask."""
 
 
 def divisors(number: int) -> list[int]:
@@ -109,7 +112,7 @@ def channels_are_grey_or_colours(config: Config) -> Iterator[Problem]:
         yield Problem("model.channels", config.model.channels, "is neither grey nor red, green and blue", "1, 3")
 
 
-@rule("data.tokenizer", "model.vocabulary")
+@rule("data.tokenizer", "model.vocabulary", "model.family")
 def tokenizer_fits(config: Config) -> Iterator[Problem]:
     if not isinstance(config.model, TextTransformer):
         return
@@ -127,8 +130,11 @@ def tokenizer_fits(config: Config) -> Iterator[Problem]:
         if not Path(tokenizer).expanduser().is_file():
             yield Problem("data.tokenizer", tokenizer, "is no such file", "bytes, bpe:SIZE, a tokenizer.json file")
         return
+    rule_text = f"is smaller than the {size} tokens of data.tokenizer={tokenizer}"
+    if isinstance(config.model, Bert):
+        size += BERT_SPECIALS
+        rule_text += f" and BERT's {BERT_SPECIALS}"
     if size > vocabulary:
-        rule_text = f"is smaller than the {size} tokens of data.tokenizer={tokenizer}"
         yield Problem("model.vocabulary", vocabulary, rule_text, f"{size} or more")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from meshwright.convert.bert import BERT
 from meshwright.convert.family import Family
 from meshwright.convert.gpt2 import GPT2
 from meshwright.convert.settings import Settings
 
 FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
+    "bert": BERT,
 }
 """By `model.family`."""
 

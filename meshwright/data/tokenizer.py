@@ -63,6 +63,11 @@ class Tokenizer:
                 raise DataError(f"token {token} is not in the tokenizer's vocabulary of {self.vocabulary_size}")
         return str(self._library.decode(list(ids), skip_special_tokens=False))
 
+    def id_of(self, name: str) -> int | None:
+        """The id of a token by its spelling; None where there is no such token."""
+        found: int | None = self._library.token_to_id(name)
+        return found
+
     def to_json(self) -> str:
         """The tokenizer as Hugging Face's tokenizer.json. The same tokenizer always gives the same text."""
         return str(self._library.to_str(pretty=True)) + "\n"

@@ -130,6 +130,14 @@ def test_tokenizer_fits_vocabulary(tokenizer: str, size: int) -> None:
     parse_config({"model": {"vocabulary": size}, "data": {"tokenizer": tokenizer}})
 
 
+@pytest.mark.parametrize("tokenizer, size", [("bytes", 257), ("bpe:300", 300)])
+def test_tokenizer_and_berts_own_tokens_fit_vocabulary(tokenizer: str, size: int) -> None:
+    line = mistake(model={"family": "bert", "vocabulary": size + 3}, data={"tokenizer": tokenizer})
+    rule = f"is smaller than the {size} tokens of data.tokenizer={tokenizer} and BERT's 4"
+    assert line == f"model.vocabulary={size + 3} {rule}; valid: {size + 4} or more"
+    parse_config({"model": {"family": "bert", "vocabulary": size + 4}, "data": {"tokenizer": tokenizer}})
+
+
 def test_tokenizer_file_that_exists_passes(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")

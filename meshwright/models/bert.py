@@ -1,0 +1,160 @@
+"""BERT (Devlin et al., 2018, arXiv 1810.04805): an encoder that sees both ways, told masked tokens from their context
+and whether its second text follows the first.
+
+`norm_order` original: norm(h + sub_layer(h)), and a norm on the embeddings. megatron: h + sub_layer(norm(h)), and a
+norm at the end, which large models need in order to train at all (Megatron-LM, arXiv 1909.08053, section 5.3).
+
+Shapes: B batch, T sequence, H hidden, A local heads, E head width, N inner width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.batch import Batch, Scales
+from meshwright.config import Config
+from meshwright.config.schema import Bert
+from meshwright.shard import Initial
+from meshwright.tensor.kit import Head, Kit
+
+NUM_SEGMENTS = 2
+NUM_ANSWERS = 2
+"""Of the question whether the second text follows the first: 0 yes, 1 no."""
+
+
+class Attention(nn.Module):
+    """Self-attention over this rank's heads; every token sees every real token."""
+
+    def __init__(self, model: Bert, kit: Kit) -> None:
+        super().__init__()
+        self.heads = kit.local_heads(model.heads)
+        self.dropout = model.dropout
+        self.own_randomness = kit.own_randomness
+        self.query_key_value = kit.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
+        self.output = kit.contract(model.hidden, model.hidden, _before_sum(model))
+
+    def forward(self, h: Tensor, seen: Tensor) -> Tensor:
+        split = self.query_key_value(h).unflatten(-1, (self.heads, -1))  # [B, T, 3, A, E]
+        query, key, value = (split[:, :, index].transpose(1, 2) for index in range(3))  # [B, A, T, E]
+        dropout = self.dropout if self.training else 0.0
+        with self.own_randomness(dropout):
+            core = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
+        return self.output(core.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two linears with an exact GELU between."""
+
+    def __init__(self, model: Bert, kit: Kit) -> None:
+        super().__init__()
+        self.expand = kit.expand(model.hidden, model.inner, Initial(0.02))
+        self.contract = kit.contract(model.inner, model.hidden, _before_sum(model))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.contract(F.gelu(self.expand(h)))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each with its norm behind the sum (original) or at its input (megatron)."""
+
+    def __init__(self, model: Bert, kit: Kit) -> None:
+        super().__init__()
+        self.norm_first = model.norm_order == "megatron"
+        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.attention = Attention(model, kit)
+        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.feed_forward = FeedForward(model, kit)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, h: Tensor, seen: Tensor) -> Tensor:
+        if self.norm_first:
+            h = h + self.dropout(self.attention(self.attention_norm(h), seen))
+            return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
+        h = self.attention_norm(h + self.dropout(self.attention(h, seen)))
+        return self.feed_forward_norm(h + self.dropout(self.feed_forward(h)))  # [B, T, H]
+
+
+class BERT(nn.Module):
+    """Tokens to the masked-language-model loss and, with `next_sentence`, that of next-sentence prediction.
+
+    Batch: `tokens`, `segments` (0 first text, 1 second), `mask` (1 real, 0 padding) and `labels` (-100: not asked for),
+    all [B, T]; `next_sentence` [B, 1], 0 where the second text follows the first, 1 where it does not.
+    """
+
+    def __init__(self, model: Bert, kit: Kit) -> None:
+        super().__init__()
+        hidden, initial = model.hidden, Initial(0.02)
+        self.labels: tuple[str, ...] = ("labels", "next_sentence") if model.next_sentence else ("labels",)
+        self.norm_first = model.norm_order == "megatron"
+        self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
+        self.positions = kit.embedding(model.positions, hidden, initial)
+        self.segments = kit.embedding(model.padded(NUM_SEGMENTS), hidden, initial)
+        self.norm = kit.norm(hidden, model.norm_epsilon)  # on the embeddings; megatron: on the last hidden states
+        self.dropout = nn.Dropout(model.dropout)
+        self.blocks = nn.ModuleList(Block(model, kit) for _ in range(model.layers))
+        self.transform = kit.transform(hidden, hidden, initial)
+        self.transform_norm = kit.norm(hidden, model.norm_epsilon)
+        vocabulary, padded = model.vocabulary, model.padded_vocabulary
+        self.head = kit.head_loss(hidden, vocabulary, padded, initial, self.tokens, bias=True)
+        if model.next_sentence:
+            self.pooler = kit.transform(hidden, hidden, initial)
+            answers = model.padded(NUM_ANSWERS)
+            self.next_sentence_head = kit.head_loss(hidden, NUM_ANSWERS, answers, initial, bias=True)
+
+    def forward(self, batch: Batch, scales: Scales) -> Tensor:
+        return self.loss(self.trunk(batch), batch, scales)
+
+    def trunk(self, batch: Batch) -> Tensor:
+        tokens = batch["tokens"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        h = self.tokens(tokens) + self.positions(positions) + self.segments(batch["segments"])
+        h = self.dropout(h if self.norm_first else self.norm(h))
+        seen = batch["mask"].bool()[:, None, None, :]  # [B, 1, 1, T]
+        for block in self.blocks:
+            h = block(h, seen)
+        return self.norm(h) if self.norm_first else h  # [B, T, H]
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        total = h.new_zeros(())
+        if scales["labels"]:
+            total = total + self.head(self.transformed(h), batch["labels"], scales["labels"])
+        if "next_sentence" in self.labels and scales["next_sentence"]:
+            answers = batch["next_sentence"]
+            total = total + self.next_sentence_head(self.pooled(h), answers, scales["next_sentence"])
+        return total
+
+    def right(self, h: Tensor, batch: Batch) -> list[int]:
+        counts = [cast(Head, self.head).right(self.transformed(h), batch["labels"])]
+        if "next_sentence" in self.labels:
+            counts.append(cast(Head, self.next_sentence_head).right(self.pooled(h), batch["next_sentence"]))
+        return counts
+
+    def transformed(self, h: Tensor) -> Tensor:
+        """What the masked-language-model head reads: [B, T, H]."""
+        return self.transform_norm(F.gelu(self.transform(h)))
+
+    def pooled(self, h: Tensor) -> Tensor:
+        """What the next-sentence head reads, of the first token: [B, 1, H]."""
+        return torch.tanh(self.pooler(h[:, :1]))
+
+
+def _before_sum(model: Bert) -> Initial:
+    """First weights of linears whose output is summed up: Megatron-LM's are smaller, for its many unnormed sums."""
+    return Initial(0.02 / math.sqrt(2 * model.layers) if model.norm_order == "megatron" else 0.02)
+
+
+def flops_per_sample(config: Config) -> int:
+    """Floating-point operations of a sequence's forward and backward pass: matrix products only, no recomputation.
+
+    6 a weight and token (PaLM, arXiv 2204.02311, appendix B); the pooler's one token is left out.
+    """
+    model, sequence = config.model, config.data.sequence
+    assert isinstance(model, Bert), model
+    blocks = model.layers * (12 * model.hidden**2 + 2 * sequence * model.hidden)
+    head = model.hidden**2 + model.padded_vocabulary * model.hidden
+    return 6 * sequence * (blocks + head)
