@@ -166,36 +166,24 @@ Context = Annotated[int | None, typer.Option(help="Tokens seen at once; the sequ
 @app.command("eval")
 def evaluate(
     checkpoint: Source,
-    task: Annotated[str, typer.Option(help="perplexity or lambada.")] = "perplexity",
-    data: Annotated[str | None, typer.Option(help="Text, jsonl, prepared folder; held-out split.")] = None,
+    task: Annotated[str, typer.Option(help="perplexity, lambada or images.")] = "perplexity",
+    data: Annotated[str | None, typer.Option(help="Text, images, prepared folder; held-out split.")] = None,
     stride: Annotated[int | None, typer.Option(help="Between windows of perplexity; half the context.")] = None,
     context: Context = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity of a text per token and per word, or LAMBADA's accuracy in naming the last word of a passage.
+    """Perplexity of a text per token and per word; LAMBADA's accuracy in naming the last word of a passage; a ViT's
+    in naming an image's class.
 
     Example: meshwright eval out/first --data wiki.test.txt --stride 64
     """
-    from meshwright.errors import ConfigError
-
-    if task not in ("perplexity", "lambada"):
-        raise ConfigError.of("--task", task, "is no task", "perplexity, lambada")
-    if task == "lambada" and data is None:
-        raise ConfigError.of("--task", task, "needs --data", "a jsonl file with `text`, or a passage a line")
-    if task == "lambada" and stride is not None:
-        raise ConfigError.of("--stride", stride, "has no effect on --task lambada", "--task perplexity")
-    from meshwright.evaluate import cloze_accuracy, load_model, stream_for, text_perplexity
     from meshwright.evaluate.report import facts_of, table_of
+    from meshwright.evaluate.tasks import Question, measure
 
-    loaded = load_model(checkpoint, device, context)
     with _progress() as show:
-        if data is not None and task == "lambada":
-            facts = facts_of(cloze_accuracy(loaded, data, show))
-        else:
-            stream = stream_for(loaded, data, show)
-            facts = facts_of(text_perplexity(loaded, stream, stride, show))
-    facts = {"checkpoint": str(loaded.folder), "task": task, **facts}
+        folder, result = measure(task, Question(checkpoint, device, data, stride, context), show)
+    facts = {"checkpoint": str(folder), "task": task, **facts_of(result)}
     print(json.dumps(facts) if as_json else table_of(facts))
 
 

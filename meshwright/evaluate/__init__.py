@@ -1,5 +1,6 @@
-"""Measures of a trained model: perplexity of a text, LAMBADA's cloze accuracy. One process, one device."""
+"""Measures of a trained model: a text's perplexity, LAMBADA's cloze accuracy, images' classes. One process, one device."""
 
+from meshwright.evaluate.images import ImageAccuracy, ImageModel, image_accuracy, load_image_model
 from meshwright.evaluate.lambada import Cloze, cloze_accuracy
 from meshwright.evaluate.model import LoadedModel, load_model
 from meshwright.evaluate.perplexity import Perplexity, text_perplexity
@@ -7,10 +8,14 @@ from meshwright.evaluate.text import TokenStream, stream_for
 
 __all__ = [
     "Cloze",
+    "ImageAccuracy",
+    "ImageModel",
     "LoadedModel",
     "Perplexity",
     "TokenStream",
     "cloze_accuracy",
+    "image_accuracy",
+    "load_image_model",
     "load_model",
     "stream_for",
     "text_perplexity",

@@ -42,6 +42,17 @@ class Cloze:
         """exp of the mean loss of a last word, all its sub-tokens together."""
         return exponential(self.total_loss / self.passages)
 
+    @property
+    def facts(self) -> dict[str, str | int | float]:
+        return {
+            "data": self.data,
+            "passages": self.passages,
+            "correct": self.correct,
+            "context": self.context,
+            "accuracy": self.accuracy,
+            "perplexity_per_word": self.perplexity,
+        }
+
 
 @dataclass(frozen=True)
 class _Question:

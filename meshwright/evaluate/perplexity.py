@@ -49,6 +49,19 @@ class Perplexity:
         """exp of the total loss over the words of the original text, as Wikitext is reported: tokenizers compare."""
         return exponential(self.total_loss / self.words)
 
+    @property
+    def facts(self) -> dict[str, str | int | float]:
+        return {
+            "data": self.data,
+            "tokens": self.tokens,
+            "words": self.words,
+            "context": self.context,
+            "stride": self.stride,
+            "loss_per_token": self.loss,
+            "perplexity_per_token": self.perplexity,
+            "perplexity_per_word": self.word_perplexity,
+        }
+
 
 def exponential(x: float) -> float:
     """e to the x; infinite where a float cannot hold it."""

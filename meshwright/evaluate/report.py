@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import math
-
-from meshwright.evaluate.lambada import Cloze
-from meshwright.evaluate.perplexity import Perplexity
+from typing import Protocol
 
 Fact = str | int | float | None
 
 
-def facts_of(result: Perplexity | Cloze) -> dict[str, Fact]:
+class Result(Protocol):
+    """What a measure found."""
+
+    @property
+    def facts(self) -> dict[str, str | int | float]:
+        """By name, in the order in which they are shown."""
+
+
+def facts_of(result: Result) -> dict[str, Fact]:
     """The result by name. What is not finite is None: JSON has no word for it."""
-    if isinstance(result, Perplexity):
-        facts: dict[str, Fact] = {
-            "data": result.data,
-            "tokens": result.tokens,
-            "words": result.words,
-            "context": result.context,
-            "stride": result.stride,
-            "loss_per_token": result.loss,
-            "perplexity_per_token": result.perplexity,
-            "perplexity_per_word": result.word_perplexity,
-        }
-    else:
-        facts = {
-            "data": result.data,
-            "passages": result.passages,
-            "correct": result.correct,
-            "context": result.context,
-            "accuracy": result.accuracy,
-            "perplexity_per_word": result.perplexity,
-        }
     return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in facts.items()
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in result.facts.items()
     }
 
 
