@@ -31,7 +31,9 @@ from meshwright.optim.autocast import Autocast
 from meshwright.optim.optimizer import Optimizer
 from meshwright.shard import ShardSpec, initialise, shard_specs
 from meshwright.tensor.kit import Kit
+from meshwright.tensor.megatron import MegatronKit
 from meshwright.tensor.serial import SerialKit
+from meshwright.tensor.tesseract import TesseractKit
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,8 +54,10 @@ FAMILIES: dict[str, Family] = {
     "vit": Family(ViT, IMAGES, vit.flops_per_sample, lambda c: c.model.positions),
 }
 
-KITS: dict[str, Callable[[Config, Mesh], Kit]] = {
+KITS: dict[str, Callable[[Any, Mesh], Kit]] = {
     "none": lambda config, mesh: SerialKit(mesh),
+    "megatron": lambda config, mesh: MegatronKit(mesh, sequence_parallel=config.layout.tensor.sequence_parallel),
+    "tesseract": lambda config, mesh: TesseractKit(mesh, config.memory.summa),
 }
 
 SYNCHRONISERS: dict[str, tuple[type[Synchroniser], Callable[[], Policy]]] = {

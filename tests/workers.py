@@ -23,7 +23,9 @@ from meshwright.mesh import open_mesh
 TIMEOUT_SECONDS = 60
 
 
-def run_ranks(function: Callable[..., Any], grid: Grid, *arguments: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], grid: Grid, *arguments: Any, token_axes: tuple[str, ...] = ("data",)
+) -> list[Any]:
     """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller."""
     context = multiprocessing.get_context("fork")
     world = grid.world_size
@@ -32,7 +34,9 @@ def run_ranks(function: Callable[..., Any], grid: Grid, *arguments: Any) -> list
         port = probe.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     workers = [
-        context.Process(target=_work, args=(function, grid, rank, port, pipes[rank][1], arguments), daemon=True)
+        context.Process(
+            target=_work, args=(function, grid, token_axes, rank, port, pipes[rank][1], arguments), daemon=True
+        )
         for rank in range(world)
     ]
     for worker in workers:
@@ -55,14 +59,20 @@ def run_ranks(function: Callable[..., Any], grid: Grid, *arguments: Any) -> list
 
 
 def _work(
-    function: Callable[..., Any], grid: Grid, rank: int, port: int, pipe: Any, arguments: tuple[Any, ...]
+    function: Callable[..., Any],
+    grid: Grid,
+    token_axes: tuple[str, ...],
+    rank: int,
+    port: int,
+    pipe: Any,
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     world = grid.world_size
     environment = Environment(rank, world, rank, world, 0, "torchrun")
     try:
         point = Rendezvous("127.0.0.1", port, hosted=False)
-        with open_mesh(grid, environment, "torch", torch.device("cpu"), point) as mesh:
+        with open_mesh(grid, environment, "torch", torch.device("cpu"), point, token_axes) as mesh:
             pipe.send_bytes(pickle.dumps((False, function(mesh, *arguments))))
             mesh.world.barrier()
     except BaseException:

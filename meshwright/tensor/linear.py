@@ -19,29 +19,47 @@ from meshwright.shard import ShardedModule
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: ShardedModule) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer = layer
-        return torch.addmm(bias, x, weight)
+        ctx.layer, ctx.biased = layer, bias is not None
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        # A fresh view of the bucket's memory: autograd adopts it as the parameter's gradient without a copy.
-        dweight, dbias = ctx.layer.sink("weight", weight), ctx.layer.sink("bias", dy[0])
-        torch.mm(x.t(), dy, out=dweight)
-        torch.sum(dy, 0, out=dbias)
-        return dy @ weight.t(), dweight, dbias, None
+        dweight = weight_gradient(x, dy, weight, ctx.layer)
+        dbias = bias_gradient(dy, ctx.layer) if ctx.biased else None
+        return dy @ weight.t() if ctx.needs_input_grad[0] else None, dweight, dbias, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor, layer: ShardedModule) -> Tensor:
+def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, layer: ShardedModule) -> Tensor:
+    """xᵀ dy in the layer's room for its `weight`: autograd adopts this fresh view of it without a copy."""
+    dweight = layer.sink("weight", weight)
+    torch.mm(x.t(), dy, out=dweight)
+    return dweight
+
+
+def bias_gradient(dy: Tensor, layer: ShardedModule) -> Tensor:
+    """The sum of dy [B·T, out] over its rows, in the layer's room for its `bias`."""
+    dbias = layer.sink("bias", dy[0])
+    torch.sum(dy, 0, out=dbias)
+    return dbias
+
+
+def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in autocast's dtype, where it is on."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule) -> Tensor:
     """[..., in] x [in, out] + [out] -> [..., out]; under autocast in its dtype.
 
     `weight` and `bias` are the `layer`'s parameters of these names, or views of them.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
+    x, weight, bias = cast(x, weight, bias)
     y: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias, layer)
     return y.view(*x.shape[:-1], weight.shape[1])

@@ -55,7 +55,8 @@ def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int
     for index in range(config.num_microbatches):
         rows = slice(index * config.micro, (index + 1) * config.micro)
         final = index == config.num_microbatches - 1
-        loss += float(parts.strategy.backward(parts.model, rows_of(batch, rows), scales, final=final))
+        micro = {name: parts.kit.slice_batch(x) for name, x in rows_of(batch, rows).items()}
+        loss += float(parts.strategy.backward(parts.model, micro, scales, final=final))
     parts.strategy.finish()
     gradients: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
     for slot in parts.strategy.slots:
@@ -64,6 +65,7 @@ def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int
             gradients.setdefault(place.name, {})[place.box.offsets] = part
     parts.optimizer.step(step)
     parts.strategy.publish()
+    parts.kit.end_step()
     return loss, gradients
 
 
@@ -76,7 +78,7 @@ def train(mesh: Mesh, config: Config) -> tuple[list[float], dict[str, dict[tuple
         loss, gradients = train_step(parts, step)
         first_gradients = first_gradients or gradients
         total = torch.tensor(loss, dtype=torch.float64)
-        mesh.comm("data").all_reduce(total)
+        mesh.comm(*config.layout.batch_axes).all_reduce(total)
         losses.append(float(total))
     assert first_gradients is not None
     return losses, first_gradients

@@ -1,0 +1,87 @@
+"""Gathered weights: which form 2-D products take, and how long a gathered weight is kept.
+
+| `memory.summa` | operands travel | a gathered weight              | a rank holds besides its blocks |
+|----------------|-----------------|--------------------------------|---------------------------------|
+| gather         | whole           | is kept until the step's end   | q times its weights, an operand |
+| stream         | in q panels     | never exists                   | two panels of an operand        |
+
+auto: as gather if the kept weights take at most a quarter of the free memory; else whole, but gathered anew for each
+product, if the largest weight takes at most an eighth; else as stream. The rank with the least memory decides for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from meshwright.allocator import available_memory_bytes
+from meshwright.comm import size_bytes
+from meshwright.mesh import Mesh
+from meshwright.shard import ShardedModule
+from meshwright.tensor.summa import Panels, Summa
+
+
+@dataclass(frozen=True)
+class Form:
+    """Whether operands stream in panels, and whether gathered weights are kept over a step."""
+
+    streams: bool
+    keeps: bool
+
+
+def choose_form(policy: str, weight_bytes: list[int], q: int, free_bytes: int) -> Form:
+    """`weight_bytes`: of a rank's block of each weight."""
+    if policy != "auto":
+        return Form(streams=policy == "stream", keeps=policy == "gather")
+    keeps = q * sum(weight_bytes) <= free_bytes // 4
+    return Form(streams=not keeps and q * max(weight_bytes, default=0) > free_bytes // 8, keeps=keeps)
+
+
+def free_memory_bytes(mesh: Mesh) -> int:
+    """The least free device memory of the ranks; ranks of one machine's host memory share it."""
+    if mesh.device.type == "cuda":
+        mine = torch.cuda.mem_get_info(mesh.device)[0]
+    else:
+        mine = available_memory_bytes() // mesh.grid.world_size
+    told = torch.tensor([float(mine)], device=mesh.device, dtype=torch.float64)
+    everyone = told.new_empty(mesh.world.size)
+    mesh.world.all_gather(everyone, told)
+    return int(everyone.min())
+
+
+@dataclass
+class Weights:
+    """The weights of a rank's 2-D layers: gathered when asked for, kept as the form says. `forget` at a step's end."""
+
+    mesh: Mesh
+    policy: str
+    blocks: list[Tensor] = field(default_factory=list)
+    """This rank's blocks of all weights that take part in 2-D products."""
+    _kept: dict[tuple[ShardedModule, str, torch.dtype], Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def form(self) -> Form:
+        """Decided at the first product: all layers are there then, on all ranks."""
+        sizes = [size_bytes(block) for block in self.blocks]
+        free = free_memory_bytes(self.mesh) if self.policy == "auto" else 0
+        return choose_form(self.policy, sizes, self.mesh.size("row"), free)
+
+    @cached_property
+    def summa(self) -> Summa:
+        return Summa(self.mesh, streams=self.form.streams)
+
+    def panels(self, layer: ShardedModule, stays: str, block: Tensor) -> Panels:
+        """The panels of a layer's weight for a product in which `stays` stays."""
+        if not self.form.keeps:
+            return self.summa.panels("W", stays, block)
+        key = (layer, stays, block.dtype)
+        if key not in self._kept:
+            self._kept[key] = self.summa.gather("W", stays, block)
+        return self._kept[key]
+
+    def forget(self) -> None:
+        """The weights have changed."""
+        self._kept.clear()

@@ -1,0 +1,232 @@
+"""Products of matrices that are cut into q x q blocks over (row, col): Y = X W, dX = dY Wᵀ, dW = Xᵀ dY.
+
+Rank (i, j) holds block (i, j) of each: X [b/q, H/q], W [H/q, N/q], Y [b/q, N/q]. (With a depth, b are one depth slice's
+rows, and every slice multiplies by itself: Tesseract, ICPP 2022.) In each of the three products one of the three stays
+where it is, and the two others travel: an input to where it is needed, an output to where it belongs. A traveller
+moves in q panels, indexed by the dim that the staying one has not:
+
+| stays | panels over | X travels                | W travels                | Y travels            |
+|-------|-------------|--------------------------|--------------------------|----------------------|
+| Y     | H           | over col                 | over row                 | -                    |
+| W     | b           | transposed, then col     | -                        | over row             |
+| X     | N           | -                        | transposed, then row     | over col             |
+
+(The papers' SUMMA loops: in Y = X W, Y stays; in dX, dY does; in dW, dY does: always the Y row of this table.) "Over
+col" is an all-gather of an input and a reduce-scatter of an output; in the streaming form it is q broadcasts or
+reductions of one panel, each started while the last one is multiplied. "Transposed": first (i, j) and (j, i) exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product, repeat
+
+import torch
+from torch import Tensor
+
+from meshwright.collectives import Moving, here
+from meshwright.comm import Work
+from meshwright.mesh import Mesh
+
+X, W, Y = "X", "W", "Y"
+
+Panels = Iterable[Tensor]
+"""q tensors of one block's shape; they may arrive one by one, and be overwritten after the next one has come."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a traveller moves: over which axis, and whether (i, j) and (j, i) change places on the far side."""
+
+    axis: str
+    transposed: bool
+
+
+ROUTES = {
+    Y: {X: Route("col", False), W: Route("row", False)},
+    W: {X: Route("col", True), Y: Route("row", False)},
+    X: {W: Route("row", True), Y: Route("col", False)},
+}
+"""By what stays, then by who travels."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What stays in the forward product, in dX's and in dW's."""
+
+    forward: str
+    dx: str
+    dw: str
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of one rank's block of X, W and Y; q."""
+
+    blocks: dict[str, int]
+    q: int
+
+    @classmethod
+    def of(cls, rows: int, inputs: int, outputs: int, q: int) -> Sizes:
+        """From a rank's rows of X and its columns of X and of Y."""
+        return cls({X: rows * inputs, W: inputs * outputs, Y: rows * outputs}, q)
+
+    def travel(self, who: str, stays: str) -> int:
+        """Elements that a rank (off the diagonal) sends for one traveller."""
+        return self.blocks[who] * (self.q - 1 + ROUTES[stays][who].transposed)
+
+    def sent(self, choice: Choice, *, keeps: bool) -> int:
+        """Elements that a rank sends for the three products.
+
+        `keeps`: panels that one product gathered serve the next: the weight's in dX, the output gradient's in dW.
+        """
+        moved: set[tuple[str, str]] = set()
+        total = 0
+        for target, stays in ((Y, choice.forward), (X, choice.dx), (W, choice.dw)):
+            for who in (X, W, Y):
+                if who == stays:
+                    continue
+                shared = keeps and (who, stays) in moved
+                total += 0 if shared else self.travel(who, stays)
+                if (who, target) in ((W, Y), (Y, X)):  # gathered for this product, and there for the next
+                    moved.add((who, stays))
+        return total
+
+    def best(self, *, keeps: bool) -> Choice:
+        """The choice that sends least; of equals, the papers'."""
+        order = (Y, X, W)
+        return min((Choice(*each) for each in product(order, repeat=3)), key=lambda c: self.sent(c, keeps=keeps))
+
+
+def factors(target: str, operands: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The two matrices whose product is the target."""
+    if target == Y:
+        return operands[X], operands[W]
+    if target == X:
+        return operands[Y], operands[W].t()
+    return operands[X].t(), operands[Y]
+
+
+class Summa:
+    """The three products on this rank's row and column. `streams`: in panels, instead of gathering whole operands."""
+
+    def __init__(self, mesh: Mesh, *, streams: bool) -> None:
+        self.q = mesh.size("row")
+        self.streams = streams
+        self._comms = {axis: mesh.comm(axis) for axis in ("row", "col")}
+        self._plane = mesh.comm("row", "col")
+        self._mirror = mesh.index("col") * self.q + mesh.index("row")
+
+    def transpose(self, x: Tensor) -> Tensor:
+        """The block of rank (j, i)."""
+        if self._mirror == self._plane.index:
+            return x
+        other = torch.empty_like(x)
+        self._plane.exchange(x.contiguous(), self._mirror, other, self._mirror)
+        return other
+
+    def gather(self, who: str, stays: str, block: Tensor) -> Tensor:
+        """All panels of an input [q, ...]."""
+        route = ROUTES[stays][who]
+        mine = (self.transpose(block) if route.transposed else block).contiguous()
+        panels = mine.new_empty(self.q, *mine.shape)
+        self._comms[route.axis].all_gather(panels, mine)
+        return panels
+
+    def panels(self, who: str, stays: str, block: Tensor) -> Panels:
+        """An input on its way, in whichever form."""
+        return self._stream(who, stays, block) if self.streams else self.gather(who, stays, block)
+
+    def multiply(self, target: str, stays: str, operands: dict[str, Panels | Tensor], out: Tensor | None) -> Moving:
+        """The target's block. Operands: the staying one's block, the panels of the others.
+
+        `out`: where the block should be; None: anywhere.
+        """
+        inputs = {
+            who: repeat(held, self.q) if who == stays and isinstance(held, Tensor) else held
+            for who, held in operands.items()
+        }
+        pairs = (
+            factors(target, dict(zip(inputs, values, strict=True))) for values in zip(*inputs.values(), strict=False)
+        )
+        if target == stays:
+            return here(_accumulate(pairs, out))
+        route = ROUTES[stays][target]
+        if self.streams:
+            return self._reduce_panels(pairs, route, out)
+        return self._scatter(_stack(pairs, self.q), route, out)
+
+    def _stream(self, who: str, stays: str, block: Tensor) -> Iterator[Tensor]:
+        route = ROUTES[stays][who]
+        comm = self._comms[route.axis]
+        mine = (self.transpose(block) if route.transposed else block).contiguous()
+        buffers = [torch.empty_like(mine), torch.empty_like(mine)]
+
+        def start(panel: int) -> tuple[Tensor, Work]:
+            x = mine if panel == comm.index else buffers[panel % 2]
+            return x, comm.broadcast(x, panel, wait=False)
+
+        coming = start(0)
+        for panel in range(self.q):
+            x, work = coming
+            work.wait()
+            if panel + 1 < self.q:
+                coming = start(panel + 1)
+            yield x
+
+    def scatter(self, who: str, stays: str, panels: Tensor) -> Moving:
+        """The block of an output, the sum of every rank's panels [q, ...]."""
+        return self._scatter(panels, ROUTES[stays][who], None)
+
+    def _scatter(self, panels: Tensor, route: Route, out: Tensor | None) -> Moving:
+        part = torch.empty_like(panels[0]) if out is None or route.transposed else out
+        work = self._comms[route.axis].reduce_scatter(part, panels, wait=False)
+        return Moving(work, lambda: self._home(part, route, out))
+
+    def _reduce_panels(self, pairs: Iterable[tuple[Tensor, Tensor]], route: Route, out: Tensor | None) -> Moving:
+        """Multiply a panel while the last one is summed."""
+        comm = self._comms[route.axis]
+        mine: Tensor | None = None
+        last: Work | None = None
+        for panel, (a, b) in enumerate(pairs):
+            x = a @ b
+            if last is not None:
+                last.wait()
+            last = comm.reduce(x, panel, wait=False)
+            if panel == comm.index:
+                mine = x
+        assert mine is not None, f"{self.q} panels, and none of them ours"
+        assert last is not None
+        part = mine
+        return Moving(last, lambda: self._home(part, route, out))
+
+    def _home(self, part: Tensor, route: Route, out: Tensor | None) -> Tensor:
+        """The block at the rank that it belongs to."""
+        block = self.transpose(part) if route.transposed else part
+        if out is None or block is out:
+            return block
+        return out.copy_(block)
+
+
+def _stack(pairs: Iterable[tuple[Tensor, Tensor]], q: int) -> Tensor:
+    """The pairs' products, one after another [q, ...]."""
+    panels: Tensor | None = None
+    for panel, (a, b) in enumerate(pairs):
+        if panels is None:
+            panels = a.new_empty(q, a.shape[0], b.shape[1])
+        torch.mm(a, b, out=panels[panel])
+    assert panels is not None
+    return panels
+
+
+def _accumulate(pairs: Iterable[tuple[Tensor, Tensor]], out: Tensor | None) -> Tensor:
+    """The sum of the pairs' products."""
+    total: Tensor | None = None
+    for a, b in pairs:
+        if total is not None:
+            total.addmm_(a, b)
+        else:
+            total = torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    assert total is not None
+    return total

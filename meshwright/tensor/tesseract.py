@@ -1,0 +1,250 @@
+"""The 2-D and 2.5-D kit (Optimus, arXiv 2104.05343; Tesseract, ICPP 2022): blocks of everything on [depth, row, col].
+
+b = B/(depth·row): this rank's rows of the batch.
+
+| layer     | input         | weight           | output        | forward sends                        | backward  |
+|-----------|---------------|------------------|---------------|--------------------------------------|-----------|
+| embedding | [b, T]        | [V/row, H/col]   | [b, T, H/col] | ids, output over row                 | the same  |
+| norm      | [b, T, H/col] | [H/col], [H/col] | [b, T, H/col] | all-reduce over col of [b, T, 2]     | the same  |
+| linears   | [b, T, H/col] | [H/row, N/col]   | [b, T, N/col] | two of the three operands (summa.py) | four      |
+| patches   | [b, T, P]     | [P, H/col]       | [b, T, H/col] | -                                    | -         |
+| head      | [b, T, H/col] | [V/row, H/col]   | loss          | h over col, weight over row (*)      | the same  |
+
+(*) The weight transposed first (summa.py), and [C, 3] a chunk of C tokens over col (cross_entropy.py). The logits stay
+where they are, [b·T, V/col]: they are the largest of the product's three.
+
+A weight's gradient is summed over depth, a vector's over depth and row, by the one synchroniser: these axes split the
+tokens.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.collectives import cut_sum, join
+from meshwright.mesh import Mesh
+from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
+from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_right
+from meshwright.tensor.gathered import Weights
+from meshwright.tensor.linear import bias_gradient, cast, linear
+from meshwright.tensor.norm2d import split_layer_norm
+from meshwright.tensor.summa import Choice, Panels, Sizes, Summa, W, X, Y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: TesseractLinear) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        stays = layer.choice(x.shape[0]).forward
+        operands = layer.operands(stays, {X: x, W: weight})
+        return layer.weights.summa.multiply(Y, stays, operands, None).wait().add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        layer: TesseractLinear = ctx.layer
+        dy = dy.contiguous()
+        choice, summa = layer.choice(x.shape[0]), layer.weights.summa
+        for_dx = layer.operands(choice.dx, {Y: dy, W: weight})
+        dx = summa.multiply(X, choice.dx, for_dx, None)  # travels under dW's product
+        held = {Y: for_dx[Y]} if choice.dw == choice.dx and not summa.streams else {}
+        for_dw = layer.operands(choice.dw, {X: x, Y: dy}) if not held else layer.operands(choice.dw, {X: x}) | held
+        dweight = summa.multiply(W, choice.dw, for_dw, layer.sink("weight", weight))
+        dbias = bias_gradient(dy, layer)
+        return dx.wait(), dweight.wait(), dbias, None
+
+
+class TesseractLinear(ShardedModule):
+    """x W + b. What stays in each product is chosen from the sizes."""
+
+    def __init__(self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, weights: Weights) -> None:
+        super().__init__(mesh)
+        self.weights = weights
+        last = len(outputs) - 1
+        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), ((0, "row"), (last + 1, "col")), initial))
+        self.bias = self.declare("bias", ShardSpec(outputs, ((last, "col"),), ZEROS, matrix=False))
+        weights.blocks.append(self.weight)
+
+    def sizes(self, rows: int) -> Sizes:
+        """The blocks of the product with `rows` rows of x."""
+        return Sizes.of(rows, self.weight.shape[0], self.bias.numel(), self.mesh.size("row"))
+
+    def choice(self, rows: int) -> Choice:
+        return self.sizes(rows).best(keeps=not self.weights.form.streams)
+
+    def operands(self, stays: str, blocks: dict[str, Tensor]) -> dict[str, Panels | Tensor]:
+        """The staying operand's block as it is, the others on their way."""
+        return {
+            who: block if who == stays
+            else self.weights.panels(self, stays, block) if who == W
+            else self.weights.summa.panels(who, stays, block)
+            for who, block in blocks.items()
+        }  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, weight, bias = cast(x.flatten(0, -2), self.weight.flatten(1), self.bias.flatten())
+        y: Tensor = _Linear.apply(rows, weight, bias, self)
+        return y.view(*x.shape[:-1], *self.bias.shape)
+
+
+class TesseractEmbedding(ShardedModule):
+    """A row of ranks looks its ids up together: each in its block of the table."""
+
+    def __init__(self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial) -> None:
+        super().__init__(mesh)
+        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), ((0, "row"), (1, "col")), initial))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        everyones = join(ids, self.mesh, "row", 0)  # [B/depth, T]
+        rows = everyones - self.mesh.index("row") * self.weight.shape[0]
+        mine = (rows >= 0) & (rows < self.weight.shape[0])
+        part = F.embedding(torch.where(mine, rows, 0), self.weight) * mine.unsqueeze(-1)
+        return cut_sum(part, self.mesh, "row", 0)  # [b, T, H/col]
+
+
+class TesseractNorm(ShardedModule):
+    """Layer norm over a hidden dim that is cut over col; in float32 or better."""
+
+    def __init__(self, mesh: Mesh, hidden: int, epsilon: float) -> None:
+        super().__init__(mesh)
+        self.hidden, self.epsilon = hidden, epsilon
+        cuts = ((0, "col"),)
+        self.weight = self.declare("weight", ShardSpec((hidden,), cuts, ONES, matrix=False, full_precision=True))
+        self.bias = self.declare("bias", ShardSpec((hidden,), cuts, ZEROS, matrix=False, full_precision=True))
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.to(self.weight.dtype)
+        comm = self.mesh.comm("col")
+        return split_layer_norm(x, self.weight, self.bias, self.hidden, self.epsilon, comm).to(h.dtype)
+
+
+class TesseractPatches(ShardedModule):
+    """A small input that every rank of a row holds whole, times columns of the weight."""
+
+    def __init__(self, mesh: Mesh, inputs: int, hidden: int, initial: Initial) -> None:
+        super().__init__(mesh)
+        self.weight = self.declare("weight", ShardSpec((inputs, hidden), ((1, "col"),), initial))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, None, self)
+
+
+class _Table(torch.autograd.Function):
+    """The rows of the table that belong to this column's classes, [V/col, H], of its blocks [V/row, H/col]."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Tensor, summa: Summa) -> Tensor:
+        ctx.summa = summa
+        panels = summa.gather(W, X, block)  # [q, V/q, H/q]: this column's rows, hidden block by hidden block
+        return panels.transpose(0, 1).flatten(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        panels = gradient.unflatten(1, (ctx.summa.q, -1)).transpose(0, 1)
+        return ctx.summa.scatter(W, X, panels.contiguous()).wait(), None
+
+
+class TesseractHead(ShardedModule):
+    """Logits [b·T, V/col] and cross entropy over col."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        hidden: int,
+        vocabulary: int,
+        padded: int,
+        initial: Initial,
+        tied: nn.Module | None,
+        bias: bool,
+    ) -> None:
+        super().__init__(mesh)
+        self.summa = Summa(mesh, streams=False)
+        self.classes = Classes(vocabulary, mesh.comm("col"))
+        if tied is None:
+            self.weight = self.declare("weight", ShardSpec((padded, hidden), ((0, "row"), (1, "col")), initial))
+        else:
+            self.table = (tied,)  # in a tuple: the weight belongs to the embedding and is registered there once
+        self.bias = self.declare("bias", ShardSpec((padded,), ((0, "col"),), matrix=False)) if bias else None
+
+    def _operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """[b·T, H] and [V/col, H]."""
+        block: Tensor = self.table[0].weight if "weight" not in self.specs else self.weight  # type: ignore[assignment]
+        return join(h, self.mesh, "col", -1).flatten(0, -2), _Table.apply(block, self.summa)
+
+    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+        whole, table = self._operands(h)
+        return chunked_loss(whole, table, self.bias, labels.flatten(), self.classes, scale)
+
+    @torch.no_grad()
+    def right(self, h: Tensor, labels: Tensor) -> int:
+        whole, table = self._operands(h)
+        return num_right(whole, table, self.bias, labels.flatten(), self.classes)
+
+    def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
+        raise NotImplementedError("token losses are asked of a serial model")
+
+    def logits(self, h: Tensor) -> Tensor:
+        raise NotImplementedError("logits are asked of a serial model")
+
+
+class TesseractKit:
+    """Blocks on [depth, row, col]; depth 1 is 2-D."""
+
+    split_axes: tuple[str, ...] = ("depth", "row", "col")
+
+    def __init__(self, mesh: Mesh, policy: str) -> None:
+        """`policy`: gather, stream or auto (gathered.py)."""
+        self.mesh = mesh
+        self.weights = Weights(mesh, policy)
+
+    def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
+        return TesseractEmbedding(self.mesh, num_rows, hidden, initial)
+
+    def norm(self, hidden: int, epsilon: float) -> nn.Module:
+        return TesseractNorm(self.mesh, hidden, epsilon)
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1) -> nn.Module:
+        outputs = (inner,) if groups == 1 else (groups, inner // groups)
+        return TesseractLinear(self.mesh, hidden, outputs, initial, self.weights)
+
+    def contract(self, inner: int, hidden: int, initial: Initial) -> nn.Module:
+        return TesseractLinear(self.mesh, inner, (hidden,), initial, self.weights)
+
+    def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
+        return TesseractLinear(self.mesh, inputs, (outputs,), initial, self.weights)
+
+    def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
+        return TesseractPatches(self.mesh, inputs, hidden, initial)
+
+    def head_loss(
+        self,
+        hidden: int,
+        vocabulary: int,
+        padded: int,
+        initial: Initial,
+        tied: nn.Module | None = None,
+        *,
+        bias: bool = False,
+    ) -> nn.Module:
+        return TesseractHead(self.mesh, hidden, vocabulary, padded, initial, tied, bias)
+
+    def local_heads(self, heads: int) -> int:
+        return heads // self.mesh.size("col")
+
+    def slice_batch(self, x: Tensor) -> Tensor:
+        return x.chunk(self.mesh.size("depth", "row"))[self.mesh.index("depth", "row")]
+
+    def own_randomness(self, rate: float) -> AbstractContextManager[None]:
+        return nullcontext()  # every rank's stream is its own already
+
+    def end_step(self) -> None:
+        self.weights.forget()
