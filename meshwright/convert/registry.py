@@ -6,10 +6,12 @@ from meshwright.convert.bert import BERT
 from meshwright.convert.family import Family
 from meshwright.convert.gpt2 import GPT2
 from meshwright.convert.settings import Settings
+from meshwright.convert.vit import VIT
 
 FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
     "bert": BERT,
+    "vit": VIT,
 }
 """By `model.family`."""
 

@@ -1,7 +1,8 @@
-"""Measures of a trained model: a text's perplexity, LAMBADA's cloze accuracy, images' classes. One process, one device."""
+"""Measures of a trained model: a text's perplexity, LAMBADA's cloze accuracy, images' classes. On one device."""
 
 from meshwright.evaluate.images import ImageAccuracy, ImageModel, image_accuracy, load_image_model
 from meshwright.evaluate.lambada import Cloze, cloze_accuracy
+from meshwright.evaluate.masked import LoadedBert, MaskedAccuracy, load_bert, masked_accuracy
 from meshwright.evaluate.model import LoadedModel, load_model
 from meshwright.evaluate.perplexity import Perplexity, text_perplexity
 from meshwright.evaluate.text import TokenStream, stream_for
@@ -10,13 +11,17 @@ __all__ = [
     "Cloze",
     "ImageAccuracy",
     "ImageModel",
+    "LoadedBert",
     "LoadedModel",
+    "MaskedAccuracy",
     "Perplexity",
     "TokenStream",
     "cloze_accuracy",
     "image_accuracy",
+    "load_bert",
     "load_image_model",
     "load_model",
+    "masked_accuracy",
     "stream_for",
     "text_perplexity",
 ]
