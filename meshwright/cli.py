@@ -166,15 +166,15 @@ Context = Annotated[int | None, typer.Option(help="Tokens seen at once; the sequ
 @app.command("eval")
 def evaluate(
     checkpoint: Source,
-    task: Annotated[str, typer.Option(help="perplexity, lambada or images.")] = "perplexity",
+    task: Annotated[str, typer.Option(help="perplexity, lambada, masked-lm or images.")] = "perplexity",
     data: Annotated[str | None, typer.Option(help="Text, images, prepared folder; held-out split.")] = None,
     stride: Annotated[int | None, typer.Option(help="Between windows of perplexity; half the context.")] = None,
     context: Context = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity of a text per token and per word; LAMBADA's accuracy in naming the last word of a passage; a ViT's
-    in naming an image's class.
+    """Perplexity of a text per token and per word; LAMBADA's accuracy in naming the last word of a passage; a BERT's
+    in naming masked tokens; a ViT's in naming an image's class.
 
     Example: meshwright eval out/first --data wiki.test.txt --stride 64
     """

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import nn
 
-from meshwright.build import DTYPES
+from meshwright.build import DTYPES, family_of
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config
-from meshwright.config.schema import Gpt2
+from meshwright.config.schema import TextTransformer
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh import solo_mesh
@@ -24,17 +25,23 @@ TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model in evaluation mode. `context`: how many tokens it sees at once."""
+class LoadedText:
+    """Where a model of text comes from, and how it reads. `context`: how many tokens it sees at once."""
 
     folder: Path
     config: Config
     steps: int
     """Steps it was trained for here; 0: imported."""
-    model: GPT
     tokenizer: Tokenizer
     device: torch.device
     context: int
+
+
+@dataclass(frozen=True)
+class LoadedModel(LoadedText):
+    """A GPT-2 in evaluation mode."""
+
+    model: GPT
 
     @property
     def head(self) -> Head:
@@ -43,7 +50,14 @@ class LoadedModel:
 
 
 def load_model(path: Path, device: str = "auto", context: int | None = None) -> LoadedModel:
-    """The model of a step folder, or of a run's newest checkpoint.
+    """The GPT-2 of a step folder, or of a run's newest checkpoint. Raises as `load_text`."""
+    loaded, model = load_text(path, device, context, "gpt2")
+    assert isinstance(model, GPT)
+    return LoadedModel(**vars(loaded), model=model)
+
+
+def load_text(path: Path, device: str, context: int | None, family: str) -> tuple[LoadedText, nn.Module]:
+    """A model of text and what it reads with, of a step folder or of a run's newest checkpoint; in evaluation mode.
 
     Weights are held as the run's optimizer held them: float64 for a float64 run, float32 for every other.
     `context`: by default the sequence length of the training, because positions beyond it were never trained; at most
@@ -52,19 +66,20 @@ def load_model(path: Path, device: str = "auto", context: int | None = None) -> 
     where = device_of(device)
     checkpoint = Checkpoint(find_checkpoint(path))
     config = checkpoint.config
-    if not isinstance(config.model, Gpt2):
-        raise CheckpointError(f"{checkpoint.folder} is a {config.model.family}: this needs a gpt2")
+    if config.model.family != family:
+        raise CheckpointError(f"{checkpoint.folder} is a {config.model.family}: this needs a {family}")
+    assert isinstance(config.model, TextTransformer), config.model
     positions = config.model.positions
     if context is not None and not 1 <= context <= positions:
         raise ConfigError.of("--context", context, "is no context of this model", f"1 to model.positions={positions}")
     tokenizer = _tokenizer(checkpoint.folder, config.model.vocabulary)
     mesh = solo_mesh(where)
-    model = GPT(config.model, SerialKit(mesh))
+    model = family_of(config).model(config.model, SerialKit(mesh))
     model.to(DTYPES[config.precision.dtype] if config.precision.level == "O0" else torch.float32)
     load_weights(model, shard_specs(model), mesh, checkpoint)
     model.eval()
     steps = checkpoint.manifest.progress.step
-    return LoadedModel(checkpoint.folder, config, steps, model, tokenizer, where, context or config.data.sequence)
+    return LoadedText(checkpoint.folder, config, steps, tokenizer, where, context or config.data.sequence), model
 
 
 def device_of(name: str) -> torch.device:

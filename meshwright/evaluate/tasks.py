@@ -10,6 +10,7 @@ from meshwright.data.progress import Progress
 from meshwright.errors import ConfigError
 from meshwright.evaluate.images import image_accuracy, load_image_model
 from meshwright.evaluate.lambada import cloze_accuracy
+from meshwright.evaluate.masked import load_bert, masked_accuracy
 from meshwright.evaluate.model import load_model
 from meshwright.evaluate.perplexity import text_perplexity
 from meshwright.evaluate.report import Result
@@ -66,6 +67,12 @@ def _lambada(question: Question, progress: Progress) -> Measured:
     return loaded.folder, cloze_accuracy(loaded, question.data, progress)
 
 
+def _masked(question: Question, progress: Progress) -> Measured:
+    loaded = load_bert(question.checkpoint, question.device, question.context)
+    stream = stream_for(loaded, question.data, progress)
+    return loaded.folder, masked_accuracy(loaded, stream, progress)
+
+
 def _images(question: Question, progress: Progress) -> Measured:
     loaded = load_image_model(question.checkpoint, question.device)
     return loaded.folder, image_accuracy(loaded, question.data, progress)
@@ -74,5 +81,6 @@ def _images(question: Question, progress: Progress) -> Measured:
 TASKS: dict[str, Task] = {
     "perplexity": Task(_perplexity, ("stride", "context")),
     "lambada": Task(_lambada, ("context",), needs="a jsonl file with `text`, or a passage a line"),
+    "masked-lm": Task(_masked, ("context",)),
     "images": Task(_images),
 }

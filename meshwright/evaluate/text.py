@@ -15,7 +15,7 @@ from meshwright.data.progress import Progress, silent
 from meshwright.data.tokenizer import Tokenizer, pieces
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
-from meshwright.evaluate.model import LoadedModel
+from meshwright.evaluate.model import LoadedText
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TokenStream:
     """What was read, for the reader of the result."""
 
 
-def stream_for(loaded: LoadedModel, data: str | None, progress: Progress = silent) -> TokenStream:
+def stream_for(loaded: LoadedText, data: str | None, progress: Progress = silent) -> TokenStream:
     """The text to measure: `data`, or without it the held-out split of the run that wrote the checkpoint.
 
     `data`: a prepared folder (its validation split), or whatever `documents` reads: text, jsonl, parquet, a folder of
@@ -48,7 +48,7 @@ def stream_for(loaded: LoadedModel, data: str | None, progress: Progress = silen
     return _validation_split(corpus, loaded, name)
 
 
-def _validation_split(corpus: PackedCorpus, loaded: LoadedModel, name: str) -> TokenStream:
+def _validation_split(corpus: PackedCorpus, loaded: LoadedText, name: str) -> TokenStream:
     if corpus.tokenizer.to_json() != loaded.tokenizer.to_json():
         remedy = "give the text itself as --data"
         raise DataError(f"{name}: was tokenized with another tokenizer than that of {loaded.folder}; {remedy}")
