@@ -5,11 +5,12 @@ left out when one of these is itself mistaken, and every other mistake is still 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
 from pathlib import Path
 
+from meshwright.config.rule import divisors, listed, rule
 from meshwright.config.schema import Bert, Config, Data, TextTransformer, Vit
+from meshwright.config.tensor_rules import TENSOR_RULES
 from meshwright.errors import Problem
 
 STDLIB, DIGITS = "stdlib", "digits"
@@ -17,31 +18,6 @@ STDLIB, DIGITS = "stdlib", "digits"
 
 BERT_SPECIALS = 4
 """Tokens that BERT needs besides a text's: padding, the first one, a separator, the mask."""
-
-
-def divisors(number: int) -> list[int]:
-    """All positive divisors, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def listed(values: list[int], most: int = 12) -> str:
-    """The values as a short text, the middle left out where there are many."""
-    if len(values) > most:
-        return ", ".join(map(str, values[: most - 1])) + f", ..., {values[-1]}"
-    return ", ".join(map(str, values))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A check over the fields it reads."""
-
-    reads: tuple[str, ...]
-    check: Callable[[Config], Iterator[Problem]]
-
-
-def rule(*reads: str) -> Callable[[Callable[[Config], Iterator[Problem]]], Rule]:
-    """Make the decorated check a rule over the fields that it reads."""
-    return lambda check: Rule(reads, check)
 
 
 @rule("model.hidden", "model.heads")
@@ -200,6 +176,7 @@ RULES = (
     there_is_something_to_shard,
     transport_reaches_device,
     warmup_fits,
+    *TENSOR_RULES,
 )
 
 

@@ -51,7 +51,7 @@ class Strategy(Protocol):
         """Give every rank the stepped parameters, and clear the gradients."""
 
     def equalise(self) -> list[str]:
-        """Compare the replicas' parameters by hash; broadcast index 0's where they differ. Returns what differed."""
+        """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
 
 
 class Synchroniser:
@@ -119,7 +119,8 @@ class Synchroniser:
 
     def equalise(self) -> list[str]:
         differing = []
-        for bucket, comm in zip(self.buckets, self.comms, strict=True):
+        for bucket in self.buckets:
+            comm = self.mesh.comm(*(axis for axis in self.mesh.grid.names if axis not in bucket.cut_axes))
             if not same_everywhere(bucket.values, comm):
                 differing += [
                     place.name

@@ -91,10 +91,7 @@ class Optimizer:
         self._adopt()
         differing = []
         for index, slot in enumerate(self.slots):
-            alike = [axis for axis in self.mesh.token_axes if axis not in slot.part_axes]
-            if not alike:
-                continue  # this part has no replica
-            comm = self.mesh.comm(*alike)
+            comm = self.mesh.comm(*(axis for axis in self.mesh.grid.names if axis not in slot.part_axes))
             for kind, tensor in self.states(index).items():
                 if not same_everywhere(tensor, comm):
                     differing += [f"{kind} of {place.name}" for place in slot.places]

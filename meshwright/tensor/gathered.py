@@ -21,15 +21,7 @@ from meshwright.allocator import available_memory_bytes
 from meshwright.comm import size_bytes
 from meshwright.mesh import Mesh
 from meshwright.shard import ShardedModule
-from meshwright.tensor.summa import Panels, Summa
-
-
-@dataclass(frozen=True)
-class Form:
-    """Whether operands stream in panels, and whether gathered weights are kept over a step."""
-
-    streams: bool
-    keeps: bool
+from meshwright.tensor.summa import Form, Panels, Summa
 
 
 def choose_form(policy: str, weight_bytes: list[int], q: int, free_bytes: int) -> Form:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product, repeat
 
 import torch
@@ -61,42 +62,52 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Form:
+    """Whether operands stream in panels, and whether gathered weights are kept over a step."""
+
+    streams: bool
+    keeps: bool
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Elements of one rank's block of X, W and Y; q."""
 
-    blocks: dict[str, int]
+    x: int
+    w: int
+    y: int
     q: int
 
     @classmethod
     def of(cls, rows: int, inputs: int, outputs: int, q: int) -> Sizes:
         """From a rank's rows of X and its columns of X and of Y."""
-        return cls({X: rows * inputs, W: inputs * outputs, Y: rows * outputs}, q)
+        return cls(rows * inputs, inputs * outputs, rows * outputs, q)
 
     def travel(self, who: str, stays: str) -> int:
         """Elements that a rank (off the diagonal) sends for one traveller."""
-        return self.blocks[who] * (self.q - 1 + ROUTES[stays][who].transposed)
+        block = {X: self.x, W: self.w, Y: self.y}[who]
+        return block * (self.q - 1 + ROUTES[stays][who].transposed)
 
-    def sent(self, choice: Choice, *, keeps: bool) -> int:
+    def sent(self, choice: Choice, form: Form) -> int:
         """Elements that a rank sends for the three products.
 
-        `keeps`: panels that one product gathered serve the next: the weight's in dX, the output gradient's in dW.
+        What one product gathered may serve the next: the weight in dX where it is kept, dY in dW unless it streams.
         """
-        moved: set[tuple[str, str]] = set()
+        there: set[tuple[str, str]] = set()
         total = 0
         for target, stays in ((Y, choice.forward), (X, choice.dx), (W, choice.dw)):
-            for who in (X, W, Y):
-                if who == stays:
-                    continue
-                shared = keeps and (who, stays) in moved
-                total += 0 if shared else self.travel(who, stays)
-                if (who, target) in ((W, Y), (Y, X)):  # gathered for this product, and there for the next
-                    moved.add((who, stays))
+            for who in ROUTES[stays]:
+                total += 0 if (who, stays) in there and who != target else self.travel(who, stays)
+                if (who == W and target == Y and form.keeps) or (who == Y and target == X and not form.streams):
+                    there.add((who, stays))
         return total
 
-    def best(self, *, keeps: bool) -> Choice:
-        """The choice that sends least; of equals, the papers'."""
-        order = (Y, X, W)
-        return min((Choice(*each) for each in product(order, repeat=3)), key=lambda c: self.sent(c, keeps=keeps))
+
+@cache
+def best_choice(sizes: Sizes, form: Form) -> Choice:
+    """The choice that sends least; of equals, the papers'."""
+    choices = [Choice(*each) for each in product((Y, X, W), repeat=3)]
+    return min(choices, key=lambda choice: sizes.sent(choice, form))
 
 
 def factors(target: str, operands: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_right
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.linear import bias_gradient, cast, linear
 from meshwright.tensor.norm2d import split_layer_norm
-from meshwright.tensor.summa import Choice, Panels, Sizes, Summa, W, X, Y
+from meshwright.tensor.summa import Choice, Panels, Sizes, Summa, W, X, Y, best_choice
 
 
 class _Linear(torch.autograd.Function):
@@ -78,7 +78,7 @@ class TesseractLinear(ShardedModule):
         return Sizes.of(rows, self.weight.shape[0], self.bias.numel(), self.mesh.size("row"))
 
     def choice(self, rows: int) -> Choice:
-        return self.sizes(rows).best(keeps=not self.weights.form.streams)
+        return best_choice(self.sizes(rows), self.weights.form)
 
     def operands(self, stays: str, blocks: dict[str, Tensor]) -> dict[str, Panels | Tensor]:
         """The staying operand's block as it is, the others on their way."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import parse_config, rules
-from meshwright.config.rules import RULES, Rule, divisors, listed
+from meshwright.config import parse_config, rules, tensor_rules
+from meshwright.config.rule import Rule, divisors, listed
+from meshwright.config.rules import RULES
 from meshwright.errors import ConfigError
 
 
@@ -21,7 +22,8 @@ def mistake(**tree: Any) -> str:
 
 
 def test_every_rule_is_listed() -> None:
-    assert set(RULES) == {value for value in vars(rules).values() if isinstance(value, Rule)}
+    found = [value for module in (rules, tensor_rules) for value in vars(module).values() if isinstance(value, Rule)]
+    assert set(RULES) == set(found)
 
 
 def test_rules_name_fields_that_exist() -> None:

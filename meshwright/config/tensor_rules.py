@@ -1,0 +1,99 @@
+"""What tensor parallelism asks of a model and a batch: what it cuts must be divisible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.config.rule import divisors, listed, rule
+from meshwright.config.schema import Config, Megatron, Tesseract, TextTransformer, Vit, Whole
+from meshwright.errors import Problem
+
+
+def _cut(config: Config) -> tuple[str, int]:
+    """The field that says into how many parts heads, widths and tables are cut, and its value."""
+    tensor = config.layout.tensor
+    if isinstance(tensor, Megatron):
+        return "layout.tensor.size", tensor.size
+    return "layout.tensor.q", tensor.q if isinstance(tensor, Tesseract) else 1
+
+
+def _divides(config: Config, field: str, number: int, note: str = "") -> Iterator[Problem]:
+    name, parts = _cut(config)
+    if number % parts:
+        yield Problem(name, parts, f"does not divide {field}={number}{note}", listed(divisors(number)))
+
+
+@rule("layout.tensor", "model.heads")
+def tensor_divides_heads(config: Config) -> Iterator[Problem]:
+    yield from _divides(config, "model.heads", config.model.heads)
+
+
+@rule("layout.tensor", "model.hidden", "model.heads")
+def tensor_divides_hidden(config: Config) -> Iterator[Problem]:
+    if config.model.heads % _cut(config)[1] or config.model.hidden % config.model.heads:
+        yield from _divides(config, "model.hidden", config.model.hidden)
+
+
+@rule("layout.tensor", "model.vocabulary", "model.classes", "model.vocabulary_multiple", "model.positions")
+def tensor_divides_tables(config: Config) -> Iterator[Problem]:
+    _, parts = _cut(config)
+    model = config.model
+    multiple = model.vocabulary_multiple
+    rows = model.padded_vocabulary if isinstance(model, TextTransformer) else multiple
+    if rows % parts or (model.family != "gpt2" and multiple % parts):  # BERT's and ViT's small tables are padded alone
+        rule_text = f"is no multiple of {parts}, into which layout.tensor cuts the padded tables"
+        yield Problem("model.vocabulary_multiple", multiple, rule_text, f"{parts * multiple}, any multiple of {parts}")
+    if isinstance(model, TextTransformer):
+        yield from _divides(config, "model.positions", model.positions)
+
+
+@rule("layout.tensor", "data.sequence", "model.image", "model.patch")
+def tensor_divides_sequence(config: Config) -> Iterator[Problem]:
+    tensor, model = config.layout.tensor, config.model
+    if not isinstance(tensor, Megatron) or not tensor.sequence_parallel:
+        return
+    if isinstance(model, Vit):
+        note = " (the patches of model.image and the class token), as sequence_parallel asks"
+        yield from _divides(config, "the sequence", model.positions, note)
+    else:
+        yield from _divides(config, "data.sequence", config.data.sequence, ", as sequence_parallel asks")
+
+
+@rule("layout.tensor", "batch.global", "batch.micro", "layout.data.size")
+def tensor_divides_batch(config: Config) -> Iterator[Problem]:
+    tensor = config.layout.tensor
+    if isinstance(tensor, Tesseract) and config.replica_batch and config.micro % (tensor.d * tensor.q):
+        parts = tensor.d * tensor.q
+        what = f"is no multiple of layout.tensor.d x q = {parts}, over which a microbatch's sequences are split"
+        fitting = [micro for micro in divisors(config.replica_batch) if micro % parts == 0]
+        field = "batch.global" if config.batch.micro == "auto" or not fitting else "batch.micro"
+        valid = listed(fitting) if field == "batch.micro" else f"a multiple of {parts * config.layout.data.size}"
+        yield Problem(field, config.batch.global_ if field == "batch.global" else config.micro, what, valid)
+
+
+@rule("layout.tensor")
+def depth_is_at_most_q(config: Config) -> Iterator[Problem]:
+    tensor = config.layout.tensor
+    if isinstance(tensor, Tesseract) and tensor.d > tensor.q:
+        rule_text = f"is more than layout.tensor.q={tensor.q}: beyond 3-D, layout.data.size does the same for less"
+        yield Problem("layout.tensor.d", tensor.d, rule_text, f"1 to {tensor.q}")
+
+
+@rule("layout.tensor", "layout.data.sync")
+def sync_goes_with_tensor(config: Config) -> Iterator[Problem]:
+    if config.layout.data.sync == "fsdp" and not isinstance(config.layout.tensor, Whole):
+        rule_text = f"shards whole layers, and layout.tensor.kind={config.layout.tensor.kind} has cut them already"
+        yield Problem(
+            "layout.data.sync", "fsdp", rule_text, "zero1, allreduce, ring, rooted, server-gradient, server-loss"
+        )
+
+
+TENSOR_RULES = (
+    tensor_divides_heads,
+    tensor_divides_hidden,
+    tensor_divides_tables,
+    tensor_divides_sequence,
+    tensor_divides_batch,
+    depth_is_at_most_q,
+    sync_goes_with_tensor,
+)

@@ -1,0 +1,87 @@
+"""What tensor parallelism asks of a model: every mistake at once, with values that would work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.config import parse_config
+from meshwright.errors import ConfigError
+
+MODEL = {"layers": 1, "hidden": 64, "heads": 8, "positions": 64, "vocabulary": 300}
+
+
+def mistakes(tensor: dict[str, Any], **changes: Any) -> list[str]:
+    tree = {"model": MODEL, "batch": {"global": 16}, "data": {"sequence": 64}, "layout": {"tensor": tensor}}
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree | changes)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_all_at_once() -> None:
+    told = mistakes({"kind": "tesseract", "q": 3, "d": 2})
+    assert told == [
+        "layout.tensor.q=3 does not divide model.heads=8; valid: 1, 2, 4, 8",
+        "layout.tensor.q=3 does not divide model.hidden=64; valid: 1, 2, 4, 8, 16, 32, 64",
+        "model.vocabulary_multiple=64 is no multiple of 3, into which layout.tensor cuts the padded tables; "
+        "valid: 192, any multiple of 3",
+        "layout.tensor.q=3 does not divide model.positions=64; valid: 1, 2, 4, 8, 16, 32, 64",
+        "batch.global=16 is no multiple of layout.tensor.d x q = 6, over which a microbatch's sequences are split; "
+        "valid: a multiple of 6",
+    ]
+
+
+def test_more_ranks_than_heads() -> None:
+    (told,) = mistakes({"kind": "megatron", "size": 16})
+    assert told == "layout.tensor.size=16 does not divide model.heads=8; valid: 1, 2, 4, 8"
+
+
+def test_microbatches() -> None:
+    (told,) = mistakes({"kind": "tesseract", "q": 2, "d": 2}, batch={"global": 16, "micro": 2})
+    assert told.startswith("batch.micro=2 is no multiple of layout.tensor.d x q = 4")
+    assert told.endswith("valid: 4, 8, 16")
+
+
+def test_sequences() -> None:
+    tensor = {"kind": "megatron", "size": 4, "sequence_parallel": True}
+    (told,) = mistakes(tensor, data={"sequence": 62})
+    assert (
+        told == "layout.tensor.size=4 does not divide data.sequence=62, as sequence_parallel asks; valid: 1, 2, 31, 62"
+    )
+
+
+def test_the_sequence_of_images() -> None:
+    vit = {"family": "vit", "image": 8, "patch": 2, "channels": 1, "classes": 10, "hidden": 16, "heads": 4, "layers": 1}
+    tree = {"model": vit, "data": {"source": "digits"}, "batch": {"global": 16}}
+    tensor = {"kind": "megatron", "size": 2, "sequence_parallel": True}
+    with pytest.raises(ConfigError, match=r"does not divide the sequence=17 \(the patches of model\.image"):
+        parse_config(tree | {"layout": {"tensor": tensor}})
+    parse_config(tree | {"layout": {"tensor": tensor | {"sequence_parallel": False}}})
+
+
+def test_depth() -> None:
+    (told,) = mistakes({"kind": "tesseract", "q": 2, "d": 4})
+    assert told.startswith("layout.tensor.d=4 is more than layout.tensor.q=2")
+    assert told.endswith("valid: 1 to 2")
+
+
+def test_fully_sharded() -> None:
+    tree = {"model": MODEL, "batch": {"global": 16}, "data": {"sequence": 64}}
+    layout = {"data": {"size": 2, "sync": "fsdp"}, "tensor": {"kind": "megatron", "size": 2}}
+    with pytest.raises(ConfigError, match=r"kind=megatron has cut them already; valid: zero1, allreduce"):
+        parse_config(tree | {"layout": layout})
+
+
+def test_a_kind_that_is_none() -> None:
+    (told,) = mistakes({"kind": "tesserakt", "q": 2})
+    rule = "is none of the choices (did you mean tesseract?)"
+    assert told == f"layout.tensor.kind=tesserakt {rule}; valid: none, megatron, tesseract"
+
+
+def test_a_key_of_another_kind() -> None:
+    told = mistakes({"kind": "megatron", "q": 2})
+    assert told == [
+        "layout.tensor.size=nothing is missing; valid: a whole number >= 1",
+        "layout.tensor.q=2 is an unknown key; valid: kind, size, sequence_parallel",
+    ]
