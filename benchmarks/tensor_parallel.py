@@ -3,9 +3,8 @@
     python -m benchmarks.tensor_parallel [--only a b] [--ranks 2 4 8] [--transports torch mpi]
                                          [--rounds N] [--steps N] [--json FILE]
 
-(a) at 2 and 4 ranks, (b) at 4 ([2,2,1]) and 8 ([2,2,2]). Targets, on the better transport: (a) at most 0.65 of the step of
-DTensor's better form at 2 ranks and 0.50 at 4; (b) at most 0.6 of the broadcast loop's at 4 and at 8, on the same
-transport.
+(a) at 2 and 4 ranks; (b) at 4 ([2,2,1]) and 8 ([2,2,2]). Targets, on the better transport: (a) at most 0.65 of the step
+of DTensor's better form at 2 ranks and 0.50 at 4; (b) at most 0.6 of the broadcast loop's at 4 and at 8.
 """
 
 from __future__ import annotations
