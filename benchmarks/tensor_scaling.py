@@ -1,0 +1,160 @@
+"""(c) Bytes that a rank sends in a step of a Transformer layer on 64 ranks, by layout, counted without sending any.
+
+    python -m benchmarks.tensor_scaling [--sequence N] [--json FILE]
+
+The size is that of strong scaling in Tesseract's Table 1: hidden 3072, 64 heads, batch 16; the paper gives no sequence
+length. One rank's model is built of fake tensors, which have shapes and no numbers, and does a forward and backward
+pass over comms that only write their ledger. Weights of 2-D products are gathered (`memory.summa: gather`).
+
+A layer is the difference between a model of two layers and of one; the rest of the model of one is the embeddings, the
+last norm, the head and the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.build import build
+from meshwright.comm import DONE, Comm, Ledger, Work
+from meshwright.config import Config
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+
+LAYOUTS: dict[str, Mapping[str, str | int | bool]] = {
+    "[4,4,4]": {"kind": "tesseract", "q": 4, "d": 4},
+    "[8,8,1]": {"kind": "tesseract", "q": 8, "d": 1},
+    "[64]": {"kind": "megatron", "size": 64},
+    "[64] sequence parallel": {"kind": "megatron", "size": 64, "sequence_parallel": True},
+}
+BATCH = 16
+
+
+class RecordingComm(Comm):
+    """Writes the ledger and moves nothing."""
+
+    def receive(self, x: Tensor, source: int) -> None:
+        return None
+
+    def barrier(self) -> None:
+        return None
+
+    def _all_reduce(self, x: Tensor) -> Work:
+        return DONE
+
+    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
+        return DONE
+
+    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
+        return DONE
+
+    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return DONE
+
+    def _broadcast(self, x: Tensor, root: int) -> Work:
+        return DONE
+
+    def _reduce(self, x: Tensor, root: int) -> Work:
+        return DONE
+
+    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
+        return DONE
+
+    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
+        return DONE
+
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
+        return None
+
+    def _send(self, x: Tensor, to: int) -> None:
+        return None
+
+
+class RecordingTransport:
+    """Any number of ranks, of which only this one is there."""
+
+    def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
+        ranks = grid.group(rank, *axes)
+        return RecordingComm("+".join(axes), ranks, ranks.index(rank), ledger)
+
+    def close(self) -> None:
+        return None
+
+
+def sent_bytes(tensor: Mapping[str, str | int | bool], layers: int, sequence: int) -> dict[str, int]:
+    """What rank 0 sends in a step, by axis."""
+    config = _config(tensor, layers, sequence)
+    layout = config.layout
+    mesh = Mesh(Grid(layout.axes), 0, torch.device("cpu"), RecordingTransport(), layout.token_axes)
+    with FakeTensorMode(), warnings.catch_warnings():
+        # The synchroniser asks whether a gradient lies in its bucket; all fake tensors lie nowhere.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        parts = build(config, mesh)
+        tokens = torch.zeros(BATCH, sequence, dtype=torch.long)
+        batch = {name: parts.kit.slice_batch(tokens) for name in ("tokens", "labels")}
+        parts.strategy.backward(parts.model, batch, {"labels": 1.0 / tokens.numel()}, final=True)
+        parts.strategy.finish()
+    return mesh.ledger.sent_bytes()
+
+
+def _config(tensor: Mapping[str, str | int | bool], layers: int, sequence: int) -> Config:
+    model = {"layers": layers, "hidden": 3072, "heads": 64, "positions": sequence, "tied": False, "dropout": 0.0}
+    return Config.model_validate(
+        {
+            "model": model,
+            "data": {"sequence": sequence},
+            "batch": {"global": BATCH},
+            "layout": {"tensor": dict(tensor)},
+            "memory": {"summa": "gather"},
+            "optimizer": {"name": "sgd"},
+        }
+    )
+
+
+def measure(sequence: int) -> dict[str, dict[str, dict[str, int]]]:
+    """Bytes by layout, by part of the model, by axis."""
+    found = {}
+    for name, tensor in LAYOUTS.items():
+        one, two = (sent_bytes(tensor, layers, sequence) for layers in (1, 2))
+        layer = {axis: two[axis] - one[axis] for axis in two}
+        found[name] = {"layer": layer, "rest": {axis: one[axis] - layer[axis] for axis in one}}
+    return found
+
+
+def show(found: Mapping[str, dict[str, dict[str, int]]], sequence: int) -> None:
+    """A row a layout; the ratio is of the layer's bytes to those of [64]."""
+    table = Table(
+        title=f"(c) MB that a rank sends in a step, 64 ranks, hidden 3072, batch {BATCH}, sequence {sequence}"
+    )
+    for head in ("layout", "a layer, by axis", "a layer", "/ [64]", "the rest"):
+        table.add_column(head, justify="left" if head.startswith(("layout", "a layer,")) else "right")
+    whole = sum(found["[64]"]["layer"].values())
+    for name, parts in found.items():
+        by_axis = ", ".join(f"{axis} {count / 1e6:.1f}" for axis, count in parts["layer"].items() if count)
+        layer, rest = (sum(parts[part].values()) for part in ("layer", "rest"))
+        table.add_row(name, by_axis, f"{layer / 1e6:.1f}", f"{layer / whole:.3f}", f"{rest / 1e6:.1f}")
+    Console(width=140).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Bytes a rank sends by layout, from the ledger of a run without data.")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens in a sequence")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the bytes to FILE as well")
+    arguments = parser.parse_args()
+    found = measure(arguments.sequence)
+    show(found, arguments.sequence)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
