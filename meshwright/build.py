@@ -46,12 +46,14 @@ class Family:
     dataset: Dataset
     flops_per_sample: Callable[[Config], int]
     tokens_per_sample: Callable[[Config], int]
+    shapes: Callable[[Config], dict[str, tuple[int, ...]]]
+    """Of one sample, by its entries' names."""
 
 
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family(GPT, TEXT, gpt.flops_per_sample, lambda c: c.data.sequence),
-    "bert": Family(BERT, MASKED_TEXT, bert.flops_per_sample, lambda c: c.data.sequence),
-    "vit": Family(ViT, IMAGES, vit.flops_per_sample, lambda c: c.model.positions),
+    "gpt2": Family(GPT, TEXT, gpt.flops_per_sample, lambda c: c.data.sequence, gpt.sample_shapes),
+    "bert": Family(BERT, MASKED_TEXT, bert.flops_per_sample, lambda c: c.data.sequence, bert.sample_shapes),
+    "vit": Family(ViT, IMAGES, vit.flops_per_sample, lambda c: c.model.positions, vit.sample_shapes),
 }
 
 KITS: dict[str, Callable[[Any, Mesh], Kit]] = {

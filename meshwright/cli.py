@@ -66,6 +66,9 @@ def train(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Where the run is written; out/NAME-OF-RUN.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest complete checkpoint in --out.")] = False,
+    explain: Annotated[
+        bool, typer.Option(help="Say what the layout makes of the model and what it sends; train nothing.")
+    ] = False,
 ) -> None:
     """Train, on local workers or as one rank of torchrun, srun or mpirun.
 
@@ -74,6 +77,11 @@ def train(
     from meshwright.config import load_config
 
     config = load_config(run, overrides or ())
+    if explain:
+        from meshwright.train.explain import plan_step, render
+
+        render(plan_step(config))
+        return
     from meshwright.train.job import train as run_training
 
     with _progress() as show:

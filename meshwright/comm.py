@@ -230,6 +230,46 @@ class SoloComm(Comm):
         raise AssertionError(f"axis {self.axis} has one rank: nobody to send to")
 
 
+class LedgerComm(Comm):
+    """Writes the ledger and moves nothing: for tensors without numbers (the meta device), of any number of ranks."""
+
+    def receive(self, x: Tensor, source: int) -> None:
+        return None
+
+    def barrier(self) -> None:
+        return None
+
+    def _all_reduce(self, x: Tensor) -> Work:
+        return DONE
+
+    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
+        return DONE
+
+    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
+        return DONE
+
+    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return DONE
+
+    def _broadcast(self, x: Tensor, root: int) -> Work:
+        return DONE
+
+    def _reduce(self, x: Tensor, root: int) -> Work:
+        return DONE
+
+    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
+        return DONE
+
+    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
+        return DONE
+
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
+        return None
+
+    def _send(self, x: Tensor, to: int) -> None:
+        return None
+
+
 def _copied(target: Tensor, source: Tensor) -> Work:
     if target.data_ptr() != source.data_ptr():
         target.view(-1).copy_(source.view(-1))

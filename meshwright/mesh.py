@@ -1,6 +1,7 @@
 """Mesh: the grid as one rank sees it, with a Comm for each axis. Built once, passed to everything.
 
-A transport makes the comms: `TorchTransport` (gloo, NCCL), `MpiTransport`, `SoloTransport` (one process, no library).
+A transport makes the comms: `TorchTransport` (gloo, NCCL), `MpiTransport`, `SoloTransport` (one process, no library),
+`LedgerTransport` (a plan).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import Comm, Ledger, SoloComm, TorchComm
+from meshwright.comm import Comm, Ledger, LedgerComm, SoloComm, TorchComm
 from meshwright.comm_mpi import MpiComm
 from meshwright.environment import Environment, Rendezvous
 from meshwright.grid import Grid
@@ -35,6 +36,17 @@ class SoloTransport:
 
     def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
         return SoloComm("+".join(axes), (rank,), 0, ledger)
+
+    def close(self) -> None:
+        return None
+
+
+class LedgerTransport:
+    """A planned job, of which only this rank is there: what it would send is written down."""
+
+    def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
+        ranks = grid.group(rank, *axes)
+        return LedgerComm("+".join(axes), ranks, ranks.index(rank), ledger)
 
     def close(self) -> None:
         return None
@@ -110,6 +122,11 @@ class Mesh:
 def solo_mesh(device: torch.device, names: tuple[str, ...] = ("data",)) -> Mesh:
     """A mesh of one rank, whose axes all have size 1."""
     return Mesh(Grid(tuple((name, 1) for name in names)), 0, device, SoloTransport(), names)
+
+
+def planned_mesh(grid: Grid, rank: int, token_axes: tuple[str, ...]) -> Mesh:
+    """A rank's mesh of a job that does not run: tensors have shapes and no numbers, comms only write the ledger."""
+    return Mesh(grid, rank, torch.device("meta"), LedgerTransport(), token_axes)
 
 
 @contextmanager

@@ -174,6 +174,8 @@ def initialise(model: nn.Module, mesh: Mesh, seed: int) -> None:
     a part of and no rank ever holds a whole embedding. Float32 draws whatever the run's precision.
     """
     specs = shard_specs(model)
+    if mesh.device.type == "meta":
+        return  # shapes have no values
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spec = specs[name]

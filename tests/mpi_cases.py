@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from meshwright.config import parse_config
 from tests.mpi_workers import Case
 
 SIZES = (2, 3, 4)
 SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1")
 """Every sync but fsdp, which runs inside torch.distributed."""
+
+
+TENSOR: dict[int, dict[str, dict[str, object]]] = {
+    2: {"megatron-2": {"kind": "megatron", "size": 2}},
+    3: {"megatron-3": {"kind": "megatron", "size": 3}},
+    4: {
+        "megatron-4-cut": {"kind": "megatron", "size": 4, "sequence_parallel": True},
+        "tesseract-2": {"kind": "tesseract", "q": 2, "d": 1},
+    },
+}
+"""Tensor layouts by world size."""
 
 
 def cases(num_ranks: int) -> list[Case]:
@@ -17,4 +29,14 @@ def cases(num_ranks: int) -> list[Case]:
         listed.append(Case("subgroups", "tests.comm_cases:run_subgroups", (), (("outer", 2), ("inner", 2))))
     for sync in SYNCS:
         listed.append(Case(sync, "tests.data_parallel.test_equality_mpi:train_for_files", (sync, num_ranks), data))
+    for name, tensor in TENSOR[num_ranks].items():
+        layout = parse_config(
+            {
+                "layout": {"tensor": tensor},
+                "model": {"heads": 12, "vocabulary_multiple": 12, "positions": 12},
+                "data": {"sequence": 12},
+            }
+        ).layout
+        function = "tests.tensor.test_equality_mpi:train_for_files"
+        listed.append(Case(name, function, (tensor,), layout.axes, layout.token_axes))
     return listed

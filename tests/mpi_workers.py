@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,17 @@ class Case:
     function: str
     arguments: tuple[Any, ...]
     axes: tuple[tuple[str, int], ...]
+    token_axes: tuple[str, ...] = ("data",)
 
     def run(self, environment: Environment) -> Answer:
         module, _, name = self.function.partition(":")
         with open_mesh(
-            Grid(self.axes), environment, "mpi", torch.device("cpu"), Rendezvous("127.0.0.1", 0, hosted=False)
+            Grid(self.axes),
+            environment,
+            "mpi",
+            torch.device("cpu"),
+            Rendezvous("127.0.0.1", 0, hosted=False),
+            self.token_axes,
         ) as mesh:
             answer: Answer = vars(importlib.import_module(module))[name](mesh, *self.arguments)
         return answer
@@ -46,7 +52,7 @@ class Case:
 
 def run_on_mpi(cases: list[Case], num_ranks: int, out: Path) -> dict[str, list[Answer]]:
     """Every case on `num_ranks` ranks of one mpiexec; the answers in rank order by the case's name."""
-    listed = [{"name": c.name, "function": c.function, "arguments": c.arguments, "axes": c.axes} for c in cases]
+    listed = [asdict(case) for case in cases]
     launch(Job("tests.mpi_workers:work", {"cases": listed, "out": str(out)}), num_ranks, "mpi", threads=1)
     return {case.name: [_read(out, case.name, rank) for rank in range(num_ranks)] for case in cases}
 
@@ -63,7 +69,7 @@ def work(environment: Environment, stop: StopRequest, cases: list[Mapping[str, A
 def _parsed(cases: list[Mapping[str, Any]]) -> Iterator[Case]:
     for case in cases:
         axes = tuple((name, size) for name, size in case["axes"])
-        yield Case(case["name"], case["function"], tuple(case["arguments"]), axes)
+        yield Case(case["name"], case["function"], tuple(case["arguments"]), axes, tuple(case["token_axes"]))
 
 
 def _read(out: Path, name: str, rank: int) -> Answer:

@@ -230,6 +230,12 @@ class Layout(Section):
         return (("data", self.data.size), *self.tensor.axes)
 
     @property
+    def summary(self) -> str:
+        """`data 2 (allreduce), row 2, col 2`: the axes outermost first."""
+        sizes = [f"{name} {size}" for name, size in self.axes]
+        return ", ".join([f"{sizes[0]} ({self.data.sync})", *sizes[1:]])
+
+    @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that split the batch's rows."""
         return ("data", *self.tensor.batch_axes)

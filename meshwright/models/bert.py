@@ -158,3 +158,9 @@ def flops_per_sample(config: Config) -> int:
     blocks = model.layers * (12 * model.hidden**2 + 2 * sequence * model.hidden)
     head = model.hidden**2 + model.padded_vocabulary * model.hidden
     return 6 * sequence * (blocks + head)
+
+
+def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The batch's entries without their first dim."""
+    sequence = (config.data.sequence,)
+    return {"tokens": sequence, "segments": sequence, "mask": sequence, "labels": sequence, "next_sentence": (1,)}

@@ -142,3 +142,8 @@ def flops_per_sample(config: Config) -> int:
         model.layers * (12 * model.hidden**2 + 2 * sequence * model.hidden) + model.padded_vocabulary * model.hidden
     )
     return 6 * sequence * products
+
+
+def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The batch's entries without their first dim."""
+    return {"tokens": (config.data.sequence,), "labels": (config.data.sequence,)}

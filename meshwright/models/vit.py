@@ -135,3 +135,10 @@ def flops_per_sample(config: Config) -> int:
     layers = model.layers * (12 * hidden**2 + 2 * tokens * hidden)
     products = tokens * (layers + patch_inputs(model) * hidden) + model.padded(model.classes) * hidden
     return 6 * products
+
+
+def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The batch's entries without their first dim."""
+    model = config.model
+    assert isinstance(model, Vit), model
+    return {"images": (model.channels, model.image, model.image), "labels": (1,)}

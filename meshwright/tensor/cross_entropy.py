@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.batch import IGNORED
 from meshwright.comm import Comm
+from meshwright.tensor.linear import autocast_dtype
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20, "meta": 8 * 2**20}
 """A chunk's float32 logits [C, V]. 256 rows at V = 8192: fewer make slower products, more gain nothing."""
@@ -158,12 +159,20 @@ def chunked_loss(
     h [B·T, H]; weight [V/p, H]; bias [V/p]; labels [B·T], -100 is not counted. The scale goes into the gradients as
     they are made, so that half-precision ones do not underflow.
     """
-    if torch.is_autocast_enabled(h.device.type):
-        dtype = torch.get_autocast_dtype(h.device.type)
-        h, weight, bias = h.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    dtype = autocast_dtype(h)
+    if dtype is None:
+        return _loss(h, weight, bias, labels, classes, scale)
     with torch.autocast(h.device.type, enabled=False):
-        differentiates = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
-        loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, differentiates)
+        h, weight, bias = h.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return _loss(h, weight, bias, labels, classes, scale)
+
+
+def _loss(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes, scale: float) -> Tensor:
+    counted = labels != IGNORED
+    if labels.device.type != "meta" and 2 * int(counted.sum()) < labels.numel():  # masked language models: one in seven
+        h, labels = h[counted], labels[counted]
+    differentiates = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
+    loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, differentiates)
     return loss
 
 

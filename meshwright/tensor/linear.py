@@ -47,11 +47,19 @@ def bias_gradient(dy: Tensor, layer: ShardedModule) -> Tensor:
     return dbias
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast computes a product of x in; None where it is off."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # autocast does not know tensors without numbers
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands in autocast's dtype, where it is on."""
-    if not torch.is_autocast_enabled(x.device.type):
+    dtype = autocast_dtype(x)
+    if dtype is None:
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 

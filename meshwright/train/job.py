@@ -187,8 +187,7 @@ class _Run:
 
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         layout = self.config.layout
-        axes = ", ".join(f"{name} {size}" for name, size in layout.axes)
-        display.say(f"{layout.world_size} ranks: {axes} ({layout.data.sync}); writing to {self.out}")
+        display.say(f"{layout.world_size} ranks: {layout.summary}; writing to {self.out}")
         for name in unfinished:
             display.say(f"removed a checkpoint that was never finished: {name}")
         if attempt:

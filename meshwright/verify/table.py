@@ -22,8 +22,8 @@ def as_dict(verdict: Verdict) -> dict[str, Any]:
 def render(verdict: Verdict) -> None:
     """The worst comparison of each kind, and those that fail."""
     config = verdict.config
-    layout = f"data {config.layout.data.size} ({config.layout.data.sync}) against one device"
-    title = f"{layout}, {config.precision.level} {config.precision.dtype}, {verdict.steps} steps"
+    precision = f"{config.precision.level} {config.precision.dtype}"
+    title = f"{config.layout.summary} against one device, {precision}, {verdict.steps} steps"
     name = Column("furthest off", overflow="fold")
     table = Table("compared", "how many", name, "relative error", "allowed", "", title=title)
     for kind, label in (("loss", "losses"), ("gradient", "gradients"), ("weight", "weights")):

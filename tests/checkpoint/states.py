@@ -59,7 +59,7 @@ def run_leg(mesh: Mesh, config: Config, source: Path | None, target: Path | None
     for step in range(first, last):
         loss, _ = train_step(parts, step)
         total = torch.tensor(loss, dtype=torch.float64)
-        mesh.comm("data").all_reduce(total)
+        mesh.comm(*config.layout.batch_axes).all_reduce(total)
         losses.append(float(total))
     if target is not None:
         writer = open_writer(mesh, config, target)

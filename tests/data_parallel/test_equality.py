@@ -43,10 +43,41 @@ def global_batch(config: Config, step: int) -> Batch:
     return {"tokens": tokens, "labels": labels}
 
 
+def bert_batch(config: Config, step: int) -> Batch:
+    """As `global_batch`, in two segments of various lengths, the rest padding; a third of the pairs is not labelled."""
+    generator = torch.Generator().manual_seed(step + 100)
+    batch = global_batch(config, step)
+    rows, length = batch["tokens"].shape
+    lengths = torch.randint(length // 2, length + 1, (rows, 1), generator=generator)
+    place = torch.arange(length)
+    mask = place < lengths
+    answers = torch.randint(2, (rows, 1), generator=generator)
+    answers[::3] = -100
+    segments = (place >= length // 3) & mask
+    labels = torch.where(mask, batch["labels"], -100)
+    return {
+        "tokens": batch["tokens"], "segments": segments.long(), "mask": mask.long(), "labels": labels,
+        "next_sentence": answers,
+    }  # fmt: skip
+
+
+def vit_batch(config: Config, step: int) -> Batch:
+    """Random images, some without a label."""
+    generator = torch.Generator().manual_seed(step)
+    model, rows = config.model, config.batch.global_
+    images = torch.randint(256, (rows, model.channels, model.image, model.image), generator=generator)
+    labels = torch.randint(model.classes, (rows, 1), generator=generator)
+    labels[1::5] = -100
+    return {"images": images.to(torch.uint8), "labels": labels}
+
+
+BATCHES = {"gpt2": global_batch, "bert": bert_batch, "vit": vit_batch}
+
+
 def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int, ...], torch.Tensor]]]:
     """One step; this rank's share of the loss, and the gradients of its slots by name and offsets."""
     config = parts.config
-    everyone = global_batch(config, step)
+    everyone = BATCHES[config.model.family](config, step)
     scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), 1.0)
     batch = parts.strategy.share(
         lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch

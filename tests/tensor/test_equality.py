@@ -17,6 +17,9 @@ STEPS = 20
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "positions": 12, "vocabulary": 300, "tied": True},
     "untied": {"family": "gpt2", "positions": 12, "vocabulary": 300, "tied": False},
+    "bert": {"family": "bert", "positions": 12, "vocabulary": 300},
+    "megatron-bert": {"family": "bert", "positions": 12, "vocabulary": 300, "norm_order": "megatron"},
+    "vit": {"family": "vit", "image": 6, "patch": 2, "channels": 1, "classes": 10},
 }
 
 ONE_D = [{"kind": "megatron", "size": size} for size in (2, 3, 4)]
@@ -29,7 +32,7 @@ def config_for(model: str, tensor: dict[str, Any], data: int = 1, **changes: Any
     shape = {"layers": 2, "hidden": 24, "heads": 12, "vocabulary_multiple": 12, "dropout": 0.0}
     tree = {
         "model": shape | MODELS[model],
-        "data": {"sequence": 12},
+        "data": {"source": "digits"} if model == "vit" else {"sequence": 12},
         "batch": {"global": 24, "micro": 12},
         "layout": {"data": {"size": data, "bucket": 8192}, "tensor": tensor},
         "precision": {"level": "O0", "dtype": "float64"},

@@ -1,0 +1,52 @@
+"""Checkpoints move freely between serial, 1-D, 2-D and 2.5-D: bit for bit, and training goes on as one device would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.grid import Grid
+from tests.checkpoint.states import Leg, run_leg
+from tests.checkpoint.test_round_trip import assert_same_bits, taken_up, written
+from tests.tensor.test_equality import config_for
+from tests.workers import run_ranks
+
+FIRST, LAST = 2, 4
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "serial": {"kind": "none"},
+    "1-D": {"kind": "megatron", "size": 3},
+    "1-D cut": {"kind": "megatron", "size": 2, "sequence_parallel": True},
+    "2-D": {"kind": "tesseract", "q": 2, "d": 1},
+    "2.5-D": {"kind": "tesseract", "q": 2, "d": 2},
+}
+
+
+def legs(layout: str, source: Path | None, target: Path | None, first: int, last: int, sync: str) -> list[Leg]:
+    config = config_for("gpt2", LAYOUTS[layout])
+    laid = config.layout.model_copy(update={"data": config.layout.data.model_copy(update={"sync": sync})})
+    config = config.model_copy(update={"layout": laid})
+    return run_ranks(
+        run_leg, Grid(config.layout.axes), config, source, target, first, last, token_axes=config.layout.token_axes
+    )
+
+
+@pytest.fixture(scope="module")
+def serial() -> list[float]:
+    return legs("serial", None, None, 0, LAST, "allreduce")[0][0]
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "zero1"])
+@pytest.mark.parametrize(
+    "source, target",
+    [("serial", "1-D"), ("1-D", "2-D"), ("2-D", "1-D cut"), ("1-D cut", "2.5-D"), ("2.5-D", "serial")],
+)
+def test_moves(source: str, target: str, sync: str, serial: list[float], tmp_path: Path) -> None:
+    before = legs(source, None, tmp_path, 0, FIRST, sync)
+    after = legs(target, tmp_path / f"step-{FIRST}", None, FIRST, LAST, sync)
+    assert_same_bits(taken_up(after), written(before))
+    for losses, _, _ in after:
+        torch.testing.assert_close(losses, serial[FIRST:], rtol=1e-10, atol=0)

@@ -1,0 +1,79 @@
+"""Depth does useful work: twice the depth halves a rank's tokens and operations. Dropping its sum is seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.batch import rows_of
+from meshwright.build import build
+from meshwright.config import Config
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from meshwright.shard import ShardSpec
+from tests.data_parallel.test_equality import global_batch
+from tests.tensor.test_equality import check, config_for, run
+from tests.workers import run_ranks
+
+FLAT = {"kind": "tesseract", "q": 2, "d": 1}
+DEEP = {"kind": "tesseract", "q": 2, "d": 2}
+
+
+def work(mesh: Mesh, config: Config) -> tuple[int, int]:
+    """Tokens that a rank sees of a batch, and the operations of its forward and backward pass."""
+    parts = build(config, mesh)
+    batch = {name: parts.kit.slice_batch(x) for name, x in rows_of(global_batch(config, 0), slice(0, 12)).items()}
+    with FlopCounterMode(display=False) as counter:
+        parts.strategy.backward(parts.model, batch, {"labels": 1.0}, final=False)
+    return batch["tokens"].numel(), counter.get_total_flops()
+
+
+def test_depth_halves_tokens_and_operations() -> None:
+    facts = {}
+    for name, tensor in (("flat", FLAT), ("deep", DEEP)):
+        config = config_for("gpt2", tensor)
+        facts[name] = run_ranks(work, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
+    assert {tokens for tokens, _ in facts["flat"]} == {12 * 12 // 2}
+    assert {tokens for tokens, _ in facts["deep"]} == {12 * 12 // 4}
+    (flat,), (deep,) = ({flops for _, flops in ranks} for ranks in facts.values())
+    assert deep * 2 == flat
+
+
+def test_dropping_the_depth_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    (serial,) = run(one_step({"kind": "none"}))
+    check(run(one_step(DEEP)), serial)
+    right = ShardSpec.sum_axes
+
+    def wrong(self: ShardSpec, mesh: Any) -> tuple[str, ...]:
+        return tuple(axis for axis in right(self, mesh) if axis != "depth")
+
+    monkeypatch.setattr(ShardSpec, "sum_axes", wrong)  # the ranks are forked with it
+    with pytest.raises(AssertionError):
+        check(run(one_step(DEEP)), serial)
+
+
+def one_step(tensor: dict[str, Any]) -> Config:
+    return config_for("gpt2", tensor, steps=1, optimizer={"lr": 1e-2})
+
+
+def test_nobody_holds_what_is_whole() -> None:
+    """No parameter of a rank is as large as the whole table or a whole matrix."""
+    for tensor, parts in ((FLAT, 4), ({"kind": "megatron", "size": 4}, 4)):
+        config = config_for("gpt2", tensor)
+        held = run_ranks(shapes, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
+        for rank in held:
+            for name, (mine, whole) in rank.items():
+                if "norm" not in name and "bias" not in name:
+                    assert mine * parts == whole, name
+
+
+def shapes(mesh: Mesh, config: Config) -> dict[str, tuple[int, int]]:
+    """Elements that this rank holds of each parameter, and elements of all of it."""
+    parts = build(config, mesh)
+    return {
+        name: (parameter.numel(), torch.Size(parts.specs[name].shape).numel())
+        for name, parameter in parts.module.named_parameters()
+    }
