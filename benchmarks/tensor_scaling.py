@@ -3,8 +3,8 @@
     python -m benchmarks.tensor_scaling [--sequence N] [--json FILE]
 
 The size is that of strong scaling in Tesseract's Table 1: hidden 3072, 64 heads, batch 16; the paper gives no sequence
-length. One rank's model is built of fake tensors, which have shapes and no numbers, and does a forward and backward
-pass over comms that only write their ledger. Weights of 2-D products are gathered (`memory.summa: gather`).
+length. The bytes are those of `meshwright train --explain`: of one rank that works on tensors without numbers. Weights
+of 2-D products are gathered (`memory.summa: gather`).
 
 A layer is the difference between a model of two layers and of one; the rest of the model of one is the embeddings, the
 last norm, the head and the loss.
@@ -14,21 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.build import build
-from meshwright.comm import DONE, Comm, Ledger, Work
 from meshwright.config import Config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.train.explain import plan_step
 
 LAYOUTS: dict[str, Mapping[str, str | int | bool]] = {
     "[4,4,4]": {"kind": "tesseract", "q": 4, "d": 4},
@@ -39,71 +32,9 @@ LAYOUTS: dict[str, Mapping[str, str | int | bool]] = {
 BATCH = 16
 
 
-class RecordingComm(Comm):
-    """Writes the ledger and moves nothing."""
-
-    def receive(self, x: Tensor, source: int) -> None:
-        return None
-
-    def barrier(self) -> None:
-        return None
-
-    def _all_reduce(self, x: Tensor) -> Work:
-        return DONE
-
-    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
-        return DONE
-
-    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
-        return DONE
-
-    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        return DONE
-
-    def _broadcast(self, x: Tensor, root: int) -> Work:
-        return DONE
-
-    def _reduce(self, x: Tensor, root: int) -> Work:
-        return DONE
-
-    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
-        return DONE
-
-    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
-        return DONE
-
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
-        return None
-
-    def _send(self, x: Tensor, to: int) -> None:
-        return None
-
-
-class RecordingTransport:
-    """Any number of ranks, of which only this one is there."""
-
-    def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
-        ranks = grid.group(rank, *axes)
-        return RecordingComm("+".join(axes), ranks, ranks.index(rank), ledger)
-
-    def close(self) -> None:
-        return None
-
-
 def sent_bytes(tensor: Mapping[str, str | int | bool], layers: int, sequence: int) -> dict[str, int]:
     """What rank 0 sends in a step, by axis."""
-    config = _config(tensor, layers, sequence)
-    layout = config.layout
-    mesh = Mesh(Grid(layout.axes), 0, torch.device("cpu"), RecordingTransport(), layout.token_axes)
-    with FakeTensorMode(), warnings.catch_warnings():
-        # The synchroniser asks whether a gradient lies in its bucket; all fake tensors lie nowhere.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        parts = build(config, mesh)
-        tokens = torch.zeros(BATCH, sequence, dtype=torch.long)
-        batch = {name: parts.kit.slice_batch(tokens) for name in ("tokens", "labels")}
-        parts.strategy.backward(parts.model, batch, {"labels": 1.0 / tokens.numel()}, final=True)
-        parts.strategy.finish()
-    return mesh.ledger.sent_bytes()
+    return plan_step(_config(tensor, layers, sequence)).parts.mesh.ledger.sent_bytes()
 
 
 def _config(tensor: Mapping[str, str | int | bool], layers: int, sequence: int) -> Config:
