@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.batch import Model
+from meshwright.batch import Batch, Model
 from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.config import Config
 from meshwright.data.dataset import TEXT, Dataset
@@ -85,6 +85,10 @@ class Parts:
     specs: dict[str, ShardSpec]
     strategy: Strategy
     optimizer: Optimizer
+
+    def local(self, batch: Batch) -> Batch:
+        """This rank's rows of a replica's microbatch."""
+        return {name: self.kit.slice_batch(x) for name, x in batch.items()}
 
     @property
     def flops_per_sample(self) -> int:

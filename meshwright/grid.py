@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,12 @@ class Grid:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)
+
+    @property
+    def axis_sets(self) -> tuple[str, ...]:
+        """Every set of axes that a group may span: `data`, `row`, `data+row`, ...; single axes first."""
+        counts = range(1, len(self.names) + 1)
+        return tuple("+".join(some) for count in counts for some in combinations(self.names, count))
 
     @property
     def world_size(self) -> int:

@@ -6,7 +6,8 @@ sharded weights are the float32 masters, and torch casts what it gathers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,12 @@ class FullySharded:
         for slot, parameter in zip(self._slots, self._sharded, strict=True):
             slot.parameter.grad = None
             parameter.grad = None
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        self.model.unshard()  # the units see to themselves when they are called
+        yield
+        self.model.reshard()
 
     def equalise(self) -> list[str]:
         """Compared before the weights were cut: afterwards no two ranks hold the same."""

@@ -7,6 +7,7 @@ the optimizer steps the slots, publish (every rank's parameters are the new ones
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -49,6 +50,9 @@ class Strategy(Protocol):
 
     def publish(self) -> None:
         """Give every rank the stepped parameters, and clear the gradients."""
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """While entered, the model's halves may be called by themselves, without gradients."""
 
     def equalise(self) -> list[str]:
         """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
@@ -116,6 +120,9 @@ class Synchroniser:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def equalise(self) -> list[str]:
         differing = []

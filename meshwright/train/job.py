@@ -28,6 +28,7 @@ from meshwright.report.curves import draw_loss
 from meshwright.train.console import RunDisplay
 from meshwright.train.loop import Trainer
 from meshwright.train.metrics import MetricsWriter
+from meshwright.train.validate import validate
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,8 @@ class _Run:
         every = self.config.validation.every
         held_out = self.data.held_out
         if held_out is not None and (trainer.step % every == 0 or trainer.step == self.config.steps):
-            line |= trainer.validate(
-                held_out, min(self.config.validation.batches, len(held_out) // self.config.batch.global_)
+            line |= validate(
+                self.parts, held_out, min(self.config.validation.batches, len(held_out) // self.config.batch.global_)
             )
 
     def _farewell(self, display: RunDisplay, step: int) -> None:

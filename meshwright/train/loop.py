@@ -89,7 +89,7 @@ class Trainer:
             flops=self.flops,
             peak_flops=self.peak,
         )
-        return metrics_line(facts, beats, parts.mesh.grid.names), any(beat.stop for beat in beats)
+        return metrics_line(facts, beats, parts.mesh.grid.axis_sets), any(beat.stop for beat in beats)
 
     def _backward(self, loaded: Loaded, scale: float) -> float:
         parts, config = self.parts, self.parts.config
@@ -101,13 +101,9 @@ class Trainer:
             place = "/".join(str(parts.mesh.index(axis)) for axis in ("data", *parts.kit.split_axes))
             torch.manual_seed(seed_of(f"{config.seed}/dropout/{self.samples}/{index}/{place}"))
             final = index == config.num_microbatches - 1
-            batch = self._slice(rows_of(loaded.batch, rows))
+            batch = parts.local(rows_of(loaded.batch, rows))
             total += parts.strategy.backward(parts.model, batch, scales, final=final)
         return self._once(float(total))
-
-    def _slice(self, batch: Batch) -> Batch:
-        """This rank's rows of a replica's microbatch."""
-        return {name: self.parts.kit.slice_batch(x) for name, x in batch.items()}
 
     def _once(self, loss: float) -> float:
         """A loss that other ranks of the replica hold as well, counted on the first of them only."""
@@ -132,34 +128,8 @@ class Trainer:
             stop=stop is not None and stop.requested,
             busy_seconds=self._clock.lap(),
             peak_memory_bytes=peak_memory_bytes(mesh.device),
-            sent_bytes=tuple(self._sent.get(axis, 0) - before.get(axis, 0) for axis in mesh.grid.names),
+            sent_bytes=tuple(self._sent.get(axes, 0) - before.get(axes, 0) for axes in mesh.grid.axis_sets),
         )
-
-    @torch.no_grad()
-    def validate(self, held_out: Samples, num_batches: int) -> dict[str, float]:
-        """Over the first `num_batches` global batches of a held-out split: the mean loss, and how often the model's
-        likeliest answer is the first label."""
-        parts, config = self.parts, self.parts.config
-        parts.module.eval()
-        names = parts.model.labels
-        sums = torch.zeros(3, len(names), dtype=torch.float64, device=parts.mesh.device)  # losses, counts, right
-        mine = parts.mesh.index("data") * config.replica_batch
-        for index in range(num_batches):
-            rows = held_out.held_out(index * config.batch.global_ + mine, config.replica_batch)
-            for start in range(0, config.replica_batch, config.micro):
-                micro = to_device(rows_of(rows, slice(start, start + config.micro)), parts.mesh.device)
-                batch = self._slice(micro)
-                h = parts.model.trunk(batch)
-                for column, name in enumerate(names):
-                    only = {other: float(other == name) for other in names}
-                    sums[0, column] += parts.model.loss(h, batch, only)
-                sums[1] += torch.tensor(counts_of(batch, names))
-                sums[2] += torch.tensor(parts.model.right(h, batch))
-        parts.mesh.comm(*config.layout.batch_axes).all_reduce(sums)
-        return {
-            "validation_loss": float((sums[0] / sums[1]).sum()),
-            "validation_accuracy": float(sums[2, 0] / sums[1, 0]),
-        }
 
     def _empty_cache(self) -> None:
         every = self.parts.config.memory.empty_cache_every

@@ -90,8 +90,12 @@ class StepFacts:
     peak_flops: float | None
 
 
-def metrics_line(facts: StepFacts, beats: Sequence[Beat], axes: Sequence[str]) -> dict[str, Any]:
-    """A step's metrics. sent_bytes is the sender's that sends most; mfu is 'unknown' without a known peak."""
+def metrics_line(facts: StepFacts, beats: Sequence[Beat], axis_sets: Sequence[str]) -> dict[str, Any]:
+    """A step's metrics. mfu is 'unknown' without a known peak.
+
+    sent_bytes: over each axis, and over those sets of axes (`data+depth`) that were used; the sender's that sent most.
+    """
+    sent = {axes: max(beat.sent_bytes[index] for beat in beats) for index, axes in enumerate(axis_sets)}
     rate = facts.flops / facts.step_seconds
     line: dict[str, Any] = {
         "step": facts.step,
@@ -104,7 +108,7 @@ def metrics_line(facts: StepFacts, beats: Sequence[Beat], axes: Sequence[str]) -
         "loss_scale": facts.loss_scale,
         "applied": facts.applied,
         "peak_memory_bytes": max(beat.peak_memory_bytes for beat in beats),
-        "sent_bytes": {axis: max(beat.sent_bytes[index] for beat in beats) for index, axis in enumerate(axes)},
+        "sent_bytes": {axes: count for axes, count in sent.items() if count or "+" not in axes},
         "flops_per_second": rate,
         "mfu": rate / (facts.peak_flops * len(beats)) if facts.peak_flops else "unknown",
         "utilisation": [_share(beat.busy_seconds, facts.step_seconds) for beat in beats],

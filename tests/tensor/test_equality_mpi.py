@@ -13,7 +13,7 @@ from meshwright.mesh import Mesh
 from tests.data_parallel.test_equality import train
 from tests.mpi_cases import TENSOR
 from tests.mpi_workers import Answer
-from tests.tensor.test_equality import config_for, run
+from tests.tensor.test_equality import config_for, serial
 
 
 def train_for_files(mesh: Mesh, tensor: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
@@ -26,16 +26,9 @@ def train_for_files(mesh: Mesh, tensor: dict[str, Any]) -> tuple[list[float], di
     }
 
 
-@pytest.fixture(scope="module")
-def serial() -> Any:
-    return run(config_for("gpt2", {"kind": "none"}))[0]
-
-
 @pytest.mark.parametrize("size, name", [(size, name) for size, layouts in TENSOR.items() for name in layouts])
-def test_equals_serial_over_mpi(
-    size: int, name: str, serial: Any, mpi: Callable[[int], dict[str, list[Answer]]]
-) -> None:
-    serial_losses, serial_gradients = serial
+def test_equals_serial_over_mpi(size: int, name: str, mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
+    serial_losses, serial_gradients = serial("gpt2")
     answers = mpi(size)[name]
     for losses, _ in answers:
         torch.testing.assert_close(losses, serial_losses, rtol=1e-10, atol=0)

@@ -1,4 +1,4 @@
-"""What 1-D sends equals the formulas of docs/tensor.md; dropout masks: the same between pairs, each rank's own inside."""
+"""What 1-D sends equals the formulas of docs/tensor.md; dropout masks are the same between pairs, not inside."""
 
 from __future__ import annotations
 

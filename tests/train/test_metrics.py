@@ -137,10 +137,11 @@ def plain_loss(mesh: Mesh, run_folder: Path, corpus: Path, num_windows: int) -> 
     return float(torch.stack(losses).mean())
 
 
-def test_validation_loss(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", ["allreduce", "fsdp"])
+def test_validation_loss(sync: str, corpus: Path, tmp_path: Path) -> None:
     """Whole global batches from the file's beginning, over two ranks, without the dropout that the run trains with."""
     model = config_of(corpus).model.model_dump() | {"dropout": 0.5}
-    run(config_of(corpus, model=model, steps=2, validation={"every": 2, "batches": 3}), tmp_path)
+    run(config_of(corpus, sync, model=model, steps=2, validation={"every": 2, "batches": 3}), tmp_path)
     (expected,) = run_ranks(plain_loss, Grid((("data", 1),)), tmp_path, corpus, 3 * 12)
     assert lines_of(tmp_path)[-1]["validation_loss"] == pytest.approx(expected, rel=1e-12)
 
