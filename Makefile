@@ -1,5 +1,6 @@
 #: make quickstart   train a small GPT-2, look at it, sample from it (5 minutes on 2 cores after the install)
 #: make test         the tests
+#: make test-long    every tensor layout for 20 steps, half an hour on 2 cores
 #: make check        what CI runs: format, lint, types, tests
 #:
 #: PYTHON=python3.12        another interpreter (>= 3.11)
@@ -20,7 +21,7 @@ CREATED := $(VENV)/.created
 RUNNABLE := $(VENV)/.runnable
 TESTABLE := $(VENV)/.testable
 
-.PHONY: help quickstart test check format clean
+.PHONY: help quickstart test test-long check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -60,6 +61,9 @@ quickstart: $(RUNNABLE)
 
 test: $(TESTABLE)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: $(TESTABLE)
+	$(BIN)/python -m pytest --long tests/tensor/test_equality.py
 
 check: $(TESTABLE)
 	$(BIN)/ruff format --check .

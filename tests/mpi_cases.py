@@ -12,11 +12,8 @@ SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1
 
 TENSOR: dict[int, dict[str, dict[str, object]]] = {
     2: {"megatron-2": {"kind": "megatron", "size": 2}},
-    3: {"megatron-3": {"kind": "megatron", "size": 3}},
-    4: {
-        "megatron-4-cut": {"kind": "megatron", "size": 4, "sequence_parallel": True},
-        "tesseract-2": {"kind": "tesseract", "q": 2, "d": 1},
-    },
+    3: {"megatron-3-cut": {"kind": "megatron", "size": 3, "sequence_parallel": True}},
+    4: {"tesseract-2": {"kind": "tesseract", "q": 2, "d": 1}},
 }
 """Tensor layouts by world size."""
 

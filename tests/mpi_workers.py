@@ -50,10 +50,14 @@ class Case:
         return answer
 
 
-def run_on_mpi(cases: list[Case], num_ranks: int, out: Path) -> dict[str, list[Answer]]:
-    """Every case on `num_ranks` ranks of one mpiexec; the answers in rank order by the case's name."""
+def run_on_mpi(cases: list[Case], num_ranks: int, out: Path) -> None:
+    """Every case on `num_ranks` ranks of one mpiexec; the answers are left in `out`."""
     listed = [asdict(case) for case in cases]
     launch(Job("tests.mpi_workers:work", {"cases": listed, "out": str(out)}), num_ranks, "mpi", threads=1)
+
+
+def answers_of(cases: list[Case], num_ranks: int, out: Path) -> dict[str, list[Answer]]:
+    """What `run_on_mpi` left: the answers in rank order by the case's name."""
     return {case.name: [_read(out, case.name, rank) for rank in range(num_ranks)] for case in cases}
 
 

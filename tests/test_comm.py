@@ -129,7 +129,7 @@ def test_results(answers: list[Answer], verb: str) -> None:
 def test_ledger(answers: list[Answer], verb: str) -> None:
     for name, dtype in DTYPES.items():
         for index, (entries, _) in enumerate(answers):
-            wanted = expected_entries(verb, index, len(answers), dtype.itemsize)
+            wanted = expected_entries(verb, index, len(answers), dtype.itemsize) if len(answers) > 1 else []
             assert entries[f"{verb}/{name}"] == wanted, f"{verb} of {name} at rank {index}"
 
 

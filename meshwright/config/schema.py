@@ -111,7 +111,9 @@ class Vit(Transformer):
 
 def _family(model: object) -> object:
     """The tag of a model's section, gpt2 where it names none."""
-    return model.get("family", "gpt2") if isinstance(model, dict) else getattr(model, "family", None)
+    if isinstance(model, dict):
+        return model.get("family", "gpt2")
+    return model.family if isinstance(model, Gpt2 | Bert | Vit) else None
 
 
 Model = Annotated[
@@ -208,7 +210,9 @@ class Tesseract(Section):
 
 def _kind(tensor: object) -> object:
     """The tag of a tensor section."""
-    return tensor.get("kind") if isinstance(tensor, dict) else getattr(tensor, "kind", None)
+    if isinstance(tensor, dict):
+        return tensor.get("kind")
+    return tensor.kind if isinstance(tensor, Whole | Megatron | Tesseract) else None
 
 
 TensorParallel = Annotated[

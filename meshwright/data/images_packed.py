@@ -75,7 +75,7 @@ class PackedImages:
     def _map(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         path = self.folder / name
         try:
-            held: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+            held: np.ndarray = np.lib.format.open_memmap(path, mode="r")  # refuses pickled objects
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: cannot be read ({error}); {_REMEDY}") from error
         if (held.shape, held.dtype) != (shape, np.dtype(dtype)):

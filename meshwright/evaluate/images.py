@@ -27,7 +27,7 @@ from meshwright.evaluate.model import device_of
 from meshwright.mesh import solo_mesh
 from meshwright.models.vit import ViT
 from meshwright.shard import shard_specs
-from meshwright.tensor.kit import Head
+from meshwright.tensor.kit import WholeHead
 from meshwright.tensor.serial import SerialKit
 
 BATCH_IMAGES = 64
@@ -105,7 +105,7 @@ def image_accuracy(loaded: ImageModel, data: str | None, progress: Progress = si
     source = open_source(name)
     check_classes(source, name, loaded.shape)
     numbers = _measured(source, name, loaded.data)
-    head = cast(Head, loaded.model.head)
+    head = cast(WholeHead, loaded.model.head)
     correct, total = 0, 0.0
     for start in range(0, len(numbers), BATCH_IMAGES):
         chosen = numbers[start : start + BATCH_IMAGES]

@@ -18,7 +18,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh import solo_mesh
 from meshwright.models.gpt import GPT
 from meshwright.shard import shard_specs
-from meshwright.tensor.kit import Head
+from meshwright.tensor.kit import WholeHead
 from meshwright.tensor.serial import SerialKit
 
 TOKENIZER = "tokenizer.json"
@@ -44,9 +44,9 @@ class LoadedModel(LoadedText):
     model: GPT
 
     @property
-    def head(self) -> Head:
+    def head(self) -> WholeHead:
         """The language-model head."""
-        return cast(Head, self.model.head)
+        return cast(WholeHead, self.model.head)
 
 
 def load_model(path: Path, device: str = "auto", context: int | None = None) -> LoadedModel:

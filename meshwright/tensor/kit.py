@@ -28,11 +28,15 @@ class Head(Protocol):
     def right(self, h: Tensor, labels: Tensor) -> int:
         """How many counted tokens of this rank's rows have their label as the likeliest class. Without gradients."""
 
+
+class WholeHead(Head, Protocol):
+    """The serial kit's head, which can also be asked what it computes: by evaluation and generation."""
+
     def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
-        """Each token's loss in float32, [B, T]; 0 where it is not counted. Without gradients. Serial kit only."""
+        """Each token's loss in float32, [B, T]; 0 where it is not counted. Without gradients."""
 
     def logits(self, h: Tensor) -> Tensor:
-        """[B, T, V], without the padding of the vocabulary. Without gradients. Serial kit only."""
+        """[B, T, V], without the padding of the vocabulary. Without gradients."""
 
 
 class Kit(Protocol):

@@ -175,12 +175,6 @@ class MegatronHead(ShardedModule):
         targets = labelled(labels, whole.shape[1])
         return num_right(whole.flatten(0, -2), self._weight(), self.bias, targets, self.classes)
 
-    def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
-        raise NotImplementedError("token losses are asked of a serial model")
-
-    def logits(self, h: Tensor) -> Tensor:
-        raise NotImplementedError("logits are asked of a serial model")
-
 
 def labelled(labels: Tensor, length: int) -> Tensor:
     """Labels [B, t] of T >= t tokens, flat [B·T]: a token without a label is not counted."""

@@ -189,12 +189,6 @@ class TesseractHead(ShardedModule):
         whole, table = self._operands(h)
         return num_right(whole, table, self.bias, labels.flatten(), self.classes)
 
-    def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
-        raise NotImplementedError("token losses are asked of a serial model")
-
-    def logits(self, h: Tensor) -> Tensor:
-        raise NotImplementedError("logits are asked of a serial model")
-
 
 class TesseractKit:
     """Blocks on [depth, row, col]; depth 1 is 2-D."""

@@ -120,6 +120,10 @@ def _traffic(plan: Plan) -> Table:
     table = Table("over", "verb", "calls", "MB", title="What rank 0 sends in a step (without the norm and the pulse)")
     for (axis, verb), entry in sorted(plan.traffic.items()):
         table.add_row(axis, verb, f"{entry.calls:,}", f"{entry.sent_bytes / 1e6:,.2f}")
+    calls = sum(entry.calls for entry in plan.traffic.values())
+    sent = sum(entry.sent_bytes for entry in plan.traffic.values())
+    table.add_section()
+    table.add_row("in all", "", f"{calls:,}", f"{sent / 1e6:,.2f}")
     return table
 
 

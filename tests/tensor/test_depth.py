@@ -9,11 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.batch import rows_of
-from meshwright.build import build
+from meshwright.build import build, build_kit
 from meshwright.config import Config
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
-from meshwright.shard import ShardSpec
+from meshwright.shard import Initial, ShardSpec, initialise
 from tests.data_parallel.test_equality import global_batch
 from tests.tensor.test_equality import check, config_for, run
 from tests.workers import run_ranks
@@ -68,6 +68,30 @@ def test_nobody_holds_what_is_whole() -> None:
             for name, (mine, whole) in rank.items():
                 if "norm" not in name and "bias" not in name:
                     assert mine * parts == whole, name
+
+
+def live(mesh: Mesh, a: int, b: int, c: int) -> int:
+    """Elements that this rank keeps between a linear's forward and backward pass, and its output's."""
+    layer = build_kit(config_for("gpt2", DEEP), mesh).expand(b, c, Initial(0.02))
+    initialise(layer, mesh, 1)
+    x = torch.ones(a // mesh.size("depth", "row"), b // mesh.size("col"), requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = layer(x)
+    return sum(kept.values()) + y.numel()
+
+
+def test_live_memory_of_a_product_is_the_papers() -> None:
+    """a·b/p + b·c·d/p + a·c/p elements (Tesseract, section 3.1)."""
+    a, b, c, q, d = 24, 16, 48, 2, 2
+    grid, p = Grid((("depth", d), ("row", q), ("col", q))), d * q * q
+    for elements in run_ranks(live, grid, a, b, c, token_axes=("depth", "row")):
+        assert elements == a * b // p + b * c * d // p + a * c // p
 
 
 def shapes(mesh: Mesh, config: Config) -> dict[str, tuple[int, int]]:

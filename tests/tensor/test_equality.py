@@ -27,13 +27,14 @@ BLOCKS = [{"kind": "tesseract", "q": q, "d": d} for q, d in ((1, 1), (2, 1), (2,
 ALL = ONE_D + SEQUENCE + BLOCKS
 FEW = [ONE_D[0], SEQUENCE[0], BLOCKS[1]]
 
-LONG, SHORT = 20, 4
-"""Steps: of the first models, and of variants that differ in a layer."""
+LONG, SHORT = 20, 3
+"""Steps: 20 where a group of ranks fits a small machine, 3 elsewhere; `pytest --long` takes 20 everywhere."""
 
 CASES = [
-    *[("gpt2", tensor, data, LONG) for tensor in ALL for data in (1, 2)],
-    *[("bert", tensor, 1, LONG) for tensor in ALL],
-    *[("vit", tensor, 1, LONG) for tensor in [*ONE_D, SEQUENCE[0], *BLOCKS]],  # 10 tokens: 3 and 4 do not divide them
+    *[("gpt2", tensor, 1, LONG if tensor in FEW else SHORT) for tensor in ALL],
+    *[("gpt2", tensor, 2, SHORT) for tensor in ALL],
+    *[("bert", tensor, 1, SHORT) for tensor in ALL],
+    *[("vit", tensor, 1, SHORT) for tensor in [*ONE_D, SEQUENCE[0], *BLOCKS]],  # 10 tokens: 3 and 4 do not divide them
     *[(model, tensor, 2, SHORT) for model in ("bert", "vit") for tensor in FEW + [BLOCKS[2]]],
     *[(model, tensor, 1, SHORT) for model in ("untied", "megatron-bert") for tensor in FEW],
 ]
@@ -53,7 +54,7 @@ def config_for(model: str, tensor: dict[str, Any], data: int = 1, **changes: Any
         "batch": {"global": 24, "micro": 12},
         "layout": {"data": {"size": data, "bucket": 8192}, "tensor": tensor},
         "precision": {"level": "O0", "dtype": "float64"},
-        "optimizer": {"lr": 1e-2, "clip": 0.5, "schedule": {"warmup": 3, "decay": "cosine"}},
+        "optimizer": {"lr": 1e-2, "clip": 0.5, "schedule": {"warmup": 3}},
         "steps": LONG,
     }
     return parse_config(tree | changes)
@@ -86,6 +87,7 @@ def label(case: tuple[str, dict[str, Any], int, int]) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=label)
-def test_equals_serial(case: tuple[str, dict[str, Any], int, int]) -> None:
+def test_equals_serial(case: tuple[str, dict[str, Any], int, int], request: pytest.FixtureRequest) -> None:
     model, tensor, data, steps = case
+    steps = LONG if request.config.getoption("--long") else steps
     check(run(config_for(model, tensor, data, steps=steps)), serial(model))

@@ -18,7 +18,7 @@ from tests.tensor.test_equality import config_for, serial
 
 def train_for_files(mesh: Mesh, tensor: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     """`train`, its gradients flat: `name@offset,offset`."""
-    losses, gradients = train(mesh, config_for("gpt2", tensor))
+    losses, gradients = train(mesh, config_for("gpt2", tensor, steps=3))
     return losses, {
         f"{name}@{','.join(map(str, offsets))}": part
         for name, held in gradients.items()
@@ -31,7 +31,7 @@ def test_equals_serial_over_mpi(size: int, name: str, mpi: Callable[[int], dict[
     serial_losses, serial_gradients = serial("gpt2")
     answers = mpi(size)[name]
     for losses, _ in answers:
-        torch.testing.assert_close(losses, serial_losses, rtol=1e-10, atol=0)
+        torch.testing.assert_close(losses, serial_losses[:3], rtol=1e-10, atol=0)
     for parameter, held in serial_gradients.items():
         (expected,) = held.values()
         actual = torch.full_like(expected, torch.nan)
