@@ -122,18 +122,21 @@ Model = Annotated[
 
 
 class Data(Section):
-    """Where the text comes from. `source`: stdlib, a text/jsonl/parquet file or folder, or a prepared folder."""
+    """Where the data comes from. `source`: stdlib, a text/jsonl/parquet file or folder, or a prepared folder.
+
+    For images: digits, or a folder of class folders; `tokenizer` and `sequence` are of texts.
+    """
 
     source: str = "stdlib"
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (trained on the source), or a tokenizer.json file. A prepared folder brings its own."""
     sequence: Positive = 256
     validation: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
-    """The share of the documents that is held out."""
+    """The share of the documents (of each class's images) that is held out."""
 
 
 class Batch(Section):
-    """Sequences: `global` a step, `micro` a microbatch of one data-parallel replica (auto: all of its part)."""
+    """Samples (sequences, images): `global` a step, `micro` a microbatch of one replica (auto: all of its part)."""
 
     global_: Positive = Field(default=64, alias="global")
     micro: Positive | Literal["auto"] = "auto"

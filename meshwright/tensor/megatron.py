@@ -26,10 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.batch import IGNORED
 from meshwright.mesh import Mesh
 from meshwright.shard import ZEROS, Initial, ShardedModule, ShardSpec, seed_of
-from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_right
+from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.linear import bias_gradient, cast, linear, weight_gradient
 from meshwright.tensor.sequence import CutSequence, Sequence, WholeSequence
 from meshwright.tensor.serial import SerialLinear, SerialNorm
@@ -137,48 +136,15 @@ class MegatronPatches(ShardedModule):
         return linear(self.sequence.part(x), self.weight, None, self)
 
 
-class MegatronHead(ShardedModule):
-    """Vocabulary-parallel logits and cross entropy."""
+class MegatronHead(TableHead):
+    """Classes over the tensor axis."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        hidden: int,
-        vocabulary: int,
-        padded: int,
-        initial: Initial,
-        tied: nn.Module | None,
-        bias: bool,
-        sequence: Sequence,
-    ) -> None:
-        super().__init__(mesh)
+    def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, sequence: Sequence) -> None:
+        super().__init__(mesh, shape, tied, ((0, "tensor"),), ((0, "tensor"),))
         self.sequence = sequence
-        self.classes = Classes(vocabulary, mesh.comm("tensor"))
-        if tied is None:
-            self.weight = self.declare("weight", ShardSpec((padded, hidden), ((0, "tensor"),), initial))
-        else:
-            self.table = (tied,)  # in a tuple: the weight belongs to the embedding and is registered there once
-        self.bias = self.declare("bias", ShardSpec((padded,), ((0, "tensor"),), matrix=False)) if bias else None
 
-    def _weight(self) -> Tensor:
-        table: Tensor = self.table[0].weight if "weight" not in self.specs else self.weight  # type: ignore[assignment]
-        return table
-
-    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        whole = self.sequence.enter(h)  # [B, T, H]
-        targets = labelled(labels, whole.shape[1])
-        return chunked_loss(whole.flatten(0, -2), self._weight(), self.bias, targets, self.classes, scale)
-
-    @torch.no_grad()
-    def right(self, h: Tensor, labels: Tensor) -> int:
-        whole = self.sequence.enter(h)
-        targets = labelled(labels, whole.shape[1])
-        return num_right(whole.flatten(0, -2), self._weight(), self.bias, targets, self.classes)
-
-
-def labelled(labels: Tensor, length: int) -> Tensor:
-    """Labels [B, t] of T >= t tokens, flat [B·T]: a token without a label is not counted."""
-    return F.pad(labels, (0, length - labels.shape[1]), value=IGNORED).flatten()
+    def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        return self.sequence.enter(h), self.block
 
 
 class MegatronKit:
@@ -218,7 +184,7 @@ class MegatronKit:
         *,
         bias: bool = False,
     ) -> nn.Module:
-        return MegatronHead(self.mesh, hidden, vocabulary, padded, initial, tied, bias, self.sequence)
+        return MegatronHead(self.mesh, HeadShape(hidden, vocabulary, padded, initial, bias), tied, self.sequence)
 
     def local_heads(self, heads: int) -> int:
         return heads // self.mesh.size("tensor")

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from meshwright.mesh import Mesh
 from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
-from meshwright.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses, num_right
+from meshwright.tensor.cross_entropy import chunked_token_losses
+from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.linear import linear
 
 
@@ -73,45 +74,17 @@ class SerialLinear(ShardedModule):
         return y.unflatten(-1, self.bias.shape) if self.bias.dim() > 1 else y
 
 
-class SerialHead(ShardedModule):
-    """Language-model head and cross entropy, chunk by chunk: never whole logits, padding rows never seen."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        hidden: int,
-        vocabulary: int,
-        padded: int,
-        initial: Initial,
-        tied: nn.Module | None,
-        bias: bool,
-    ) -> None:
-        super().__init__(mesh)
-        self.classes = Classes(vocabulary, mesh.comm())
-        if tied is None:
-            self.weight = self.declare("weight", ShardSpec((padded, hidden), initial=initial))
-        else:
-            self.table = (tied,)  # in a tuple: the weight belongs to the embedding and is registered there once
-        self.bias = self.declare("bias", ShardSpec((padded,), matrix=False)) if bias else None
-
-    def _weight(self) -> Tensor:
-        table: Tensor = self.table[0].weight if "weight" not in self.specs else self.weight  # type: ignore[assignment]
-        return table
-
-    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        return chunked_loss(h.flatten(0, -2), self._weight(), self.bias, labels.flatten(), self.classes, scale)
-
-    def right(self, h: Tensor, labels: Tensor) -> int:
-        return num_right(h.flatten(0, -2), self._weight(), self.bias, labels.flatten(), self.classes)
+class SerialHead(TableHead):
+    """The whole table: padding rows are never seen."""
 
     def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
         vocabulary = self.classes.vocabulary
-        losses = chunked_token_losses(h.flatten(0, -2), self._weight(), self.bias, labels.flatten(), vocabulary)
+        losses = chunked_token_losses(h.flatten(0, -2), self.block, self.bias, labels.flatten(), vocabulary)
         return losses.view(labels.shape)
 
     def logits(self, h: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias[: self.classes.vocabulary]
-        return F.linear(h, self._weight()[: self.classes.vocabulary], bias)
+        return F.linear(h, self.block[: self.classes.vocabulary], bias)
 
 
 class SerialKit:
@@ -150,7 +123,7 @@ class SerialKit:
         *,
         bias: bool = False,
     ) -> nn.Module:
-        return SerialHead(self.mesh, hidden, vocabulary, padded, initial, tied, bias)
+        return SerialHead(self.mesh, HeadShape(hidden, vocabulary, padded, initial, bias), tied, (), ())
 
     def local_heads(self, heads: int) -> int:
         return heads

@@ -30,8 +30,8 @@ from torch.autograd.function import once_differentiable
 from meshwright.collectives import cut_sum, join
 from meshwright.mesh import Mesh
 from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
-from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_right
 from meshwright.tensor.gathered import Weights
+from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.linear import bias_gradient, cast, linear
 from meshwright.tensor.norm2d import split_layer_norm
 from meshwright.tensor.summa import Choice, Panels, Sizes, Summa, W, X, Y, best_choice
@@ -153,41 +153,15 @@ class _Table(torch.autograd.Function):
         return ctx.summa.scatter(W, X, panels.contiguous()).wait(), None
 
 
-class TesseractHead(ShardedModule):
-    """Logits [b·T, V/col] and cross entropy over col."""
+class TesseractHead(TableHead):
+    """Classes over col: logits [b·T, V/col] stay where they are made."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        hidden: int,
-        vocabulary: int,
-        padded: int,
-        initial: Initial,
-        tied: nn.Module | None,
-        bias: bool,
-    ) -> None:
-        super().__init__(mesh)
+    def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None) -> None:
+        super().__init__(mesh, shape, tied, ((0, "row"), (1, "col")), ((0, "col"),))
         self.summa = Summa(mesh, streams=False)
-        self.classes = Classes(vocabulary, mesh.comm("col"))
-        if tied is None:
-            self.weight = self.declare("weight", ShardSpec((padded, hidden), ((0, "row"), (1, "col")), initial))
-        else:
-            self.table = (tied,)  # in a tuple: the weight belongs to the embedding and is registered there once
-        self.bias = self.declare("bias", ShardSpec((padded,), ((0, "col"),), matrix=False)) if bias else None
 
-    def _operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """[b·T, H] and [V/col, H]."""
-        block: Tensor = self.table[0].weight if "weight" not in self.specs else self.weight  # type: ignore[assignment]
-        return join(h, self.mesh, "col", -1).flatten(0, -2), _Table.apply(block, self.summa)
-
-    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        whole, table = self._operands(h)
-        return chunked_loss(whole, table, self.bias, labels.flatten(), self.classes, scale)
-
-    @torch.no_grad()
-    def right(self, h: Tensor, labels: Tensor) -> int:
-        whole, table = self._operands(h)
-        return num_right(whole, table, self.bias, labels.flatten(), self.classes)
+    def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        return join(h, self.mesh, "col", -1), _Table.apply(self.block, self.summa)
 
 
 class TesseractKit:
@@ -229,7 +203,7 @@ class TesseractKit:
         *,
         bias: bool = False,
     ) -> nn.Module:
-        return TesseractHead(self.mesh, hidden, vocabulary, padded, initial, tied, bias)
+        return TesseractHead(self.mesh, HeadShape(hidden, vocabulary, padded, initial, bias), tied)
 
     def local_heads(self, heads: int) -> int:
         return heads // self.mesh.size("col")

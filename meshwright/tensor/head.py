@@ -1,0 +1,74 @@
+"""What the heads of all kits have: a table of classes, its own or a token embedding's, perhaps a bias, and the loss.
+
+A kit says how table and bias are cut, and how whole hidden states and this rank's classes of the table come together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.batch import IGNORED
+from meshwright.mesh import Mesh
+from meshwright.shard import Initial, ShardedModule, ShardSpec
+from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_right
+
+Cuts = tuple[tuple[int, str], ...]
+"""(dim, axis) pairs."""
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of a head as the model asks for it; `padded` rows in the table, `vocabulary` of them real classes."""
+
+    hidden: int
+    vocabulary: int
+    padded: int
+    initial: Initial
+    bias: bool
+
+
+class TableHead(ShardedModule):
+    """Logits of the rank's classes and the cross entropy over all, chunk by chunk: never whole logits."""
+
+    def __init__(
+        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, table_cuts: Cuts, class_cuts: Cuts
+    ) -> None:
+        """`class_cuts`: how classes are cut where logits are made, and so the bias: over one axis or none."""
+        super().__init__(mesh)
+        self.classes = Classes(shape.vocabulary, mesh.comm(*(axis for _, axis in class_cuts)))
+        if tied is None:
+            spec = ShardSpec((shape.padded, shape.hidden), table_cuts, shape.initial)
+            self.weight = self.declare("weight", spec)
+        else:
+            self.tied = (tied,)  # in a tuple: the weight belongs to the embedding and is registered there once
+        spec = ShardSpec((shape.padded,), class_cuts, matrix=False)
+        self.bias = self.declare("bias", spec) if shape.bias else None
+
+    @property
+    def block(self) -> Tensor:
+        """What this rank holds of the table."""
+        weight: Tensor = self.weight if "weight" in self.specs else self.tied[0].weight  # type: ignore[assignment]
+        return weight
+
+    def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole hidden states [B, T, H] of the rank's rows, and the rows of the table that are its classes."""
+        return h, self.block
+
+    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+        whole, table = self.operands(h)
+        targets = _labelled(labels, whole)
+        return chunked_loss(whole.flatten(0, -2), table, self.bias, targets, self.classes, scale)
+
+    @torch.no_grad()
+    def right(self, h: Tensor, labels: Tensor) -> int:
+        whole, table = self.operands(h)
+        return num_right(whole.flatten(0, -2), table, self.bias, _labelled(labels, whole), self.classes)
+
+
+def _labelled(labels: Tensor, h: Tensor) -> Tensor:
+    """Labels [B, t] of h [B, T, H], t <= T, flat [B·T]: a token without a label is not counted."""
+    return F.pad(labels, (0, h.shape[1] - labels.shape[1]), value=IGNORED).flatten()
