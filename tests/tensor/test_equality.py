@@ -91,3 +91,8 @@ def test_equals_serial(case: tuple[str, dict[str, Any], int, int], request: pyte
     model, tensor, data, steps = case
     steps = LONG if request.config.getoption("--long") else steps
     check(run(config_for(model, tensor, data, steps=steps)), serial(model))
+
+
+@pytest.mark.parametrize("summa", ["gather", "stream"])
+def test_a_whole_model_in_each_form(summa: str) -> None:
+    check(run(config_for("gpt2", BLOCKS[1], steps=SHORT, memory={"summa": summa})), serial("gpt2"))
