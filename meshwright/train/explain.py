@@ -40,11 +40,16 @@ class Plan:
 
 
 def plan_step(config: Config) -> Plan:
-    """Build rank 0 and run a step of it without numbers. Raises ConfigError for fsdp, which torch alone lays out."""
+    """Build rank 0 and run a step of it without numbers.
+
+    Raises ConfigError for fsdp, which torch alone lays out, and for O1: autocast does not know tensors without numbers.
+    """
     if config.layout.data.sync == "fsdp":
         raise ConfigError.of(
             "layout.data.sync", "fsdp", "is laid out by torch: --explain cannot count it", "another sync"
         )
+    if config.precision.level == "O1":
+        raise ConfigError.of("precision.level", "O1", "casts by operator: --explain cannot count it", "O0, O2")
     layout = config.layout
     mesh = planned_mesh(Grid(layout.axes), 0, layout.token_axes)
     parts = build(config, mesh)

@@ -66,3 +66,9 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 def test_fully_sharded_is_torch_s() -> None:
     with pytest.raises(ConfigError, match="is laid out by torch: --explain cannot count it"):
         plan_step(data_config("fsdp", 2))
+
+
+def test_autocast_needs_numbers() -> None:
+    config = config_for("gpt2", {"kind": "none"}, precision={"level": "O1", "dtype": "bf16"})
+    with pytest.raises(ConfigError, match=r"precision\.level=O1 casts by operator: --explain cannot count it"):
+        plan_step(config)
