@@ -16,7 +16,9 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from meshwright.config.schema import Config, Transformer, parse_size
+from meshwright.config.models import Transformer
+from meshwright.config.schema import Config
+from meshwright.config.section import parse_size
 from meshwright.errors import Problem
 
 _KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -133,7 +135,7 @@ def _described(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if len(_branches(annotation)) > 1:
         return " or ".join(_described(branch, metadata) for branch in inner)
     if origin is tuple:
-        return f"a list of {len(inner)}, each {_described(inner[0])}"
+        return ("a list" if inner[-1] is Ellipsis else f"a list of {len(inner)}") + f", each {_described(inner[0])}"
     if annotation is types.NoneType:
         return "null"
     bounds = [text for item in metadata if (text := _bound(item))]
@@ -164,7 +166,9 @@ def _kind(annotation: Any) -> str:
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _kind(inner[0])
-    return f"a list of {len(inner)} numbers" if origin is tuple else _described(annotation)
+    if origin is tuple:
+        return "a list of numbers" if inner[-1] is Ellipsis else f"a list of {len(inner)} numbers"
+    return _described(annotation)
 
 
 def _branches(annotation: Any) -> tuple[Any, ...]:

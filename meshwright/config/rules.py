@@ -8,8 +8,10 @@ import importlib.util
 from collections.abc import Iterator, Set
 from pathlib import Path
 
+from meshwright.config.models import Bert, TextTransformer, Vit
+from meshwright.config.pipeline_rules import PIPELINE_RULES
 from meshwright.config.rule import divisors, listed, rule
-from meshwright.config.schema import Bert, Config, Data, TextTransformer, Vit
+from meshwright.config.schema import Config, Data
 from meshwright.config.tensor_rules import TENSOR_RULES
 from meshwright.errors import Problem
 
@@ -177,6 +179,7 @@ RULES = (
     transport_reaches_device,
     warmup_fits,
     *TENSOR_RULES,
+    *PIPELINE_RULES,
 )
 
 

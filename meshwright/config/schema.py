@@ -8,117 +8,11 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field
 
-_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
-
-
-def parse_size(value: object) -> object:
-    """`16M` -> 16777216: K, M and G count in powers of 1024. Anything else is left to the type check."""
-    if isinstance(value, str) and value[-1:].lower() in _UNITS and value[:-1].isdigit():
-        return int(value[:-1]) * _UNITS[value[-1].lower()]
-    return value
-
-
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, and an unknown key is a mistake."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def refuse_truth(cls, value: object, info: ValidationInfo) -> object:
-        """`steps: true` is a slip of the pen, not a 1."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("true and false are not numbers")
-        return value
-
-
-class Transformer(Section):
-    """What all models have. Letters as in the glossary: L layers, H hidden, A heads, V vocabulary."""
-
-    layers: Positive = 12
-    hidden: Positive = 768
-    heads: Positive = 12
-    dropout: Share = 0.1
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
-    vocabulary_multiple: Positive = 64
-    """The rows of the token table (of a classifier: the classes) are padded to a multiple of this; the padding is
-    masked out of the softmax."""
-
-    @property
-    def inner(self) -> int:
-        """N: the width of the feed-forward layer."""
-        return 4 * self.hidden
-
-    def padded(self, rows: int) -> int:
-        """`rows` up to the next multiple of vocabulary_multiple."""
-        return math.ceil(rows / self.vocabulary_multiple) * self.vocabulary_multiple
-
-
-class TextTransformer(Transformer):
-    """A Transformer over tokens."""
-
-    positions: Positive = 1024
-    vocabulary: Positive = 50257
-
-    @property
-    def padded_vocabulary(self) -> int:
-        return self.padded(self.vocabulary)
-
-
-class Gpt2(TextTransformer):
-    """A GPT-2 style decoder."""
-
-    family: Literal["gpt2"] = "gpt2"
-    tied: bool = True
-
-
-class Bert(TextTransformer):
-    """BERT: masked language model and, with `next_sentence`, next-sentence prediction."""
-
-    family: Literal["bert"]
-    positions: Positive = 512
-    vocabulary: Positive = 30522
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
-    norm_order: Literal["original", "megatron"] = "original"
-    """original: a norm after each residual sum; megatron: at the input of each sub-layer, and one at the end."""
-    next_sentence: bool = True
-
-
-class Vit(Transformer):
-    """A Vision Transformer: square images in square patches, a class token, a linear classifier."""
-
-    family: Literal["vit"]
-    image: Positive = 224
-    patch: Positive = 16
-    channels: Positive = 3
-    classes: Positive = 1000
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
-    dropout: Share = 0.0
-
-    @property
-    def positions(self) -> int:
-        """Patches and the class token."""
-        return (self.image // self.patch) ** 2 + 1
-
-
-def _family(model: object) -> object:
-    """The tag of a model's section, gpt2 where it names none."""
-    if isinstance(model, dict):
-        return model.get("family", "gpt2")
-    return model.family if isinstance(model, Gpt2 | Bert | Vit) else None
-
-
-Model = Annotated[
-    Annotated[Gpt2, Tag("gpt2")] | Annotated[Bert, Tag("bert")] | Annotated[Vit, Tag("vit")], Discriminator(_family)
-]
+from meshwright.config.layout import Layout
+from meshwright.config.models import Gpt2, Model
+from meshwright.config.section import Count, Positive, Section, Share, Size
 
 
 class Data(Section):
@@ -142,121 +36,6 @@ class Batch(Section):
     micro: Positive | Literal["auto"] = "auto"
 
 
-Sync = Literal["server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "fsdp"]
-
-
-class DataParallel(Section):
-    """`sync`: how replicas agree on a gradient; `bucket`: bytes reduced by one collective."""
-
-    size: Positive = 1
-    sync: Sync = "allreduce"
-    bucket: Size = 16 * 2**20
-
-
-class Whole(Section):
-    """No tensor parallelism: every rank of a replica's one holds whole layers."""
-
-    kind: Literal["none"] = "none"
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return ()
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        return ()
-
-
-class Megatron(Section):
-    """1-D: heads, inner widths and the vocabulary split over `size` ranks; sequence_parallel: norms and dropout too."""
-
-    kind: Literal["megatron"]
-    size: Positive
-    sequence_parallel: bool = False
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("tensor", self.size),)
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        return ("tensor",) if self.sequence_parallel else ()
-
-
-class Tesseract(Section):
-    """2-D (d = 1: Optimus, SUMMA), 2.5-D and 3-D (d = q): blocks of everything on [q, q, d] ranks."""
-
-    kind: Literal["tesseract"]
-    q: Positive
-    d: Positive = 1
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("depth", self.d), ("row", self.q), ("col", self.q))
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("depth", "row")
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        return ("depth", "row")
-
-
-def _kind(tensor: object) -> object:
-    """The tag of a tensor section."""
-    if isinstance(tensor, dict):
-        return tensor.get("kind")
-    return tensor.kind if isinstance(tensor, Whole | Megatron | Tesseract) else None
-
-
-TensorParallel = Annotated[
-    Annotated[Whole, Tag("none")] | Annotated[Megatron, Tag("megatron")] | Annotated[Tesseract, Tag("tesseract")],
-    Discriminator(_kind),
-]
-
-
-class Layout(Section):
-    """How the job is laid over its ranks, and what carries its messages."""
-
-    data: DataParallel = DataParallel()
-    tensor: TensorParallel = Whole()
-    transport: Literal["auto", "torch", "mpi"] = "auto"
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh's axes, outermost first."""
-        return (("data", self.data.size), *self.tensor.axes)
-
-    @property
-    def summary(self) -> str:
-        """`data 2 (allreduce), row 2, col 2`: the axes outermost first."""
-        sizes = [f"{name} {size}" for name, size in self.axes]
-        return ", ".join([f"{sizes[0]} ({self.data.sync})", *sizes[1:]])
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch's rows."""
-        return ("data", *self.tensor.batch_axes)
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch's tokens: gradients of uncut parameters are summed over them."""
-        return ("data", *self.tensor.token_axes)
-
-    @property
-    def world_size(self) -> int:
-        return math.prod(size for _, size in self.axes)
-
-
 class LossScale(Section):
     """Dynamic loss scaling for fp16: halved on overflow, doubled after `interval` good steps."""
 
@@ -272,11 +51,32 @@ class Precision(Section):
     loss_scale: LossScale = LossScale()
 
 
+def parse_every(value: object) -> object:
+    """`{every: 2}` -> 2. Anything else is left to the type check."""
+    return value["every"] if isinstance(value, dict) and value.keys() == {"every"} else value
+
+
+class Offload(Section):
+    """Master weights and moments off the device: in host memory, or in a memory-mapped file in the run's folder.
+
+    `bucket`: elements that are on the device at once for the optimizer; `chunk`: buckets that one collective reduces.
+    """
+
+    to: Literal["none", "host", "disk"] = "none"
+    bucket: Size = 16 * 2**20
+    chunk: Positive = 4
+
+
 class Memory(Section):
     """`empty_cache_every`: give the allocator's free memory back every so many steps (0: never; costs time).
 
+    `recompute` (activation checkpointing): none; auto: groups of as many layers as a factor of the stage's layers that
+    is nearest to the square root of the network's; {every: n}: of n layers; selective: the attention cores only.
     `summa`: how operands of 2-D products travel: gathered whole, streamed in q panels, or as free memory allows.
     """
+
+    recompute: Annotated[Literal["none", "auto", "selective"] | Positive, BeforeValidator(parse_every)] = "none"
+    offload: Offload = Offload()
 
     empty_cache_every: Count = 0
     summa: Literal["auto", "gather", "stream"] = "auto"
@@ -347,8 +147,18 @@ class Config(Section):
 
     @property
     def micro(self) -> int:
-        """Sequences in one microbatch of one replica."""
-        return self.replica_batch if self.batch.micro == "auto" else self.batch.micro
+        """Samples in one microbatch of one replica.
+
+        auto: all of the replica's; with stages the largest part that makes two microbatches for each of them.
+        """
+        if self.batch.micro != "auto":
+            return self.batch.micro
+        sizes = dict(self.layout.axes)
+        rows = math.prod(sizes[axis] for axis in self.layout.tensor.batch_axes)
+        stages = self.layout.pipeline.size
+        wanted = self.replica_batch // (2 * stages) if stages > 1 else self.replica_batch
+        fitting = [size for size in range(rows, wanted + 1, rows) if self.replica_batch % size == 0]
+        return max(fitting, default=min(rows, self.replica_batch) if stages > 1 else self.replica_batch)
 
     @property
     def replica_batch(self) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.config.layout import Megatron, Tesseract, Whole
+from meshwright.config.models import TextTransformer, Vit
 from meshwright.config.rule import divisors, listed, rule
-from meshwright.config.schema import Config, Megatron, Tesseract, TextTransformer, Vit, Whole
+from meshwright.config.schema import Config
 from meshwright.errors import Problem
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import parse_config, rules, tensor_rules
+from meshwright.config import parse_config, pipeline_rules, rules, tensor_rules
 from meshwright.config.rule import Rule, divisors, listed
 from meshwright.config.rules import RULES
 from meshwright.errors import ConfigError
@@ -22,7 +22,7 @@ def mistake(**tree: Any) -> str:
 
 
 def test_every_rule_is_listed() -> None:
-    found = [value for module in (rules, tensor_rules) for value in vars(module).values() if isinstance(value, Rule)]
+    found = [value for module in (rules, tensor_rules, pipeline_rules) for value in vars(module).values() if isinstance(value, Rule)]
     assert set(RULES) == set(found)
 
 
@@ -63,6 +63,64 @@ def test_microbatches_divide_replica() -> None:
 def test_micro_auto_is_the_replicas_part() -> None:
     config = parse_config({"batch": {"global": 12}, "layout": {"data": {"size": 2}}})
     assert (config.micro, config.num_microbatches) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    "batch, layout, micro",
+    [
+        (16, {"pipeline": {"size": 2}}, 4),
+        (16, {"pipeline": {"size": 4}, "data": {"size": 2}}, 1),
+        (3, {"pipeline": {"size": 4}}, 1),
+        (48, {"pipeline": {"size": 2}, "tensor": {"kind": "tesseract", "q": 2, "d": 2}}, 12),
+        (8, {"pipeline": {"size": 4}, "tensor": {"kind": "tesseract", "q": 2, "d": 2}}, 4),
+    ],
+)
+def test_micro_auto_feeds_the_stages(batch: int, layout: dict[str, Any], micro: int) -> None:
+    """Two microbatches a stage where the batch has them, and rows for every rank that splits them."""
+    assert parse_config({"batch": {"global": batch}, "layout": layout}).micro == micro
+
+
+@pytest.mark.parametrize(
+    "partition, rule",
+    [
+        ([4, 8, 0], "is not one number for each of layout.pipeline.size=2 stages"),
+        ([4, 4], "does not add up to model.layers=12"),
+    ],
+)
+def test_partition_is_of_the_layers(partition: list[int], rule: str) -> None:
+    line = mistake(layout={"pipeline": {"size": 2, "partition": partition}})
+    assert rule in line and line.endswith("2 numbers that add up to 12, or auto, measured")
+    parse_config({"layout": {"pipeline": {"size": 3, "partition": [0, 12, 0]}}})
+
+
+def test_no_stage_in_the_middle_is_empty() -> None:
+    assert "nothing to do" in mistake(layout={"pipeline": {"size": 3, "partition": [6, 0, 6]}})
+
+
+def test_stages_have_layers() -> None:
+    line = mistake(layout={"pipeline": {"size": 5}}, model={"layers": 2})
+    assert line.endswith("is more than model.layers=2, the embedding and the head can fill; valid: 1 to 4")
+
+
+def test_limit_has_an_effect() -> None:
+    line = mistake(layout={"pipeline": {"size": 2, "schedule": "gpipe", "limit": 3}})
+    assert line.startswith("layout.pipeline.limit=3 has no effect on layout.pipeline.schedule=gpipe")
+
+
+@pytest.mark.parametrize("sync", ["fsdp", "server-loss"])
+def test_sync_goes_with_stages(sync: str) -> None:
+    line = mistake(layout={"pipeline": {"size": 2}, "data": {"size": 2, "sync": sync}})
+    assert "runs a whole model on every rank" in line
+
+
+def test_recomputed_groups_fit() -> None:
+    line = mistake(model={"layers": 2}, memory={"recompute": {"every": 3}})
+    assert line == "memory.recompute.every=3 is more than model.layers=2; valid: 1 to 2"
+
+
+def test_sync_goes_with_recomputation() -> None:
+    line = mistake(layout={"data": {"size": 2, "sync": "fsdp"}}, memory={"recompute": "auto"})
+    assert line.startswith("layout.data.sync=fsdp gathers weights in hooks of its own")
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", ""])

@@ -1,0 +1,140 @@
+"""The config's layout: which axes a job's ranks form, and how each is used."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Tag
+
+from meshwright.config.section import Count, Positive, Section, Size
+
+Sync = Literal["server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "fsdp"]
+
+
+class DataParallel(Section):
+    """`sync`: how replicas agree on a gradient; `bucket`: bytes reduced by one collective."""
+
+    size: Positive = 1
+    sync: Sync = "allreduce"
+    bucket: Size = 16 * 2**20
+
+
+class Whole(Section):
+    """No tensor parallelism: every rank of a replica's one holds whole layers."""
+
+    kind: Literal["none"] = "none"
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return ()
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return ()
+
+
+class Megatron(Section):
+    """1-D: heads, inner widths and the vocabulary split over `size` ranks; sequence_parallel: norms and dropout too."""
+
+    kind: Literal["megatron"]
+    size: Positive
+    sequence_parallel: bool = False
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return (("tensor", self.size),)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return ("tensor",) if self.sequence_parallel else ()
+
+
+class Tesseract(Section):
+    """2-D (d = 1: Optimus, SUMMA), 2.5-D and 3-D (d = q): blocks of everything on [q, q, d] ranks."""
+
+    kind: Literal["tesseract"]
+    q: Positive
+    d: Positive = 1
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return (("depth", self.d), ("row", self.q), ("col", self.q))
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return ("depth", "row")
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return ("depth", "row")
+
+
+def _kind(tensor: object) -> object:
+    """The tag of a tensor section."""
+    if isinstance(tensor, dict):
+        return tensor.get("kind")
+    return tensor.kind if isinstance(tensor, Whole | Megatron | Tesseract) else None
+
+
+TensorParallel = Annotated[
+    Annotated[Whole, Tag("none")] | Annotated[Megatron, Tag("megatron")] | Annotated[Tesseract, Tag("tesseract")],
+    Discriminator(_kind),
+]
+
+
+class Pipeline(Section):
+    """Stages of contiguous layers, one a rank of the `pipe` axis.
+
+    `limit`: microbatches that a stage of schedule axonn or message-driven holds at once; auto: axonn the number of
+    stages, message-driven what memory allows. `partition`: layers a stage; auto: balanced by counted cost; measured: by
+    time, measured when the run begins.
+    """
+
+    size: Positive = 1
+    schedule: Literal["gpipe", "1f1b", "axonn", "message-driven"] = "message-driven"
+    limit: Positive | Literal["auto"] = "auto"
+    partition: tuple[Count, ...] | Literal["auto", "measured"] = "auto"
+
+
+class Layout(Section):
+    """How the job is laid over its ranks, and what carries its messages."""
+
+    data: DataParallel = DataParallel()
+    pipeline: Pipeline = Pipeline()
+    tensor: TensorParallel = Whole()
+    transport: Literal["auto", "torch", "mpi"] = "auto"
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh's axes, outermost first."""
+        return (("data", self.data.size), ("pipe", self.pipeline.size), *self.tensor.axes)
+
+    @property
+    def summary(self) -> str:
+        """`data 2 (allreduce), pipe 2 (gpipe), row 2, col 2`: the axes outermost first; no stages, no pipe."""
+        notes = {"data": f" ({self.data.sync})", "pipe": f" ({self.pipeline.schedule})"}
+        shown = [(name, size) for name, size in self.axes if name != "pipe" or size > 1]
+        return ", ".join(f"{name} {size}{notes.get(name, '')}" for name, size in shown)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch's rows."""
+        return ("data", *self.tensor.batch_axes)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch's tokens: gradients of uncut parameters are summed over them."""
+        return ("data", *self.tensor.token_axes)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.axes)

@@ -1,0 +1,36 @@
+"""What all sections of a config have: frozen, no unknown keys; and the kinds of numbers in them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def parse_size(value: object) -> object:
+    """`16M` -> 16777216: K, M and G count in powers of 1024. Anything else is left to the type check."""
+    if isinstance(value, str) and value[-1:].lower() in _UNITS and value[:-1].isdigit():
+        return int(value[:-1]) * _UNITS[value[-1].lower()]
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and an unknown key is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def refuse_truth(cls, value: object, info: ValidationInfo) -> object:
+        """`steps: true` is a slip of the pen, not a 1."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("true and false are not numbers")
+        return value
