@@ -1,0 +1,56 @@
+"""The engine: one stage as a generator. No torch and no clock: its driver does the tasks and waits for the messages.
+
+    process = stage_process(rule.view(stage, num_stages, num_microbatches), rule.schedule)
+    action = next(process)
+    while True:                                 # StopIteration: the stage is done
+        if action is WAIT: sleep until a message comes
+        else: do action
+        action = process.send(what has come since)
+
+The clock (clock.py) drives all stages of a pipeline this way, a rank its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+
+from meshwright.pipeline.schedule import Schedule
+from meshwright.pipeline.task import WAIT, Arrival, Task, Wait
+from meshwright.pipeline.view import View
+
+StageProcess = Generator[Task | Wait, Sequence[Arrival], None]
+
+
+def stage_process(view: View, schedule: Schedule) -> StageProcess:
+    """Yield each task to do, or WAIT; be sent what has come meanwhile: after a task possibly nothing, after WAIT
+    something.
+
+    Ends when all tasks are done. A schedule that waits though nothing can come any more is our own bug, and raises
+    instead of hanging; so does a task that is not ready, and a message that comes twice.
+    """
+    early: set[Arrival] = set()
+    while not view.done:
+        task = schedule(view)
+        if task is None:
+            assert view.outstanding > 0, f"deadlock: the schedule waits, and no message can come: {view}"
+            arrived = yield WAIT
+            assert arrived, f"woken without a message: {view}"
+        else:
+            done = view.after(task)
+            arrived = yield task
+            view = done
+        view = _take(view, arrived, early)
+    assert not view.arrivals, f"messages that no task took: {view}"
+    assert not early, f"messages that never had their turn: {sorted(map(str, early))}"
+
+
+def _take(view: View, arrived: Iterable[Arrival], early: set[Arrival]) -> View:
+    """The view with these messages; one that overtook another stays in `early` until its turn."""
+    for message in arrived:
+        assert message.microbatch >= view.expects(message.kind).microbatch, f"{message} came twice: {view}"
+        assert message not in early, f"{message} came twice before its turn: {view}"
+        early.add(message)
+        while (expected := view.expects(message.kind)) in early:
+            early.remove(expected)
+            view = view.with_arrival(message.kind)
+    return view
