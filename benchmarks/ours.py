@@ -14,7 +14,7 @@ from meshwright.allocator import keep_freed_memory
 from meshwright.batch import Batch
 from meshwright.build import build
 from meshwright.config import Config
-from meshwright.config.schema import Layout
+from meshwright.config.layout import Layout
 from meshwright.environment import read_environment, rendezvous
 from meshwright.grid import Grid
 from meshwright.mesh import open_mesh

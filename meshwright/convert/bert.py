@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 
-from meshwright.config.schema import Bert
+from meshwright.config.models import Bert
 from meshwright.convert.family import Family, Pair, Shape, alike, grouped, shapes_of, transposed
 from meshwright.convert.settings import Settings, as_text
 from meshwright.data.specials import FIRST, MASK, PADDING, SEPARATOR, specials_of, with_specials

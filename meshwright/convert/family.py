@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.config.schema import Model
+from meshwright.config.models import Model
 from meshwright.convert.settings import Settings
 from meshwright.mesh import solo_mesh
 from meshwright.shard import shard_specs

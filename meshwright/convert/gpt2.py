@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Set
 
-from meshwright.config.schema import Gpt2
+from meshwright.config.models import Gpt2
 from meshwright.convert.family import Family, Pair, alike, shapes_of
 from meshwright.convert.settings import Settings, as_text
 from meshwright.data.tokenizer import END, parse_tokenizer

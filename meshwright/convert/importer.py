@@ -18,7 +18,8 @@ from torch import Tensor
 
 from meshwright.checkpoint.manifest import Entry, Manifest, Progress, Shard
 from meshwright.config import Config
-from meshwright.config.schema import Data, Model, Precision
+from meshwright.config.models import Model
+from meshwright.config.schema import Data, Precision
 from meshwright.convert.family import Family, Pair
 from meshwright.convert.folder import new_folder
 from meshwright.convert.registry import family_of

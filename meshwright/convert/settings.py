@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from meshwright.config.schema import Transformer
+from meshwright.config.models import Transformer
 from meshwright.errors import CheckpointError
 
 AnyTransformer = TypeVar("AnyTransformer", bound=Transformer)

@@ -29,7 +29,7 @@ from collections.abc import Sequence, Set
 import torch
 from torch import Tensor
 
-from meshwright.config.schema import Vit
+from meshwright.config.models import Vit
 from meshwright.convert.family import Family, Pair, Shape, alike, grouped, shapes_of, transposed
 from meshwright.convert.settings import Settings, as_text
 from meshwright.models.vit import ViT

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from meshwright.batch import Samples
 from meshwright.config import Config
-from meshwright.config.schema import TextTransformer
+from meshwright.config.models import TextTransformer
 from meshwright.data.packed import corpus_for, open_packed
 from meshwright.data.sampler import TokenBatches
 from meshwright.data.split import Split

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from pydantic import ValidationError
 
-from meshwright.config.schema import Count, Positive, Section
+from meshwright.config.section import Count, Positive, Section
 from meshwright.data.split import SPLITS, Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError

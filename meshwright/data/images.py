@@ -10,7 +10,7 @@ import torch
 
 from meshwright.batch import Batch
 from meshwright.config import Config
-from meshwright.config.schema import Vit
+from meshwright.config.models import Vit
 from meshwright.data.dataset import Opened, check_held_out
 from meshwright.data.images_packed import PackedImages, images_for, open_images
 from meshwright.data.sampler import Sampler

@@ -21,7 +21,9 @@ from typing import Literal
 import numpy as np
 from pydantic import ValidationError
 
-from meshwright.config.schema import Data, Positive, Section, Vit
+from meshwright.config.models import Vit
+from meshwright.config.schema import Data
+from meshwright.config.section import Positive, Section
 from meshwright.data.format import file_sha256
 from meshwright.data.images_source import ImageSource, open_source
 from meshwright.data.permutation import Permutation

@@ -24,7 +24,7 @@ import torch
 
 from meshwright.batch import IGNORED, Batch, Samples
 from meshwright.config import Config
-from meshwright.config.schema import Bert
+from meshwright.config.models import Bert
 from meshwright.data.dataset import CorpusDataset
 from meshwright.data.format import PackedCorpus
 from meshwright.data.sampler import Sampler

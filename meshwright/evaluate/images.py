@@ -18,7 +18,8 @@ import torch
 
 from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
-from meshwright.config.schema import Data, Vit
+from meshwright.config.models import Vit
+from meshwright.config.schema import Data
 from meshwright.data.images_packed import check_classes, split_images
 from meshwright.data.images_source import ImageSource, open_source
 from meshwright.data.progress import Progress, silent

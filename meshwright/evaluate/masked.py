@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from meshwright.batch import counts_of, to_device
-from meshwright.config.schema import Bert
+from meshwright.config.models import Bert
 from meshwright.data.masked import MaskedSamples
 from meshwright.data.progress import Progress, silent
 from meshwright.data.specials import specials_of

@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.build import DTYPES, family_of
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config
-from meshwright.config.schema import TextTransformer
+from meshwright.config.models import TextTransformer
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh import solo_mesh

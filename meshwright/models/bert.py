@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
-from meshwright.config.schema import Bert
+from meshwright.config.models import Bert
 from meshwright.shard import Initial
 from meshwright.tensor.kit import Head, Kit
 

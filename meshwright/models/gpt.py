@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
-from meshwright.config.schema import Gpt2
+from meshwright.config.models import Gpt2
 from meshwright.shard import Initial
 from meshwright.tensor.gelu import gelu
 from meshwright.tensor.kit import Head, Kit

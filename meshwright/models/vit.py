@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
-from meshwright.config.schema import Vit
+from meshwright.config.models import Vit
 from meshwright.shard import Initial
 from meshwright.tensor.kit import Head, Kit
 

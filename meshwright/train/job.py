@@ -16,7 +16,7 @@ from meshwright.checkpoint import Checkpoint, CheckpointWriter, newest_step, pie
 from meshwright.checkpoint.manifest import Progress
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config, dump_config
-from meshwright.config.schema import Layout
+from meshwright.config.layout import Layout
 from meshwright.data.dataset import Opened
 from meshwright.data.progress import silent
 from meshwright.environment import Environment, read_environment, rendezvous

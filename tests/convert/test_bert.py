@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, load_weights, pieces_of
 from meshwright.checkpoint.manifest import Progress
-from meshwright.config.schema import Bert, Config, Data, Precision
+from meshwright.config.models import Bert
+from meshwright.config.schema import Config, Data, Precision
 from meshwright.convert import export_folder, import_folder
 from meshwright.data.specials import specials_of, with_specials
 from meshwright.data.tokenizer import byte_tokenizer

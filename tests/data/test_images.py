@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.config.schema import Data, Vit
+from meshwright.config.models import Vit
+from meshwright.config.schema import Data
 from meshwright.data.images import IMAGES, ImageSamples
 from meshwright.data.images_packed import HEADER, PackedImages, images_file, images_for, labels_file, open_images
 from meshwright.data.images_source import open_source

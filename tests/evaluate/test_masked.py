@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from meshwright.batch import IGNORED, counts_of
 from meshwright.build import build, family_of
 from meshwright.config import Config
-from meshwright.config.schema import Bert, Data, Optimizer, Precision
+from meshwright.config.models import Bert
+from meshwright.config.schema import Data, Optimizer, Precision
 from meshwright.config.schema import Validation as Validating
 from meshwright.data.masked import MaskedSamples
 from meshwright.data.packed import prepare

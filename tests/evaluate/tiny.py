@@ -10,7 +10,8 @@ from meshwright.build import Parts, build
 from meshwright.checkpoint import CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Progress
 from meshwright.config import Config
-from meshwright.config.schema import Data, Gpt2, Optimizer, Precision
+from meshwright.config.models import Gpt2
+from meshwright.config.schema import Data, Optimizer, Precision
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 from meshwright.mesh import solo_mesh
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.batch import IGNORED, Batch, counts_of, scales_of
 from meshwright.build import build_model
 from meshwright.config import Config, parse_config
-from meshwright.config.schema import Bert
+from meshwright.config.models import Bert
 from meshwright.convert.bert import BERT as CONVERTED
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
