@@ -1,0 +1,89 @@
+"""Pipelines with real computation: torch.distributed.pipelining in all its schedules and partitions, at 2 and 4 ranks.
+
+    python -m benchmarks.pipeline_torch [--ranks 2 4] [--microbatches 4] [--only 1f1b ...] [--heats N]
+                                        [--rounds N] [--steps N] [--json FILE]
+
+First the heats: the partitions of each schedule in turns, `--heats` rounds; the one of the least median goes on. Then
+the final: the best partition of each schedule and one device, in turns. The baseline is the final's fastest pipeline of
+torch's. Target, on the better transport: ours at most 0.90 of its step at 2 ranks and at 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks import torch_pipeline
+from benchmarks.contender import Contender
+from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, show, write_json
+
+SINGLE = {2: ("4+0", "3.5+0.5", "3+1", "2.5+1.5"), 4: ("2+1+1+0", "1.5+1.5+1+0", "1+1.5+1.5+0", "1+1+1+1")}
+"""Partitions by ranks: one chunk a rank. The head weighs about as much as two and a half layers."""
+
+LOOP = {
+    2: ("1.5+0.5+1.5+0.5", "2+0.5+1.5+0", "2+1+1+0", "1+1+1+1"),
+    4: ("1+0.5+0.5+0.5+0.5+0.5+0.5+0", "0.5+0.5+0.5+0.5+0.5+0.5+1+0", "0.5+0.5+0.5+0.5+0.5+0.5+0.5+0.5"),
+}
+"""Two chunks a rank, the last of them with the head on the last rank."""
+
+V = {
+    2: ("0+2+2+0", "0.5+2+1.5+0", "0.5+1.5+2+0", "0.5+1.5+1.5+0.5"),
+    4: ("0+1+0.5+0.5+0.5+0.5+1+0", "0+0.5+0.5+1+1+0.5+0.5+0", "0.5+0.5+0.5+0.5+0.5+0.5+1+0"),
+}
+"""Two chunks a rank, the embeddings and the head on the first."""
+
+PARTITIONS = (
+    dict.fromkeys(torch_pipeline.SINGLE, SINGLE)
+    | dict.fromkeys(torch_pipeline.LOOP, LOOP)
+    | dict.fromkeys(torch_pipeline.V, V)
+)
+"""By schedule."""
+
+
+def partitions(schedule: str, ranks: int, microbatches: int) -> Sequence[str]:
+    """Of one schedule. Torch's DualPipeV takes no fewer microbatches than chunks."""
+    if schedule == "dual-pipe-v" and microbatches < 2 * ranks:
+        return ()
+    return PARTITIONS[schedule][ranks]
+
+
+def heat(schedule: str, ranks: int, microbatches: int, plan: Plan) -> list[Result]:
+    """All partitions of one schedule, fastest first."""
+    forms = partitions(schedule, ranks, microbatches)
+    contenders = [torch_pipeline.contender(schedule, form, ranks, microbatches) for form in forms]
+    return sorted(interleave(contenders, plan), key=lambda result: result.median)
+
+
+def final(theirs: Sequence[Contender], plan: Plan) -> tuple[list[Result], str]:
+    """Torch's pipelines and one device, in turns; and the name of torch's fastest."""
+    one_device = Contender("one device, fused AdamW", "benchmarks.baselines:plain", {"fused": True})
+    results = interleave([*theirs, one_device], plan)
+    return results, min(results[: len(theirs)], key=lambda result: result.median).contender.name
+
+
+def main() -> None:
+    parser = plan_arguments("Pipelines against torch.distributed.pipelining, with real computation.")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=[2, 4], default=[2, 4])
+    parser.add_argument("--microbatches", type=int, choices=[4, 8], default=4, help="of the global batch of 8")
+    parser.add_argument("--only", nargs="+", choices=list(PARTITIONS), default=list(PARTITIONS), help="which schedules")
+    parser.add_argument("--heats", type=int, default=3, help="turns of each partition before the final")
+    arguments = parser.parse_args()
+    plan = Plan(arguments.rounds, arguments.steps)
+    tables = {}
+    for ranks in arguments.ranks:
+        what = f"{ranks} ranks of one thread, {arguments.microbatches} microbatches"
+        finalists = []
+        for schedule in arguments.only:
+            if results := heat(schedule, ranks, arguments.microbatches, replace(plan, rounds=arguments.heats)):
+                best = results[0].contender
+                show(f"partitions, {what}", results, [best.name])
+                tables[f"heat-{ranks}-{schedule}"] = as_json(results, [best.name])
+                finalists.append(best)
+        results, best_name = final(finalists, plan)
+        show(f"pipelines, {what}", results, [best_name])
+        tables[f"ranks-{ranks}"] = as_json(results, [best_name])
+    write_json(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()
