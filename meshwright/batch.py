@@ -24,25 +24,6 @@ LoadRows = Callable[[int, int], Batch]
 """load(first, count): rows first..first+count of the step's global batch."""
 
 
-class Model(Protocol):
-    """A model in two halves: hidden states, then the losses. A strategy may put a rank boundary between them."""
-
-    labels: tuple[str, ...]
-    """The batch's entries that are counted, one for each loss."""
-
-    def __call__(self, batch: Batch, scales: Scales) -> Tensor:
-        """The summed losses, each times its scale: `loss(trunk(batch), batch, scales)`."""
-
-    def trunk(self, batch: Batch) -> Tensor:
-        """The normed hidden states [B, T, H]."""
-
-    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        """The losses of hidden states."""
-
-    def right(self, h: Tensor, batch: Batch) -> list[int]:
-        """How many counted elements of each label are the model's likeliest answer. Without gradients."""
-
-
 class Samples(Protocol):
     """A split of a data set. Nothing in it has state: a sample's number is its whole cursor."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.batch import Batch, Model
+from meshwright.batch import Batch
 from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.config import Config
 from meshwright.data.dataset import TEXT, Dataset
@@ -24,6 +24,7 @@ from meshwright.data_parallel.sharded import Zero1
 from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
 from meshwright.launch.mpiexec import find_mpiexec
 from meshwright.mesh import Mesh
+from meshwright.model import Model
 from meshwright.models import bert, gpt, vit
 from meshwright.models.bert import BERT
 from meshwright.models.gpt import GPT

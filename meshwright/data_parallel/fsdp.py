@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshwright.batch import Batch, LoadRows, Model, Scales
+from meshwright.batch import Batch, LoadRows, Scales
 from meshwright.bucket import Place, Slot
 from meshwright.comm import SoloComm, TorchComm, same_everywhere
 from meshwright.mesh import Mesh
+from meshwright.model import Model
 from meshwright.shard import Box, ShardSpec
 
 

@@ -12,10 +12,11 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from meshwright.batch import Batch, LoadRows, Model, Scales
+from meshwright.batch import Batch, LoadRows, Scales
 from meshwright.bucket import Bucket, Slot
 from meshwright.comm import DONE, Comm, Work, same_everywhere
 from meshwright.mesh import Mesh
+from meshwright.model import Model
 
 
 class Policy(Protocol):

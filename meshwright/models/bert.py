@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.models import Bert
+from meshwright.model import Hidden, Span
+from meshwright.models.attention import AttentionCore
+from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
 from meshwright.tensor.kit import Head, Kit
 
@@ -33,18 +36,14 @@ class Attention(nn.Module):
     def __init__(self, model: Bert, kit: Kit) -> None:
         super().__init__()
         self.heads = kit.local_heads(model.heads)
-        self.dropout = model.dropout
-        self.own_randomness = kit.own_randomness
+        self.core = AttentionCore(kit, model.dropout)
         self.query_key_value = kit.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
         self.output = kit.contract(model.hidden, model.hidden, _before_sum(model))
 
     def forward(self, h: Tensor, seen: Tensor) -> Tensor:
         split = self.query_key_value(h).unflatten(-1, (self.heads, -1))  # [B, T, 3, A, E]
         query, key, value = (split[:, :, index].transpose(1, 2) for index in range(3))  # [B, A, T, E]
-        dropout = self.dropout if self.training else 0.0
-        with self.own_randomness(dropout):
-            core = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout)
-        return self.output(core.transpose(1, 2).flatten(2))
+        return self.output(self.core(query, key, value, seen, False).transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -79,45 +78,51 @@ class Block(nn.Module):
         return self.feed_forward_norm(h + self.dropout(self.feed_forward(h)))  # [B, T, H]
 
 
-class BERT(nn.Module):
+class BERT(Chain):
     """Tokens to the masked-language-model loss and, with `next_sentence`, that of next-sentence prediction.
 
     Batch: `tokens`, `segments` (0 first text, 1 second), `mask` (1 real, 0 padding) and `labels` (-100: not asked for),
     all [B, T]; `next_sentence` [B, 1], 0 where the second text follows the first, 1 where it does not.
     """
 
-    def __init__(self, model: Bert, kit: Kit) -> None:
-        super().__init__()
+    def __init__(self, model: Bert, kit: Kit, span: Span | None = None) -> None:
+        span = span or Span.whole(model.layers)
+        super().__init__(span)
         hidden, initial = model.hidden, Initial(0.02)
         self.labels: tuple[str, ...] = ("labels", "next_sentence") if model.next_sentence else ("labels",)
         self.norm_first = model.norm_order == "megatron"
-        self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
-        self.positions = kit.embedding(model.positions, hidden, initial)
-        self.segments = kit.embedding(model.padded(NUM_SEGMENTS), hidden, initial)
-        self.norm = kit.norm(hidden, model.norm_epsilon)  # on the embeddings; megatron: on the last hidden states
-        self.dropout = nn.Dropout(model.dropout)
-        self.blocks = nn.ModuleList(Block(model, kit) for _ in range(model.layers))
-        self.transform = kit.transform(hidden, hidden, initial)
-        self.transform_norm = kit.norm(hidden, model.norm_epsilon)
-        vocabulary, padded = model.vocabulary, model.padded_vocabulary
-        self.head = kit.head_loss(hidden, vocabulary, padded, initial, self.tokens, bias=True)
-        if model.next_sentence:
-            self.pooler = kit.transform(hidden, hidden, initial)
-            answers = model.padded(NUM_ANSWERS)
-            self.next_sentence_head = kit.head_loss(hidden, NUM_ANSWERS, answers, initial, bias=True)
+        if span.first or span.last:
+            self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
+        if span.first:
+            self.positions = kit.embedding(model.positions, hidden, initial)
+            self.segments = kit.embedding(model.padded(NUM_SEGMENTS), hidden, initial)
+            self.dropout = nn.Dropout(model.dropout)
+        if span.last if self.norm_first else span.first:  # on the last hidden states, or on the embeddings
+            self.norm = kit.norm(hidden, model.norm_epsilon)
+        self.blocks = blocks_of(span, lambda _: Block(model, kit))
+        if span.last:
+            self.transform = kit.transform(hidden, hidden, initial)
+            self.transform_norm = kit.norm(hidden, model.norm_epsilon)
+            vocabulary, padded = model.vocabulary, model.padded_vocabulary
+            self.head = kit.head_loss(hidden, vocabulary, padded, initial, self.tokens, bias=True)
+            if model.next_sentence:
+                self.pooler = kit.transform(hidden, hidden, initial)
+                answers = model.padded(NUM_ANSWERS)
+                self.next_sentence_head = kit.head_loss(hidden, NUM_ANSWERS, answers, initial, bias=True)
 
-    def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        return self.loss(self.trunk(batch), batch, scales)
-
-    def trunk(self, batch: Batch) -> Tensor:
+    def begin(self, batch: Batch) -> Hidden:
         tokens = batch["tokens"]
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         h = self.tokens(tokens) + self.positions(positions) + self.segments(batch["segments"])
-        h = self.dropout(h if self.norm_first else self.norm(h))
+        return (self.dropout(h if self.norm_first else self.norm(h)),)  # [B, T, H]
+
+    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         seen = batch["mask"].bool()[:, None, None, :]  # [B, 1, 1, T]
-        for block in self.blocks:
-            h = block(h, seen)
-        return self.norm(h) if self.norm_first else h  # [B, T, H]
+        return (block(*hidden, seen),)
+
+    def end(self, hidden: Hidden) -> Tensor:
+        (h,) = hidden
+        return self.norm(h) if self.norm_first else h
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
         total = h.new_zeros(())

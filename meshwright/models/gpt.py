@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.models import Gpt2
+from meshwright.model import Hidden, Span
+from meshwright.models.attention import AttentionCore
+from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
 from meshwright.tensor.gelu import gelu
 from meshwright.tensor.kit import Head, Kit
@@ -48,8 +50,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.heads = kit.local_heads(model.heads)
-        self.dropout = model.dropout
-        self.own_randomness = kit.own_randomness
+        self.core = AttentionCore(kit, model.dropout)
         self.query_key_value = kit.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
         self.output = kit.contract(model.hidden, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
 
@@ -60,10 +61,7 @@ class Attention(nn.Module):
             key, value = cache.extend(self.layer, key, value)
         causal = query.shape[2] > 1
         assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
-        dropout = self.dropout if self.training else 0.0
-        with self.own_randomness(dropout):
-            core = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=causal)
-        return self.output(core.transpose(1, 2).flatten(2))
+        return self.output(self.core(query, key, value, None, causal).transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -94,41 +92,54 @@ class Block(nn.Module):
         return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
 
 
-class GPT(nn.Module):
+class GPT(Chain):
     """Tokens to a loss. Batch: `tokens` and `labels`, both [B, T]."""
 
     labels = ("labels",)
 
-    def __init__(self, model: Gpt2, kit: Kit) -> None:
-        super().__init__()
-        self.tokens = kit.embedding(model.padded_vocabulary, model.hidden, Initial(0.02))
-        self.positions = kit.embedding(model.positions, model.hidden, Initial(0.02))
-        self.dropout = nn.Dropout(model.dropout)
-        self.blocks = nn.ModuleList(Block(model, kit, layer) for layer in range(model.layers))
-        self.norm = kit.norm(model.hidden, model.norm_epsilon)
-        tied = self.tokens if model.tied else None
-        self.head = kit.head_loss(model.hidden, model.vocabulary, model.padded_vocabulary, Initial(0.02), tied)
+    def __init__(self, model: Gpt2, kit: Kit, span: Span | None = None) -> None:
+        span = span or Span.whole(model.layers)
+        super().__init__(span)
+        hidden, initial = model.hidden, Initial(0.02)
+        if span.first or (span.last and model.tied):
+            self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
+        if span.first:
+            self.positions = kit.embedding(model.positions, hidden, initial)
+            self.dropout = nn.Dropout(model.dropout)
+        self.blocks = blocks_of(span, lambda layer: Block(model, kit, layer))
+        if span.last:
+            self.norm = kit.norm(hidden, model.norm_epsilon)
+            tied = self.tokens if model.tied else None
+            self.head = kit.head_loss(hidden, model.vocabulary, model.padded_vocabulary, initial, tied)
 
-    def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        return self.loss(self.trunk(batch), batch, scales)
+    def begin(self, batch: Batch) -> Hidden:
+        return (self._embed(batch["tokens"], 0),)
 
-    def trunk(self, batch: Batch) -> Tensor:
-        return self.hidden(batch["tokens"])
+    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
+        return (block(*hidden),)
+
+    def end(self, hidden: Hidden) -> Tensor:
+        h: Tensor = self.norm(*hidden)
+        return h
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        return self.head(h, batch["labels"], scales["labels"])
+        loss: Tensor = self.head(h, batch["labels"], scales["labels"])
+        return loss
 
     def right(self, h: Tensor, batch: Batch) -> list[int]:
         return [cast(Head, self.head).right(h, batch["labels"])]
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """The normed hidden states [B, T, H] of tokens that follow those in the cache."""
-        start = cache.num_tokens if cache is not None else 0
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        h = self.dropout(self.tokens(tokens) + self.positions(positions))
-        for block in self.blocks:
+        h = self._embed(tokens, cache.num_tokens if cache is not None else 0)
+        for block in self.blocks.values():
             h = block(h, cache)
-        return self.norm(h)
+        return self.end((h,))
+
+    def _embed(self, tokens: Tensor, start: int) -> Tensor:
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        h: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
+        return h
 
 
 def flops_per_sample(config: Config) -> int:

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.models import Vit
+from meshwright.model import Hidden, Span
+from meshwright.models.attention import AttentionCore
+from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
 from meshwright.tensor.kit import Head, Kit
 
@@ -34,18 +37,14 @@ class Attention(nn.Module):
     def __init__(self, model: Vit, kit: Kit) -> None:
         super().__init__()
         self.heads = kit.local_heads(model.heads)
-        self.dropout = model.dropout
-        self.own_randomness = kit.own_randomness
+        self.core = AttentionCore(kit, model.dropout)
         self.query_key_value = kit.expand(model.hidden, 3 * model.hidden, INITIAL, groups=3)
         self.output = kit.contract(model.hidden, model.hidden, INITIAL)
 
     def forward(self, h: Tensor) -> Tensor:
         split = self.query_key_value(h).unflatten(-1, (self.heads, -1))  # [B, T, 3, A, E]
         query, key, value = (split[:, :, index].transpose(1, 2) for index in range(3))  # [B, A, T, E]
-        dropout = self.dropout if self.training else 0.0
-        with self.own_randomness(dropout):
-            core = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
-        return self.output(core.transpose(1, 2).flatten(2))
+        return self.output(self.core(query, key, value, None, False).transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -76,37 +75,42 @@ class Block(nn.Module):
         return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
 
 
-class ViT(nn.Module):
+class ViT(Chain):
     """Images to a loss. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]."""
 
     labels = ("labels",)
 
-    def __init__(self, model: Vit, kit: Kit) -> None:
-        super().__init__()
+    def __init__(self, model: Vit, kit: Kit, span: Span | None = None) -> None:
+        span = span or Span.whole(model.layers)
+        super().__init__(span)
         self.patch = model.patch
         self.num_tokens = model.positions
-        self.patches = kit.patches(patch_inputs(model), model.hidden, INITIAL)
-        self.positions = kit.embedding(model.padded(model.positions), model.hidden, INITIAL)
-        self.dropout = nn.Dropout(model.dropout)
-        self.blocks = nn.ModuleList(Block(model, kit) for _ in range(model.layers))
-        self.norm = kit.norm(model.hidden, model.norm_epsilon)
-        self.head = kit.head_loss(model.hidden, model.classes, model.padded(model.classes), INITIAL, bias=True)
+        if span.first:
+            self.patches = kit.patches(patch_inputs(model), model.hidden, INITIAL)
+            self.positions = kit.embedding(model.padded(model.positions), model.hidden, INITIAL)
+            self.dropout = nn.Dropout(model.dropout)
+        self.blocks = blocks_of(span, lambda _: Block(model, kit))
+        if span.last:
+            self.norm = kit.norm(model.hidden, model.norm_epsilon)
+            self.head = kit.head_loss(model.hidden, model.classes, model.padded(model.classes), INITIAL, bias=True)
 
-    def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        return self.loss(self.trunk(batch), batch, scales)
-
-    def trunk(self, batch: Batch) -> Tensor:
-        """The normed hidden states [B, T, H] of the class token and the patches."""
+    def begin(self, batch: Batch) -> Hidden:
+        """[B, T, H] of the class token and the patches."""
         images = batch["images"]
         pixels = images.to(next(self.parameters()).dtype) / 127.5 - 1  # 0..255 -> -1..1
         positions = torch.arange(self.num_tokens, device=images.device)
-        h = self.dropout(self.patches(patch_rows(pixels, self.patch)) + self.positions(positions))
-        for block in self.blocks:
-            h = block(h)
-        return self.norm(h)
+        return (self.dropout(self.patches(patch_rows(pixels, self.patch)) + self.positions(positions)),)
+
+    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
+        return (block(*hidden),)
+
+    def end(self, hidden: Hidden) -> Tensor:
+        h: Tensor = self.norm(*hidden)
+        return h
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        return self.head(h[:, :1], batch["labels"], scales["labels"])
+        loss: Tensor = self.head(h[:, :1], batch["labels"], scales["labels"])
+        return loss
 
     def right(self, h: Tensor, batch: Batch) -> list[int]:
         return [cast(Head, self.head).right(h[:, :1], batch["labels"])]

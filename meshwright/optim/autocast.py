@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.batch import Batch, Model, Scales
+from meshwright.batch import Batch, Scales
+from meshwright.model import Hidden, Model
 
 
 class Autocast:
@@ -24,6 +25,18 @@ class Autocast:
     def trunk(self, batch: Batch) -> Tensor:
         with torch.autocast(self._device, self._dtype):
             return self._model.trunk(batch)
+
+    def begin(self, batch: Batch) -> Hidden:
+        with torch.autocast(self._device, self._dtype):
+            return self._model.begin(batch)
+
+    def run_layers(self, hidden: Hidden, batch: Batch) -> Hidden:
+        with torch.autocast(self._device, self._dtype):
+            return self._model.run_layers(hidden, batch)
+
+    def end(self, hidden: Hidden) -> Tensor:
+        with torch.autocast(self._device, self._dtype):
+            return self._model.end(hidden)
 
     def right(self, h: Tensor, batch: Batch) -> list[int]:
         with torch.autocast(self._device, self._dtype):

@@ -1,0 +1,68 @@
+"""What all models have in common: a chain of blocks under their numbers in the whole model, of which a span is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, nn
+
+from meshwright.batch import Batch, Scales
+from meshwright.model import Hidden, Span
+
+RunGroup = Callable[[Callable[[Hidden], Hidden], Hidden], Hidden]
+"""Runs some layers in a row: (layers, hidden) -> hidden."""
+
+
+class Chain(nn.Module):
+    """Subclasses give blocks, begin, layer, end, loss, right. Block i of the model is `blocks.i` in every span."""
+
+    blocks: nn.ModuleDict
+
+    def __init__(self, span: Span) -> None:
+        super().__init__()
+        self.span = span
+        self.groups: tuple[range, ...] = (span.layers,)
+        """The span's layers, in groups that are run by `run_group`."""
+        self.run_group: RunGroup = _run
+
+    def forward(self, batch: Batch, scales: Scales) -> Tensor:
+        return self.loss(self.trunk(batch), batch, scales)
+
+    def trunk(self, batch: Batch) -> Tensor:
+        return self.end(self.run_layers(self.begin(batch), batch))
+
+    def run_layers(self, hidden: Hidden, batch: Batch) -> Hidden:
+        for group in self.groups:
+            hidden = self.run_group(partial(self._layers, group, batch), hidden)
+        return hidden
+
+    def _layers(self, group: range, batch: Batch, hidden: Hidden) -> Hidden:
+        for layer in group:
+            hidden = self.layer(self.blocks[str(layer)], hidden, batch)
+        return hidden
+
+    def begin(self, batch: Batch) -> Hidden:
+        raise NotImplementedError
+
+    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
+        """One block on what passes from layer to layer."""
+        raise NotImplementedError
+
+    def end(self, hidden: Hidden) -> Tensor:
+        raise NotImplementedError
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        raise NotImplementedError
+
+    def right(self, h: Tensor, batch: Batch) -> list[int]:
+        raise NotImplementedError
+
+
+def blocks_of(span: Span, make_block: Callable[[int], nn.Module]) -> nn.ModuleDict:
+    """The span's blocks, by their numbers."""
+    return nn.ModuleDict({str(layer): make_block(layer) for layer in span.layers})
+
+
+def _run(layers: Callable[[Hidden], Hidden], hidden: Hidden) -> Hidden:
+    return layers(hidden)
