@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from meshwright.comm import Comm, Ledger, LedgerComm, SoloComm, TorchComm
 from meshwright.comm_mpi import MpiComm
 from meshwright.environment import Environment, Rendezvous
-from meshwright.grid import Grid
+from meshwright.grid import ENDS, Grid
 
 TIMEOUT = timedelta(minutes=10)
 
 
 class Transport(Protocol):
-    """Makes the comm over a group of ranks. Called by all ranks of the world, in the same order."""
+    """Makes the comm over a group of ranks. Called by the group's ranks and nobody else."""
 
     def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm: ...
 
@@ -63,28 +63,54 @@ class TorchTransport:
         if len(mine) == grid.world_size:
             assert dist.group.WORLD is not None, "the default process group is not initialised"
             return TorchComm(name, mine, rank, ledger, dist.group.WORLD)
-        groups = {ranks: dist.new_group(list(ranks)) for ranks in grid.groups(*axes)}
-        return TorchComm(name, mine, mine.index(rank), ledger, groups[mine])
+        return TorchComm(name, mine, mine.index(rank), ledger, _torch_group(name, mine, rank))
 
     def close(self) -> None:
         dist.destroy_process_group()
 
 
+def _torch_group(name: str, ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
+    """A process group that its members alone make, and meet under `name`.
+
+    `dist.new_group(use_local_synchronization=True)` would do it, but it names a group by how many its maker has: ranks
+    that have asked for different axes before would wait for each other under different names.
+    """
+    c10d: Any = dist.distributed_c10d
+    backend, store = dist.Backend(dist.get_backend()), c10d._get_default_store()
+    met_as = f"{name}:{'-'.join(map(str, ranks))}"
+    group, _ = c10d._new_process_group_helper(
+        len(ranks), ranks.index(rank), list(ranks), backend, store, met_as, timeout=TIMEOUT
+    )
+    c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
+    made: dist.ProcessGroup = group
+    return made
+
+
 class MpiTransport:
-    """MPI's world, split by axis."""
+    """MPI's world, of which the members of a group make a communicator."""
 
     def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
-        from mpi4py import MPI
-
         mine = grid.group(rank, *axes)
-        split = MPI.COMM_WORLD.Split(color=mine[0], key=mine.index(rank))
         name = "+".join(axes)
-        return (
-            MpiComm(name, mine, mine.index(rank), ledger, split) if len(mine) > 1 else SoloComm(name, mine, 0, ledger)
-        )
+        if len(mine) == 1:
+            return SoloComm(name, mine, 0, ledger)
+        return MpiComm(name, mine, mine.index(rank), ledger, _mpi_group(mine, tag=_number(grid, axes)))
 
     def close(self) -> None:
         return None
+
+
+def _mpi_group(ranks: tuple[int, ...], tag: int) -> Any:
+    """A communicator that its members alone make; those who make one of the same ranks at the same time have a tag."""
+    from mpi4py import MPI
+
+    group = MPI.COMM_WORLD.Get_group().Incl(ranks)
+    return MPI.COMM_WORLD.Create_group(group, tag)
+
+
+def _number(grid: Grid, axes: tuple[str, ...]) -> int:
+    """A number for each set of axes, below 2 to the power of all axes and ENDS."""
+    return sum(1 << (*grid.names, ENDS).index(name) for name in axes)
 
 
 @dataclass(frozen=True)
@@ -100,7 +126,11 @@ class Mesh:
     _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict)
 
     def comm(self, *axes: str) -> Comm:
-        """The comm over the given axes together. The first call for a set of axes is collective."""
+        """The comm over the given axes together.
+
+        The first call for a set of axes is collective over the group's ranks (not the world's): no two ranks may ask
+        first for two groups that both are in, each in another order.
+        """
         axes = self.grid.ordered(axes)
         if axes not in self._comms:
             self._comms[axes] = self.transport.comm(self.grid, self.rank, axes, self.ledger)
@@ -119,9 +149,9 @@ class Mesh:
         return self.grid.index(self.rank, *axes)
 
 
-def solo_mesh(device: torch.device, names: tuple[str, ...] = ("data",)) -> Mesh:
+def solo_mesh(device: torch.device, names: tuple[str, ...] = ("data", "pipe")) -> Mesh:
     """A mesh of one rank, whose axes all have size 1."""
-    return Mesh(Grid(tuple((name, 1) for name in names)), 0, device, SoloTransport(), names)
+    return Mesh(Grid(tuple((name, 1) for name in names)), 0, device, SoloTransport())
 
 
 def planned_mesh(grid: Grid, rank: int, token_axes: tuple[str, ...]) -> Mesh:
@@ -159,6 +189,5 @@ def _open(grid: Grid, environment: Environment, transport: str, device: torch.de
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
-    )
+    )  # no device_id: with one, NCCL makes groups by splitting the world, which needs every rank of it
     return TorchTransport()

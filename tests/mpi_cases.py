@@ -24,6 +24,8 @@ def cases(num_ranks: int) -> list[Case]:
     listed = [Case("verbs", "tests.comm_cases:run_verbs", (), data)]
     if num_ranks == 4:
         listed.append(Case("subgroups", "tests.comm_cases:run_subgroups", (), (("outer", 2), ("inner", 2))))
+        axes = (("data", 2), ("pipe", 2), ("row", 1))
+        listed.append(Case("stages-ask", "tests.mesh_cases:ask_by_stage", (), axes))
     for sync in SYNCS:
         listed.append(Case(sync, "tests.data_parallel.test_equality_mpi:train_for_files", (sync, num_ranks), data))
     for name, tensor in TENSOR[num_ranks].items():
