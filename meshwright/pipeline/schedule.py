@@ -5,7 +5,7 @@
 | GPipe (Huang et al. 2019) | F up to the limit, then B: in that order, whatever came first | whole | n |
 | 1F1B (PipeDream-Flush, Narayanan et al. 2021) | the same | whole | p - i: p - i - 1 F to warm up, then F, B, ... |
 | AxoNN (Singh and Bhatele 2022, algorithm 2) | on the message that came first | whole | p |
-| message-driven (ours) | B, else F below the limit, else W | B and W | the run's: as memory allows |
+| message-driven (ours) | B, else F below the limit, else W | B and W | 2p, or what memory allows |
 | forward only | F | none | 1 |
 
 GPipe and 1F1B are one function: their limits make the difference. Sends never wait, under any of them. The static
@@ -15,7 +15,7 @@ order that breaks ties is that of the microbatches: F, B and W each run in it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.pipeline.task import Kind, Task
 from meshwright.pipeline.view import View
@@ -85,6 +85,10 @@ class Rule:
         limit = self.limit(stage, num_stages, num_microbatches)
         return View(stage, num_stages, num_microbatches, limit, self.kinds)
 
+    def limited(self, limit: int) -> Rule:
+        """The same with `limit` microbatches in flight at every stage."""
+        return replace(self, limit=lambda stage, num_stages, num_microbatches: limit)
+
 
 WHOLE = (Kind.FORWARD, Kind.BACKWARD)
 SPLIT = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
@@ -92,9 +96,5 @@ SPLIT = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 GPIPE = Rule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_microbatches)
 ONE_F_ONE_B = Rule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_stages - stage)
 AXONN = Rule(axonn, WHOLE, lambda stage, num_stages, num_microbatches: num_stages)
+MESSAGE_DRIVEN = Rule(message_driven, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages)
 FORWARD_ONLY = Rule(forward_only, (Kind.FORWARD,), lambda stage, num_stages, num_microbatches: 1)
-
-
-def message_driven_rule(limit: int) -> Rule:
-    """The message-driven schedule with `limit` microbatches in flight at every stage."""
-    return Rule(message_driven, SPLIT, lambda stage, num_stages, num_microbatches: limit)

@@ -1,0 +1,120 @@
+"""The clock that computes: a pipeline's step as an event simulation, without devices, ranks or waiting.
+
+It drives the same generators as a rank does (engine.py), so it shows what a schedule does under jitter, slow stages
+and late messages in milliseconds, and raises where all stages would wait for each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from meshwright.pipeline.engine import StageProcess, stage_process
+from meshwright.pipeline.schedule import Rule
+from meshwright.pipeline.span import Span, Timeline, task_span
+from meshwright.pipeline.task import WAIT, Arrival, Kind, Task, Wait
+
+Costs = Callable[[int, Task], float]
+"""costs(stage, task): the seconds that the task takes there. Asked once for each task."""
+
+Latency = Callable[[int, int, Task], float]
+"""latency(from, to, message): the seconds from the end of the task that sends it to its arrival. Asked once for each
+message."""
+
+
+def simulate(num_stages: int, num_microbatches: int, rule: Rule, costs: Costs, latency: Latency) -> Timeline:
+    """The spans of one step. Sends never wait, and a link carries any number of messages at once; messages may
+    overtake.
+
+    What happens at the same moment is all known to a stage that decides at that moment. An AssertionError tells of a
+    schedule under which the stages wait for each other for ever.
+    """
+    return _Simulation(num_stages, num_microbatches, rule, costs, latency).run()
+
+
+@dataclass
+class _Stage:
+    """A stage as the clock sees it: what it does, and the messages that it has not been given yet."""
+
+    process: StageProcess
+    action: Task | Wait | None = WAIT
+    busy: bool = False
+    inbox: list[Arrival] = field(default_factory=list)
+
+
+@dataclass(frozen=True, order=True)
+class _Event:
+    """At `time`, a message for `stage`, or the end of its task where `message` is None. `number` breaks ties."""
+
+    time: float
+    number: int
+    stage: int = field(compare=False)
+    message: Arrival | None = field(compare=False)
+
+
+class _Simulation:
+    """The state of one run of the clock."""
+
+    def __init__(self, num_stages: int, num_microbatches: int, rule: Rule, costs: Costs, latency: Latency) -> None:
+        views = [rule.view(stage, num_stages, num_microbatches) for stage in range(num_stages)]
+        self.stages = [_Stage(stage_process(view, rule.schedule)) for view in views]
+        self.kinds, self.costs, self.latency = rule.kinds, costs, latency
+        self.events: list[_Event] = []
+        self.num_events = 0
+        self.spans: list[Span] = []
+
+    def run(self) -> Timeline:
+        for index, stage in enumerate(self.stages):
+            self.begin(0.0, index, next(stage.process, None))
+        while self.events:
+            time = self.events[0].time
+            free: set[int] = set()
+            while self.events and self.events[0].time == time:
+                free |= self.happen(heapq.heappop(self.events))
+            for index in sorted(free):
+                self.resume(time, index)
+        waiting = [f"stage {index}" for index, stage in enumerate(self.stages) if stage.action is not None]
+        assert not waiting, f"deadlock: all wait, and no message is under way: {', '.join(waiting)}"
+        return Timeline(len(self.stages), tuple(self.spans))
+
+    def happen(self, event: _Event) -> set[int]:
+        """Take in one event; the stage that it lets go on, if any."""
+        stage = self.stages[event.stage]
+        if event.message is not None:
+            assert stage.action is not None, f"{event.message} for stage {event.stage}, which is done"
+            stage.inbox.append(event.message)
+            return set() if stage.busy else {event.stage}
+        stage.busy = False
+        assert isinstance(stage.action, Task), f"stage {event.stage} ended what it did not begin"
+        self.send(event.time, event.stage, stage.action)
+        return {event.stage}
+
+    def send(self, time: float, index: int, task: Task) -> None:
+        """What a task sends when it ends."""
+        step = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: 0}[task.kind]
+        to = index + step
+        if step and 0 <= to < len(self.stages):
+            self.push(time + self.latency(index, to, task), to, task)
+
+    def push(self, time: float, index: int, message: Arrival | None) -> None:
+        heapq.heappush(self.events, _Event(time, self.num_events, index, message))
+        self.num_events += 1
+
+    def resume(self, time: float, index: int) -> None:
+        """Give a stage its messages, and begin what it decides."""
+        stage = self.stages[index]
+        arrived, stage.inbox = stage.inbox, []
+        try:
+            action = stage.process.send(arrived)
+        except StopIteration:
+            action = None
+        self.begin(time, index, action)
+
+    def begin(self, time: float, index: int, action: Task | Wait | None) -> None:
+        stage = self.stages[index]
+        stage.action, stage.busy = action, isinstance(action, Task)
+        if isinstance(action, Task):
+            end = time + self.costs(index, action)
+            self.spans.append(task_span(index, action, time, end))
+            self.push(end, index, None)

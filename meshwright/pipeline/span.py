@@ -1,0 +1,86 @@
+"""What a step did and when: spans, from the clock that computes or from one that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.pipeline.task import Kind, Task
+
+NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one stage did from `start_seconds` to `end_seconds`, counted from any moment that all spans share.
+
+    `name` is what is written on it: F3, optimizer. `category` gives its colour and row: forward, backward, weight, or
+    the name of a phase of the step. `microbatch` is None for a phase.
+    """
+
+    stage: int
+    name: str
+    category: str
+    start_seconds: float
+    end_seconds: float
+    microbatch: int | None = None
+
+    @property
+    def is_task(self) -> bool:
+        return self.microbatch is not None
+
+    @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.start_seconds
+
+
+def task_span(stage: int, task: Task, start_seconds: float, end_seconds: float) -> Span:
+    """The span of a task."""
+    return Span(stage, str(task), NAMES[task.kind], start_seconds, end_seconds, task.microbatch)
+
+
+def phase_span(stage: int, phase: str, start_seconds: float, end_seconds: float) -> Span:
+    """The span of a phase of the step: data-parallel, optimizer."""
+    return Span(stage, phase, phase, start_seconds, end_seconds)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of one step of a pipeline, of all its stages."""
+
+    num_stages: int
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        outside = [span for span in self.spans if not 0 <= span.stage < self.num_stages]
+        assert not outside, f"spans of stages beyond the {self.num_stages}: {outside[:3]}"
+
+    @property
+    def tasks(self) -> tuple[Span, ...]:
+        """The spans of the pipeline phase."""
+        return tuple(span for span in self.spans if span.is_task)
+
+    @property
+    def total_seconds(self) -> float:
+        """The pipeline phase: from the first task of any stage to the end of the last."""
+        return _length(self.tasks)
+
+    @property
+    def idle_shares(self) -> tuple[float, ...]:
+        """For each stage, which part of the pipeline phase it did no task."""
+        total = self.total_seconds
+        busy = [0.0] * self.num_stages
+        for span in self.tasks:
+            busy[span.stage] += span.seconds
+        return tuple(1 - seconds / total if total > 0 else 0.0 for seconds in busy)
+
+    @property
+    def idle_share(self) -> float:
+        """The mean of all stages."""
+        return sum(self.idle_shares) / self.num_stages
+
+
+def _length(spans: Sequence[Span]) -> float:
+    if not spans:
+        return 0.0
+    return max(span.end_seconds for span in spans) - min(span.start_seconds for span in spans)

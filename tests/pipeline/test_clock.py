@@ -1,0 +1,107 @@
+"""The clock that computes: totals that can be counted by hand, and what message-driven gains under trouble."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from meshwright.pipeline.clock import Costs, Latency, simulate
+from meshwright.pipeline.schedule import AXONN, FORWARD_ONLY, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, SPLIT, Rule
+from meshwright.pipeline.task import Kind, Task
+
+SLOW_STAGE = 3
+
+
+def work(split: bool, factor: Callable[[int, str], float]) -> Costs:
+    """F, B and W take one second each, times factor(stage, F3); an unsplit backward pass is B and W together."""
+
+    def costs(stage: int, task: Task) -> float:
+        if split or task.kind is Kind.FORWARD:
+            return factor(stage, str(task))
+        return factor(stage, f"B{task.microbatch}") + factor(stage, f"W{task.microbatch}")
+
+    return costs
+
+
+def cell(name: str, split: bool, seed: int = 0) -> tuple[Costs, Latency]:
+    """The benchmark's four conditions; the same seed gives every schedule the same troubles."""
+
+    def uniform(*key: object) -> float:
+        return random.Random(repr((seed, *key))).random()
+
+    def late(a: int, b: int, message: Task) -> float:
+        return 0.1 + uniform(a, b, str(message))
+
+    def prompt(a: int, b: int, message: Task) -> float:
+        return 0.1
+
+    return {
+        "no jitter": (work(split, lambda stage, name: 1.0), prompt),
+        "jitter": (work(split, lambda stage, name: 0.7 + 0.6 * uniform(stage, name)), prompt),
+        "slow stage": (work(split, lambda stage, name: 1.3 if stage == SLOW_STAGE else 1.0), prompt),
+        "late messages": (work(split, lambda stage, name: 1.0), late),
+    }[name]
+
+
+def total(rule: Rule, name: str, num_microbatches: int) -> float:
+    return simulate(8, num_microbatches, rule, *cell(name, rule.splits)).total_seconds
+
+
+@pytest.mark.parametrize(
+    "num_microbatches, name, bound",
+    [
+        (16, "no jitter", 0.92), (16, "jitter", 0.90), (16, "slow stage", 0.95), (16, "late messages", 0.85),
+        (64, "no jitter", 0.97), (64, "jitter", 0.94), (64, "slow stage", 0.97), (64, "late messages", 0.82),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("limit", [12, 16])
+def test_message_driven_against_1f1b(num_microbatches: int, name: str, bound: float, limit: int) -> None:
+    ours, theirs = (
+        total(MESSAGE_DRIVEN.limited(limit), name, num_microbatches),
+        total(ONE_F_ONE_B, name, num_microbatches),
+    )
+    assert ours <= bound * theirs
+
+
+@pytest.mark.parametrize("name", ["no jitter", "jitter", "slow stage", "late messages"])
+def test_message_driven_with_the_memory_of_1f1b(name: str) -> None:
+    """At the limit of 1F1B's first stage it is ahead too: of 1F1B and of AxoNN."""
+    ours = total(MESSAGE_DRIVEN.limited(8), name, 16)
+    assert ours < 0.9 * total(ONE_F_ONE_B, name, 16)
+    assert ours < 0.9 * total(AXONN, name, 16)
+
+
+@pytest.mark.parametrize("rule", [GPIPE, ONE_F_ONE_B, AXONN, MESSAGE_DRIVEN, FORWARD_ONLY])
+def test_no_total_below_the_work(rule: Rule) -> None:
+    timeline = simulate(4, 6, rule, *cell("jitter", rule.splits))
+    busy = [sum(span.seconds for span in timeline.spans if span.stage == stage) for stage in range(4)]
+    assert max(busy) < timeline.total_seconds
+    assert timeline.idle_shares == pytest.approx([1 - seconds / timeline.total_seconds for seconds in busy])
+
+
+def test_latency_counts_on_every_link() -> None:
+    """One microbatch: four stages forward, three messages, and all of it back."""
+    timeline = simulate(4, 1, ONE_F_ONE_B, work(False, lambda stage, name: 1.0), lambda a, b, message: 0.25)
+    assert timeline.total_seconds == 4 * 1 + 4 * 2 + 6 * 0.25
+
+
+def test_weight_gradients_run_while_messages_are_under_way() -> None:
+    """Two stages, two microbatches, links of 3 seconds: W0 of the first stage fills the wait for B1's gradient."""
+    timeline = simulate(2, 2, Rule(MESSAGE_DRIVEN.schedule, SPLIT, lambda *_: 2), lambda *_: 1.0, lambda *_: 3.0)
+    first = [(span.name, span.start_seconds) for span in timeline.spans if span.stage == 0]
+    assert first == [("F0", 0), ("F1", 1), ("B0", 9), ("W0", 10), ("B1", 11), ("W1", 12)]
+
+
+def test_the_same_run_twice() -> None:
+    one, two = (simulate(5, 7, MESSAGE_DRIVEN, *cell("late messages", True)) for _ in range(2))
+    assert one == two
+
+
+def test_each_cost_and_latency_is_asked_once() -> None:
+    costs: list[tuple[int, Task]] = []
+    sent: list[tuple[int, int, Task]] = []
+    simulate(3, 4, MESSAGE_DRIVEN, lambda *a: costs.append(a) or 1.0, lambda *a: sent.append(a) or 0.5)
+    assert len(costs) == len(set(costs)) == 3 * 4 * 3
+    assert len(sent) == len(set(sent)) == 2 * 4 * 2
