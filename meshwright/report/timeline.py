@@ -7,6 +7,7 @@ microbatch. What is white is idle.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -20,7 +21,7 @@ from meshwright.pipeline.span import Span, Timeline
 _INK, _GRID, _IDLE = "#333333", "#e4e4e4", "#f4f4f4"
 _TASKS = {"forward": "#4c8bd0", "backward": "#e8833a", "weight": "#58a868"}
 _PHASES = ("#9c7ac7", "#c9a227", "#5f9ea0", "#b5651d", "#8a8d91")
-_WIDTH_INCHES, _ROW_INCHES, _HEAD_INCHES, _DIGIT_INCHES = 11.0, 0.24, 0.42, 0.075
+_WIDTH_INCHES, _ROW_INCHES, _HEAD_INCHES, _DIGIT_INCHES = 13.0, 0.24, 0.42, 0.062
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], picture: Path, seconds_name: str = "seconds") -> None:
@@ -38,7 +39,9 @@ def draw_timelines(timelines: Mapping[str, Timeline], picture: Path, seconds_nam
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
-        _panel(axes, f"{title}: {_total(timeline)} {seconds_name}, idle {timeline.idle_share:.1%}", timeline, end)
+        _panel(
+            axes, f"{title}: {timeline.total_seconds:.4g} {seconds_name}, idle {timeline.idle_share:.1%}", timeline, end
+        )
     panels[-1].set_xlabel(seconds_name, color=_INK)
     colours = {name: colour for timeline in timelines.values() for name, colour in _colours(timeline).items()}
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
@@ -56,10 +59,6 @@ def _length(timeline: Timeline) -> float:
 def _ends(timeline: Timeline) -> tuple[float, float]:
     begins, ends = zip(*((span.start_seconds, span.end_seconds) for span in timeline.spans), strict=True)
     return min(begins), max(ends)
-
-
-def _total(timeline: Timeline) -> str:
-    return f"{timeline.total_seconds:.4g}"
 
 
 def _colours(timeline: Timeline) -> dict[str, str]:
@@ -82,23 +81,20 @@ def _panel(axes: Axes, title: str, timeline: Timeline, end: float) -> None:
         spine.set_visible(False)
     for stage in range(timeline.num_stages):
         axes.axhspan(stage - 0.42, stage + 0.42, color=_IDLE, zorder=0, linewidth=0)
-    digit = _DIGIT_INCHES * end / (_WIDTH_INCHES - 1.0)  # one digit's width in seconds
+    for stage, (name, colour) in product(range(timeline.num_stages), colours.items()):
+        spans = [span for span in timeline.spans if (span.stage, span.category) == (stage, name)]
+        boxes = [(span.start_seconds - begin, span.seconds) for span in spans]
+        height, layer = (0.84, 2) if name in _TASKS else (0.5, 1)
+        place = (stage - height / 2, height)
+        axes.broken_barh(boxes, place, facecolor=colour, edgecolor="white", linewidth=0.4, zorder=layer)
+    digit = _DIGIT_INCHES * end / (_WIDTH_INCHES - 1.0)  # the seconds that a digit covers
     for span in timeline.spans:
-        height = 0.84 if span.is_task else 0.5
-        axes.broken_barh(
-            [(span.start_seconds - begin, span.seconds)],
-            (span.stage - height / 2, height),
-            facecolor=colours[span.category],
-            edgecolor="white",
-            linewidth=0.4,
-            zorder=2 if span.is_task else 1,
-        )
         _number(axes, span, begin, digit)
 
 
 def _number(axes: Axes, span: Span, begin: float, digit: float) -> None:
     """The microbatch in the middle of its box, where it fits."""
     text = "" if span.microbatch is None else str(span.microbatch)
-    if text and span.seconds > 1.3 * digit * len(text):
+    if text and span.seconds > 1.15 * digit * len(text):
         middle = (span.start_seconds + span.end_seconds) / 2 - begin
-        axes.text(middle, span.stage, text, ha="center", va="center", color="white", fontsize=7, zorder=3)
+        axes.text(middle, span.stage, text, ha="center", va="center", color="white", fontsize=6.5, zorder=3)
