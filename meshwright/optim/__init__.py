@@ -1,1 +1,1 @@
-"""The optimizer over slots: torch's own steps, the global norm, clipping, master weights, loss scaling."""
+"""The optimizer over slots: the global norm, clipping, loss scaling, and torch's own steps on masters and moments."""

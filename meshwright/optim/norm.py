@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,21 +11,35 @@ from torch import Tensor
 from meshwright.bucket import Slot
 from meshwright.mesh import Mesh
 
+PIECE = 2**20
+"""Elements of a half-precision gradient that are widened at once: on a CPU, torch makes a float32 copy of them."""
+
 
 def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
     """The 2-norm over all parameters, a float64 scalar; the same on every rank.
 
     Sends one all-reduce of 8 bytes for each set of axes over which slots hold different parts.
     """
-    squares: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
-    for slot in slots:
-        assert slot.parameter.grad is not None, "a slot without a gradient"
-        norm = torch.linalg.vector_norm(
-            slot.parameter.grad, dtype=torch.promote_types(slot.parameter.dtype, torch.float32)
-        )
-        squares[mesh.grid.ordered(slot.part_axes)].append(norm.double().square())
+    return norm_of_squares(slots, {index: square_of(slot) for index, slot in enumerate(slots)}, mesh)
+
+
+def square_of(slot: Slot) -> Tensor:
+    """The sum of the squares of what this rank holds of a slot's gradient, a float64 scalar."""
+    gradient = slot.parameter.grad
+    assert gradient is not None, "a slot without a gradient"
+    if gradient.element_size() >= 4:
+        return torch.linalg.vector_norm(gradient).double().square()
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in gradient.split(PIECE)]
+    return torch.stack(norms).double().square().sum()
+
+
+def norm_of_squares(slots: Sequence[Slot], squares: Mapping[int, Tensor], mesh: Mesh) -> Tensor:
+    """The norm from each slot's `square_of`, by the slot's index."""
+    by_axes: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+    for index, slot in enumerate(slots):
+        by_axes[mesh.grid.ordered(slot.part_axes)].append(squares[index])
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for axes, parts in sorted(squares.items()):
+    for axes, parts in sorted(by_axes.items()):
         part = torch.stack(parts).sum()
         if axes:
             mesh.comm(*axes).all_reduce(part)

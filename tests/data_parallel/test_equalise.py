@@ -33,7 +33,7 @@ def plant_in_bucket(
     optimizer.equalise()
     again = [*parts.strategy.equalise(), *optimizer.equalise()]
     weights = {name: parameter.detach().clone() for name, parameter in parts.module.named_parameters()}
-    masters = [master.detach().clone() for master in optimizer.masters]
+    masters = [optimizer.states(index)["weight"].clone() for index in range(len(optimizer.slots))]
     return found, again, weights, masters
 
 

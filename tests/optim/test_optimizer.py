@@ -14,6 +14,7 @@ from meshwright.build import Parts, build
 from meshwright.errors import DivergedError
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
+from meshwright.optim.in_place import InPlace
 from tests.data_parallel.test_equality import config_for, global_batch
 from tests.workers import run_ranks
 
@@ -143,9 +144,10 @@ def overflow(mesh: Mesh, sync: str, level: str, bad: float) -> list[tuple[bool, 
 
 def snapshot(parts: Parts) -> list[Tensor]:
     """All that a step may change on this rank: states, masters, weights."""
-    optimizer = parts.optimizer
-    states = [value.clone() for master in optimizer.masters for value in optimizer.torch.state[master].values()]
-    masters = [master.detach().clone() for master in optimizer.masters]
+    held = parts.optimizer.held
+    assert isinstance(held, InPlace)
+    states = [value.clone() for master in held.masters for value in held.torch.state[master].values()]
+    masters = [master.detach().clone() for master in held.masters]
     return [*states, *masters, *(parameter.detach().clone() for parameter in parts.module.parameters())]
 
 

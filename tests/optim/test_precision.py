@@ -12,6 +12,7 @@ from meshwright.build import Parts, build
 from meshwright.config import Config
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
+from meshwright.optim.in_place import InPlace
 from tests.data_parallel.test_equality import config_for, global_batch
 from tests.workers import run_ranks
 
@@ -58,14 +59,16 @@ def losses(mesh: Mesh, sync: str, level: str, dtype: str, name: str = "adamw") -
 def _check_storage(parts: Parts, config: Config) -> None:
     """What is stored in which dtype, and that weights are the rounded masters."""
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}[config.precision.dtype]
-    for master in parts.optimizer.masters:
+    held = parts.optimizer.held
+    assert isinstance(held, InPlace)
+    for master in held.masters:
         assert master.dtype == torch.float32
     if config.layout.data.sync == "fsdp":
         return
     for name, parameter in parts.module.named_parameters():
         half = config.precision.level == "O2" and not parts.specs[name].full_precision
         assert parameter.dtype == (wanted if half else torch.float32), name
-    for slot, master in zip(parts.optimizer.slots, parts.optimizer.masters, strict=True):
+    for slot, master in zip(held.slots, held.masters, strict=True):
         assert torch.equal(slot.parameter, master.to(slot.parameter.dtype))
         assert (slot.parameter is master) == (slot.parameter.dtype == torch.float32)
 
