@@ -9,12 +9,13 @@ from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.grid import ENDS, PIPE, Grid
 from meshwright.mesh import Mesh
 from meshwright.shard import Box, ShardedModule, ShardSpec
 
@@ -41,13 +42,19 @@ class Place:
 class Slot:
     """Flat memory that this rank's optimizer steps: `parameter` [n], its .grad [n], and what they hold.
 
-    `part_axes`: the axes whose ranks hold different parts, so that a norm is summed over them.
+    `part_axes`: the axes whose ranks hold different parts, so that a norm is summed over them. (So do the stages of a
+    pipeline, whatever the slot.) `tied`: of parameters that the first and the last stage share.
     """
 
     parameter: nn.Parameter
     places: tuple[Place, ...]
     matrix: bool
     part_axes: tuple[str, ...]
+    tied: bool = False
+
+    def copy_axes(self, grid: Grid) -> tuple[str, ...]:
+        """The axes whose ranks hold the same part."""
+        return other_axes(grid, self.part_axes, self.tied)
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,22 @@ class Bucket:
         parameter = nn.Parameter(self.values[start:stop])
         parameter.grad = self.gradients[start:stop]
         places = tuple(part for place in self.places for part in place.clip(start, stop))
-        return Slot(parameter, places, self.matrix, self.cut_axes if replicated else (*self.cut_axes, *self.sum_axes))
+        part_axes = self.cut_axes if replicated else (*self.cut_axes, *self.sum_axes)
+        return Slot(parameter, places, self.matrix, part_axes, self.tied)
+
+    @property
+    def tied(self) -> bool:
+        return ENDS in self.sum_axes
+
+    def copy_axes(self, grid: Grid) -> tuple[str, ...]:
+        """The axes whose ranks hold the same parameters."""
+        return other_axes(grid, self.cut_axes, self.tied)
+
+
+def other_axes(grid: Grid, axes: Collection[str], tied: bool) -> tuple[str, ...]:
+    """All axes but the given ones and the stages, which hold different parameters; the ends of a tied one."""
+    ends = (ENDS,) if tied else ()
+    return tuple(axis for axis in (*grid.names, *ends) if axis != PIPE and axis not in axes)
 
 
 @dataclass(frozen=True)
@@ -109,7 +131,7 @@ def assign_rooms(model: nn.Module, buckets: Iterable[Bucket]) -> None:
 
 def _make_bucket(kind: _Kind, group: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], mesh: Mesh) -> Bucket:
     used = sum(parameter.numel() for _, parameter in group)
-    ranks = mesh.size(*kind.sum_axes)
+    ranks = mesh.comm(*kind.sum_axes).size
     padded = -(-used // ranks) * ranks
     values = torch.zeros(padded, dtype=kind.dtype, device=mesh.device)
     gradients = torch.zeros_like(values)

@@ -7,9 +7,13 @@ axis only are neighbours and share a node first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+
+PIPE, ENDS = "pipe", "ends"
+"""ENDS stands for the first and the last rank of the pipe axis, where a group is asked for: a tied embedding has a copy
+on both. The ranks between are alone in theirs."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,12 @@ class Grid:
         return self.group(rank, *names).index(rank)
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
-        """The ranks that agree with `rank` on every axis but the named ones, in grid order."""
+        """The ranks that agree with `rank` on every axis but the named ones, in grid order. ENDS may be named."""
         fixed = self.coordinates(rank)
-        choices = [range(size) if name in names else (fixed[name],) for name, size in self.axes]
+        choices: list[Sequence[int]] = []
+        for name, size in self.axes:
+            ends = (0, size - 1) if name == PIPE and ENDS in names and size > 1 else ()
+            choices.append(range(size) if name in names else ends if fixed[name] in ends else (fixed[name],))
         return tuple(self.rank(dict(zip(self.names, point, strict=True))) for point in product(*choices))
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
@@ -72,7 +79,8 @@ class Grid:
         return sorted({self.group(rank, *names) for rank in range(self.world_size)})
 
     def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The given axis names in grid order, each once."""
+        """The given axis names in grid order, each once; ENDS comes last."""
         chosen = set(names)
-        assert chosen <= set(self.names), f"unknown axes {chosen - set(self.names)} in {self}"
-        return tuple(name for name in self.names if name in chosen)
+        known = (*self.names, ENDS)
+        assert chosen <= set(known), f"unknown axes {chosen - set(known)} in {self}"
+        return tuple(name for name in known if name in chosen)

@@ -1,4 +1,4 @@
-"""A model as a chain: begin, its layers, end, the losses. A rank may hold the whole chain or a span of it.
+"""A model as a chain: begin, its layers, end, the losses. A rank may hold the whole chain or a stretch of it.
 
 What passes from layer to layer is a tuple of tensors, of the same shapes after every layer, so that a pipeline may cut
 the chain between any two.
@@ -18,7 +18,7 @@ Hidden = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Span:
+class Stretch:
     """A contiguous part of the chain: these layers, and its beginning (embeddings) and end (head, losses) or not."""
 
     layers: range
@@ -26,7 +26,7 @@ class Span:
     last: bool
 
     @classmethod
-    def whole(cls, num_layers: int) -> Span:
+    def whole(cls, num_layers: int) -> Stretch:
         return cls(range(num_layers), True, True)
 
 
@@ -46,7 +46,7 @@ class Model(Protocol):
         """What the first layer reads."""
 
     def run_layers(self, hidden: Hidden, batch: Batch) -> Hidden:
-        """The span's layers, one after the other."""
+        """The stretch's layers, one after the other."""
 
     def end(self, hidden: Hidden) -> Tensor:
         """The normed hidden states [B, T, H] of what the last layer gives."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.grid import Grid
+from meshwright.grid import ENDS, Grid
 from meshwright.mesh import Mesh
 
 BLOCK_ELEMENTS = 2**20
@@ -92,7 +92,8 @@ class ShardSpec:
     """Which mesh axis cuts which dim of a parameter: `shape` is global, `cuts` holds (dim, axis) pairs.
 
     `matrix`: takes part in matrix products, so that weight decay acts on it. `full_precision`: stays in
-    float32 where O2 stores weights in half.
+    float32 where O2 stores weights in half. `tied`: the first and the last pipeline stage have a copy each, and its
+    gradient is the sum of both.
     """
 
     shape: tuple[int, ...]
@@ -100,6 +101,7 @@ class ShardSpec:
     initial: Initial = ZEROS
     matrix: bool = True
     full_precision: bool = False
+    tied: bool = False
 
     @property
     def axes(self) -> frozenset[str]:
@@ -116,8 +118,12 @@ class ShardSpec:
         return Box(tuple(offsets), tuple(lengths))
 
     def sum_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes over which this parameter's gradient is summed: they split the tokens and do not cut it."""
-        return mesh.grid.ordered(axis for axis in mesh.token_axes if axis not in self.axes)
+        """The axes over which this parameter's gradient is summed: they split the tokens and do not cut it.
+
+        And, of a tied one, the pipeline's ends, which split its uses.
+        """
+        ends = (ENDS,) if self.tied else ()
+        return mesh.grid.ordered([*(axis for axis in mesh.token_axes if axis not in self.axes), *ends])
 
 
 class ShardedModule(nn.Module):

@@ -21,6 +21,7 @@ from meshwright.environment import Environment, Rendezvous
 from meshwright.grid import Grid
 from meshwright.launch import Job, StopRequest, launch
 from meshwright.mesh import open_mesh
+from tests.workers import with_stages
 
 Answer = tuple[Any, dict[str, torch.Tensor]]
 """What a case's function returns: facts that survive JSON, and tensors by name."""
@@ -39,7 +40,7 @@ class Case:
     def run(self, environment: Environment) -> Answer:
         module, _, name = self.function.partition(":")
         with open_mesh(
-            Grid(self.axes),
+            with_stages(Grid(self.axes)),
             environment,
             "mpi",
             torch.device("cpu"),

@@ -78,3 +78,16 @@ def test_our_own_mistakes_are_asserted() -> None:
         grid.ordered(["row"])
     with pytest.raises(KeyError):
         grid.size("row")
+
+
+@given(grids(), st.data())
+def test_ends_join_the_first_and_the_last_stage(grid: Grid, data: st.DataObject) -> None:
+    others = [name for name in grid.names if name != "pipe"]
+    names = data.draw(st.sets(st.sampled_from(others))) if others else set()
+    groups = grid.groups(*names, "ends")
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+    last = dict(grid.axes).get("pipe", 1) - 1
+    for group in groups:
+        stages = {grid.coordinates(rank).get("pipe", 0) for rank in group}
+        assert stages == {0, last} or len(stages) == 1
+        assert len(group) == grid.size(*names) * len(stages)

@@ -26,7 +26,11 @@ TIMEOUT_SECONDS = 60
 def run_ranks(
     function: Callable[..., Any], grid: Grid, *arguments: Any, token_axes: tuple[str, ...] = ("data",)
 ) -> list[Any]:
-    """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller."""
+    """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller.
+
+    A run's grid has a pipe axis: one that does not name it has one stage.
+    """
+    grid = with_stages(grid)
     context = multiprocessing.get_context("fork")
     world = grid.world_size
     with socket.socket() as probe:
@@ -56,6 +60,11 @@ def run_ranks(
             worker.join(TIMEOUT_SECONDS)
     assert not failures, failures[0]
     return results
+
+
+def with_stages(grid: Grid) -> Grid:
+    """The grid, with a pipe axis behind the data axis where it has one."""
+    return grid if "pipe" in grid.names or grid.names[:1] != ("data",) else Grid((*grid.axes[:1], ("pipe", 1), *grid.axes[1:]))
 
 
 def _work(

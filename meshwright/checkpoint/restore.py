@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.bucket import Place
+from meshwright.bucket import Place, Slot
 from meshwright.build import Parts
 from meshwright.checkpoint.manifest import Progress
 from meshwright.checkpoint.reader import Checkpoint
@@ -29,7 +29,7 @@ class Piece:
 def pieces_of(parts: Parts) -> Iterator[Piece]:
     """The weights and optimizer states that this rank writes: of what several ranks hold alike, the first's."""
     for index, slot in enumerate(parts.strategy.slots):
-        if not _writes(parts.mesh, slot.part_axes):
+        if not _writes(parts.mesh, slot):
             continue
         for kind, tensor in parts.optimizer.states(index).items():
             for place in slot.places:
@@ -39,16 +39,16 @@ def pieces_of(parts: Parts) -> Iterator[Piece]:
 def gradient_pieces(parts: Parts) -> Iterator[Piece]:
     """The gradients that this rank's slots hold between `finish` and the optimizer's step."""
     for slot in parts.strategy.slots:
-        if _writes(parts.mesh, slot.part_axes):
+        if _writes(parts.mesh, slot):
             assert slot.parameter.grad is not None, "a slot without a gradient"
             for place in slot.places:
                 part = slot.parameter.grad[place.start : place.stop].view(place.box.lengths)
                 yield Piece("gradient", place, part)
 
 
-def _writes(mesh: Mesh, part_axes: tuple[str, ...]) -> bool:
+def _writes(mesh: Mesh, slot: Slot) -> bool:
     """Whether this rank is the first of those that hold the same."""
-    return mesh.index(*(axis for axis in mesh.grid.names if axis not in part_axes)) == 0
+    return mesh.index(*slot.copy_axes(mesh.grid)) == 0
 
 
 def progress_of(parts: Parts, step: int, samples: int) -> Progress:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.models import Bert
-from meshwright.model import Hidden, Span
+from meshwright.model import Hidden, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
@@ -85,22 +85,22 @@ class BERT(Chain):
     all [B, T]; `next_sentence` [B, 1], 0 where the second text follows the first, 1 where it does not.
     """
 
-    def __init__(self, model: Bert, kit: Kit, span: Span | None = None) -> None:
-        span = span or Span.whole(model.layers)
-        super().__init__(span)
+    def __init__(self, model: Bert, kit: Kit, stretch: Stretch | None = None) -> None:
+        stretch = stretch or Stretch.whole(model.layers)
+        super().__init__(stretch)
         hidden, initial = model.hidden, Initial(0.02)
         self.labels: tuple[str, ...] = ("labels", "next_sentence") if model.next_sentence else ("labels",)
         self.norm_first = model.norm_order == "megatron"
-        if span.first or span.last:
+        if stretch.first or stretch.last:
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
-        if span.first:
+        if stretch.first:
             self.positions = kit.embedding(model.positions, hidden, initial)
             self.segments = kit.embedding(model.padded(NUM_SEGMENTS), hidden, initial)
             self.dropout = nn.Dropout(model.dropout)
-        if span.last if self.norm_first else span.first:  # on the last hidden states, or on the embeddings
+        if stretch.last if self.norm_first else stretch.first:  # on the last hidden states, or on the embeddings
             self.norm = kit.norm(hidden, model.norm_epsilon)
-        self.blocks = blocks_of(span, lambda _: Block(model, kit))
-        if span.last:
+        self.blocks = blocks_of(stretch, lambda _: Block(model, kit))
+        if stretch.last:
             self.transform = kit.transform(hidden, hidden, initial)
             self.transform_norm = kit.norm(hidden, model.norm_epsilon)
             vocabulary, padded = model.vocabulary, model.padded_vocabulary

@@ -1,4 +1,4 @@
-"""What all models have in common: a chain of blocks under their numbers in the whole model, of which a span is held."""
+"""What all models have in common: a chain of blocks, under their numbers in the whole model, or a stretch of it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from functools import partial
 from torch import Tensor, nn
 
 from meshwright.batch import Batch, Scales
-from meshwright.model import Hidden, Span
+from meshwright.model import Hidden, Stretch
 
 RunGroup = Callable[[Callable[[Hidden], Hidden], Hidden], Hidden]
 """Runs some layers in a row: (layers, hidden) -> hidden."""
 
 
 class Chain(nn.Module):
-    """Subclasses give blocks, begin, layer, end, loss, right. Block i of the model is `blocks.i` in every span."""
+    """Subclasses give blocks, begin, layer, end, loss, right. Block i of the model is `blocks.i` in every stretch."""
 
     blocks: nn.ModuleDict
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, stretch: Stretch) -> None:
         super().__init__()
-        self.span = span
-        self.groups: tuple[range, ...] = (span.layers,)
-        """The span's layers, in groups that are run by `run_group`."""
+        self.stretch = stretch
+        self.groups: tuple[range, ...] = (stretch.layers,)
+        """The stretch's layers, in groups that are run by `run_group`."""
         self.run_group: RunGroup = _run
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
@@ -59,9 +59,9 @@ class Chain(nn.Module):
         raise NotImplementedError
 
 
-def blocks_of(span: Span, make_block: Callable[[int], nn.Module]) -> nn.ModuleDict:
-    """The span's blocks, by their numbers."""
-    return nn.ModuleDict({str(layer): make_block(layer) for layer in span.layers})
+def blocks_of(stretch: Stretch, make_block: Callable[[int], nn.Module]) -> nn.ModuleDict:
+    """The stretch's blocks, by their numbers."""
+    return nn.ModuleDict({str(layer): make_block(layer) for layer in stretch.layers})
 
 
 def _run(layers: Callable[[Hidden], Hidden], hidden: Hidden) -> Hidden:

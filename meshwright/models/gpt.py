@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.models import Gpt2
-from meshwright.model import Hidden, Span
+from meshwright.model import Hidden, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
@@ -97,17 +97,17 @@ class GPT(Chain):
 
     labels = ("labels",)
 
-    def __init__(self, model: Gpt2, kit: Kit, span: Span | None = None) -> None:
-        span = span or Span.whole(model.layers)
-        super().__init__(span)
+    def __init__(self, model: Gpt2, kit: Kit, stretch: Stretch | None = None) -> None:
+        stretch = stretch or Stretch.whole(model.layers)
+        super().__init__(stretch)
         hidden, initial = model.hidden, Initial(0.02)
-        if span.first or (span.last and model.tied):
+        if stretch.first or (stretch.last and model.tied):
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
-        if span.first:
+        if stretch.first:
             self.positions = kit.embedding(model.positions, hidden, initial)
             self.dropout = nn.Dropout(model.dropout)
-        self.blocks = blocks_of(span, lambda layer: Block(model, kit, layer))
-        if span.last:
+        self.blocks = blocks_of(stretch, lambda layer: Block(model, kit, layer))
+        if stretch.last:
             self.norm = kit.norm(hidden, model.norm_epsilon)
             tied = self.tokens if model.tied else None
             self.head = kit.head_loss(hidden, model.vocabulary, model.padded_vocabulary, initial, tied)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.models import Vit
-from meshwright.model import Hidden, Span
+from meshwright.model import Hidden, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
@@ -80,17 +80,17 @@ class ViT(Chain):
 
     labels = ("labels",)
 
-    def __init__(self, model: Vit, kit: Kit, span: Span | None = None) -> None:
-        span = span or Span.whole(model.layers)
-        super().__init__(span)
+    def __init__(self, model: Vit, kit: Kit, stretch: Stretch | None = None) -> None:
+        stretch = stretch or Stretch.whole(model.layers)
+        super().__init__(stretch)
         self.patch = model.patch
         self.num_tokens = model.positions
-        if span.first:
+        if stretch.first:
             self.patches = kit.patches(patch_inputs(model), model.hidden, INITIAL)
             self.positions = kit.embedding(model.padded(model.positions), model.hidden, INITIAL)
             self.dropout = nn.Dropout(model.dropout)
-        self.blocks = blocks_of(span, lambda _: Block(model, kit))
-        if span.last:
+        self.blocks = blocks_of(stretch, lambda _: Block(model, kit))
+        if stretch.last:
             self.norm = kit.norm(model.hidden, model.norm_epsilon)
             self.head = kit.head_loss(model.hidden, model.classes, model.padded(model.classes), INITIAL, bias=True)
 

@@ -22,7 +22,12 @@ def mistake(**tree: Any) -> str:
 
 
 def test_every_rule_is_listed() -> None:
-    found = [value for module in (rules, tensor_rules, pipeline_rules) for value in vars(module).values() if isinstance(value, Rule)]
+    found = [
+        value
+        for module in (rules, tensor_rules, pipeline_rules)
+        for value in vars(module).values()
+        if isinstance(value, Rule)
+    ]
     assert set(RULES) == set(found)
 
 
@@ -89,7 +94,8 @@ def test_micro_auto_feeds_the_stages(batch: int, layout: dict[str, Any], micro: 
 )
 def test_partition_is_of_the_layers(partition: list[int], rule: str) -> None:
     line = mistake(layout={"pipeline": {"size": 2, "partition": partition}})
-    assert rule in line and line.endswith("2 numbers that add up to 12, or auto, measured")
+    assert rule in line
+    assert line.endswith("2 numbers that add up to 12, or auto, measured")
     parse_config({"layout": {"pipeline": {"size": 3, "partition": [0, 12, 0]}}})
 
 
