@@ -1,7 +1,7 @@
 """Mesh: the grid as one rank sees it, with a Comm for each axis. Built once, passed to everything.
 
-A transport makes the comms: `TorchTransport` (gloo, NCCL), `MpiTransport`, `SoloTransport` (one process, no library),
-`LedgerTransport` (a plan).
+A transport makes the comms and mailboxes: `TorchTransport` (gloo, NCCL), `MpiTransport`, `SoloTransport` (one process,
+no library), `LedgerTransport` (a plan).
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from meshwright.comm import Comm, Ledger, LedgerComm, SoloComm, TorchComm
 from meshwright.comm_mpi import MpiComm
 from meshwright.environment import Environment, Rendezvous
 from meshwright.grid import ENDS, Grid
+from meshwright.mailbox import Mailbox, PlannedMailbox, Side, SoloMailbox
+from meshwright.mailbox_mpi import MpiMailbox
+from meshwright.mailbox_torch import GlooMailbox, Link, NcclMailbox
 
 TIMEOUT = timedelta(minutes=10)
 
 
 class Transport(Protocol):
-    """Makes the comm over a group of ranks. Called by the group's ranks and nobody else."""
+    """Makes the comm over a group of ranks, the mailbox along an axis. Called by the group's ranks and nobody else."""
 
     def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm: ...
+
+    def mailbox(self, grid: Grid, rank: int, device: torch.device, axis: str, ledger: Ledger) -> Mailbox: ...
 
     def close(self) -> None: ...
 
@@ -36,6 +41,9 @@ class SoloTransport:
 
     def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
         return SoloComm("+".join(axes), (rank,), 0, ledger)
+
+    def mailbox(self, grid: Grid, rank: int, device: torch.device, axis: str, ledger: Ledger) -> Mailbox:
+        return SoloMailbox(axis)
 
     def close(self) -> None:
         return None
@@ -48,12 +56,18 @@ class LedgerTransport:
         ranks = grid.group(rank, *axes)
         return LedgerComm("+".join(axes), ranks, ranks.index(rank), ledger)
 
+    def mailbox(self, grid: Grid, rank: int, device: torch.device, axis: str, ledger: Ledger) -> Mailbox:
+        return PlannedMailbox(axis, ledger) if grid.size(axis) > 1 else SoloMailbox(axis)
+
     def close(self) -> None:
         return None
 
 
 class TorchTransport:
     """torch.distributed over an initialised default process group."""
+
+    def __init__(self) -> None:
+        self._mailboxes: list[Mailbox] = []
 
     def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
         mine = grid.group(rank, *axes)
@@ -65,8 +79,36 @@ class TorchTransport:
             return TorchComm(name, mine, rank, ledger, dist.group.WORLD)
         return TorchComm(name, mine, mine.index(rank), ledger, _torch_group(name, mine, rank))
 
+    def mailbox(self, grid: Grid, rank: int, device: torch.device, axis: str, ledger: Ledger) -> Mailbox:
+        ranks = grid.group(rank, axis)
+        if len(ranks) == 1:
+            return SoloMailbox(axis)
+        links = _links(axis, ranks, rank)
+        if device.type == "cuda":
+            self._mailboxes.append(NcclMailbox(axis, links, ledger, device))
+        else:
+            self._mailboxes.append(GlooMailbox(axis, links, ledger))
+        return self._mailboxes[-1]
+
     def close(self) -> None:
+        for mailbox in self._mailboxes:
+            mailbox.shut()
         dist.destroy_process_group()
+
+
+def _links(axis: str, ranks: tuple[int, ...], rank: int) -> dict[Side, Link]:
+    """The ways to the neighbours of `rank`. The one before is met first: all along the axis can meet so."""
+    links: dict[Side, Link] = {}
+    index = ranks.index(rank)
+    if index > 0:
+        pair = (ranks[index - 1], rank)
+        incoming = _torch_group(f"{axis} forward", pair, rank)
+        links["before"] = Link(pair[0], 0, _torch_group(f"{axis} backward", pair, rank), incoming)
+    if index < len(ranks) - 1:
+        pair = (rank, ranks[index + 1])
+        outgoing = _torch_group(f"{axis} forward", pair, rank)
+        links["after"] = Link(pair[1], 1, outgoing, _torch_group(f"{axis} backward", pair, rank))
+    return links
 
 
 def _torch_group(name: str, ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
@@ -89,6 +131,9 @@ def _torch_group(name: str, ranks: tuple[int, ...], rank: int) -> dist.ProcessGr
 class MpiTransport:
     """MPI's world, of which the members of a group make a communicator."""
 
+    def __init__(self) -> None:
+        self._mailboxes: list[Mailbox] = []
+
     def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
         mine = grid.group(rank, *axes)
         name = "+".join(axes)
@@ -96,8 +141,20 @@ class MpiTransport:
             return SoloComm(name, mine, 0, ledger)
         return MpiComm(name, mine, mine.index(rank), ledger, _mpi_group(mine, tag=_number(grid, axes)))
 
+    def mailbox(self, grid: Grid, rank: int, device: torch.device, axis: str, ledger: Ledger) -> Mailbox:
+        ranks = grid.group(rank, axis)
+        if len(ranks) == 1:
+            return SoloMailbox(axis)
+        index = ranks.index(rank)
+        at: dict[Side, int] = {"before": index - 1, "after": index + 1}
+        neighbours = {side: there for side, there in at.items() if 0 <= there < len(ranks)}
+        comm = _mpi_group(ranks, tag=_number(grid, (*grid.names, ENDS)) + 1 + _number(grid, (axis,)))
+        self._mailboxes.append(MpiMailbox(axis, neighbours, ledger, comm))
+        return self._mailboxes[-1]
+
     def close(self) -> None:
-        return None
+        for mailbox in self._mailboxes:
+            mailbox.shut()
 
 
 def _mpi_group(ranks: tuple[int, ...], tag: int) -> Any:
@@ -124,6 +181,7 @@ class Mesh:
     token_axes: tuple[str, ...] = ("data",)
     ledger: Ledger = field(default_factory=Ledger)
     _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict)
+    _mailboxes: dict[str, Mailbox] = field(default_factory=dict)
 
     def comm(self, *axes: str) -> Comm:
         """The comm over the given axes together.
@@ -135,6 +193,12 @@ class Mesh:
         if axes not in self._comms:
             self._comms[axes] = self.transport.comm(self.grid, self.rank, axes, self.ledger)
         return self._comms[axes]
+
+    def mailbox(self, axis: str) -> Mailbox:
+        """Messages to and from the neighbours on the axis. The first call is collective over the axis's ranks."""
+        if axis not in self._mailboxes:
+            self._mailboxes[axis] = self.transport.mailbox(self.grid, self.rank, self.device, axis, self.ledger)
+        return self._mailboxes[axis]
 
     @property
     def world(self) -> Comm:

@@ -26,6 +26,12 @@ def cases(num_ranks: int) -> list[Case]:
         listed.append(Case("subgroups", "tests.comm_cases:run_subgroups", (), (("outer", 2), ("inner", 2))))
         axes = (("data", 2), ("pipe", 2), ("row", 1))
         listed.append(Case("stages-ask", "tests.mesh_cases:ask_by_stage", (), axes))
+    if num_ranks == 2:
+        for case in ("ping_pong", "out_of_step", "both_ways", "epochs"):
+            listed.append(Case(f"mailbox-{case}", f"tests.mailbox_cases:{case}", (), (("pipe", 2),), ()))
+    else:
+        row = (("data", 1), ("pipe", 3)) if num_ranks == 3 else (("data", 2), ("pipe", 2))
+        listed.append(Case("mailbox-relay", "tests.mailbox_cases:relay", (), row))
     for sync in SYNCS:
         listed.append(Case(sync, "tests.data_parallel.test_equality_mpi:train_for_files", (sync, num_ranks), data))
     for name, tensor in TENSOR[num_ranks].items():

@@ -1,0 +1,180 @@
+"""The bodies of test_mailbox, run on each rank of whatever transport; nothing is judged here."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm import size_bytes
+from meshwright.environment import Environment, Rendezvous
+from meshwright.grid import Grid
+from meshwright.mailbox import Form, Mailbox, Message
+from meshwright.mesh import Mesh, open_mesh
+
+Answer = tuple[Any, dict[str, Tensor]]
+
+FORMS: dict[str, tuple[Form, ...]] = {
+    "one": (Form((1,), torch.float32),),
+    "mixed": (
+        Form((3, 5), torch.float64),
+        Form((7,), torch.bfloat16),
+        Form((), torch.int64),
+        Form((2, 0), torch.float32),
+        Form((1, 3), torch.uint8),
+    ),
+    "half": (Form((300, 257), torch.float16), Form((5,), torch.bfloat16)),
+    "large": (Form((1 << 20,), torch.float32),),
+    "nothing": (),
+}
+"""By name, what a message of an epoch holds."""
+
+FAST = 50
+"""Messages of a sender that runs ahead."""
+
+
+def values(number: int, form: Form) -> Tensor:
+    """What message `number` carries: small whole numbers, exact in every dtype."""
+    count = max(1, torch.Size(form.shape).numel())
+    x = (torch.arange(count) * (2 * number + 3) + 5 * number) % 61
+    return x[: torch.Size(form.shape).numel()].to(form.dtype).view(form.shape)
+
+
+def take(mailbox: Mailbox, count: int) -> list[Message]:
+    """Exactly `count` messages."""
+    messages: list[Message] = []
+    while len(messages) < count:
+        messages += mailbox.wait()
+    assert len(messages) == count, f"{len(messages)} instead of {count}"
+    assert not mailbox.poll(), "more messages than there were"
+    return messages
+
+
+def ping_pong(mesh: Mesh) -> Answer:
+    """Three there and back of each form. By `form/index/tensor`: what rank 0 got back, each tensor plus itself."""
+    mailbox, results = mesh.mailbox("pipe"), {}
+    for epoch, (name, forms) in enumerate(FORMS.items()):
+        first = mesh.index("pipe") == 0
+        mailbox.open(epoch, forms, 0 if first else 3, 3 if first else 0)
+        for index in range(3):
+            if first:
+                mailbox.send("after", index, [values(index, form).to(mesh.device) for form in forms])
+            (message,) = take_one(mailbox)
+            assert message.side == ("after" if first else "before"), message.side
+            assert message.index == index, f"{message.index} instead of {index}"
+            if first:
+                results |= {f"{name}/{index}/{number}": x.clone().cpu() for number, x in enumerate(message.tensors)}
+            else:
+                mailbox.send("before", index, [x + x for x in message.tensors])
+        mailbox.flush()
+    return traffic(mesh), results
+
+
+def take_one(mailbox: Mailbox) -> list[Message]:
+    messages = mailbox.wait()
+    assert len(messages) == 1, messages
+    return messages
+
+
+def traffic(mesh: Mesh) -> dict[str, int]:
+    entry = mesh.ledger.traffic["pipe", "message"]
+    return {"calls": entry.calls, "sent_bytes": entry.sent_bytes}
+
+
+def there_and_back(rank: int, port: int) -> None:
+    """A process of its own for each GPU: the same, judged here."""
+    torch.cuda.set_device(rank)
+    environment, point = Environment(rank, 2, rank, 2, 0, "torchrun"), Rendezvous("127.0.0.1", port, hosted=False)
+    with open_mesh(Grid((("pipe", 2),)), environment, "torch", torch.device("cuda", rank), point, ()) as mesh:
+        _, results = ping_pong(mesh)
+        for name, x in results.items():
+            form, index, number = name.split("/")
+            sent = values(int(index), FORMS[form][int(number)])
+            assert torch.equal(x, sent + sent), name
+        mesh.world.barrier()
+
+
+def out_of_step(mesh: Mesh) -> Answer:
+    """Rank 0 sends far ahead of a sleeper, and writes over what it sent. The sleeper's order and sums."""
+    mailbox, form = mesh.mailbox("pipe"), Form((30_000,), torch.float64)
+    if mesh.index("pipe") == 0:
+        mailbox.open(0, (form,), 0, 0)
+        x = torch.empty(form.shape, dtype=form.dtype)
+        start = time.monotonic()
+        for index in range(FAST):
+            mailbox.send("after", index, [x.fill_(index)])
+        seconds = time.monotonic() - start
+        x.fill_(-1)
+        mailbox.flush()
+        return {"seconds": seconds}, {}
+    mailbox.open(0, (form,), FAST, 0)
+    time.sleep(0.5)
+    messages = take(mailbox, FAST)
+    sums = torch.stack([message.tensors[0].sum() for message in messages])
+    return {"order": [message.index for message in messages]}, {"sums": sums}
+
+
+def both_ways(mesh: Mesh) -> Answer:
+    """Three messages of 8 MB from each to each, all sent before any is taken."""
+    mailbox, form = mesh.mailbox("pipe"), Form((1 << 20,), torch.float64)
+    first = mesh.index("pipe") == 0
+    mailbox.open(0, (form,), 0 if first else 3, 3 if first else 0)
+    for index in range(3):
+        mailbox.send("after" if first else "before", index, [values(10 * mesh.rank + index, form).to(mesh.device)])
+    messages = take(mailbox, 3)
+    mailbox.flush()
+    results = {str(message.index): message.tensors[0].cpu() for message in messages}
+    return {"order": [message.index for message in messages]}, results
+
+
+def epochs(mesh: Mesh) -> Answer:
+    """Rank 1 leaves epoch 3 without its messages; then epoch 4, then epoch 5 of other forms."""
+    mailbox, form, other = mesh.mailbox("pipe"), Form((9,), torch.float32), Form((4, 4), torch.bfloat16)
+    seen, results = [], {}
+    for epoch, sent, shape in ((3, 6, form), (4, 2, form), (5, 3, other)):
+        if mesh.index("pipe") == 0:
+            mailbox.open(epoch, (shape,), 0, 0)
+            for index in range(sent):
+                mailbox.send("after", index, [values(10 * epoch + index, shape)])
+        else:
+            mailbox.open(epoch, (shape,), sent, 0)
+            if epoch == 3:
+                continue
+            for message in take(mailbox, sent):
+                seen.append([epoch, message.index])
+                results[f"{epoch}/{message.index}"] = message.tensors[0].clone()
+        mailbox.flush()
+    return seen, results
+
+
+def relay(mesh: Mesh) -> Answer:
+    """Along the row and back, whichever message comes first, with a sum over data after each message.
+
+    There every stage adds its world rank, back the stages between double. What the first stage got back.
+    """
+    mailbox, data, form = mesh.mailbox("pipe"), mesh.comm("data"), Form((2, 3), torch.float64)
+    stage, last, count = mesh.index("pipe"), mesh.size("pipe") - 1, 5
+    results, sums = {}, []
+    for epoch in range(2):
+        mailbox.open(epoch, (form,), count * (stage > 0), count * (stage < last))
+        if stage == 0:
+            for index in range(count):
+                mailbox.send("after", index, [values(index, form) + mesh.rank + 100 * epoch])
+        handled = 0
+        while handled < count * ((stage > 0) + (stage < last)):
+            for message in mailbox.wait():
+                handled += 1
+                total = torch.ones(1000)
+                data.all_reduce(total)
+                sums.append(total.sum().item())
+                (x,) = message.tensors
+                if message.side == "after" and stage == 0:
+                    results[f"{epoch}/{message.index}"] = x.clone()
+                elif message.side == "after":
+                    mailbox.send("before", message.index, [2 * x])
+                else:
+                    mailbox.send("after" if stage < last else "before", message.index, [x + mesh.rank])
+        mailbox.flush()
+    return traffic(mesh) | {"sums": sorted(set(sums)), "message_bytes": size_bytes(values(0, form))}, results
