@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from meshwright.data_parallel.ring import Ring
 from meshwright.data_parallel.sharded import Zero1
 from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
 from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.memory.offload import on_disk, on_host
 from meshwright.mesh import Mesh
 from meshwright.model import Model
 from meshwright.models import bert, gpt, vit
@@ -30,7 +33,9 @@ from meshwright.models.bert import BERT
 from meshwright.models.gpt import GPT
 from meshwright.models.vit import ViT
 from meshwright.optim.autocast import Autocast
+from meshwright.optim.in_place import InPlace
 from meshwright.optim.optimizer import Optimizer
+from meshwright.optim.states import StatesFactory
 from meshwright.shard import ShardSpec, initialise, shard_specs
 from meshwright.tensor.kit import Kit
 from meshwright.tensor.megatron import MegatronKit
@@ -71,6 +76,12 @@ SYNCHRONISERS: dict[str, tuple[type[Synchroniser], Callable[[], Policy]]] = {
     "allreduce": (Synchroniser, AllReduce),
     "ring": (Synchroniser, Ring),
     "zero1": (Synchroniser, Zero1),
+}
+
+STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
+    "none": lambda mesh, folder: InPlace,
+    "host": lambda mesh, folder: partial(on_host, device=mesh.device),
+    "disk": lambda mesh, folder: partial(on_disk, device=mesh.device, path=folder / f"offload-{mesh.rank}.bin"),
 }
 
 
@@ -136,16 +147,25 @@ def build_model(config: Config, kit: Kit, mesh: Mesh) -> nn.Module:
     return model
 
 
-def build(config: Config, mesh: Mesh) -> Parts:
-    """Everything a rank needs to train."""
+def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
+    """Everything a rank needs to train. `folder`: the run's, where an optimizer that lives on disk has its file."""
     kit = build_kit(config, mesh)
     module: Any = build_model(config, kit, mesh)
     specs = shard_specs(module)
     strategy = _build_strategy(config, mesh, module, specs)
-    optimizer = Optimizer(config, strategy.slots, mesh)
+    to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
+    optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
     autocasts = config.precision.level == "O1"
     model: Model = Autocast(module, mesh.device, DTYPES[config.precision.dtype]) if autocasts else module
     return Parts(config, mesh, kit, module, model, specs, strategy, optimizer)
+
+
+def _bucket_bytes(config: Config) -> int:
+    """What one collective sums: with an offloaded optimizer a chunk, so that it steps one while the next is summed."""
+    offload = config.memory.offload
+    if offload.to == "none":
+        return config.layout.data.bucket
+    return offload.chunk * offload.bucket * DTYPES[config.precision.dtype].itemsize
 
 
 def _build_strategy(config: Config, mesh: Mesh, model: nn.Module, specs: dict[str, ShardSpec]) -> Strategy:
@@ -155,6 +175,6 @@ def _build_strategy(config: Config, mesh: Mesh, model: nn.Module, specs: dict[st
         blocks = model.get_submodule("blocks")
         return FullySharded(model, list(blocks.children()), specs, mesh, half)
     kind, policy = SYNCHRONISERS[sync]
-    buckets = make_buckets(model.named_parameters(), specs, mesh, config.layout.data.bucket)
+    buckets = make_buckets(model.named_parameters(), specs, mesh, _bucket_bytes(config))
     assign_rooms(model, buckets)
     return kind(buckets, mesh, policy())

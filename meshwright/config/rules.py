@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Iterator, Set
 from pathlib import Path
 
+from meshwright.config.memory_rules import MEMORY_RULES
 from meshwright.config.models import Bert, TextTransformer, Vit
 from meshwright.config.pipeline_rules import PIPELINE_RULES
 from meshwright.config.rule import divisors, listed, rule
@@ -180,6 +181,7 @@ RULES = (
     warmup_fits,
     *TENSOR_RULES,
     *PIPELINE_RULES,
+    *MEMORY_RULES,
 )
 
 

@@ -75,6 +75,10 @@ class FullySharded:
         self._record(final)
         return loss.detach()
 
+    def arrivals(self) -> Iterator[int]:
+        self.finish()
+        return iter(range(len(self._slots)))
+
     def finish(self) -> None:
         for slot, parameter in zip(self._slots, self._sharded, strict=True):
             assert isinstance(parameter.grad, DTensor), "fully_shard left no gradient"

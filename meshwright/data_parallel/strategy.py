@@ -6,7 +6,7 @@ the optimizer steps the slots, publish (every rank's parameters are the new ones
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -45,6 +45,9 @@ class Strategy(Protocol):
 
     def backward(self, model: Model, batch: Batch, scales: Scales, *, final: bool) -> Tensor:
         """Forward and backward of a microbatch; its scaled loss. Only the final one may synchronise."""
+
+    def arrivals(self) -> Iterator[int]:
+        """Every slot's index, each as soon as it holds the whole gradient. What has not left yet leaves at the call."""
 
     def finish(self) -> None:
         """Wait until the slots hold the whole gradient."""
@@ -103,16 +106,19 @@ class Synchroniser:
         self._final = final
         self._missing = [set(bucket.parameters) for bucket in self.buckets]
 
-    def finish(self) -> None:
+    def arrivals(self) -> Iterator[int]:
         for bucket, missing in zip(self.buckets, self._missing, strict=True):
             for parameter, view in bucket.members():
                 if parameter in missing:  # the last microbatch did not reach it
                     _fill(view, parameter.grad)
             missing.clear()
         self._launch()
-        for work in self._works:
-            work.wait()
-        self._works = []
+        works, self._works = self._works, []
+        return _ended(works)
+
+    def finish(self) -> None:
+        for _ in self.arrivals():
+            pass
 
     def publish(self) -> None:
         works = [self.policy.publish(bucket, comm) for bucket, comm in zip(self.buckets, self.comms, strict=True)]
@@ -128,7 +134,7 @@ class Synchroniser:
     def equalise(self) -> list[str]:
         differing = []
         for bucket in self.buckets:
-            comm = self.mesh.comm(*(axis for axis in self.mesh.grid.names if axis not in bucket.cut_axes))
+            comm = self.mesh.comm(*bucket.copy_axes(self.mesh.grid))
             if not same_everywhere(bucket.values, comm):
                 differing += [
                     place.name
@@ -152,6 +158,13 @@ class Synchroniser:
         while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
             index = len(self._works)
             self._works.append(self.policy.reduce(self.buckets[index], self.comms[index]))
+
+
+def _ended(works: list[Work]) -> Iterator[int]:
+    """The works' indices, each when it has ended."""
+    for index, work in enumerate(works):
+        work.wait()
+        yield index
 
 
 def _fill(view: Tensor, gradient: Tensor | None) -> None:

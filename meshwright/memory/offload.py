@@ -1,0 +1,243 @@
+"""States elsewhere: an optimizer whose masters and moments are in host memory or on disk, walked in half-buckets.
+
+Only half-precision parameters and gradients stay on the device (AxoNN, arXiv 2110.13005, section on memory): with phi
+parameters 4 · phi bytes, and 16 · bucket for the staging. A step, with pieces of bucket / 2 elements:
+
+    lane      fetch 0 | fetch 1 |        write back 0, fetch 2 |        write back 1, fetch 3 | ...
+    device              widen, divide, step, round 0             widen, divide, step, round 1   ...
+
+The bits are those of the states in place: torch's same fused step on the same numbers, in pieces that end where the
+kernel's vectors end. Slots that are float32 on the device (norm layers') are stepped there; their moments travel.
+On a CPU a thread walks, so that a slot is stepped while the next one's sum is waited for; a GPU does so by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from meshwright.bucket import Slot
+from meshwright.comm import Work
+from meshwright.config import Config
+from meshwright.memory.lane import Lane, StreamLane, ThreadLane
+from meshwright.memory.staging import GRADIENT, Staging, Tier
+from meshwright.memory.store import PAGE_ELEMENTS, DiskStore, HostStore, Store
+
+WEIGHT = "weight"
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements start..stop of a slot; the `number`-th of the walk over all slots."""
+
+    number: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a step is taken with. `steps_taken`: how many were applied before it."""
+
+    rate: float
+    divisor: float
+    steps_taken: int
+
+
+class Offloaded:
+    """Masters and moments of some slots in a store. `tier` counts what is on the device for them."""
+
+    streams = True
+
+    def __init__(self, config: Config, slots: Sequence[Slot], store: Store, lane: Lane, tier: Tier) -> None:
+        self.settings = config.optimizer
+        self.slots = slots
+        self.store = store
+        self.lane = lane
+        self.tier = tier
+        self.device = tier.device
+        self._layout, _ = _layout(config, slots)
+        half_bucket = config.memory.offload.bucket // 2
+        longest = max((slot.parameter.numel() for slot in slots), default=0)
+        self._staging = Staging((WEIGHT, *MOMENTS[self.settings.name]), min(half_bucket, longest), tier)
+        self._count = tier.empty(1)
+        self._pieces = list(_pieces(slots, self._staging.length))
+        walk = [(index, piece) for index, pieces in enumerate(self._pieces) for piece in pieces]
+        self._following = {before.number: after for (_, before), after in pairwise(walk)}
+        self._ahead: Work | None = None
+        self._has_moments = False
+        self._walkers = ThreadPoolExecutor(1, "offload-steps")
+        for index, slot in enumerate(slots):
+            if WEIGHT in self._layout[index]:
+                for span in self._spans(index):
+                    self._stored(index, WEIGHT)[span].copy_(slot.parameter.detach()[span])
+        self._give_back()
+
+    def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
+        self._has_moments = True
+        numbers = Numbers(rate, divisor, steps_taken)
+        if self.device.type == "cpu":
+            walks = [self._walkers.submit(self._walk, index, numbers) for index in indices]
+            for walk in walks:
+                walk.result()
+        else:
+            for index in indices:
+                self._walk(index, numbers)
+        self.lane.submit(lambda: None).wait()  # all is written back
+        self._give_back()
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        held = {WEIGHT: self.slots[index].parameter.detach()}
+        for kind in self._layout[index]:
+            if kind == WEIGHT or self._has_moments:
+                held[kind] = self._stored(index, kind)
+        return held
+
+    def prepare(self, steps_taken: int) -> None:
+        if self._has_moments:
+            for index, starts in enumerate(self._layout):
+                for kind in starts.keys() - {WEIGHT}:
+                    self._stored(index, kind).zero_()
+        self._has_moments = True
+
+    def refresh(self) -> None:
+        for index, span in self._half_spans():
+            self.slots[index].parameter.detach()[span].copy_(self._stored(index, WEIGHT)[span])
+        self._give_back()
+
+    def adopt(self) -> None:
+        for index, span in self._half_spans():
+            held = self.slots[index].parameter.detach()[span].cpu()
+            master = self._stored(index, WEIGHT)[span]
+            if not torch.equal(master.to(held.dtype), held):
+                master.copy_(held)
+
+    @torch.no_grad()
+    def _walk(self, index: int, numbers: Numbers) -> None:
+        """Step one slot, piece after piece; the next piece, be it the next slot's, is fetched meanwhile."""
+        for piece in self._pieces[index]:
+            fetched = self._ahead or self._fetch(index, piece)
+            following = self._following.get(piece.number)
+            self._ahead = self._fetch(*following) if following else None
+            fetched.wait()
+            self._step_piece(index, piece, numbers)
+            self.lane.submit(lambda piece=piece: self._write_back(index, piece))  # type: ignore[misc]
+
+    def _fetch(self, index: int, piece: Piece) -> Work:
+        def copy() -> None:
+            for _, stored, staged in self._pairs(index, piece):
+                staged.copy_(stored, non_blocking=True)
+
+        return self.lane.submit(copy)
+
+    def _write_back(self, index: int, piece: Piece) -> None:
+        for kind, stored, staged in self._pairs(index, piece):
+            stored.copy_(staged, non_blocking=True)
+            start = self._layout[index][kind]
+            self.store.give_back(start + piece.start, start + piece.stop)
+
+    def _pairs(self, index: int, piece: Piece) -> Iterator[tuple[str, Tensor, Tensor]]:
+        for kind in self._layout[index]:
+            stored = self._stored(index, kind)[piece.start : piece.stop]
+            yield kind, stored, self._staging.room(piece.number, kind, stored.numel())
+
+    def _step_piece(self, index: int, piece: Piece, numbers: Numbers) -> None:
+        slot, span, length = self.slots[index], slice(piece.start, piece.stop), piece.stop - piece.start
+        assert slot.parameter.grad is not None, "a slot without a gradient"
+        weight, gradient = slot.parameter.detach()[span], slot.parameter.grad[span]
+        staged = WEIGHT in self._layout[index]
+        if staged:
+            half, narrow = weight, gradient
+            weight = self._staging.room(piece.number, WEIGHT, length)
+            gradient = self._staging.room(piece.number, GRADIENT, length)
+            gradient.copy_(narrow)
+        if numbers.divisor != 1.0:
+            gradient.div_(numbers.divisor)
+        moments = [self._staging.room(piece.number, kind, length) for kind in MOMENTS[self.settings.name]]
+        self._apply(weight, gradient, moments, self.settings.weight_decay if slot.matrix else 0.0, numbers)
+        if staged:
+            half.copy_(weight)
+
+    def _apply(
+        self, weight: Tensor, gradient: Tensor, moments: list[Tensor], weight_decay: float, numbers: Numbers
+    ) -> None:
+        settings = self.settings
+        if settings.name == "adamw":
+            beta1, beta2 = settings.betas
+            first, second = moments
+            self._count.fill_(float(numbers.steps_taken))  # torch adds this step
+            adamw(
+                [weight], [gradient], [first], [second], [], [self._count], fused=True, amsgrad=False, maximize=False,
+                beta1=beta1, beta2=beta2, lr=numbers.rate, weight_decay=weight_decay, eps=settings.epsilon,
+            )  # fmt: skip
+        else:
+            sgd(
+                [weight], [gradient], [*moments] or [None], fused=True, nesterov=False, maximize=False, dampening=0.0,
+                momentum=settings.momentum if moments else 0.0, lr=numbers.rate, weight_decay=weight_decay,
+            )  # fmt: skip
+
+    def _stored(self, index: int, kind: str) -> Tensor:
+        """One kind of a slot's state, [n], where it is kept."""
+        start = self._layout[index][kind]
+        return self.store.values[start : start + self.slots[index].parameter.numel()]
+
+    def _spans(self, index: int) -> Iterator[slice]:
+        for piece in self._pieces[index]:
+            yield slice(piece.start, piece.stop)
+
+    def _half_spans(self) -> Iterator[tuple[int, slice]]:
+        """The pieces of the half-precision slots, as (slot, span)."""
+        for index, starts in enumerate(self._layout):
+            if WEIGHT in starts:
+                yield from ((index, span) for span in self._spans(index))
+
+    def _give_back(self) -> None:
+        self.store.give_back(0, self.store.values.numel())
+
+
+def on_host(config: Config, slots: Sequence[Slot], device: torch.device) -> Offloaded:
+    """States in host memory. Raises ConfigError where there is not enough of it."""
+    lane = StreamLane(device) if device.type == "cuda" else ThreadLane(device)
+    return Offloaded(config, slots, HostStore(num_stored(config, slots), device), lane, Tier(device))
+
+
+def on_disk(config: Config, slots: Sequence[Slot], device: torch.device, path: Path) -> Offloaded:
+    """States in the file `path`. Raises ConfigError where it cannot be written, or there is no room for all of it."""
+    return Offloaded(config, slots, DiskStore(num_stored(config, slots), path), ThreadLane(device), Tier(device))
+
+
+def num_stored(config: Config, slots: Sequence[Slot]) -> int:
+    """Elements of the store that holds the states of these slots."""
+    return _layout(config, slots)[1]
+
+
+def _layout(config: Config, slots: Sequence[Slot]) -> tuple[list[dict[str, int]], int]:
+    """Where in the store each slot's states begin, by kind, each on a page of its own; and where the last one ends."""
+    starts, end = [], 0
+    for slot in slots:
+        own: dict[str, int] = {}
+        master = (WEIGHT,) if slot.parameter.element_size() < 4 else ()
+        for kind in (*master, *MOMENTS[config.optimizer.name]):
+            own[kind] = end
+            end += -(-slot.parameter.numel() // PAGE_ELEMENTS) * PAGE_ELEMENTS
+        starts.append(own)
+    return starts, end
+
+
+def _pieces(slots: Sequence[Slot], length: int) -> Iterator[list[Piece]]:
+    """Each slot's pieces of at most `length` elements, numbered through."""
+    number = 0
+    for slot in slots:
+        size = slot.parameter.numel()
+        starts = range(0, size, length) if size else ()
+        yield [Piece(number + place, start, min(start + length, size)) for place, start in enumerate(starts)]
+        number += len(starts)

@@ -1,0 +1,93 @@
+"""Stores: one flat run of float32 in pinned host memory, or in a memory-mapped file.
+
+| offload.to | where                               | resident memory of the process                     |
+|------------|-------------------------------------|----------------------------------------------------|
+| host       | memory; pinned where there is a GPU | all of it                                          |
+| disk       | a file, mapped                      | what was touched and not given back by `give_back` |
+
+A file has its name for as long as it takes to map it: the file system takes the room back however the run ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import ConfigError
+
+PAGE_ELEMENTS = mmap.PAGESIZE // 4
+ELEMENT_BYTES = 4
+MEMORY_FACTS = Path("/proc/meminfo")
+
+
+class Store(Protocol):
+    """`values` [n] float32, zeros at first."""
+
+    values: Tensor
+
+    def give_back(self, start: int, stop: int) -> None:
+        """The process will not need the elements start..stop for a while."""
+
+
+class HostStore:
+    """Host memory, pinned for a GPU. Raises ConfigError where the machine has not enough of it."""
+
+    def __init__(self, num_elements: int, device: torch.device) -> None:
+        needed, available = num_elements * ELEMENT_BYTES, available_bytes()
+        if needed > available:
+            rule = f"needs {needed:,} bytes of host memory on this rank, and {available:,} are available"
+            raise ConfigError.of("memory.offload.to", "host", rule, "disk, a smaller model, more ranks with sync=zero1")
+        self.values = torch.zeros(num_elements)
+        if device.type == "cuda" and num_elements:
+            _pin(self.values)
+
+    def give_back(self, start: int, stop: int) -> None:
+        return None
+
+
+class DiskStore:
+    """A mapped file. Raises ConfigError where it cannot be written, or the disk has no room for all of it."""
+
+    def __init__(self, num_elements: int, path: Path) -> None:
+        self._map = _mapped(path, max(1, num_elements) * ELEMENT_BYTES)
+        self.values = torch.frombuffer(self._map, dtype=torch.float32, count=max(1, num_elements))[:num_elements]
+
+    def give_back(self, start: int, stop: int) -> None:
+        """The pages leave this process; the system writes them to the file when it likes."""
+        first = start * ELEMENT_BYTES // mmap.PAGESIZE * mmap.PAGESIZE
+        length = stop * ELEMENT_BYTES - first
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)
+
+
+def available_bytes() -> int:
+    """Host memory that can be had without swapping, by the system's own estimate."""
+    facts = dict(line.split(":", 1) for line in MEMORY_FACTS.read_text().splitlines())
+    return int(facts["MemAvailable"].split()[0]) * 1024
+
+
+def _pin(values: Tensor) -> None:
+    """Pin what is there: torch's own pinned allocator would round its size up to a power of two."""
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(values.data_ptr(), values.numel() * ELEMENT_BYTES, 0))
+    weakref.finalize(values, runtime.cudaHostUnregister, values.data_ptr())
+
+
+def _mapped(path: Path, size_bytes: int) -> mmap.mmap:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)  # a full disk is found out now, not in the middle of a step
+            return mmap.mmap(descriptor, size_bytes)
+        finally:
+            path.unlink()
+            os.close(descriptor)
+    except OSError as error:
+        rule = f"cannot have {size_bytes:,} bytes in {path} ({error.strerror})"
+        raise ConfigError.of("memory.offload.to", "disk", rule, "an --out folder with that much room, host") from error

@@ -1,0 +1,123 @@
+"""Short O2 runs whose bits are compared: some with states in place, some with states elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.batch import counts_of, rows_of, scales_of
+from meshwright.build import Parts, build
+from meshwright.config import Config
+from meshwright.memory.offload import Offloaded
+from meshwright.mesh import Mesh
+from meshwright.optim.in_place import InPlace
+from meshwright.optim.optimizer import Optimizer
+from tests.checkpoint.states import Held, held_by
+from tests.data_parallel.test_equality import config_for, global_batch
+
+STEPS = 10
+OVERFLOWS = (2, 3, 7)
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", "lr": 1e-2},
+    "sgd": {"name": "sgd", "lr": 0.3},
+    "momentum": {"name": "momentum", "lr": 0.1},
+}
+BUCKET = 512
+"""Elements: pieces of 256, of which the model's slots have many, and last ones that are no multiple of a vector."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a run is made of; `to` says where its states live."""
+
+    sync: str = "allreduce"
+    dtype: str = "bf16"
+    optimizer: str = "adamw"
+    clip: float | None = 0.5
+    to: str = "none"
+    chunk: int = 4
+
+
+def config_of(case: Case, size: int) -> Config:
+    return config_for(
+        case.sync,
+        size,
+        layout={"data": {"size": size, "sync": case.sync}},
+        precision={"level": "O2", "dtype": case.dtype, "loss_scale": {"initial": 256.0, "interval": 3}},
+        memory={"offload": {"to": case.to, "bucket": BUCKET, "chunk": case.chunk}},
+        optimizer=OPTIMIZERS[case.optimizer] | {"clip": case.clip, "schedule": {"warmup": 2, "decay": "linear"}},
+        steps=STEPS,
+    )
+
+
+def parts_of(mesh: Mesh, case: Case, folder: Path) -> Parts:
+    """`to: none` gets the buckets of an offloaded run, so that both sum the same numbers in the same order."""
+    if case.to != "none":
+        return build(config_of(case, mesh.size("data")), mesh, folder)
+    parts = build(config_of(replace(case, to="host"), mesh.size("data")), mesh)
+    config = config_of(case, mesh.size("data"))
+    return replace(parts, config=config, optimizer=Optimizer(config, parts.strategy.slots, mesh, InPlace))
+
+
+def train_step(parts: Parts, step: int) -> tuple[float, bool]:
+    """One step as the train loop takes it; in fp16 some overflow on the last rank. The norm, and whether it applied."""
+    config, mesh = parts.config, parts.mesh
+    everyone = global_batch(config, step)
+    scale = parts.optimizer.scaler.scale
+    scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), scale)
+    batch = parts.strategy.share(
+        lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
+    )
+    for index in range(config.num_microbatches):
+        rows = slice(index * config.micro, (index + 1) * config.micro)
+        final = index == config.num_microbatches - 1
+        parts.strategy.backward(parts.model, rows_of(batch, rows), scales, final=final)
+        if config.precision.dtype == "fp16" and step in OVERFLOWS and not final and mesh.rank == mesh.world.size - 1:
+            gradient = parts.module.get_parameter("blocks.0.attention.output.bias").grad
+            assert gradient is not None
+            gradient[0] = torch.inf
+    result = parts.optimizer.step(step, parts.strategy.arrivals())
+    parts.strategy.publish()
+    return result.gradient_norm, result.applied
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank is left with: norms and applied steps, states as a checkpoint has them, weights."""
+
+    steps: list[tuple[float, bool]]
+    held: list[Held]
+    weights: dict[str, Tensor]
+    steps_taken: int
+
+
+def outcome(parts: Parts, steps: Sequence[tuple[float, bool]]) -> Outcome:
+    weights = {name: parameter.detach().clone() for name, parameter in parts.module.named_parameters()}
+    return Outcome(list(steps), held_by(parts), weights, parts.optimizer.steps_taken)
+
+
+def run(mesh: Mesh, case: Case, folder: Path) -> Outcome:
+    parts = parts_of(mesh, case, folder)
+    assert parts.optimizer.equalise() == []
+    return outcome(parts, [train_step(parts, step) for step in range(STEPS)])
+
+
+def assert_same_bits(mine: Outcome, wanted: Outcome) -> None:
+    assert mine.steps == wanted.steps
+    assert mine.steps_taken == wanted.steps_taken
+    assert [held[:4] for held in mine.held] == [held[:4] for held in wanted.held]
+    for (kind, name, *_, a), (*_, b) in zip(mine.held, wanted.held, strict=True):
+        assert torch.equal(a, b), f"{kind} of {name}"
+    for name, weight in wanted.weights.items():
+        assert torch.equal(mine.weights[name], weight), name
+
+
+def offloaded(parts: Parts) -> Offloaded:
+    held = parts.optimizer.held
+    assert isinstance(held, Offloaded)
+    return held

@@ -1,0 +1,182 @@
+"""Where the states live changes no bit: ten steps, every optimizer, half precision, overflows, clipping, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.bucket import Slot
+from meshwright.checkpoint import Checkpoint, pieces_of, restore
+from meshwright.checkpoint.restore import progress_of
+from meshwright.errors import DivergedError
+from meshwright.grid import Grid
+from meshwright.memory.offload import on_disk, on_host
+from meshwright.mesh import Mesh
+from tests.checkpoint.states import open_writer
+from tests.memory.runs import (
+    BUCKET,
+    STEPS,
+    Case,
+    Outcome,
+    assert_same_bits,
+    config_of,
+    offloaded,
+    outcome,
+    parts_of,
+    run,
+    train_step,
+)
+from tests.workers import run_ranks
+
+CASES = [
+    Case(sync, dtype, optimizer, clip)
+    for sync in ("allreduce", "zero1")
+    for dtype in ("bf16", "fp16")
+    for optimizer in ("adamw", "sgd", "momentum")
+    for clip in (None, 0.5)
+]
+
+
+def run_all(mesh: Mesh, cases: list[Case], folder: Path) -> dict[Case, Outcome]:
+    return {case: run(mesh, case, folder) for case in cases}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_no_bit_changes(to: str, size: int, tmp_path: Path) -> None:
+    grid = Grid((("data", size),))
+    pairs = {case: replace(case, to=to) for case in CASES}
+    for answers in run_ranks(run_all, grid, [*pairs, *pairs.values()], tmp_path):
+        for case, elsewhere in pairs.items():
+            assert_same_bits(answers[elsewhere], answers[case])
+            skipped = [applied for _, applied in answers[case].steps].count(False)
+            assert skipped == (3 if case.dtype == "fp16" else 0), case
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+def test_parameter_server(tmp_path: Path) -> None:
+    """The workers' slots are empty: there is nothing to walk, and nothing to keep."""
+    case = Case("server-gradient")
+    for answers in run_ranks(run_all, Grid((("data", 2),)), [case, replace(case, to="host")], tmp_path):
+        assert_same_bits(answers[replace(case, to="host")], answers[case])
+
+
+def resume(mesh: Mesh, first: Case, second: Case, folder: Path) -> tuple[Outcome, Outcome]:
+    """Half of the steps with one, a checkpoint, the rest with the other; and all of them with the first."""
+    parts = parts_of(mesh, first, folder)
+    steps = [train_step(parts, step) for step in range(STEPS // 2)]
+    writer = open_writer(mesh, parts.config, folder / "checkpoints")
+    writer.save(progress_of(parts, STEPS // 2, 0), pieces_of(parts))
+    writer.wait()
+    going_on = parts_of(mesh, second, folder)
+    mesh.world.barrier()
+    restore(going_on, Checkpoint(folder / "checkpoints" / f"step-{STEPS // 2}"))
+    assert going_on.optimizer.equalise() == []
+    steps += [train_step(going_on, step) for step in range(STEPS // 2, STEPS)]
+    return outcome(going_on, steps), run(mesh, first, folder)
+
+
+@pytest.mark.parametrize("pair", [("host", "none"), ("none", "host"), ("disk", "host"), ("none", "disk")])
+@pytest.mark.parametrize("case", [Case("zero1", "fp16"), Case("allreduce", "bf16", "momentum", None)], ids=str)
+def test_a_checkpoint_does_not_know_where_states_lived(case: Case, pair: tuple[str, str], tmp_path: Path) -> None:
+    first, second = (replace(case, to=to) for to in pair)
+    for resumed, whole in run_ranks(resume, Grid((("data", 2),)), first, second, tmp_path):
+        assert_same_bits(resumed, whole)
+
+
+def account(mesh: Mesh, case: Case, folder: Path) -> tuple[int, int]:
+    parts = parts_of(mesh, case, folder)
+    train_step(parts, 0)
+    tier = offloaded(parts).tier
+    return tier.peak_bytes, tier.live_bytes
+
+
+@pytest.mark.parametrize("optimizer, element_bytes", [("adamw", 16), ("momentum", 12), ("sgd", 8)])
+def test_the_device_holds_a_bucket_of_states(optimizer: str, element_bytes: int, tmp_path: Path) -> None:
+    ((peak, live),) = run_ranks(account, Grid((("data", 1),)), Case(optimizer=optimizer, to="host"), tmp_path)
+    assert peak == live == element_bytes * BUCKET + 4  # and a count of steps
+
+
+def diverge(mesh: Mesh, case: Case, folder: Path) -> str:
+    parts = parts_of(mesh, case, folder)
+    assert parts.optimizer.streams
+    train_step(parts, 0)
+    parts.strategy.slots[0].parameter.data[0] = torch.nan
+    try:
+        train_step(parts, 1)
+    except DivergedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_streamed_step_still_finds_out_that_a_run_has_diverged(tmp_path: Path) -> None:
+    ((text),) = run_ranks(diverge, Grid((("data", 1),)), Case(clip=None, to="host"), tmp_path)
+    assert text.startswith("step 2: the gradient norm is nan: the run has diverged")
+
+
+def order(mesh: Mesh, case: Case, folder: Path) -> tuple[list[str], int]:
+    """What happens in a step: a slot's arrival, or the first write to it."""
+    parts = parts_of(mesh, case, folder)
+    slots, events = parts.strategy.slots, []
+    before = [slot.parameter.detach().clone() for slot in slots]
+    for slot in slots:
+        slot.parameter.grad = torch.ones_like(slot.parameter)
+
+    def arrivals():  # noqa: ANN202
+        for index in range(len(slots)):
+            if index == len(slots) - 1:  # by now all before it must get stepped without it
+                for earlier in range(index if parts.optimizer.streams else 0):
+                    _await_change(slots[earlier], before[earlier])
+            moved = [not torch.equal(slot.parameter, old) for slot, old in zip(slots, before, strict=True)]
+            events.append("".join("x" if moved_one else "." for moved_one in moved))
+            yield index
+
+    parts.optimizer.step(5, arrivals())
+    return events, len(slots)
+
+
+def _await_change(slot: Slot, old: torch.Tensor) -> None:
+    for _ in range(10_000):
+        if not torch.equal(slot.parameter, old):
+            return
+        torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+    raise AssertionError("a slot whose gradient had arrived was not stepped")
+
+
+def test_a_chunk_is_stepped_while_the_next_is_on_its_way(tmp_path: Path) -> None:
+    ((events, count),) = run_ranks(order, Grid((("data", 1),)), Case(clip=None, to="host", chunk=2), tmp_path)
+    assert count > 3
+    assert events[-1] == "x" * (count - 1) + "."
+
+
+@pytest.mark.parametrize("case", [Case(to="host", chunk=2), Case(dtype="fp16", clip=None, to="host", chunk=2)], ids=str)
+def test_nothing_is_written_before_a_norm_that_decides_is_known(case: Case, tmp_path: Path) -> None:
+    ((events, count),) = run_ranks(order, Grid((("data", 1),)), case, tmp_path)
+    assert events == ["." * count] * count
+
+
+def step_one(mesh: Mesh, length: int, folder: Path) -> list[tuple[int, int, int]]:
+    """A slot of `length`: the sizes of what the states say they hold, and of a float32 slot."""
+    config = config_of(Case(to="host"), 1)
+    sizes = []
+    for make in (lambda s: on_host(config, s, mesh.device), lambda s: on_disk(config, s, mesh.device, folder / "f")):
+        parameters = [nn.Parameter(torch.ones(length, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        states = make([Slot(parameter, (), True, ()) for parameter in parameters])
+        states.step(range(2), 0.5, 1.0, 0)
+        half, full = (states.tensors(index) for index in range(2))
+        assert full["weight"].data_ptr() == parameters[1].data_ptr()  # float32 is its own master
+        assert torch.equal(half["weight"], full["weight"])
+        sizes.append((half["weight"].numel(), full["exp_avg"].numel(), len(half)))
+    return sizes
+
+
+@pytest.mark.parametrize("length", [0, 1, BUCKET // 2, BUCKET // 2 + 1, 5 * BUCKET + 3])
+def test_slots_of_every_length(length: int, tmp_path: Path) -> None:
+    (sizes,) = run_ranks(step_one, Grid((("data", 1),)), length, tmp_path)
+    assert sizes == [(length, length, 3)] * 2
