@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.bucket import Slot
+from meshwright.grid import ENDS, PIPE
 from meshwright.mesh import Mesh
 
 PIECE = 2**20
@@ -18,7 +19,7 @@ PIECE = 2**20
 def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
     """The 2-norm over all parameters, a float64 scalar; the same on every rank.
 
-    Sends one all-reduce of 8 bytes for each set of axes over which slots hold different parts.
+    Sends one all-reduce of 8 bytes for each set of axes over which slots hold different parts, and one over stages.
     """
     return norm_of_squares(slots, {index: square_of(slot) for index, slot in enumerate(slots)}, mesh)
 
@@ -37,11 +38,20 @@ def norm_of_squares(slots: Sequence[Slot], squares: Mapping[int, Tensor], mesh: 
     """The norm from each slot's `square_of`, by the slot's index."""
     by_axes: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for index, slot in enumerate(slots):
-        by_axes[mesh.grid.ordered(slot.part_axes)].append(squares[index])
+        if _counts(slot, mesh):
+            by_axes[mesh.grid.ordered(axis for axis in slot.part_axes if axis != ENDS)].append(squares[index])
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for axes, parts in sorted(by_axes.items()):
         part = torch.stack(parts).sum()
         if axes:
             mesh.comm(*axes).all_reduce(part)
         total += part
+    if PIPE in mesh.grid.names:
+        mesh.comm(PIPE).all_reduce(total)
     return total.sqrt()
+
+
+def _counts(slot: Slot, mesh: Mesh) -> bool:
+    """A slot of which both ends of the pipeline hold the same part counts on the first stage."""
+    twice = slot.tied and ENDS not in slot.part_axes and PIPE in mesh.grid.names
+    return not twice or mesh.index(PIPE) == 0

@@ -105,7 +105,7 @@ class Optimizer:
         self.held.adopt()
         differing = []
         for index, slot in enumerate(self.slots):
-            comm = self.mesh.comm(*(axis for axis in self.mesh.grid.names if axis not in slot.part_axes))
+            comm = self.mesh.comm(*slot.copy_axes(self.mesh.grid))
             for kind, tensor in self.states(index).items():
                 here = tensor.to(self.mesh.device)  # the tensor itself, unless it is kept elsewhere
                 if not same_everywhere(here, comm):

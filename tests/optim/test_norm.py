@@ -78,3 +78,26 @@ def half_slots(mesh: Mesh) -> float:
 def test_parts_are_summed_over_their_axes_and_copies_are_not() -> None:
     wanted = (300**2 + 400**2 + 600**2 + 800**2) ** 0.5
     assert run_ranks(half_slots, Grid((("data", 3),))) == pytest.approx([wanted] * 3, rel=1e-6)
+
+
+def stages(mesh: Mesh) -> float:
+    """Three stages of two replicas; the ends share a slot, whole on both (3), and another in parts (1, 2)."""
+
+    def slot(values: list[float], axes: tuple[str, ...], tied: bool = False) -> Slot:
+        parameter = nn.Parameter(torch.zeros(len(values)))
+        parameter.grad = torch.tensor(values)
+        return Slot(parameter, (), True, axes, tied)
+
+    stage, replica = mesh.index("pipe"), mesh.index("data")
+    slots = [slot([4.0 + stage], ())]
+    if stage != 1:
+        slots += [slot([3.0], (), True), slot([1.0 + stage + replica], ("data", "ends"), True)]
+    else:
+        slots += [slot([10.0 + replica], ("data",))]
+    return float(gradient_norm(slots, mesh))
+
+
+def test_stages_are_summed_and_their_shared_slots_count_once() -> None:
+    wanted = (4**2 + 5**2 + 6**2 + 3**2 + (1 + 2**2 + 3**2 + 4**2) + 10**2 + 11**2) ** 0.5
+    results = run_ranks(stages, Grid((("data", 2), ("pipe", 3))))
+    assert results == pytest.approx([wanted] * 6, rel=1e-12)
