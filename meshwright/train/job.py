@@ -138,7 +138,7 @@ def worker(
     where = worker_device(device, environment)
     with open_layout(settings.layout, environment, transport, where) as mesh:
         opened = family_of(settings).dataset.open(settings, Path(data))
-        run = _Run(build(settings, mesh), opened, Path(out))
+        run = _Run(build(settings, mesh, Path(out)), opened, Path(out))
         run.train(stop, resume=resume or environment.attempt > 0, attempt=environment.attempt)
 
 

@@ -1,12 +1,12 @@
 """The wheel: one step after another until the last, a stop request, or an error.
 
-A step: backward passes of this replica's microbatches, one pulse, gradients finished, optimizer, parameters published.
+A step: backward passes of this replica's microbatches, one pulse, the optimizer as gradients arrive, publishing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,11 +65,12 @@ class Trainer:
         loss = self._backward(loaded, scale)
         self.samples += parts.config.batch.global_
         following = self._load(self.samples)
-        parts.strategy.finish()
+        arrivals: Iterable[int] = parts.strategy.arrivals()
         pulse = Pulse.send(parts.mesh, self._beat(loss, following, stop))
         if observe is not None:
+            arrivals = list(arrivals)  # all are there
             observe()
-        result = parts.optimizer.step(self.step)
+        result = parts.optimizer.step(self.step, arrivals)
         parts.strategy.publish()
         parts.kit.end_step()
         beats = pulse.read()

@@ -62,6 +62,7 @@ def comparable(config: Config, *, as_configured: bool) -> Config:
     tree["restarts"] = 0
     if not as_configured:
         tree["precision"] |= {"level": "O0", "dtype": "float64"}
+        tree["memory"]["offload"]["to"] = "none"  # there are no float32 masters to offload
     return parse_config(tree)
 
 
@@ -70,6 +71,7 @@ def serial_twin(config: Config) -> Config:
     tree = config.model_dump(mode="json", by_alias=True)
     tree["layout"] = {"data": {"size": 1, "sync": "allreduce"}, "transport": "torch"}
     tree["batch"]["micro"] = config.micro
+    tree["memory"]["offload"]["to"] = "none"
     return parse_config(tree)
 
 
@@ -136,7 +138,7 @@ def worker(
     folder = Path(out)
     where = worker_device(device, environment)
     with open_layout(settings.layout, environment, transport, where) as mesh:
-        parts = build(settings, mesh)
+        parts = build(settings, mesh, folder)
         trainer = Trainer(parts, family_of(settings).dataset.open(settings, Path(data)).train)
         losses = []
         for step in range(steps):
