@@ -131,7 +131,7 @@ def assign_rooms(model: nn.Module, buckets: Iterable[Bucket]) -> None:
 
 def _make_bucket(kind: _Kind, group: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], mesh: Mesh) -> Bucket:
     used = sum(parameter.numel() for _, parameter in group)
-    ranks = mesh.comm(*kind.sum_axes).size
+    ranks = len(mesh.grid.group(mesh.rank, *kind.sum_axes))
     padded = -(-used // ranks) * ranks
     values = torch.zeros(padded, dtype=kind.dtype, device=mesh.device)
     gradients = torch.zeros_like(values)

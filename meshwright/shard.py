@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.deferred import Deferred
 from meshwright.grid import ENDS, Grid
 from meshwright.mesh import Mesh
 
@@ -83,6 +85,9 @@ class Initial:
     mean: float = 0.0
 
 
+WriteGradient = Callable[[Tensor, int], object]
+"""write(out, beta): compute a gradient into out, plus beta times what is there."""
+
 ZEROS = Initial(0.0)
 ONES = Initial(0.0, 1.0)
 
@@ -135,16 +140,43 @@ class ShardedModule(nn.Module):
         self.specs: dict[str, ShardSpec] = {}
         self.rooms: dict[str, Tensor] = {}
         """Where a parameter's gradient belongs: its part of a bucket, in the parameter's shape."""
+        self.deferred = Deferred()
 
-    def sink(self, name: str, like: Tensor) -> Tensor:
-        """Memory of the shape and dtype of `like` for a backward pass to write a parameter's gradient into.
+    def gradient(self, name: str, like: Tensor, write: WriteGradient) -> Tensor | None:
+        """A parameter's gradient, in the shape and dtype of `like`, as a backward pass returns it.
 
-        It is the parameter's room, where it has one and nothing was accumulated in this step yet; else it is new.
+        `write(out, beta)` computes it into `out`, plus beta (0 or 1) times what is there. Where weight gradients are
+        deferred it is called later, and this is None.
         """
+        if self.deferred.collects:
+            self.deferred.add(partial(self._add_gradient, name, torch.empty_like(like, device="meta"), write))
+            return None
+        sink = self._sink(name, like)
+        write(sink, 0)
+        return sink
+
+    def _sink(self, name: str, like: Tensor) -> Tensor:
+        """The parameter's room, where it has one and nothing was accumulated in this step yet; else new memory."""
         room = self.rooms.get(name)
         if room is None or room.dtype != like.dtype or self.get_parameter(name).grad is not None:
             return torch.empty_like(like)
         return room.view(like.shape)
+
+    def _add_gradient(self, name: str, like: Tensor, write: WriteGradient, final: bool) -> None:
+        """What autograd does with one that is not deferred: it becomes .grad or is added to it; the hook is told."""
+        parameter = self.get_parameter(name)
+        adds = parameter.grad is not None
+        if parameter.grad is None:
+            parameter.grad = self.rooms[name] if name in self.rooms else torch.empty_like(parameter)
+        if like.dtype == parameter.dtype:
+            write(parameter.grad.view(like.shape), int(adds))
+        else:  # under autocast
+            part = torch.empty_like(like, device=parameter.device)
+            write(part, 0)
+            put = parameter.grad.add_ if adds else parameter.grad.copy_
+            put(part.view(parameter.shape))
+        if final:
+            self.deferred.filled(parameter)
 
     def declare(self, name: str, spec: ShardSpec) -> nn.Parameter:
         """Register a parameter of this rank's shape, without values: `initialise` fills it."""

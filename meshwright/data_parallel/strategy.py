@@ -6,7 +6,7 @@ the optimizer steps the slots, publish (every rank's parameters are the new ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -81,12 +81,14 @@ class Synchroniser:
             bucket.slot(*part, replicated=policy.replicated) for bucket, part in zip(buckets, owned, strict=True)
         ]
         self._missing: list[set[nn.Parameter]] = [set() for _ in buckets]
+        self._rooms: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self._works: list[Work] = []
         self._final = False
         for index, bucket in enumerate(buckets):
             for parameter, view in bucket.members():
                 parameter.grad = None
-                parameter.register_post_accumulate_grad_hook(self._filler(index, view))
+                self._rooms[parameter] = index, view
+                parameter.register_post_accumulate_grad_hook(self.filled)
 
     @property
     def slots(self) -> list[Slot]:
@@ -144,14 +146,13 @@ class Synchroniser:
                 comm.broadcast(bucket.values, 0)
         return differing
 
-    def _filler(self, index: int, view: Tensor) -> Callable[[nn.Parameter], None]:
-        def filled(parameter: nn.Parameter) -> None:
-            if self._final:
-                _fill(view, parameter.grad)
-                self._missing[index].discard(parameter)
-                self._launch()
-
-        return filled
+    def filled(self, parameter: nn.Parameter) -> None:
+        """A parameter has its gradient of a microbatch. In the final one, buckets that are full leave."""
+        if self._final:
+            index, view = self._rooms[parameter]
+            _fill(view, parameter.grad)
+            self._missing[index].discard(parameter)
+            self._launch()
 
     def _launch(self) -> None:
         """Start the sums of the next buckets in order, as far as they are filled."""

@@ -26,25 +26,28 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         dweight = weight_gradient(x, dy, weight, ctx.layer)
         dbias = bias_gradient(dy, ctx.layer) if ctx.biased else None
         return dy @ weight.t() if ctx.needs_input_grad[0] else None, dweight, dbias, None
 
 
-def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, layer: ShardedModule) -> Tensor:
+def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, layer: ShardedModule) -> Tensor | None:
     """xᵀ dy in the layer's room for its `weight`: autograd adopts this fresh view of it without a copy."""
-    dweight = layer.sink("weight", weight)
-    torch.mm(x.t(), dy, out=dweight)
-    return dweight
+    return layer.gradient("weight", weight, lambda out, beta: out.addmm_(x.t(), dy, beta=beta))
 
 
-def bias_gradient(dy: Tensor, layer: ShardedModule) -> Tensor:
+def bias_gradient(dy: Tensor, layer: ShardedModule) -> Tensor | None:
     """The sum of dy [B·T, out] over its rows, in the layer's room for its `bias`."""
-    dbias = layer.sink("bias", dy[0])
-    torch.sum(dy, 0, out=dbias)
-    return dbias
+
+    def write(out: Tensor, beta: int) -> None:
+        if beta:
+            out.add_(dy.sum(0))
+        else:
+            torch.sum(dy, 0, out=out)
+
+    return layer.gradient("bias", dy[0], write)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -46,14 +46,17 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        entering = ctx.sequence.start_enter(x)  # under dx's product
+        entering = ctx.layer.deferred.start(lambda: ctx.sequence.start_enter(x))  # under dx's product
         rows = dy.flatten(0, -2)
         dx = (rows @ weight.t()).view(*dy.shape[:-1], -1)
-        whole = entering.wait().flatten(0, -2)
         leaving = ctx.sequence.start_leave(dx)  # under dW's product
-        dweight = weight_gradient(whole, rows, weight, ctx.layer)
+
+        def write(out: Tensor, beta: int) -> None:
+            out.addmm_(entering.wait().flatten(0, -2).t(), rows, beta=beta)
+
+        dweight = ctx.layer.gradient("weight", weight, write)
         return leaving.wait(), dweight, bias_gradient(rows, ctx.layer), None, None
 
 
@@ -69,7 +72,7 @@ class _Contract(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         dy = dy.contiguous()
         entering = ctx.sequence.start_enter(dy)  # under db's sum

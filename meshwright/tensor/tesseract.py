@@ -48,7 +48,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         layer: TesseractLinear = ctx.layer
         dy = dy.contiguous()
@@ -56,10 +56,16 @@ class _Linear(torch.autograd.Function):
         for_dx = layer.operands(choice.dx, {Y: dy, W: weight})
         dx = summa.multiply(X, choice.dx, for_dx, None)  # travels under dW's product
         held = {Y: for_dx[Y]} if choice.dw == choice.dx and not summa.streams else {}
-        for_dw = layer.operands(choice.dw, {X: x, Y: dy}) if not held else layer.operands(choice.dw, {X: x}) | held
-        dweight = summa.multiply(W, choice.dw, for_dw, layer.sink("weight", weight))
+
+        def write(out: Tensor, beta: int) -> None:
+            for_dw = layer.operands(choice.dw, {X: x, Y: dy}) if not held else layer.operands(choice.dw, {X: x}) | held
+            product = summa.multiply(W, choice.dw, for_dw, None if beta else out).wait()
+            if beta:
+                out.add_(product)
+
+        dweight = layer.gradient("weight", weight, write)
         dbias = bias_gradient(dy, layer)
-        return dx.wait(), dweight.wait(), dbias, None
+        return dx.wait(), dweight, dbias, None
 
 
 class TesseractLinear(ShardedModule):
