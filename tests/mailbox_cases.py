@@ -54,7 +54,8 @@ def take(mailbox: Mailbox, count: int) -> list[Message]:
 
 def ping_pong(mesh: Mesh) -> Answer:
     """Three there and back of each form. By `form/index/tensor`: what rank 0 got back, each tensor plus itself."""
-    mailbox, results = mesh.mailbox("pipe"), {}
+    mailbox = mesh.mailbox("pipe")
+    results: dict[str, Tensor] = {}
     for epoch, (name, forms) in enumerate(FORMS.items()):
         first = mesh.index("pipe") == 0
         mailbox.open(epoch, forms, 0 if first else 3, 3 if first else 0)
@@ -110,7 +111,7 @@ def out_of_step(mesh: Mesh) -> Answer:
         mailbox.flush()
         return {"seconds": seconds}, {}
     mailbox.open(0, (form,), FAST, 0)
-    time.sleep(0.5)
+    time.sleep(1.0)
     messages = take(mailbox, FAST)
     sums = torch.stack([message.tensors[0].sum() for message in messages])
     return {"order": [message.index for message in messages]}, {"sums": sums}

@@ -60,7 +60,7 @@ def test_ledger_counts_the_tensors(answers: Callable[[str], list[Answer]]) -> No
 
 def test_a_fast_sender_does_not_wait_for_a_sleeper(answers: Callable[[str], list[Answer]]) -> None:
     (sender, _), (receiver, results) = answers("out_of_step")
-    assert sender["seconds"] < 0.4, "the receiver slept 0.5 s"
+    assert sender["seconds"] < 0.9, "the receiver slept 1 s"
     assert receiver["order"] == list(range(FAST))
     assert results["sums"].tolist() == [30_000.0 * index for index in range(FAST)], "a send was not a copy"
 
