@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.config.layout import DataParallel
-from meshwright.config.rule import rule
+from meshwright.config.rule import listed, rule
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
 
@@ -34,8 +34,8 @@ def offload_buckets_have_two_halves(config: Config) -> Iterator[Problem]:
     to, bucket = config.memory.offload.to, config.memory.offload.bucket
     if to != "none" and bucket % BUCKET_MULTIPLE:
         below = bucket // BUCKET_MULTIPLE * BUCKET_MULTIPLE
-        near = f"{max(below, BUCKET_MULTIPLE)}, {below + BUCKET_MULTIPLE}, 1M"
-        yield Problem("memory.offload.bucket", bucket, f"is not a multiple of {BUCKET_MULTIPLE}", near)
+        near = listed([*([below] if below else []), below + BUCKET_MULTIPLE])
+        yield Problem("memory.offload.bucket", bucket, f"is not a multiple of {BUCKET_MULTIPLE}", f"{near}, 1M")
 
 
 @rule("memory.offload.to", "layout.data.bucket")

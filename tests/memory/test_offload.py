@@ -1,7 +1,8 @@
-"""Where the states live changes no bit: ten steps, every optimizer, half precision, overflows, clipping, checkpoints."""
+"""Where the states live changes no bit: ten steps of every optimizer, with overflows, clipping and checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def order(mesh: Mesh, case: Case, folder: Path) -> tuple[list[str], int]:
     for slot in slots:
         slot.parameter.grad = torch.ones_like(slot.parameter)
 
-    def arrivals():  # noqa: ANN202
+    def arrivals() -> Iterator[int]:
         for index in range(len(slots)):
             if index == len(slots) - 1:  # by now all before it must get stepped without it
                 for earlier in range(index if parts.optimizer.streams else 0):

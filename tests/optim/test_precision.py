@@ -105,3 +105,39 @@ def test_the_loss_scale_is_taken_out_again(level: str) -> None:
     assert reference[0] - reference[-1] > 0.3
     (mine,) = run_ranks(losses, Grid((("data", 1),)), "allreduce", level, "fp16", "sgd")
     assert mine == pytest.approx(reference, rel=TOLERANCE["fp16"])
+
+
+def summed(mesh: Mesh, sync: str) -> tuple[bool, bool, bool]:
+    """Both ranks have the same rows, and a loss so large that twice its gradient is too large for fp16.
+
+    Whether a rank's own gradients are finite, their sums, and their sums where the loss was divided beforehand.
+    """
+    parts = build(config_of(sync, mesh.size("data"), "O2", "fp16", "sgd"), mesh)
+    batch = rows_of(global_batch(parts.config, 0), slice(0, 6))
+    (count,) = counts_of(batch, parts.model.labels)
+
+    def own(scale: float) -> torch.Tensor:
+        parts.strategy.backward(parts.model, batch, {"labels": scale}, final=False)
+        gradients = [p.grad.flatten().float() for p in parts.module.parameters() if p.grad is not None]
+        for parameter in parts.module.parameters():
+            parameter.grad = None
+        return torch.cat(gradients)
+
+    def together(scale: float) -> bool:
+        parts.strategy.backward(parts.model, batch, {"labels": scale}, final=True)
+        parts.strategy.finish()
+        finite = torch.tensor([all(bool(slot.parameter.grad.isfinite().all()) for slot in parts.strategy.slots)])
+        mesh.world.all_gather(everyone := torch.empty(mesh.world.size, dtype=torch.bool), finite)
+        parts.strategy.publish()
+        return bool(everyone.all())
+
+    scale = 50_000.0 / float(own(1.0).abs().max())
+    return bool(own(scale).isfinite().all()), together(scale), together(scale / (count * mesh.size("data")))
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "zero1", "ring"])
+def test_half_precision_sums_do_not_overflow_as_the_loss_is_divided_beforehand(sync: str) -> None:
+    for own, sums, sums_of_divided in run_ranks(summed, Grid((("data", 2),)), sync):
+        assert own
+        assert not sums
+        assert sums_of_divided

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from meshwright.bucket import Bucket
 from meshwright.comm import DONE, Comm, Work
 from meshwright.data_parallel.allreduce import AllReduce
-from meshwright.optim.optimizer import Optimizer
+from meshwright.optim.in_place import InPlace
 from meshwright.verify.job import worker
 
 
@@ -32,10 +33,11 @@ def dropped_sum(*arguments: Any, **named: Any) -> None:
 
 def wrong_step(*arguments: Any, **named: Any) -> None:
     """The layout's learning rate is a millionth too large."""
-    right = Optimizer._apply
+    right = InPlace.step
 
-    def wrong(self: Optimizer, rate: float, norm: float) -> None:
-        right(self, rate * (1 + 1e-6) if self.mesh.size("data") > 1 else rate, norm)
+    def wrong(self: InPlace, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
+        parallel = self.config.layout.data.size > 1
+        right(self, indices, rate * (1 + 1e-6) if parallel else rate, divisor, steps_taken)
 
-    Optimizer._apply = wrong  # type: ignore[method-assign]
+    InPlace.step = wrong  # type: ignore[method-assign]
     worker(*arguments, **named)
