@@ -1,0 +1,189 @@
+"""The offloaded optimizer: bytes on the device against 4 · phi + 16 · bucket, resident memory, and what overlap brings.
+
+    python -m benchmarks.offload [--transport torch|mpi] [--rounds N] [--steps N] [--json FILE]
+
+Two tables, of a GPT-2 of 23 M parameters in bf16 O2 with buckets of 1 M elements. Both take the phase that follows a
+backward pass: sum the gradients, step, publish; the gradients are constants.
+Memory: one process for each place of the states. `device`: parameters, gradients, and what the optimizer holds beside
+them at its peak. `anonymous`, `file`: the growth of the process's resident memory since before the model was built.
+Overlap: 2 ranks, each contender with all others in turns. `no overlap`: all is summed, then all is stepped.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contender import Contender, Place, Step
+from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
+from meshwright.build import Parts, build
+from meshwright.config import Config, parse_config
+from meshwright.data_parallel.strategy import Synchroniser
+from meshwright.environment import read_environment, rendezvous
+from meshwright.grid import Grid
+from meshwright.memory.offload import Offloaded
+from meshwright.mesh import open_mesh, solo_mesh
+
+BUCKET = 2**20
+CHUNKS = (1, 2, 4, 8)
+NO_OVERLAP = "no overlap"
+MEMORY_STEPS = 3
+
+
+def config_of(to: str, chunk: int, ranks: int = 1) -> Config:
+    """Without clipping and loss scaling, so that chunks may be stepped as they come."""
+    return parse_config(
+        {
+            "model": {"layers": 6, "hidden": 512, "heads": 8, "positions": 128, "vocabulary": 8192, "dropout": 0.0},
+            "data": {"sequence": 128},
+            "batch": {"global": 2},
+            "layout": {"data": {"size": ranks}},
+            "precision": {"level": "O2", "dtype": "bf16"},
+            "memory": {"offload": {"to": to, "bucket": BUCKET, "chunk": chunk}},
+            "optimizer": {"clip": None},
+        }
+    )
+
+
+def phase(parts: Parts, count: int, *, overlap: bool) -> None:
+    """What follows a backward pass."""
+    assert isinstance(parts.strategy, Synchroniser)
+    for bucket in parts.strategy.buckets:
+        bucket.gradients.fill_(1e-3)
+    arrivals = parts.strategy.arrivals()
+    parts.optimizer.step(count, arrivals if overlap else list(arrivals))
+    parts.strategy.publish()
+
+
+@contextmanager
+def train(place: Place, chunk: int, overlap: bool, transport: str) -> Iterator[Step]:
+    """A contender's rank. The loss that it returns says nothing."""
+    config = config_of("host", chunk, place.ranks)
+    layout, device = config.layout, torch.device("cpu")
+    with open_mesh(Grid(layout.axes), read_environment(), transport, device, rendezvous(), layout.token_axes) as mesh:
+        parts = build(config, mesh)
+        count = 0
+
+        def step() -> float:
+            nonlocal count
+            phase(parts, count, overlap=overlap)
+            count += 1
+            return 0.0
+
+        yield step
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one run. `phi`: parameters; `bound`: 4 · phi + 16 · bucket."""
+
+    to: str
+    phi: int
+    device: int
+    bound: int
+    anonymous: int
+    file: int
+    cuda: int
+    """What torch has allocated on the GPU at most; 0 without one."""
+
+
+def footprint(to: str, folder: str) -> Footprint:
+    """Run some steps in this process, which must be a fresh one."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    before = resident()
+    parts = build(config_of(to, 4), solo_mesh(device), Path(folder))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for count in range(MEMORY_STEPS):
+        phase(parts, count, overlap=True)
+    after = resident()
+    assert isinstance(parts.strategy, Synchroniser)
+    held = parts.optimizer.held
+    buckets = parts.strategy.buckets
+    phi = sum(bucket.values.numel() for bucket in buckets)
+    flat = sum(bucket.values.nbytes + bucket.gradients.nbytes for bucket in buckets)
+    beside = held.tier.peak_bytes if isinstance(held, Offloaded) else _in_place_bytes(parts)
+    return Footprint(
+        to, phi, flat + beside, 4 * phi + 16 * BUCKET, after["RssAnon"] - before["RssAnon"],
+        after["RssFile"] - before["RssFile"], torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
+    )  # fmt: skip
+
+
+def _in_place_bytes(parts: Parts) -> int:
+    """Masters, their gradients and moments of an optimizer in place."""
+    total = 0
+    for index, slot in enumerate(parts.strategy.slots):
+        states = parts.optimizer.states(index)
+        total += sum(tensor.nbytes for kind, tensor in states.items() if kind != "weight")
+        if states["weight"].dtype != slot.parameter.dtype:
+            total += 2 * states["weight"].nbytes
+    return total
+
+
+def resident() -> dict[str, int]:
+    """Resident memory of this process by kind, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":", 1) for line in lines) if "Rss" in name}
+
+
+def measure_memory() -> list[Footprint]:
+    """A fresh process for each place."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=".") as folder:
+        for to in ("none", "host", "disk"):
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                found.append(pool.apply(footprint, (to, folder)))
+    return found
+
+
+def show_memory(footprints: list[Footprint]) -> None:
+    table = Table(title=f"bytes of a step, phi = {footprints[0].phi / 1e6:.1f} M, in MB")
+    for head in ("states", "device", "4 phi + 16 bucket", "ratio", "resident: anonymous", "file", "GPU, torch's peak"):
+        table.add_column(head, justify="right")
+    for found in footprints:
+        sizes = (found.device, found.bound, found.anonymous, found.file, found.cuda)
+        device, bound, anonymous, file, cuda = (f"{size / 1e6:.1f}" for size in sizes)
+        table.add_row(found.to, device, bound, f"{found.device / found.bound:.3f}", anonymous, file, cuda)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def contenders(transport: str) -> list[Contender]:
+    launcher: Any = "mpi" if transport == "mpi" else "torch"
+    options = {f"chunk {chunk}": (chunk, True) for chunk in CHUNKS}
+    return [
+        Contender(
+            name,
+            "benchmarks.offload:train",
+            {"chunk": chunk, "overlap": overlap, "transport": transport},
+            2,
+            launcher,
+        )
+        for name, (chunk, overlap) in ({NO_OVERLAP: (4, False)} | options).items()
+    ]
+
+
+def main() -> None:
+    parser = plan_arguments("The offloaded optimizer's memory, and its overlap with the sum of the gradients.")
+    parser.add_argument("--transport", choices=["torch", "mpi"], default="torch")
+    arguments = parser.parse_args()
+    footprints = measure_memory()
+    show_memory(footprints)
+    results = interleave(contenders(arguments.transport), Plan(arguments.rounds, arguments.steps))
+    show(f"sum and step, 2 ranks of one thread, {arguments.transport}", results, [NO_OVERLAP])
+    memory = [dict(asdict(found)) for found in footprints]
+    write_json(arguments.json, {"memory": memory, "overlap": as_json(results, [NO_OVERLAP])})
+
+
+if __name__ == "__main__":
+    main()
