@@ -1,12 +1,13 @@
 """The offloaded optimizer: bytes on the device against 4 · phi + 16 · bucket, resident memory, and what overlap brings.
 
-    python -m benchmarks.offload [--transport torch|mpi] [--rounds N] [--steps N] [--json FILE]
+    python -m benchmarks.offload [--transport torch|mpi] [--link GB_PER_SECOND] [--rounds N] [--steps N] [--json FILE]
 
-Two tables, of a GPT-2 of 23 M parameters in bf16 O2 with buckets of 1 M elements. Both take the phase that follows a
+Three tables, of a GPT-2 of 23 M parameters in bf16 O2 with buckets of 1 M elements. All take the phase that follows a
 backward pass: sum the gradients, step, publish; the gradients are constants.
 Memory: one process for each place of the states. `device`: parameters, gradients, and what the optimizer holds beside
 them at its peak. `anonymous`, `file`: the growth of the process's resident memory since before the model was built.
 Overlap: 2 ranks, each contender with all others in turns. `no overlap`: all is summed, then all is stepped.
+Real sums take the cores that step; so the third table has a modelled link, on which a sum takes its bytes' time asleep.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,8 +28,11 @@ from rich.table import Table
 
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
+from meshwright.bucket import Bucket
 from meshwright.build import Parts, build
+from meshwright.comm import Comm, Work
 from meshwright.config import Config, parse_config
+from meshwright.data_parallel.allreduce import AllReduce
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.environment import read_environment, rendezvous
 from meshwright.grid import Grid
@@ -65,13 +70,38 @@ def phase(parts: Parts, count: int, *, overlap: bool) -> None:
     parts.strategy.publish()
 
 
+@dataclass(frozen=True)
+class Asleep:
+    """A sum that is over at `deadline`."""
+
+    deadline: float
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.deadline - time.perf_counter()))
+
+
+class Paced(AllReduce):
+    """Sums nothing: a bucket holds a link of `rate` bytes a second for as long as its bytes take."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._free = 0.0
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Work:
+        self._free = max(time.perf_counter(), self._free) + bucket.gradients.nbytes / self._rate
+        return Asleep(self._free)
+
+
 @contextmanager
-def train(place: Place, chunk: int, overlap: bool, transport: str) -> Iterator[Step]:
-    """A contender's rank. The loss that it returns says nothing."""
+def train(place: Place, chunk: int, overlap: bool, transport: str, link: float = 0.0) -> Iterator[Step]:
+    """A contender's rank, on a modelled link of `link` GB/s if given. The loss that it returns says nothing."""
     config = config_of("host", chunk, place.ranks)
     layout, device = config.layout, torch.device("cpu")
     with open_mesh(Grid(layout.axes), read_environment(), transport, device, rendezvous(), layout.token_axes) as mesh:
         parts = build(config, mesh)
+        if link:
+            assert isinstance(parts.strategy, Synchroniser)
+            parts.strategy.policy = Paced(link * 1e9)
         count = 0
 
         def step() -> float:
@@ -158,14 +188,14 @@ def show_memory(footprints: list[Footprint]) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def contenders(transport: str) -> list[Contender]:
+def contenders(transport: str, link: float) -> list[Contender]:
     launcher: Any = "mpi" if transport == "mpi" else "torch"
     options = {f"chunk {chunk}": (chunk, True) for chunk in CHUNKS}
     return [
         Contender(
             name,
             "benchmarks.offload:train",
-            {"chunk": chunk, "overlap": overlap, "transport": transport},
+            {"chunk": chunk, "overlap": overlap, "transport": transport, "link": link},
             2,
             launcher,
         )
@@ -176,13 +206,20 @@ def contenders(transport: str) -> list[Contender]:
 def main() -> None:
     parser = plan_arguments("The offloaded optimizer's memory, and its overlap with the sum of the gradients.")
     parser.add_argument("--transport", choices=["torch", "mpi"], default="torch")
+    parser.add_argument("--link", type=float, default=0.3, metavar="GB_PER_SECOND", help="of the modelled link")
     arguments = parser.parse_args()
+    plan = Plan(arguments.rounds, arguments.steps)
     footprints = measure_memory()
     show_memory(footprints)
-    results = interleave(contenders(arguments.transport), Plan(arguments.rounds, arguments.steps))
-    show(f"sum and step, 2 ranks of one thread, {arguments.transport}", results, [NO_OVERLAP])
-    memory = [dict(asdict(found)) for found in footprints]
-    write_json(arguments.json, {"memory": memory, "overlap": as_json(results, [NO_OVERLAP])})
+    tables: dict[str, Any] = {"memory": [asdict(found) for found in footprints]}
+    for name, link in (
+        (f"real sums, {arguments.transport}", 0.0),
+        (f"a link of {arguments.link} GB/s", arguments.link),
+    ):
+        results = interleave(contenders(arguments.transport, link), plan)
+        show(f"sum and step, 2 ranks of one thread, {name}", results, [NO_OVERLAP])
+        tables[name] = as_json(results, [NO_OVERLAP])
+    write_json(arguments.json, tables)
 
 
 if __name__ == "__main__":
