@@ -40,16 +40,14 @@ PARTITIONS = (
 """By schedule."""
 
 
-def partitions(schedule: str, ranks: int, microbatches: int) -> Sequence[str]:
-    """Of one schedule. Torch's DualPipeV takes no fewer microbatches than chunks."""
-    if schedule == "dual-pipe-v" and microbatches < 2 * ranks:
-        return ()
-    return PARTITIONS[schedule][ranks]
+def fits(schedule: str, ranks: int, microbatches: int) -> bool:
+    """Torch's DualPipeV takes no fewer microbatches than chunks."""
+    return schedule != "dual-pipe-v" or microbatches >= 2 * ranks
 
 
 def heat(schedule: str, ranks: int, microbatches: int, plan: Plan) -> list[Result]:
     """All partitions of one schedule, fastest first."""
-    forms = partitions(schedule, ranks, microbatches)
+    forms = PARTITIONS[schedule][ranks]
     contenders = [torch_pipeline.contender(schedule, form, ranks, microbatches) for form in forms]
     return sorted(interleave(contenders, plan), key=lambda result: result.median)
 
@@ -74,11 +72,16 @@ def main() -> None:
         what = f"{ranks} ranks of one thread, {arguments.microbatches} microbatches"
         finalists = []
         for schedule in arguments.only:
-            if results := heat(schedule, ranks, arguments.microbatches, replace(plan, rounds=arguments.heats)):
-                best = results[0].contender
-                show(f"partitions, {what}", results, [best.name])
-                tables[f"heat-{ranks}-{schedule}"] = as_json(results, [best.name])
-                finalists.append(best)
+            if not fits(schedule, ranks, arguments.microbatches):
+                print(f"{schedule} needs {2 * ranks} microbatches on {ranks} ranks: left out")
+                continue
+            results = heat(schedule, ranks, arguments.microbatches, replace(plan, rounds=arguments.heats))
+            best = results[0].contender
+            show(f"partitions, {what}", results, [best.name])
+            tables[f"heat-{ranks}-{schedule}"] = as_json(results, [best.name])
+            finalists.append(best)
+        if not finalists:
+            continue
         results, best_name = final(finalists, plan)
         show(f"pipelines, {what}", results, [best_name])
         tables[f"ranks-{ranks}"] = as_json(results, [best_name])
