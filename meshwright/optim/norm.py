@@ -12,8 +12,8 @@ from meshwright.bucket import Slot
 from meshwright.grid import ENDS, PIPE
 from meshwright.mesh import Mesh
 
-PIECE = 2**20
-"""Elements of a half-precision gradient that are widened at once: on a CPU, torch makes a float32 copy of them."""
+PIECE = 2**18
+"""Elements of a half-precision gradient that are widened at once: on a CPU, torch makes a copy of them."""
 
 
 def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
@@ -25,13 +25,16 @@ def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
 
 
 def square_of(slot: Slot) -> Tensor:
-    """The sum of the squares of what this rank holds of a slot's gradient, a float64 scalar."""
+    """The sum of the squares of what this rank holds of a slot's gradient, a float64 scalar.
+
+    Of half precision it is summed in float64: then the size of the buckets does not show in what is clipped.
+    """
     gradient = slot.parameter.grad
     assert gradient is not None, "a slot without a gradient"
     if gradient.element_size() >= 4:
         return torch.linalg.vector_norm(gradient).double().square()
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in gradient.split(PIECE)]
-    return torch.stack(norms).double().square().sum()
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in gradient.split(PIECE)]
+    return torch.stack(norms).square().sum()
 
 
 def norm_of_squares(slots: Sequence[Slot], squares: Mapping[int, Tensor], mesh: Mesh) -> Tensor:
