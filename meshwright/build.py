@@ -12,31 +12,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.batch import Batch
+from meshwright.batch import Batch, rows_of
 from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.config import Config
-from meshwright.data.dataset import TEXT, Dataset
-from meshwright.data.images import IMAGES
-from meshwright.data.masked import MASKED_TEXT
 from meshwright.data_parallel.allreduce import AllReduce
 from meshwright.data_parallel.fsdp import FullySharded
 from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGradient, ServerLoss
 from meshwright.data_parallel.ring import Ring
 from meshwright.data_parallel.sharded import Zero1
 from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
+from meshwright.families import family_of
+from meshwright.grid import PIPE
 from meshwright.launch.mpiexec import find_mpiexec
 from meshwright.memory.offload import on_disk, on_host
+from meshwright.memory.recompute import best_group, groups_of, recomputed
 from meshwright.mesh import Mesh
-from meshwright.model import Model
-from meshwright.models import bert, gpt, vit
-from meshwright.models.bert import BERT
-from meshwright.models.gpt import GPT
-from meshwright.models.vit import ViT
+from meshwright.model import Model, Stretch
+from meshwright.models.attention import AttentionCore
+from meshwright.models.chain import Chain
 from meshwright.optim.autocast import Autocast
 from meshwright.optim.in_place import InPlace
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import StatesFactory
-from meshwright.shard import ShardSpec, initialise, shard_specs
+from meshwright.pipeline.passes import Accumulation, Passes
+from meshwright.pipeline.pipeline import Pipeline, Place
+from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Rule
+from meshwright.pipeline.stage import Stage
+from meshwright.shard import ShardedModule, ShardSpec, initialise, shard_specs
+from meshwright.stages import Stages, affordable_microbatches, plan_stages
 from meshwright.tensor.kit import Kit
 from meshwright.tensor.megatron import MegatronKit
 from meshwright.tensor.serial import SerialKit
@@ -44,24 +47,6 @@ from meshwright.tensor.tesseract import TesseractKit
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-@dataclass(frozen=True)
-class Family:
-    """A family of models: how one is made of a config and a kit, and what feeds it."""
-
-    model: Callable[[Any, Kit], nn.Module]
-    dataset: Dataset
-    flops_per_sample: Callable[[Config], int]
-    tokens_per_sample: Callable[[Config], int]
-    shapes: Callable[[Config], dict[str, tuple[int, ...]]]
-    """Of one sample, by its entries' names."""
-
-
-FAMILIES: dict[str, Family] = {
-    "gpt2": Family(GPT, TEXT, gpt.flops_per_sample, lambda c: c.data.sequence, gpt.sample_shapes),
-    "bert": Family(BERT, MASKED_TEXT, bert.flops_per_sample, lambda c: c.data.sequence, bert.sample_shapes),
-    "vit": Family(ViT, IMAGES, vit.flops_per_sample, lambda c: c.model.positions, vit.sample_shapes),
-}
 
 KITS: dict[str, Callable[[Any, Mesh], Kit]] = {
     "none": lambda config, mesh: SerialKit(mesh),
@@ -85,6 +70,14 @@ STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
 }
 
 
+SCHEDULES: dict[str, Rule] = {
+    "gpipe": GPIPE,
+    "1f1b": ONE_F_ONE_B,
+    "axonn": AXONN,
+    "message-driven": MESSAGE_DRIVEN,
+}
+
+
 @dataclass(frozen=True)
 class Parts:
     """What the train loop turns: built for one rank."""
@@ -95,13 +88,23 @@ class Parts:
     module: nn.Module
     model: Model
     """The module as it is called: under autocast with O1."""
-    specs: dict[str, ShardSpec]
+    stages: Stages
     strategy: Strategy
+    passes: Passes
     optimizer: Optimizer
 
-    def local(self, batch: Batch) -> Batch:
-        """This rank's rows of a replica's microbatch."""
-        return {name: self.kit.slice_batch(x) for name, x in batch.items()}
+    @property
+    def specs(self) -> dict[str, ShardSpec]:
+        """Of all parameters of the whole model, in all stages."""
+        return self.stages.specs
+
+    def microbatches(self, batch: Batch) -> list[Batch]:
+        """This rank's rows of each microbatch of a replica's batch."""
+        micro = self.config.micro
+        return [
+            {name: self.kit.slice_batch(x) for name, x in rows_of(batch, slice(start, start + micro)).items()}
+            for start in range(0, self.config.replica_batch, micro)
+        ]
 
     @property
     def flops_per_sample(self) -> int:
@@ -112,11 +115,6 @@ class Parts:
     def tokens_per_sample(self) -> int:
         """Positions of a sample that the model computes."""
         return family_of(self.config).tokens_per_sample(self.config)
-
-
-def family_of(config: Config) -> Family:
-    """The family of a run's model."""
-    return FAMILIES[config.model.family]
 
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
@@ -132,9 +130,9 @@ def resolve_transport(config: Config, device: str) -> str:
     return "mpi" if can and find_spec("mpi4py") is not None and find_mpiexec() is not None else "torch"
 
 
-def build_model(config: Config, kit: Kit, mesh: Mesh) -> nn.Module:
-    """The model with this rank's part of its initial weights, in the precision that its level stores."""
-    model = family_of(config).model(config.model, kit)
+def build_model(config: Config, kit: Kit, mesh: Mesh, stretch: Stretch | None = None) -> Chain:
+    """The model, or a stretch of it, with this rank's part of its initial weights, in the precision that is stored."""
+    model = family_of(config).model(config.model, kit, stretch)
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
     dtype = DTYPES[config.precision.dtype]
@@ -149,15 +147,57 @@ def build_model(config: Config, kit: Kit, mesh: Mesh) -> nn.Module:
 
 def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     """Everything a rank needs to train. `folder`: the run's, where an optimizer that lives on disk has its file."""
+    stages = plan_stages(config, mesh, partial(_make, config))
+    stretch = stages.stretches[mesh.index(PIPE)]
     kit = build_kit(config, mesh)
-    module: Any = build_model(config, kit, mesh)
-    specs = shard_specs(module)
-    strategy = _build_strategy(config, mesh, module, specs)
+    module = build_model(config, kit, mesh, stretch)
+    stages.mark_tied(module)
+    _recompute(config, module)
+    strategy = _build_strategy(config, mesh, module)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
     autocasts = config.precision.level == "O1"
     model: Model = Autocast(module, mesh.device, DTYPES[config.precision.dtype]) if autocasts else module
-    return Parts(config, mesh, kit, module, model, specs, strategy, optimizer)
+    passes = _build_passes(config, mesh, module, model, stages, strategy)
+    return Parts(config, mesh, kit, module, model, stages, strategy, passes, optimizer)
+
+
+def _make(config: Config, mesh: Mesh, stretch: Stretch) -> tuple[Chain, Kit]:
+    kit = build_kit(config, mesh)
+    return build_model(config, kit, mesh, stretch), kit
+
+
+def _recompute(config: Config, model: Chain) -> None:
+    """Set which parts of the model keep only what they read."""
+    setting, layers = config.memory.recompute, model.stretch.layers
+    if setting == "selective":
+        for module in model.modules():
+            if isinstance(module, AttentionCore):
+                module.run = recomputed
+    elif setting != "none":
+        every = best_group(len(layers), config.model.layers) if setting == "auto" else setting
+        model.groups, model.run_group = groups_of(layers, every), recomputed
+
+
+def _build_passes(
+    config: Config, mesh: Mesh, module: Chain, model: Model, stages: Stages, strategy: Strategy
+) -> Passes:
+    if config.layout.pipeline.size == 1:
+        return Accumulation(model, strategy, mesh.device)
+    assert isinstance(strategy, Synchroniser), "the config's rules let no other strategy have stages"
+    for layer in module.modules():
+        if isinstance(layer, ShardedModule):
+            layer.deferred = strategy.deferred
+    settings = config.layout.pipeline
+    rule = SCHEDULES[settings.schedule]
+    if settings.limit != "auto":
+        rule = rule.limited(settings.limit)
+    elif rule is MESSAGE_DRIVEN:
+        rule = rule.limited(affordable_microbatches(config, mesh, partial(_make, config), stages))
+    peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes))
+    place = Place(mesh.index(PIPE), settings.size, peers, mesh.device)
+    stage = Stage(model, module.stretch, strategy.deferred)
+    return Pipeline(stage, place, rule, mesh.mailbox(PIPE), stages.forms, strategy)
 
 
 def _bucket_bytes(config: Config) -> int:
@@ -168,12 +208,11 @@ def _bucket_bytes(config: Config) -> int:
     return offload.chunk * offload.bucket * DTYPES[config.precision.dtype].itemsize
 
 
-def _build_strategy(config: Config, mesh: Mesh, model: nn.Module, specs: dict[str, ShardSpec]) -> Strategy:
-    sync = config.layout.data.sync
+def _build_strategy(config: Config, mesh: Mesh, model: Chain) -> Strategy:
+    sync, specs = config.layout.data.sync, shard_specs(model)
     if sync == "fsdp":
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
-        blocks = model.get_submodule("blocks")
-        return FullySharded(model, list(blocks.children()), specs, mesh, half)
+        return FullySharded(model, list(model.blocks.children()), specs, mesh, half)
     kind, policy = SYNCHRONISERS[sync]
     buckets = make_buckets(model.named_parameters(), specs, mesh, _bucket_bytes(config))
     assign_rooms(model, buckets)

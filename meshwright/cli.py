@@ -85,7 +85,7 @@ def train(
     from meshwright.train.job import train as run_training
 
     with _progress() as show:
-        from meshwright.build import family_of
+        from meshwright.families import family_of
 
         family_of(config).dataset.prepare(config, show)  # drawn here; found ready by the job
     run_training(config, out or Path("out") / run.stem, resume=resume)

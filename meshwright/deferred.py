@@ -29,7 +29,8 @@ class Deferred:
     """One for all layers of a rank. `filled` is told of a parameter whose gradient is whole."""
 
     filled: Callable[[nn.Parameter], None] = _nobody
-    _works: list[WeightWork] | None = field(default=None)
+    _works: list[WeightWork] | None = None
+    _awaited: set[nn.Parameter] = field(default_factory=set)
 
     @property
     def collects(self) -> bool:
@@ -44,10 +45,16 @@ class Deferred:
             yield self._works
         finally:
             self._works = None
+            self._awaited.clear()
 
-    def add(self, work: WeightWork) -> None:
+    def add(self, parameter: nn.Parameter, work: WeightWork) -> None:
         assert self._works is not None, "nobody collects"
         self._works.append(work)
+        self._awaited.add(parameter)
+
+    def awaits(self, parameter: nn.Parameter) -> bool:
+        """Whether the running backward pass has left this gradient for later. (Autograd's hooks fire all the same.)"""
+        return parameter in self._awaited
 
     def start(self, start: Callable[[], Moving]) -> Moving:
         """Something that only a weight gradient needs: begun now, or where these are deferred when it is waited for."""

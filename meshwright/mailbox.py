@@ -244,23 +244,29 @@ class SoloMailbox:
 
 
 class PlannedMailbox:
-    """A job that does not run: all that is to come has come at once, without numbers; sends only write the ledger."""
+    """A job that does not run: messages without numbers. All from before have come at once, one from after comes for
+    each that is sent there; sends only write the ledger.
+    """
 
     def __init__(self, axis: str, ledger: Ledger) -> None:
         self.axis = axis
         self.ledger = ledger
+        self._forms: tuple[Form, ...] = ()
+        self._answers = False
         self._come: list[Message] = []
 
     def open(self, epoch: int, forms: tuple[Form, ...], before: int, after: int) -> None:
-        counts: dict[Side, int] = {"before": before, "after": after}
-        self._come = [
-            Message(side, index, tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms))
-            for side, count in counts.items()
-            for index in range(count)
-        ]
+        self._forms, self._answers = forms, after > 0
+        self._come = [self._message("before", index) for index in range(before)]
+
+    def _message(self, side: Side, index: int) -> Message:
+        tensors = (torch.empty(form.shape, dtype=form.dtype, device="meta") for form in self._forms)
+        return Message(side, index, tuple(tensors))
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
         self.ledger.record(self.axis, "message", sum(size_bytes(x) for x in tensors))
+        if to == "after" and self._answers:
+            self._come.append(self._message("after", index))
 
     def poll(self) -> list[Message]:
         come, self._come = self._come, []

@@ -30,6 +30,19 @@ class Stretch:
         return cls(range(num_layers), True, True)
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What the links of the chain cost, in any one unit: embeddings, each layer, head and losses."""
+
+    begin: float
+    layers: tuple[float, ...]
+    end: float
+
+    @property
+    def total(self) -> float:
+        return self.begin + sum(self.layers) + self.end
+
+
 class Model(Protocol):
     """The chain, called whole or link by link. A link that a rank does not hold must not be called."""
 

@@ -149,7 +149,8 @@ class ShardedModule(nn.Module):
         deferred it is called later, and this is None.
         """
         if self.deferred.collects:
-            self.deferred.add(partial(self._add_gradient, name, torch.empty_like(like, device="meta"), write))
+            work = partial(self._add_gradient, name, torch.empty_like(like, device="meta"), write)
+            self.deferred.add(self.get_parameter(name), work)
             return None
         sink = self._sink(name, like)
         write(sink, 0)

@@ -64,7 +64,9 @@ def run_ranks(
 
 def with_stages(grid: Grid) -> Grid:
     """The grid, with a pipe axis behind the data axis where it has one."""
-    return grid if "pipe" in grid.names or grid.names[:1] != ("data",) else Grid((*grid.axes[:1], ("pipe", 1), *grid.axes[1:]))
+    if "pipe" in grid.names or grid.names[:1] != ("data",):
+        return grid
+    return Grid((*grid.axes[:1], ("pipe", 1), *grid.axes[1:]))
 
 
 def _work(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from meshwright.batch import Batch, LoadRows, Scales
 from meshwright.bucket import Bucket, Slot
 from meshwright.comm import DONE, Comm, Work, same_everywhere
+from meshwright.deferred import Deferred
 from meshwright.mesh import Mesh
 from meshwright.model import Model
 
@@ -84,11 +85,12 @@ class Synchroniser:
         self._rooms: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self._works: list[Work] = []
         self._final = False
+        self.deferred = Deferred(self.filled)
         for index, bucket in enumerate(buckets):
             for parameter, view in bucket.members():
                 parameter.grad = None
                 self._rooms[parameter] = index, view
-                parameter.register_post_accumulate_grad_hook(self.filled)
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     @property
     def slots(self) -> list[Slot]:
@@ -145,6 +147,10 @@ class Synchroniser:
                 ]
                 comm.broadcast(bucket.values, 0)
         return differing
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        if not self.deferred.awaits(parameter):
+            self.filled(parameter)
 
     def filled(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient of a microbatch. In the final one, buckets that are full leave."""

@@ -9,12 +9,13 @@ from typing import cast
 import torch
 from torch import nn
 
-from meshwright.build import DTYPES, family_of
+from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config
 from meshwright.config.models import TextTransformer
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.families import family_of
 from meshwright.mesh import solo_mesh
 from meshwright.models.gpt import GPT
 from meshwright.shard import shard_specs
@@ -74,7 +75,7 @@ def load_text(path: Path, device: str, context: int | None, family: str) -> tupl
         raise ConfigError.of("--context", context, "is no context of this model", f"1 to model.positions={positions}")
     tokenizer = _tokenizer(checkpoint.folder, config.model.vocabulary)
     mesh = solo_mesh(where)
-    model = family_of(config).model(config.model, SerialKit(mesh))
+    model = family_of(config).model(config.model, SerialKit(mesh), None)
     model.to(DTYPES[config.precision.dtype] if config.precision.level == "O0" else torch.float32)
     load_weights(model, shard_specs(model), mesh, checkpoint)
     model.eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.chain import Run, at_once
 from meshwright.tensor.kit import Kit
 
 
@@ -15,9 +16,14 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.dropout = dropout
         self.own_randomness = kit.own_randomness
+        self.run: Run = at_once
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """Q, K, V [B, A, T, E]; mask [B, 1, 1, T]: true where a token is seen. [B, A, T, E]."""
+        attended: Tensor = self.run(self._attend, query, key, value, mask, causal)
+        return attended
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         with self.own_randomness(dropout):
             return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.models import Bert
-from meshwright.model import Hidden, Stretch
+from meshwright.model import Costs, Hidden, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
@@ -153,16 +153,12 @@ def _before_sum(model: Bert) -> Initial:
     return Initial(0.02 / math.sqrt(2 * model.layers) if model.norm_order == "megatron" else 0.02)
 
 
-def flops_per_sample(config: Config) -> int:
-    """Floating-point operations of a sequence's forward and backward pass: matrix products only, no recomputation.
-
-    6 a weight and token (PaLM, arXiv 2204.02311, appendix B); the pooler's one token is left out.
-    """
+def products(config: Config) -> Costs:
+    """Multiplications of weights and in attention in a sequence's forward pass; the pooler's one token is left out."""
     model, sequence = config.model, config.data.sequence
     assert isinstance(model, Bert), model
-    blocks = model.layers * (12 * model.hidden**2 + 2 * sequence * model.hidden)
-    head = model.hidden**2 + model.padded_vocabulary * model.hidden
-    return 6 * sequence * (blocks + head)
+    layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
+    return Costs(0, (layer,) * model.layers, sequence * (model.hidden**2 + model.padded_vocabulary * model.hidden))
 
 
 def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:

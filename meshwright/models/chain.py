@@ -4,27 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from meshwright.batch import Batch, Scales
 from meshwright.model import Hidden, Stretch
 
-RunGroup = Callable[[Callable[[Hidden], Hidden], Hidden], Hidden]
-"""Runs some layers in a row: (layers, hidden) -> hidden."""
+Run = Callable[..., Any]
+"""run(function, *arguments): the function's result. One of them keeps less for the backward pass."""
+
+
+def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run it, and keep what autograd keeps."""
+    return function(*arguments)
 
 
 class Chain(nn.Module):
     """Subclasses give blocks, begin, layer, end, loss, right. Block i of the model is `blocks.i` in every stretch."""
 
     blocks: nn.ModuleDict
+    labels: tuple[str, ...]
 
     def __init__(self, stretch: Stretch) -> None:
         super().__init__()
         self.stretch = stretch
         self.groups: tuple[range, ...] = (stretch.layers,)
         """The stretch's layers, in groups that are run by `run_group`."""
-        self.run_group: RunGroup = _run
+        self.run_group: Run = at_once
 
     def forward(self, batch: Batch, scales: Scales) -> Tensor:
         return self.loss(self.trunk(batch), batch, scales)
@@ -62,7 +69,3 @@ class Chain(nn.Module):
 def blocks_of(stretch: Stretch, make_block: Callable[[int], nn.Module]) -> nn.ModuleDict:
     """The stretch's blocks, by their numbers."""
     return nn.ModuleDict({str(layer): make_block(layer) for layer in stretch.layers})
-
-
-def _run(layers: Callable[[Hidden], Hidden], hidden: Hidden) -> Hidden:
-    return layers(hidden)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.models import Gpt2
-from meshwright.model import Hidden, Stretch
+from meshwright.model import Costs, Hidden, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
@@ -142,17 +142,12 @@ class GPT(Chain):
         return h
 
 
-def flops_per_sample(config: Config) -> int:
-    """Floating-point operations of a sequence's forward and backward pass: matrix products only, no recomputation.
-
-    6 a weight and token (PaLM, arXiv 2204.02311, appendix B), attention counted whole though it is causal.
-    """
+def products(config: Config) -> Costs:
+    """Multiplications of weights and in attention in a sequence's forward pass; attention whole though it is causal."""
     model, sequence = config.model, config.data.sequence
     assert isinstance(model, Gpt2), model
-    products = (
-        model.layers * (12 * model.hidden**2 + 2 * sequence * model.hidden) + model.padded_vocabulary * model.hidden
-    )
-    return 6 * sequence * products
+    layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
+    return Costs(0, (layer,) * model.layers, sequence * model.padded_vocabulary * model.hidden)
 
 
 def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.models import Vit
-from meshwright.model import Hidden, Stretch
+from meshwright.model import Costs, Hidden, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
@@ -128,17 +128,13 @@ def patch_rows(pixels: Tensor, patch: int) -> Tensor:
     return F.pad(F.pad(rows, (0, 1), value=1.0), (0, 0, 1, 0))
 
 
-def flops_per_sample(config: Config) -> int:
-    """Floating-point operations of an image's forward and backward pass: matrix products only, no recomputation.
-
-    6 a weight and token (PaLM, arXiv 2204.02311, appendix B); the classifier sees one token.
-    """
+def products(config: Config) -> Costs:
+    """Multiplications of weights and in attention in an image's forward pass; the classifier sees one token."""
     model = config.model
     assert isinstance(model, Vit), model
     tokens, hidden = model.positions, model.hidden
-    layers = model.layers * (12 * hidden**2 + 2 * tokens * hidden)
-    products = tokens * (layers + patch_inputs(model) * hidden) + model.padded(model.classes) * hidden
-    return 6 * products
+    layer = tokens * (12 * hidden**2 + 2 * tokens * hidden)
+    return Costs(tokens * patch_inputs(model) * hidden, (layer,) * model.layers, model.padded(model.classes) * hidden)
 
 
 def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:

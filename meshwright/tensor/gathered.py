@@ -6,7 +6,7 @@
 | stream         | in q panels     | never exists                   | two panels of an operand        |
 
 auto: as gather if the kept weights take at most a quarter of the free memory; else whole, but gathered anew for each
-product, if the largest weight takes at most an eighth; else as stream. The rank with the least memory decides for all.
+product, if the largest weight takes at most an eighth; else as stream. The rank with the least memory decides for all of the kit's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from meshwright.allocator import available_memory_bytes
 from meshwright.comm import size_bytes
+from meshwright.free_memory import free_memory_bytes
 from meshwright.mesh import Mesh
 from meshwright.shard import ShardedModule
 from meshwright.tensor.summa import Form, Panels, Summa
@@ -30,20 +30,6 @@ def choose_form(policy: str, weight_bytes: list[int], q: int, free_bytes: int) -
         return Form(streams=policy == "stream", keeps=policy == "gather")
     keeps = q * sum(weight_bytes) <= free_bytes // 4
     return Form(streams=not keeps and q * max(weight_bytes, default=0) > free_bytes // 8, keeps=keeps)
-
-
-def free_memory_bytes(mesh: Mesh) -> int:
-    """The least free device memory of the ranks; ranks of one machine's host memory share it."""
-    if mesh.device.type == "cuda":
-        mine = torch.cuda.mem_get_info(mesh.device)[0]
-    else:
-        mine = available_memory_bytes() // mesh.grid.world_size
-    if mesh.device.type == "meta":
-        return mine  # a plan, made on one machine
-    told = torch.tensor([float(mine)], device=mesh.device, dtype=torch.float64)
-    everyone = told.new_empty(mesh.world.size)
-    mesh.world.all_gather(everyone, told)
-    return int(everyone.min())
 
 
 @dataclass
@@ -58,9 +44,9 @@ class Weights:
 
     @cached_property
     def form(self) -> Form:
-        """Decided at the first product: all layers are there then, on all ranks."""
+        """Decided at the first product: all of the stage's layers are there then, on all of the kit's ranks."""
         sizes = [size_bytes(block) for block in self.blocks]
-        free = free_memory_bytes(self.mesh) if self.policy == "auto" else 0
+        free = free_memory_bytes(self.mesh, "depth", "row", "col") if self.policy == "auto" else 0
         return choose_form(self.policy, sizes, self.mesh.size("row"), free)
 
     @cached_property

@@ -9,17 +9,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from meshwright.build import Parts, build, family_of
+from meshwright.build import Parts, build
 from meshwright.comm import Traffic
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.grid import Grid
 from meshwright.mesh import planned_mesh
 from meshwright.shard import num_parameters
+from meshwright.stages import empty_batch
 from meshwright.tensor.tesseract import TesseractLinear
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
@@ -53,15 +53,9 @@ def plan_step(config: Config) -> Plan:
     layout = config.layout
     mesh = planned_mesh(Grid(layout.axes), 0, layout.token_axes)
     parts = build(config, mesh)
-    shapes = family_of(config).shapes(config)
     mesh.ledger.traffic.clear()
-    for index in range(config.num_microbatches):
-        batch = {
-            name: parts.kit.slice_batch(torch.empty(config.micro, *shape, dtype=torch.long, device="meta"))
-            for name, shape in shapes.items()
-        }
-        scales = dict.fromkeys(parts.model.labels, 1.0)
-        parts.strategy.backward(parts.model, batch, scales, final=index == config.num_microbatches - 1)
+    batches = [empty_batch(config, parts.kit, mesh.device) for _ in range(config.num_microbatches)]
+    parts.passes.train(batches, dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
     parts.strategy.finish()
     parts.strategy.publish()
     return Plan(parts, dict(mesh.ledger.traffic))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright.build import Parts, build, family_of, resolve_transport
+from meshwright.build import Parts, build, resolve_transport
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, newest_step, pieces_of, restore
 from meshwright.checkpoint.manifest import Progress
 from meshwright.checkpoint.restore import progress_of
@@ -21,6 +21,7 @@ from meshwright.data.dataset import Opened
 from meshwright.data.progress import silent
 from meshwright.environment import Environment, read_environment, rendezvous
 from meshwright.errors import ConfigError
+from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.launch import Job, StopRequest, joined, launch, run_worker
 from meshwright.mesh import Mesh, open_mesh

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.batch import Batch, Samples, counts_of, rows_of, scales_of, to_device
+from meshwright.batch import Batch, Samples, counts_of, scales_of, to_device
 from meshwright.build import Parts
+from meshwright.grid import PIPE
 from meshwright.launch.stop import StopRequest
 from meshwright.shard import seed_of
 from meshwright.train.metrics import (
@@ -94,22 +95,22 @@ class Trainer:
 
     def _backward(self, loaded: Loaded, scale: float) -> float:
         parts, config = self.parts, self.parts.config
-        scales = scales_of(parts.model.labels, loaded.counts, scale)
         parts.module.train()
-        total = torch.zeros((), dtype=torch.float64, device=parts.mesh.device)
-        for index in range(config.num_microbatches):
-            rows = slice(index * config.micro, (index + 1) * config.micro)
-            place = "/".join(str(parts.mesh.index(axis)) for axis in ("data", *parts.kit.split_axes))
+        scales = scales_of(parts.model.labels, loaded.counts, scale)
+        place = "/".join(str(parts.mesh.index(axis)) for axis in ("data", PIPE, *parts.kit.split_axes))
+
+        def seed(index: int) -> None:
             torch.manual_seed(seed_of(f"{config.seed}/dropout/{self.samples}/{index}/{place}"))
-            final = index == config.num_microbatches - 1
-            batch = parts.local(rows_of(loaded.batch, rows))
-            total += parts.strategy.backward(parts.model, batch, scales, final=final)
-        return self._once(float(total))
+
+        return self._once(float(parts.passes.train(parts.microbatches(loaded.batch), scales, seed)))
 
     def _once(self, loss: float) -> float:
-        """A loss that other ranks of the replica hold as well, counted on the first of them only."""
+        """A loss that other ranks of the replica hold as well, counted on the first of them only.
+
+        Stages hold no copies: all but the last have a loss of 0.
+        """
         mesh = self.parts.mesh
-        alike = (axis for axis in mesh.grid.names if axis not in self.parts.config.layout.batch_axes)
+        alike = (axis for axis in mesh.grid.names if axis not in (PIPE, *self.parts.config.layout.batch_axes))
         return loss if mesh.index(*alike) == 0 else 0.0
 
     def _load(self, samples: int) -> Batch:

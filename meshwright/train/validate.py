@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.batch import Batch, Samples, counts_of, rows_of, to_device
+from meshwright.batch import Batch, Samples, counts_of, to_device
 from meshwright.build import Parts
+from meshwright.grid import PIPE
 
 
 @torch.no_grad()
@@ -22,17 +23,17 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
     with parts.strategy.whole_weights():
         for index in range(num_batches):
             rows = held_out.held_out(index * config.batch.global_ + mine, config.replica_batch)
-            for start in range(0, config.replica_batch, config.micro):
-                micro = to_device(rows_of(rows, slice(start, start + config.micro)), mesh.device)
-                sums += _sums(parts, parts.local(micro))
-    mesh.comm(*config.layout.batch_axes).all_reduce(sums)
+            batches = parts.microbatches(to_device(rows, mesh.device))
+            for h, batch in zip(parts.passes.hidden(batches), batches, strict=True):
+                if h is not None:
+                    sums += _sums(parts, h, batch)
+    mesh.comm(*config.layout.batch_axes, PIPE).all_reduce(sums)
     losses, counts, right = sums
     return {"validation_loss": float((losses / counts).sum()), "validation_accuracy": float(right[0] / counts[0])}
 
 
-def _sums(parts: Parts, batch: Batch) -> Tensor:
+def _sums(parts: Parts, h: Tensor, batch: Batch) -> Tensor:
     """[3, labels]: of each label the summed loss, how many elements count, how many are predicted."""
     model, names = parts.model, parts.model.labels
-    h = model.trunk(batch)
     losses = [float(model.loss(h, batch, {other: float(other == name) for other in names})) for name in names]
     return torch.tensor([losses, counts_of(batch, names), model.right(h, batch)], device=h.device, dtype=torch.float64)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.build import build, family_of
+from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Progress
 from meshwright.checkpoint.restore import Piece, gradient_pieces
@@ -18,6 +18,7 @@ from meshwright.data.progress import Progress as Report
 from meshwright.data.progress import silent
 from meshwright.environment import Environment
 from meshwright.errors import LaunchError, MismatchError
+from meshwright.families import family_of
 from meshwright.launch import Job, StopRequest, joined
 from meshwright.mesh import Mesh
 from meshwright.train.job import open_layout, resources_of, run_ranks, worker_device

@@ -82,12 +82,7 @@ def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int
     batch = parts.strategy.share(
         lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
     )
-    loss = 0.0
-    for index in range(config.num_microbatches):
-        rows = slice(index * config.micro, (index + 1) * config.micro)
-        final = index == config.num_microbatches - 1
-        micro = {name: parts.kit.slice_batch(x) for name, x in rows_of(batch, rows).items()}
-        loss += float(parts.strategy.backward(parts.model, micro, scales, final=final))
+    loss = float(parts.passes.train(parts.microbatches(batch), scales, torch.manual_seed))
     parts.strategy.finish()
     gradients: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
     for slot in parts.strategy.slots:
@@ -109,7 +104,7 @@ def train(mesh: Mesh, config: Config) -> tuple[list[float], dict[str, dict[tuple
         loss, gradients = train_step(parts, step)
         first_gradients = first_gradients or gradients
         total = torch.tensor(loss, dtype=torch.float64)
-        mesh.comm(*config.layout.batch_axes).all_reduce(total)
+        mesh.comm(*config.layout.batch_axes, "pipe").all_reduce(total)
         losses.append(float(total))
     assert first_gradients is not None
     return losses, first_gradients

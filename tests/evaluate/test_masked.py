@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.batch import IGNORED, counts_of
-from meshwright.build import build, family_of
+from meshwright.build import build
 from meshwright.config import Config
 from meshwright.config.models import Bert
 from meshwright.config.schema import Data, Optimizer, Precision
@@ -23,6 +23,7 @@ from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.evaluate import stream_for
 from meshwright.evaluate.masked import LoadedBert, load_bert, masked_accuracy
 from meshwright.evaluate.report import facts_of
+from meshwright.families import family_of
 from meshwright.mesh import solo_mesh
 from tests.evaluate.test_commands import run, run_json
 from tests.evaluate.tiny import lively, save, tiny_checkpoint

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.build import build, family_of
+from meshwright.build import build
 from meshwright.config import Config
 from meshwright.errors import ConfigError
+from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
 from meshwright.train.explain import plan_step, render

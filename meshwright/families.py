@@ -1,0 +1,51 @@
+"""The families of models: how one is made, what feeds it, what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.config import Config
+from meshwright.data.dataset import TEXT, Dataset
+from meshwright.data.images import IMAGES
+from meshwright.data.masked import MASKED_TEXT
+from meshwright.model import Costs, Stretch
+from meshwright.models import bert, gpt, vit
+from meshwright.models.bert import BERT
+from meshwright.models.chain import Chain
+from meshwright.models.gpt import GPT
+from meshwright.models.vit import ViT
+from meshwright.tensor.kit import Kit
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models: how one, or a stretch of one, is made of a config and a kit, and what feeds it."""
+
+    model: Callable[[Any, Kit, Stretch | None], Chain]
+    dataset: Dataset
+    products: Callable[[Config], Costs]
+    """Multiplications of a sample's forward pass."""
+    tokens_per_sample: Callable[[Config], int]
+    shapes: Callable[[Config], dict[str, tuple[int, ...]]]
+    """Of one sample, by its entries' names."""
+
+    def flops_per_sample(self, config: Config) -> int:
+        """Floating-point operations of a sample's forward and backward pass: matrix products only, no recomputation.
+
+        6 a weight and token (PaLM, arXiv 2204.02311, appendix B).
+        """
+        return int(6 * self.products(config).total)
+
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(GPT, TEXT, gpt.products, lambda c: c.data.sequence, gpt.sample_shapes),
+    "bert": Family(BERT, MASKED_TEXT, bert.products, lambda c: c.data.sequence, bert.sample_shapes),
+    "vit": Family(ViT, IMAGES, vit.products, lambda c: c.model.positions, vit.sample_shapes),
+}
+
+
+def family_of(config: Config) -> Family:
+    """The family of a run's model."""
+    return FAMILIES[config.model.family]

@@ -1,0 +1,168 @@
+"""The driver on a rank: it does what the engine says, sends what comes of it, and waits for messages.
+
+The clock (clock.py) drives the same engine without a rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.batch import Batch, Scales
+from meshwright.comm import Comm
+from meshwright.mailbox import Form, Mailbox, Message
+from meshwright.model import Hidden
+from meshwright.pipeline.engine import stage_process
+from meshwright.pipeline.passes import Seed
+from meshwright.pipeline.schedule import FORWARD_ONLY, Rule, Schedule
+from meshwright.pipeline.span import Span, task_span
+from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.task import Arrival, Kind, Task
+from meshwright.pipeline.view import View
+
+Received = dict[Arrival, Hidden]
+"""Messages by the tasks that they make ready."""
+
+
+class Synchronises(Protocol):
+    """A data-parallel strategy, as far as a pipeline sees it."""
+
+    def expect(self, final: bool) -> None:
+        """Say whether the coming gradients are the step's last."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage stands: its index, how many there are, and the comm of the ranks that share it (its kit's)."""
+
+    index: int
+    num_stages: int
+    peers: Comm
+    device: torch.device
+
+
+class Pipeline:
+    """`forms`: of what passes between stages, forward and backward alike."""
+
+    def __init__(
+        self, stage: Stage, place: Place, rule: Rule, mailbox: Mailbox, forms: tuple[Form, ...], strategy: Synchronises
+    ) -> None:
+        self.stage = stage
+        self.place = place
+        self.rule = rule
+        self.mailbox = mailbox
+        self.forms = forms
+        self.strategy = strategy
+        self.spans: list[Span] = []
+        self._epoch = -1
+
+    def train(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.place.device)
+        received: Received = {}
+        last = len(batches) - 1
+        self.strategy.expect(False)
+
+        def act(task: Task) -> None:
+            nonlocal total
+            index = task.microbatch
+            if task.kind is Kind.FORWARD:
+                seed(index)
+                outgoing = self.stage.forward(index, received.pop(task, ()), batches[index], scales)
+                if self.stage.stretch.last:
+                    total += outgoing[0]
+                else:
+                    self.mailbox.send("after", index, outgoing)
+            elif task.kind is Kind.BACKWARD:
+                if index == last:
+                    self.strategy.expect(True)
+                gradients = self.stage.backward(index, received.pop(task, ()), defers=self.rule.splits)
+                if not self.stage.stretch.first:
+                    self.mailbox.send("before", index, gradients)
+            else:
+                self.stage.weights(index, final=index == last)
+
+        self._drive(self.rule, len(batches), act, received)
+        return total
+
+    @torch.no_grad()
+    def hidden(self, batches: Sequence[Batch]) -> Iterator[Tensor | None]:
+        received: Received = {}
+        ends: list[Tensor | None] = []
+
+        def act(task: Task) -> None:
+            outgoing = self.stage.hidden(received.pop(task, ()), batches[task.microbatch])
+            if not self.stage.stretch.last:
+                self.mailbox.send("after", task.microbatch, outgoing)
+            ends.append(outgoing[0] if self.stage.stretch.last else None)
+
+        self._drive(FORWARD_ONLY, len(batches), act, received)
+        return iter(ends)
+
+    def _drive(
+        self, rule: Rule, num_batches: int, act: Callable[[Task], None], received: dict[Arrival, Hidden]
+    ) -> None:
+        """Run the stage's engine to its end. What arrives lies in `received` until a task takes it."""
+        place, stretch = self.place, self.stage.stretch
+        self._epoch += 1
+        before = 0 if stretch.first else num_batches
+        after = 0 if stretch.last or Kind.BACKWARD not in rule.kinds else num_batches
+        self.mailbox.open(self._epoch, self.forms, before, after)
+        self.spans = []
+        schedule = agreed(rule.schedule, rule.kinds, place)
+        process = stage_process(rule.view(place.index, place.num_stages, num_batches), schedule)
+        arrived: list[Arrival] | None = None
+        while True:
+            try:
+                action = next(process) if arrived is None else process.send(arrived)
+            except StopIteration:
+                break
+            if isinstance(action, Task):
+                start = time.time()
+                act(action)
+                self.spans.append(task_span(place.index, action, start, time.time()))
+                messages = self.mailbox.poll()
+            else:
+                messages = self.mailbox.wait()
+            arrived = [_arrival(message) for message in messages]
+            received.update(zip(arrived, (message.tensors for message in messages), strict=True))
+        self.mailbox.flush()
+
+
+def _arrival(message: Message) -> Arrival:
+    return Arrival(Kind.FORWARD if message.side == "before" else Kind.BACKWARD, message.index)
+
+
+def agreed(schedule: Schedule, kinds: tuple[Kind, ...], place: Place) -> Schedule:
+    """The schedule as the first of a stage's ranks follows it: it tells the others what it decides, and they obey.
+
+    Ranks that share layers meet in the layers' collectives, so they must do the same tasks in the same order, though
+    messages reach them at different moments. Sends one broadcast of 8 bytes a task.
+    """
+    peers = place.peers
+    if peers.size == 1:
+        return schedule
+    told: Task | None = None
+
+    def lead(view: View) -> Task | None:
+        task = schedule(view)
+        if task is not None:
+            peers.broadcast(torch.tensor(kinds.index(task.kind), device=place.device), 0)
+        return task
+
+    def follow(view: View) -> Task | None:
+        nonlocal told
+        if told is None:
+            code = torch.empty((), dtype=torch.int64, device=place.device)
+            peers.broadcast(code, 0)
+            told = view.next(kinds[int(code)])
+        if not view.ready(told.kind):
+            return None  # its message has reached the leader, and will reach us
+        task, told = told, None
+        return task
+
+    return lead if peers.index == 0 else follow

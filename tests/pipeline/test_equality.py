@@ -1,0 +1,59 @@
+"""Every schedule computes what one device computes: float64 gradients to 1e-12 relative, losses to 1e-10."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from meshwright.config import Config
+from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE, check, config_for, run
+
+SCHEDULES = ("gpipe", "1f1b", "axonn", "message-driven")
+WHOLE = {"kind": "none"}
+LAYERS = {"gpt2": 4, "untied": 4, "bert": 3, "megatron-bert": 3, "vit": 3}
+
+
+def pipelined(model: str, stages: int, schedule: str, tensor: dict[str, Any], data: int = 1, **changes: Any) -> Config:
+    """Four microbatches a replica."""
+    config = config_for(model, tensor, data, **({"steps": 3, "batch": {"global": 24, "micro": 6 // data}} | changes))
+    pipeline = {"size": stages, "schedule": schedule} | changes.get("pipeline", {})
+    layout = config.layout.model_dump() | {"pipeline": pipeline}
+    tree = config.model_dump(mode="json", by_alias=True) | {"layout": layout}
+    tree["model"]["layers"] = LAYERS[model]
+    return Config.model_validate(tree)
+
+
+@cache
+def serial(model: str, **changes: Any) -> Any:
+    return run(pipelined(model, 1, "gpipe", WHOLE, **changes))[0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_equals_serial(stages: int, schedule: str) -> None:
+    check(run(pipelined("gpt2", stages, schedule, WHOLE)), serial("gpt2"))
+
+
+@pytest.mark.parametrize("model", ["untied", "bert", "megatron-bert", "vit"])
+def test_every_model_equals_serial(model: str) -> None:
+    check(run(pipelined(model, 2, "message-driven", WHOLE)), serial(model))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_data_parallelism(schedule: str) -> None:
+    check(run(pipelined("gpt2", 2, schedule, WHOLE, 2)), serial("gpt2"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "message-driven"])
+@pytest.mark.parametrize("tensor", [ONE_D[0], SEQUENCE[0], BLOCKS[1]], ids=["1-D", "1-D cut", "2-D"])
+def test_with_tensor_kits(tensor: dict[str, Any], schedule: str) -> None:
+    check(run(pipelined("gpt2", 2, schedule, tensor)), serial("gpt2"))
+
+
+def test_sixteen_ranks() -> None:
+    """data 2 x pipe 2 x [2, 2, 2]: five axes."""
+    config = pipelined("gpt2", 2, "message-driven", BLOCKS[2], 2, batch={"global": 24, "micro": 4})
+    config_serial = {"batch": {"global": 24, "micro": 4}}
+    check(run(config), run(pipelined("gpt2", 1, "gpipe", WHOLE, **config_serial))[0])
