@@ -6,7 +6,8 @@
 | stream         | in q panels     | never exists                   | two panels of an operand        |
 
 auto: as gather if the kept weights take at most a quarter of the free memory; else whole, but gathered anew for each
-product, if the largest weight takes at most an eighth; else as stream. The rank with the least memory decides for all of the kit's.
+product, if the largest weight takes at most an eighth; else as stream. Of the kit's ranks, the one with the least
+memory decides.
 """
 
 from __future__ import annotations
