@@ -16,6 +16,7 @@ from dataclasses import replace
 from benchmarks import torch_pipeline
 from benchmarks.contender import Contender
 from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, show, write_json
+from benchmarks.ours import pipeline_contender
 
 SINGLE = {2: ("4+0", "3.5+0.5", "3+1", "2.5+1.5"), 4: ("2+1+1+0", "1.5+1.5+1+0", "1+1.5+1.5+0", "1+1+1+1")}
 """Partitions by ranks: one chunk a rank. The head weighs about as much as two and a half layers."""
@@ -52,10 +53,23 @@ def heat(schedule: str, ranks: int, microbatches: int, plan: Plan) -> list[Resul
     return sorted(interleave(contenders, plan), key=lambda result: result.median)
 
 
-def final(theirs: Sequence[Contender], plan: Plan) -> tuple[list[Result], str]:
-    """Torch's pipelines and one device, in turns; and the name of torch's fastest."""
+OURS = {2: ("3+1", "4+0"), 4: ("2+1+1+0", "1+1+2+0")}
+"""Our partitions, by ranks: whole layers."""
+
+
+def ours(ranks: int, microbatches: int) -> list[Contender]:
+    """Our schedule in its partitions, on both transports."""
+    return [
+        pipeline_contender("message-driven", transport, partition, microbatches)
+        for transport in ("mpi", "torch")
+        for partition in OURS[ranks]
+    ]
+
+
+def final(theirs: Sequence[Contender], mine: Sequence[Contender], plan: Plan) -> tuple[list[Result], str]:
+    """Torch's pipelines, ours and one device, in turns; and the name of torch's fastest."""
     one_device = Contender("one device, fused AdamW", "benchmarks.baselines:plain", {"fused": True})
-    results = interleave([*theirs, one_device], plan)
+    results = interleave([*theirs, *mine, one_device], plan)
     return results, min(results[: len(theirs)], key=lambda result: result.median).contender.name
 
 
@@ -82,7 +96,7 @@ def main() -> None:
             finalists.append(best)
         if not finalists:
             continue
-        results, best_name = final(finalists, plan)
+        results, best_name = final(finalists, ours(ranks, arguments.microbatches), plan)
         show(f"pipelines, {what}", results, [best_name])
         tables[f"ranks-{ranks}"] = as_json(results, [best_name])
     write_json(arguments.json, tables)
