@@ -16,12 +16,11 @@ from torch import Tensor
 from meshwright.batch import Batch, Scales
 from meshwright.comm import Comm
 from meshwright.mailbox import Form, Mailbox, Message
-from meshwright.model import Hidden
+from meshwright.model import Hidden, Stretch
 from meshwright.pipeline.engine import stage_process
 from meshwright.pipeline.passes import Seed
 from meshwright.pipeline.schedule import FORWARD_ONLY, Rule, Schedule
 from meshwright.pipeline.span import Span, task_span
-from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Arrival, Kind, Task
 from meshwright.pipeline.view import View
 
@@ -34,6 +33,20 @@ class Synchronises(Protocol):
 
     def expect(self, final: bool) -> None:
         """Say whether the coming gradients are the step's last."""
+
+
+class Acts(Protocol):
+    """What does the tasks: a stage (stage.py), or what stands in for one."""
+
+    stretch: Stretch
+
+    def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden: ...
+
+    def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden: ...
+
+    def weights(self, index: int, *, final: bool) -> None: ...
+
+    def hidden(self, incoming: Hidden, batch: Batch) -> Hidden: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class Pipeline:
     """`forms`: of what passes between stages, forward and backward alike."""
 
     def __init__(
-        self, stage: Stage, place: Place, rule: Rule, mailbox: Mailbox, forms: tuple[Form, ...], strategy: Synchronises
+        self, stage: Acts, place: Place, rule: Rule, mailbox: Mailbox, forms: tuple[Form, ...], strategy: Synchronises
     ) -> None:
         self.stage = stage
         self.place = place
