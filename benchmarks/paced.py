@@ -1,0 +1,252 @@
+"""A pipeline's rank whose tasks sleep: the driver, the mailbox and the processes are real, the computation is not.
+
+A task takes the seconds that the clock (meshwright/pipeline/clock.py) is told it takes, so both see the same troubles.
+A message carries the moment at which it is to arrive, the end of its task and the link's latency; the receiver holds
+it back until then. What the transport needs lies within that latency, and the sender waits for nothing.
+
+| message | holds |
+|---|---|
+| [0] | when it arrives, in seconds since the epoch, float64 |
+| [1:] | nothing: weight on the wire |
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.contender import Place, Step
+from meshwright.batch import Batch, Scales
+from meshwright.environment import read_environment, rendezvous
+from meshwright.grid import Grid
+from meshwright.mailbox import Form, Mailbox, Message, Side
+from meshwright.mesh import Mesh, open_mesh
+from meshwright.model import Hidden, Stretch
+from meshwright.pipeline import pipeline
+from meshwright.pipeline.clock import simulate
+from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Rule
+from meshwright.pipeline.span import Span, Timeline, task_span
+from meshwright.pipeline.task import Kind, Task
+from meshwright.pipeline.trace import write_trace
+
+RULES: dict[str, Rule] = {
+    "1f1b": ONE_F_ONE_B,
+    "gpipe": GPIPE,
+    "axonn": AXONN,
+    "message-driven, limit 12": MESSAGE_DRIVEN.limited(12),
+    "message-driven, limit 16": MESSAGE_DRIVEN.limited(16),
+    "message-driven, all": MESSAGE_DRIVEN.limited(2**20),
+}
+CONDITIONS = ("no jitter", "jitter", "slow stage", "late messages")
+LATENCY, JITTER, SLOW_STAGE, SLOWNESS = 0.1, 0.3, 3, 1.3
+LOOK_SECONDS = 2e-4
+"""How often a rank that holds messages back looks for others: these may be due earlier."""
+SPIN_SECONDS = 2e-4
+"""The end of a sleep that is spent awake, since a sleeper wakes late."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One step under a schedule and a condition. Times are in forward passes; `seed` draws the condition's troubles,
+    the same ones for every schedule.
+    """
+
+    schedule: str
+    condition: str
+    num_stages: int
+    num_microbatches: int
+    seed: int = 0
+
+    @property
+    def rule(self) -> Rule:
+        return RULES[self.schedule]
+
+    def costs(self, stage: int, task: Task) -> float:
+        """F, B and W take 1 each; an unsplit backward pass is B and W together."""
+        if self.rule.splits or task.kind is Kind.FORWARD:
+            return self._part(stage, task)
+        return self._part(stage, task) + self._part(stage, Task(Kind.WEIGHT, task.microbatch))
+
+    def _part(self, stage: int, task: Task) -> float:
+        if self.condition == "jitter":
+            return 1 + JITTER * (2 * self._uniform(stage, task) - 1)
+        return SLOWNESS if (self.condition, stage) == ("slow stage", SLOW_STAGE) else 1.0
+
+    def latency(self, stage: int, to: int, message: Task) -> float:
+        """From the end of the task that sends the message to its arrival; late messages: up to 1 more."""
+        late = self._uniform(stage, to, message) if self.condition == "late messages" else 0.0
+        return LATENCY + late
+
+    def _uniform(self, *key: object) -> float:
+        return random.Random(repr((self.seed, *map(str, key)))).random()
+
+    def simulated(self) -> Timeline:
+        """What the clock says, in forward passes."""
+        return simulate(self.num_stages, self.num_microbatches, self.rule, self.costs, self.latency)
+
+
+def sleep_until(moment: float) -> None:
+    """Return at `moment` (seconds since the epoch), or at once where it is past."""
+    nap = moment - SPIN_SECONDS - time.time()
+    if nap > 0:
+        time.sleep(nap)
+    while time.time() < moment:
+        pass
+
+
+class PacedStage:
+    """A stage whose tasks sleep."""
+
+    def __init__(self, index: int, run: Run, forward_seconds: float, form: Form) -> None:
+        self.stretch = Stretch(range(0), index == 0, index == run.num_stages - 1)
+        self.index = index
+        self.run = run
+        self.forward_seconds = forward_seconds
+        self.form = form
+
+    def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
+        end = self._work(Task(Kind.FORWARD, index))
+        return (torch.zeros(()),) if self.stretch.last else self._message(end, 1, Task(Kind.FORWARD, index))
+
+    def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden:
+        end = self._work(Task(Kind.BACKWARD, index))
+        return () if self.stretch.first else self._message(end, -1, Task(Kind.BACKWARD, index))
+
+    def weights(self, index: int, *, final: bool) -> None:
+        self._work(Task(Kind.WEIGHT, index))
+
+    def hidden(self, incoming: Hidden, batch: Batch) -> Hidden:
+        raise AssertionError("a paced stage trains only")
+
+    def _work(self, task: Task) -> float:
+        """Sleep; the moment at which the task ended."""
+        sleep_until(time.time() + self.run.costs(self.index, task) * self.forward_seconds)
+        return time.time()
+
+    def _message(self, end: float, step: int, task: Task) -> Hidden:
+        latency = self.run.latency(self.index, self.index + step, task) * self.forward_seconds
+        return (torch.full(self.form.shape, end + latency, dtype=self.form.dtype),)
+
+
+class HeldMailbox:
+    """Another mailbox, whose messages are held back here until the moment that they carry.
+
+    It numbers the epochs itself, over all the pipelines that use it one after the other.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
+        self._epochs = count()
+        self._order = count()
+        self._held: list[tuple[float, int, Message]] = []
+
+    def open(self, epoch: int, forms: tuple[Form, ...], before: int, after: int) -> None:
+        assert not self._held, f"{len(self._held)} messages that nobody took"
+        self.mailbox.open(next(self._epochs), forms, before, after)
+
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
+        self.mailbox.send(to, index, tensors)
+
+    def poll(self) -> list[Message]:
+        self._hold(self.mailbox.poll())
+        now, due = time.time(), []
+        while self._held and self._held[0][0] <= now:
+            due.append(heapq.heappop(self._held)[2])
+        return due
+
+    def wait(self) -> list[Message]:
+        while not (due := self.poll()):
+            if self._held:
+                sleep_until(min(self._held[0][0], time.time() + LOOK_SECONDS))
+            else:
+                self._hold(self.mailbox.wait())
+        return due
+
+    def _hold(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            heapq.heappush(self._held, (float(message.tensors[0][0]), next(self._order), message))
+
+    def flush(self) -> None:
+        self.mailbox.flush()
+
+    def shut(self) -> None:
+        self.mailbox.shut()
+
+
+class NoGradients:
+    """The data-parallel strategy of a pipeline that has none."""
+
+    def expect(self, final: bool) -> None:
+        return None
+
+
+class PacedPipeline:
+    """A rank: runs one paced step after the other over one mailbox."""
+
+    def __init__(self, mesh: Mesh, forward_seconds: float, message_bytes: int) -> None:
+        self.mesh = mesh
+        self.forward_seconds = forward_seconds
+        self.form = Form((max(1, message_bytes // 8),), torch.float64)
+        self.mailbox = HeldMailbox(mesh.mailbox("pipe"))
+
+    def step(self, run: Run) -> Timeline | None:
+        """All ranks' spans on rank 0, in seconds; None elsewhere."""
+        index = self.mesh.index("pipe")
+        place = pipeline.Place(index, run.num_stages, self.mesh.comm("data"), self.mesh.device)
+        stage = PacedStage(index, run, self.forward_seconds, self.form)
+        driver = pipeline.Pipeline(stage, place, run.rule, self.mailbox, (self.form,), NoGradients())
+        self.mesh.world.barrier()
+        driver.train([{}] * run.num_microbatches, {}, lambda microbatch: None)
+        return self._gathered(run, driver.spans)
+
+    def _gathered(self, run: Run, spans: Sequence[Span]) -> Timeline | None:
+        """Sends one gather of 32 bytes a task to rank 0."""
+        world, kinds = self.mesh.world, run.rule.kinds
+        names = [task_span(0, Task(kind, 0), 0.0, 0.0).category for kind in kinds]
+        rows = [(names.index(x.category), x.microbatch, x.start_seconds, x.end_seconds) for x in spans]
+        part = torch.tensor(rows, dtype=torch.float64)  # [tasks, 4]
+        whole = torch.empty(world.size if world.index == 0 else 0, *part.shape, dtype=torch.float64)
+        world.gather(whole, part, 0)
+        if world.index > 0:
+            return None
+        return Timeline(
+            world.size,
+            tuple(
+                task_span(stage, Task(kinds[int(kind)], int(microbatch)), start, end)
+                for stage, tasks in enumerate(whole.tolist())
+                for kind, microbatch, start, end in tasks
+            ),
+        )
+
+
+@contextmanager
+def paced(
+    place: Place, transport: str, forward_ms: float, message_bytes: int, runs: str, folder: str
+) -> Iterator[Step]:
+    """A step is the next of `runs`, a JSON list of Run's fields. Rank 0 writes trace 0.json, 1.json, ... to `folder`
+    and returns the seconds of the step.
+    """
+    todo = enumerate(Run(**fields) for fields in json.loads(runs))
+    grid = Grid((("data", 1), ("pipe", place.ranks)))
+    with open_mesh(grid, read_environment(), transport, torch.device("cpu"), rendezvous()) as mesh:
+        rank = PacedPipeline(mesh, forward_ms / 1e3, message_bytes)
+
+        def step() -> float:
+            number, run = next(todo)
+            timeline = rank.step(run)
+            if timeline is None:
+                return 0.0
+            write_trace(timeline, Path(folder) / f"{number}.json")
+            return timeline.total_seconds
+
+        yield step

@@ -1,0 +1,209 @@
+"""Schedules over 8 stages: real processes, driver and mailbox with paced tasks, beside the clock that computes.
+
+    python -m benchmarks.pipeline [--microbatches 16 64] [--conditions "no jitter" ...] [--schedules 1f1b ...]
+                                  [--transport mpi|torch] [--rounds N] [--forward-ms T] [--message-kib N]
+                                  [--picture FILE] [--json FILE]
+
+Backward passes take twice as long as forward ones (B = W = forward where they are split), links a tenth of it. Each
+round draws its own jitter and late messages, the same for every schedule and for the clock; in a round the schedules
+take turns. Ratios are medians over the rounds of the two schedules' ratio within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.contender import Contender
+from benchmarks.interleave import write_json
+from benchmarks.paced import CONDITIONS, RULES, Run
+from benchmarks.team import Team
+from meshwright.pipeline.span import Timeline
+from meshwright.pipeline.trace import read_trace
+from meshwright.report.timeline import draw_timelines
+
+NUM_STAGES = 8
+BASELINE = "1f1b"
+TARGETS = {16: (0.92, 0.90, 0.95, 0.85), 64: (0.97, 0.94, 0.97, 0.82)}
+"""By microbatches: what message-driven may take of 1F1B's time, in the order of CONDITIONS."""
+WARM_UP = Run(BASELINE, CONDITIONS[0], NUM_STAGES, 2)
+PICTURED = ("gpipe", BASELINE, "axonn", "message-driven, limit 12")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run in the processes and by the clock, both in forward passes."""
+
+    run: Run
+    real: Timeline
+    clock: Timeline
+
+
+def planned(microbatches: Sequence[int], conditions: Sequence[str], schedules: Sequence[str], rounds: int) -> list[Run]:
+    """All runs in their order. A limit beyond the microbatches is none: of equal schedules the first runs."""
+    runs = []
+    for seed, number, condition in product(range(rounds), microbatches, conditions):
+        turns = [*schedules[seed % len(schedules) :], *schedules[: seed % len(schedules)]]
+        runs += [Run(schedule, condition, NUM_STAGES, number, seed) for schedule in turns if fits(schedule, number)]
+    return runs
+
+
+def fits(schedule: str, num_microbatches: int) -> bool:
+    """Whether this schedule is another than the one before it in RULES."""
+    return schedule != "message-driven, all" or num_microbatches > 2 * NUM_STAGES
+
+
+def measure(runs: Sequence[Run], transport: str, forward_ms: float, message_bytes: int) -> list[Measured]:
+    """Run all in one team of processes. Raises LaunchError where it fails."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="benchmark-")))
+        progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+        traces = folder / "traces"
+        options = {
+            "transport": transport,
+            "forward_ms": forward_ms,
+            "message_bytes": message_bytes,
+            "runs": json.dumps([asdict(run) for run in (WARM_UP, *runs)]),
+            "folder": str(traces),
+        }
+        launcher = "mpi" if transport == "mpi" else "torch"
+        team = Team(Contender("paced", "benchmarks.paced:paced", options, NUM_STAGES, launcher), folder)
+        stack.callback(team.close)
+        team.run(1)
+        measured = []
+        for number, run in enumerate(progress.track(runs, description="measuring"), start=1):
+            team.run(1)
+            real = scaled(read_trace(traces / f"{number}.json"), 1e3 / forward_ms)
+            measured.append(Measured(run, real, run.simulated()))
+    return measured
+
+
+def scaled(timeline: Timeline, factor: float) -> Timeline:
+    """The timeline in another unit of time."""
+    spans = (
+        replace(span, start_seconds=span.start_seconds * factor, end_seconds=span.end_seconds * factor)
+        for span in timeline.spans
+    )
+    return Timeline(timeline.num_stages, tuple(spans))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule in a cell: totals in forward passes (medians of the rounds), and what they are of 1F1B's."""
+
+    num_microbatches: int
+    condition: str
+    schedule: str
+    real: float
+    clock: float
+    real_ratio: float
+    clock_ratio: float
+
+    @property
+    def ratio_error(self) -> float:
+        """How far the clock's ratio is from the processes', relative."""
+        return self.clock_ratio / self.real_ratio - 1
+
+    @property
+    def target(self) -> float | None:
+        """What the real ratio should not exceed."""
+        ours = self.schedule.startswith("message-driven")
+        return TARGETS[self.num_microbatches][CONDITIONS.index(self.condition)] if ours else None
+
+
+def summed_up(measured: Sequence[Measured]) -> list[Row]:
+    """A row for each cell and schedule, in the order of the first round and of RULES."""
+    baselines = {replace(one.run, schedule=BASELINE): one for one in measured if one.run.schedule == BASELINE}
+    cells = dict.fromkeys((one.run.num_microbatches, one.run.condition) for one in measured)
+    rows = []
+    for (number, condition), schedule in product(cells, RULES):
+        here = [
+            one
+            for one in measured
+            if (one.run.num_microbatches, one.run.condition, one.run.schedule) == (number, condition, schedule)
+        ]
+        if here:
+            against = [baselines[replace(one.run, schedule=BASELINE)] for one in here]
+            real, clock = [x.real.total_seconds for x in here], [x.clock.total_seconds for x in here]
+            real_ratios = [own / x.real.total_seconds for own, x in zip(real, against, strict=True)]
+            clock_ratios = [own / x.clock.total_seconds for own, x in zip(clock, against, strict=True)]
+            medians = map(statistics.median, (real, clock, real_ratios, clock_ratios))
+            rows.append(Row(number, condition, schedule, *medians))
+    return rows
+
+
+def show(rows: Sequence[Row], forward_ms: float, title: str) -> None:
+    table = Table(title=title)
+    table.add_column("cell")
+    table.add_column("schedule")
+    for head in ("real ms", "clock ms", "clock/real", "real /1f1b", "clock /1f1b", "clock/real", "target"):
+        table.add_column(head, justify="right")
+    cell = None
+    for row in rows:
+        if cell not in (None, (row.num_microbatches, row.condition)):
+            table.add_section()
+        first = cell != (row.num_microbatches, row.condition)
+        cell = (row.num_microbatches, row.condition)
+        table.add_row(
+            f"{row.num_microbatches}, {row.condition}" if first else "",
+            row.schedule,
+            f"{row.real * forward_ms:.0f}",
+            f"{row.clock * forward_ms:.0f}",
+            f"{row.clock / row.real - 1:+.1%}",
+            f"{row.real_ratio:.3f}",
+            f"{row.clock_ratio:.3f}",
+            f"{row.ratio_error:+.1%}",
+            "" if row.target is None else f"{row.target:.2f}",
+        )
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def draw(measured: Sequence[Measured], picture: Path) -> None:
+    """The four schedules of the first round with the fewest microbatches, in the first condition."""
+    fewest = min(one.run.num_microbatches for one in measured)
+    cell = (fewest, measured[0].run.condition, 0)
+    there = {
+        one.run.schedule: one.real
+        for one in measured
+        if (one.run.num_microbatches, one.run.condition, one.run.seed) == cell
+    }
+    draw_timelines({name: there[name] for name in PICTURED if name in there}, picture, "forward passes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Schedules in paced processes, beside the clock that computes.")
+    parser.add_argument("--microbatches", type=int, nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
+    parser.add_argument("--schedules", nargs="+", choices=list(RULES), default=list(RULES), help="beside 1f1b")
+    parser.add_argument("--transport", choices=["mpi", "torch"], default="mpi")
+    parser.add_argument("--rounds", type=int, default=3, help="draws of the troubles")
+    parser.add_argument("--forward-ms", type=float, default=10.0, help="how long a forward pass sleeps")
+    parser.add_argument("--message-kib", type=int, default=256)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the schedules' timelines from real traces")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as well")
+    arguments = parser.parse_args()
+    schedules = list(dict.fromkeys([BASELINE, *arguments.schedules]))
+    runs = planned(arguments.microbatches, arguments.conditions, schedules, arguments.rounds)
+    measured = measure(runs, arguments.transport, arguments.forward_ms, arguments.message_kib * 1024)
+    rows = summed_up(measured)
+    title = f"{NUM_STAGES} paced stages over {arguments.transport}, forward {arguments.forward_ms:g} ms"
+    show(rows, arguments.forward_ms, f"{title}, {arguments.rounds} rounds")
+    if arguments.picture is not None:
+        draw(measured, arguments.picture)
+    write_json(arguments.json, {title: [asdict(row) for row in rows]})
+
+
+if __name__ == "__main__":
+    main()
