@@ -9,6 +9,7 @@ SIZES = (2, 3, 4)
 SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1")
 """Every sync but fsdp, which runs inside torch.distributed."""
 
+SCHEDULES = ("gpipe", "1f1b", "axonn", "message-driven")
 
 TENSOR: dict[int, dict[str, dict[str, object]]] = {
     2: {"megatron-2": {"kind": "megatron", "size": 2}},
@@ -16,6 +17,17 @@ TENSOR: dict[int, dict[str, dict[str, object]]] = {
     4: {"tesseract-2": {"kind": "tesseract", "q": 2, "d": 1}},
 }
 """Tensor layouts by world size."""
+
+PIPELINES: dict[int, dict[str, tuple[int, int, str, dict[str, object]]]] = {
+    2: {f"pipe-2-{schedule}": (1, 2, schedule, {"kind": "none"}) for schedule in SCHEDULES},
+    3: {"pipe-3": (1, 3, "message-driven", {"kind": "none"})},
+    4: {
+        "pipe-4": (1, 4, "message-driven", {"kind": "none"}),
+        "data-2-pipe-2": (2, 2, "message-driven", {"kind": "none"}),
+        "pipe-2-megatron-2": (1, 2, "message-driven", {"kind": "megatron", "size": 2}),
+    },
+}
+"""Pipelines by world size: replicas, stages, schedule, tensor layout."""
 
 
 def cases(num_ranks: int) -> list[Case]:
@@ -44,4 +56,9 @@ def cases(num_ranks: int) -> list[Case]:
         ).layout
         function = "tests.tensor.test_equality_mpi:train_for_files"
         listed.append(Case(name, function, (tensor,), layout.axes, layout.token_axes))
+    for name, (data, stages, schedule, tensor) in PIPELINES[num_ranks].items():
+        kit = (("tensor", tensor["size"]),) if tensor["kind"] == "megatron" else ()
+        axes = (("data", data), ("pipe", stages), *kit)
+        function = "tests.pipeline.test_equality_mpi:train_for_files"
+        listed.append(Case(name, function, (data, stages, schedule, tensor), axes))
     return listed
