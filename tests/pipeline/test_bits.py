@@ -1,0 +1,139 @@
+"""The order in which messages arrive changes no bit: neither of the losses nor of a gradient, with dropout on."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.batch import counts_of, scales_of
+from meshwright.build import build
+from meshwright.config import Config, parse_config
+from meshwright.grid import Grid
+from meshwright.mailbox import Form, Mailbox, Message, Side
+from meshwright.mesh import Mesh
+from meshwright.pipeline.pipeline import Pipeline
+from tests.data_parallel.test_equality import global_batch
+from tests.pipeline.test_equality import WHOLE, pipelined
+from tests.tensor.test_equality import ONE_D
+from tests.workers import run_ranks
+
+
+@dataclass(frozen=True)
+class Bits:
+    """What a rank has of a step: its loss, its slots' gradients, and what it did, in order."""
+
+    loss: float
+    gradients: list[Tensor]
+    order: tuple[str, ...]
+
+
+CASES = {
+    "2 stages, message-driven": (2, "message-driven", WHOLE),
+    "2 stages, axonn": (2, "axonn", WHOLE),
+    "3 stages, message-driven": (3, "message-driven", WHOLE),
+    "3 stages, axonn": (3, "axonn", WHOLE),
+    "2 stages of 2 ranks, message-driven": (2, "message-driven", ONE_D[0]),
+}
+
+
+class Delaying:
+    """A mailbox whose messages are late, and overtake each other, as a seed says."""
+
+    def __init__(self, inner: Mailbox, seed: str) -> None:
+        self.inner = inner
+        self.chance = random.Random(seed)
+        self.held: list[Message] = []
+
+    def open(self, epoch: int, forms: tuple[Form, ...], before: int, after: int) -> None:
+        assert not self.held, f"left over: {self.held}"
+        self.inner.open(epoch, forms, before, after)
+
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
+        time.sleep(self.chance.choice((0, 0, 0.002)))
+        self.inner.send(to, index, tensors)
+
+    def poll(self) -> list[Message]:
+        self.held += self.inner.poll()
+        return self.let_go(self.chance.randint(0, len(self.held)))
+
+    def wait(self) -> list[Message]:
+        self.held += self.inner.poll() if self.held else self.inner.wait()
+        return self.let_go(self.chance.randint(1, len(self.held)))
+
+    def let_go(self, count: int) -> list[Message]:
+        self.chance.shuffle(self.held)
+        released, self.held = self.held[:count], self.held[count:]
+        return released
+
+    def flush(self) -> None:
+        self.inner.flush()
+
+    def shut(self) -> None:
+        self.inner.shut()
+
+
+def with_dropout(config: Config, **pipeline: Any) -> Config:
+    """Eight microbatches a step."""
+    tree = config.model_dump(mode="json", by_alias=True)
+    tree["model"]["dropout"] = 0.1
+    tree["layout"]["pipeline"] |= pipeline
+    tree["batch"]["micro"] = 3
+    return parse_config(tree)
+
+
+def bits_of(mesh: Mesh, config: Config, seeds: Sequence[int | None]) -> list[Bits]:
+    """The same step again and again, each with the delays of a seed; None: without."""
+    parts = build(config, mesh)
+    passes = parts.passes
+    assert isinstance(passes, Pipeline)
+    mailbox, everyone = passes.mailbox, global_batch(config, 0)
+    scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), 1.0)
+    results = []
+    for seed in seeds:
+        passes.mailbox = mailbox if seed is None else Delaying(mailbox, f"{seed}/{mesh.rank}")
+        loss = passes.train(parts.microbatches(everyone), scales, torch.manual_seed)
+        parts.strategy.finish()
+        gradients = [slot.parameter.grad.clone() for slot in parts.strategy.slots]
+        parts.strategy.publish()  # nothing was stepped
+        results.append(Bits(float(loss), gradients, tuple(span.name for span in passes.spans)))
+    return results
+
+
+def runs_of(config: Config, seeds: Sequence[int | None]) -> list[list[Bits]]:
+    """By rank and seed."""
+    return run_ranks(bits_of, Grid(config.layout.axes), config, seeds, token_axes=config.layout.token_axes)
+
+
+def assert_same_bits(mine: Bits, wanted: Bits) -> None:
+    assert mine.loss == wanted.loss
+    for a, b in zip(mine.gradients, wanted.gradients, strict=True):
+        assert bool(b.any())
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_order_of_arrival_changes_no_bit(case: tuple[int, str, dict[str, Any]]) -> None:
+    stages, schedule, tensor = case
+    ranks = runs_of(with_dropout(pipelined("gpt2", stages, schedule, tensor)), (None, None, 1, 2, 3, 4))
+    for first, *others in ranks:
+        for other in others:
+            assert_same_bits(other, first)
+    orders = set(zip(*([bits.order for bits in rank] for rank in ranks), strict=True))
+    one_order = schedule == "axonn" and stages == 2  # forward up to the limit, then each gradient's turn
+    assert (len(orders) == 1) == one_order, "all runs did the same in the same order: nothing was tested"
+
+
+def test_other_limits_and_other_processes_change_no_bit() -> None:
+    """How many microbatches are in flight is a matter of memory."""
+    config = pipelined("gpt2", 3, "message-driven", WHOLE)
+    runs = [runs_of(with_dropout(config, limit=limit), (1,)) for limit in (1, 8, 8)]
+    for run in runs[1:]:
+        for (mine,), (wanted,) in zip(run, runs[0], strict=True):
+            assert_same_bits(mine, wanted)
