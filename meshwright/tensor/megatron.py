@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -30,6 +29,7 @@ from meshwright.mesh import Mesh
 from meshwright.shard import ZEROS, Initial, ShardedModule, ShardSpec, seed_of
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.linear import bias_gradient, cast, linear, weight_gradient
+from meshwright.tensor.lookup import lookup
 from meshwright.tensor.sequence import CutSequence, Sequence, WholeSequence
 from meshwright.tensor.serial import SerialLinear, SerialNorm
 
@@ -93,7 +93,7 @@ class MegatronEmbedding(ShardedModule):
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids - self.mesh.index("tensor") * self.weight.shape[0]
         mine = (rows >= 0) & (rows < self.weight.shape[0])
-        part = F.embedding(torch.where(mine, rows, 0), self.weight) * mine.unsqueeze(-1)
+        part = lookup(torch.where(mine, rows, 0), self) * mine.unsqueeze(-1)
         return self.sequence.leave(part)  # [B, T, H]
 
 

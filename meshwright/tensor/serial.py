@@ -23,6 +23,7 @@ from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
 from meshwright.tensor.cross_entropy import chunked_token_losses
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.linear import linear
+from meshwright.tensor.lookup import lookup
 
 
 class SerialEmbedding(ShardedModule):
@@ -33,7 +34,7 @@ class SerialEmbedding(ShardedModule):
         self.weight = self.declare("weight", ShardSpec((num_rows, hidden), initial=initial))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)  # [B, T, H]
+        return lookup(ids, self)  # [B, T, H]
 
 
 class SerialPatches(ShardedModule):

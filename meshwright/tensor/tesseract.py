@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -33,6 +32,7 @@ from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.linear import bias_gradient, cast, linear
+from meshwright.tensor.lookup import lookup
 from meshwright.tensor.norm2d import split_layer_norm
 from meshwright.tensor.summa import Choice, Panels, Sizes, Summa, W, X, Y, best_choice
 
@@ -112,7 +112,7 @@ class TesseractEmbedding(ShardedModule):
         everyones = join(ids, self.mesh, "row", 0)  # [B/depth, T]
         rows = everyones - self.mesh.index("row") * self.weight.shape[0]
         mine = (rows >= 0) & (rows < self.weight.shape[0])
-        part = F.embedding(torch.where(mine, rows, 0), self.weight) * mine.unsqueeze(-1)
+        part = lookup(torch.where(mine, rows, 0), self) * mine.unsqueeze(-1)
         return cut_sum(part, self.mesh, "row", 0)  # [b, T, H/col]
 
 
