@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from meshwright.batch import Batch, Scales
 from meshwright.model import Model
+from meshwright.pipeline.moment import Moment, Watch
 from meshwright.pipeline.span import Span
 
 Seed = Callable[[int], None]
@@ -42,18 +44,30 @@ class Backward(Protocol):
 class Accumulation:
     """Whole models: a microbatch after the other, whose gradients add up."""
 
-    spans: Sequence[Span] = ()
-
     def __init__(self, model: Model, strategy: Backward, device: torch.device) -> None:
         self.model = model
         self.strategy = strategy
         self.device = device
+        self._watch = Watch(device)
+        self._moments: list[Moment] = []
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """One a microbatch: both of its passes. Each ends where the next begins."""
+        times = [moment() for moment in self._moments]
+        return [
+            Span(0, f"FB{index}", "forward+backward", start, end, index)
+            for index, (start, end) in enumerate(pairwise(times))
+        ]
 
     def train(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._watch.start()
+        self._moments = [self._watch.now()]
         for index, batch in enumerate(batches):
             seed(index)
             total += self.strategy.backward(self.model, batch, scales, final=index == len(batches) - 1)
+            self._moments.append(self._watch.now())
         return total
 
     def hidden(self, batches: Sequence[Batch]) -> Iterator[Tensor | None]:

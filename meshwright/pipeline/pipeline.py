@@ -5,7 +5,6 @@ The clock (clock.py) drives the same engine without a rank.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +17,7 @@ from meshwright.comm import Comm
 from meshwright.mailbox import Form, Mailbox, Message
 from meshwright.model import Hidden, Stretch
 from meshwright.pipeline.engine import stage_process
+from meshwright.pipeline.moment import Moment, Watch
 from meshwright.pipeline.passes import Seed
 from meshwright.pipeline.schedule import FORWARD_ONLY, Rule, Schedule
 from meshwright.pipeline.span import Span, task_span
@@ -71,8 +71,14 @@ class Pipeline:
         self.mailbox = mailbox
         self.forms = forms
         self.strategy = strategy
-        self.spans: list[Span] = []
+        self._watch = Watch(place.device)
+        self._done: list[tuple[Task, Moment, Moment]] = []
         self._epoch = -1
+
+    @property
+    def spans(self) -> list[Span]:
+        """The tasks of the last step."""
+        return [task_span(self.place.index, task, start(), end()) for task, start, end in self._done]
 
     def train(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.place.device)
@@ -125,7 +131,8 @@ class Pipeline:
         before = 0 if stretch.first else num_batches
         after = 0 if stretch.last or Kind.BACKWARD not in rule.kinds else num_batches
         self.mailbox.open(self._epoch, self.forms, before, after)
-        self.spans = []
+        self._done = []
+        self._watch.start()
         schedule = agreed(rule.schedule, rule.kinds, place)
         process = stage_process(rule.view(place.index, place.num_stages, num_batches), schedule)
         arrived: list[Arrival] | None = None
@@ -135,9 +142,9 @@ class Pipeline:
             except StopIteration:
                 break
             if isinstance(action, Task):
-                start = time.time()
+                start = self._watch.now()
                 act(action)
-                self.spans.append(task_span(place.index, action, start, time.time()))
+                self._done.append((action, start, self._watch.now()))
                 messages = self.mailbox.poll()
             else:
                 messages = self.mailbox.wait()

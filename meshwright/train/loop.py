@@ -20,10 +20,11 @@ from meshwright.train.metrics import (
     BusyClock,
     StepFacts,
     metrics_line,
-    peak_flops,
     peak_memory_bytes,
     release_free_memory,
+    work_of,
 )
+from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
 from meshwright.train.pulse import Beat, Pulse
 
 
@@ -36,18 +37,20 @@ class Loaded:
 
 
 class Trainer:
-    """Turns the parts over a stream of batches. `step` counts finished steps, `samples` is the data cursor."""
+    """Turns the parts over a stream of batches. `step` counts finished steps, `samples` is the data cursor.
+
+    `phases` and the passes' spans tell what the last step did and when.
+    """
 
     def __init__(self, parts: Parts, train: Samples, *, step: int = 0, samples: int = 0) -> None:
         self.parts = parts
         self.train = train
         self.step = step
         self.samples = samples
+        self.phases = PhaseClock(parts.mesh.device)
         self._clock = BusyClock(parts.mesh.device)
         self._sent: dict[str, int] = {}
-        config = parts.config
-        self.flops = parts.flops_per_sample * config.batch.global_
-        self.peak = peak_flops(config.metrics.peak_flops, parts.mesh.device)
+        self.work = work_of(parts)
         batch = self._load(samples)
         mine = torch.tensor(counts_of(batch, parts.model.labels), dtype=torch.float64, device=parts.mesh.device)
         parts.mesh.comm("data").all_reduce(mine)
@@ -63,35 +66,33 @@ class Trainer:
         started = time.perf_counter()
         parts, loaded = self.parts, self._next
         scale = parts.optimizer.scaler.scale
+        phases = self.phases = PhaseClock(parts.mesh.device)
+        phases.begin(PIPELINE)
         loss = self._backward(loaded, scale)
+        phases.pause()
         self.samples += parts.config.batch.global_
         following = self._load(self.samples)
+        phases.begin(DATA_PARALLEL)
         arrivals: Iterable[int] = parts.strategy.arrivals()
+        phases.pause()
         pulse = Pulse.send(parts.mesh, self._beat(loss, following, stop))
+        arrivals = phases.waiting(arrivals)
         if observe is not None:
             arrivals = list(arrivals)  # all are there
             observe()
+        phases.begin(OPTIMIZER)
         result = parts.optimizer.step(self.step, arrivals)
         parts.strategy.publish()
         parts.kit.end_step()
+        phases.pause()
         beats = pulse.read()
         replicas = [beats[rank].next_counts for rank in parts.mesh.grid.group(parts.mesh.rank, "data")]
         self._next = Loaded(following, [sum(counts) for counts in zip(*replicas, strict=True)])
         self.step += 1
         self._empty_cache()
         seconds = time.perf_counter() - started
-        facts = StepFacts(
-            step=self.step,
-            tokens=parts.tokens_per_sample * parts.config.batch.global_,
-            step_seconds=seconds,
-            learning_rate=result.learning_rate,
-            grad_norm=result.gradient_norm,
-            loss_scale=scale,
-            applied=result.applied,
-            flops=self.flops,
-            peak_flops=self.peak,
-        )
-        return metrics_line(facts, beats, parts.mesh.grid.axis_sets), any(beat.stop for beat in beats)
+        facts = StepFacts(self.step, result, scale, seconds, phases.seconds())
+        return metrics_line(facts, self.work, beats, parts.mesh.grid), any(beat.stop for beat in beats)
 
     def _backward(self, loaded: Loaded, scale: float) -> float:
         parts, config = self.parts, self.parts.config
@@ -129,6 +130,8 @@ class Trainer:
             next_counts=counts_of(following, self.parts.model.labels),
             stop=stop is not None and stop.requested,
             busy_seconds=self._clock.lap(),
+            pipeline_seconds=self.phases.seconds()[PIPELINE],
+            task_seconds=sum(span.seconds for span in self.parts.passes.spans),
             peak_memory_bytes=peak_memory_bytes(mesh.device),
             sent_bytes=tuple(self._sent.get(axes, 0) - before.get(axes, 0) for axes in mesh.grid.axis_sets),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,16 @@ from typing import Any
 import torch
 
 from meshwright.allocator import release_freed_memory
+from meshwright.build import Parts
 from meshwright.errors import MeshwrightError
+from meshwright.families import family_of
+from meshwright.grid import PIPE, Grid
+from meshwright.model import Costs
+from meshwright.optim.optimizer import StepResult
 from meshwright.train.pulse import Beat
+
+PAPER_TOKENS = 3e11
+SECONDS_A_DAY = 86400
 
 PEAK_FLOPS = {
     # Dense half-precision peaks by the vendor's data sheets, per device.
@@ -35,6 +44,15 @@ def peak_flops(setting: float | str, device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def paper_flops(products: Costs) -> float:
+    """Floating-point operations of a sample's step as AxoNN counts them (Singh and Bhatele 2022), after Narayanan 2021.
+
+    Layers run forward twice, since activations are recomputed, whether the run does so or not: 8 a multiplication of
+    their forward pass; the rest 6. For GPT-2 that is 96 s l h² (1 + s/(6h) + V/(16 l h)) of s tokens.
+    """
+    return 8 * sum(products.layers) + 6 * (products.begin + products.end)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -76,44 +94,73 @@ class BusyClock:
 
 
 @dataclass(frozen=True)
+class StepWork:
+    """What every step of a run computes. `flops`: of the model; `paper_flops`: as the paper counts them."""
+
+    tokens: int
+    flops: float
+    paper_flops: float
+    peak_flops: float | None
+    """Of one device."""
+
+
+def work_of(parts: Parts) -> StepWork:
+    """The work of a step, over all ranks."""
+    config = parts.config
+    samples, products = config.batch.global_, family_of(config).products(config)
+    peak = peak_flops(config.metrics.peak_flops, parts.mesh.device)
+    tokens, flops = samples * parts.tokens_per_sample, samples * parts.flops_per_sample
+    return StepWork(tokens, flops, samples * paper_flops(products), peak)
+
+
+@dataclass(frozen=True)
 class StepFacts:
-    """What the loop knows of a step beside the beats. `learning_rate` and `grad_norm` as the optimizer used them."""
+    """What the loop knows of a step beside the beats. `phase_seconds`: this rank's."""
 
     step: int
-    tokens: int
-    step_seconds: float
-    learning_rate: float
-    grad_norm: float
+    result: StepResult
     loss_scale: float
-    applied: bool
-    flops: float
-    peak_flops: float | None
+    step_seconds: float
+    phase_seconds: Mapping[str, float]
 
 
-def metrics_line(facts: StepFacts, beats: Sequence[Beat], axis_sets: Sequence[str]) -> dict[str, Any]:
+def metrics_line(facts: StepFacts, work: StepWork, beats: Sequence[Beat], grid: Grid) -> dict[str, Any]:
     """A step's metrics. mfu is 'unknown' without a known peak.
 
     sent_bytes: over each axis, and over those sets of axes (`data+depth`) that were used; the sender's that sent most.
     """
-    sent = {axes: max(beat.sent_bytes[index] for beat in beats) for index, axes in enumerate(axis_sets)}
-    rate = facts.flops / facts.step_seconds
+    sent = {axes: max(beat.sent_bytes[index] for beat in beats) for index, axes in enumerate(grid.axis_sets)}
+    rate = work.flops / facts.step_seconds
     line: dict[str, Any] = {
         "step": facts.step,
         "loss": sum(beat.loss for beat in beats) / facts.loss_scale,
-        "tokens": facts.tokens,
-        "tokens_per_second": facts.tokens / facts.step_seconds,
+        "tokens": work.tokens,
+        "tokens_per_second": work.tokens / facts.step_seconds,
         "step_seconds": facts.step_seconds,
-        "learning_rate": facts.learning_rate,
-        "grad_norm": facts.grad_norm,
+        "phase_seconds": dict(facts.phase_seconds),
+        "idle_shares": _idle_shares(beats, grid),
+        "days_for_300g_tokens": PAPER_TOKENS * facts.step_seconds / work.tokens / SECONDS_A_DAY,
+        "learning_rate": facts.result.learning_rate,
+        "grad_norm": facts.result.gradient_norm,
         "loss_scale": facts.loss_scale,
-        "applied": facts.applied,
+        "applied": facts.result.applied,
         "peak_memory_bytes": max(beat.peak_memory_bytes for beat in beats),
         "sent_bytes": {axes: count for axes, count in sent.items() if count or "+" not in axes},
         "flops_per_second": rate,
-        "mfu": rate / (facts.peak_flops * len(beats)) if facts.peak_flops else "unknown",
+        "paper_flops_per_second": work.paper_flops / facts.step_seconds,
+        "mfu": rate / (work.peak_flops * len(beats)) if work.peak_flops else "unknown",
         "utilisation": [_share(beat.busy_seconds, facts.step_seconds) for beat in beats],
     }
     return line
+
+
+def _idle_shares(beats: Sequence[Beat], grid: Grid) -> list[float]:
+    """Of each stage: the part of the longest rank's pipeline phase in which it did no task, the mean of its ranks."""
+    total = max(beat.pipeline_seconds for beat in beats)
+    stages: list[list[float]] = [[] for _ in range(grid.size(PIPE))]
+    for rank, beat in enumerate(beats):
+        stages[grid.index(rank, PIPE)].append(max(0.0, 1 - beat.task_seconds / total))
+    return [statistics.mean(shares) for shares in stages]
 
 
 def _share(busy_seconds: float, step_seconds: float) -> float | str:

@@ -16,24 +16,30 @@ from meshwright.mesh import Mesh
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank says: its share of the loss, of the next step's counted labels, and how it fares."""
+    """What one rank says: its share of the loss, of the next step's counted labels, and how it fares.
+
+    `pipeline_seconds`: its forward and backward passes, and the waits between them; `task_seconds`: without the waits.
+    """
 
     loss: float
     next_counts: list[int]
     stop: bool
     busy_seconds: float
+    pipeline_seconds: float
+    task_seconds: float
     peak_memory_bytes: int
     sent_bytes: tuple[int, ...]
 
     def numbers(self) -> list[float]:
-        head = [self.loss, self.stop, self.busy_seconds, self.peak_memory_bytes]
+        times = (self.busy_seconds, self.pipeline_seconds, self.task_seconds)
+        head = (self.loss, self.stop, *times, self.peak_memory_bytes)
         return [float(number) for number in (*head, *self.next_counts, *self.sent_bytes)]
 
     @classmethod
     def of(cls, numbers: Sequence[float], num_labels: int) -> Beat:
-        loss, stop, busy, peak, *rest = numbers
-        counts, sent = rest[:num_labels], rest[num_labels:]
-        return cls(loss, list(map(int, counts)), bool(stop), busy, int(peak), tuple(map(int, sent)))
+        loss, stop, busy, pipeline, tasks, peak, *rest = numbers
+        counts, sent = list(map(int, rest[:num_labels])), tuple(map(int, rest[num_labels:]))
+        return cls(loss, counts, bool(stop), busy, pipeline, tasks, int(peak), sent)
 
 
 @dataclass(frozen=True)

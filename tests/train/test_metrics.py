@@ -15,16 +15,17 @@ from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config, load_config
 from meshwright.data.packed import open_packed
+from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
-from meshwright.models.gpt import flops_per_sample
-from meshwright.train.metrics import BusyClock, MetricsWriter, StepFacts, metrics_line, peak_flops
+from meshwright.optim.optimizer import StepResult
+from meshwright.train.metrics import BusyClock, MetricsWriter, StepFacts, StepWork, metrics_line, peak_flops
 from meshwright.train.pulse import Beat
 from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.workers import run_ranks
 
 PEAK = 1e9
-BEAT_BYTES = 6 * 8
+BEAT_BYTES = 10 * 8
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +56,41 @@ def whole_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def papers_flops(model: Any, s: int) -> float:
+    """The formula of one sequence, letter by letter."""
+    h, layers, V = model.hidden, model.layers, model.padded_vocabulary
+    return 96 * s * layers * h**2 * (1 + s / (6 * h) + V / (16 * layers * h))
+
+
+def assert_phases(line: dict[str, Any]) -> None:
+    assert list(line["phase_seconds"]) == ["pipeline", "data_parallel", "optimizer"]
+    assert all(seconds > 0 for seconds in line["phase_seconds"].values())
+    assert sum(line["phase_seconds"].values()) <= line["step_seconds"] + 1e-4  # two clocks
+    assert all(0 <= share < 1 for share in line["idle_shares"])
+
+
 def test_every_field(whole_run: Path, corpus: Path) -> None:
     lines = lines_of(whole_run)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    model = config_of(corpus).model
+    config = config_of(corpus)
+    model = config.model
     for line in lines:
         assert set(line) - {"validation_loss", "validation_accuracy"} == {
             "step", "loss", "tokens", "tokens_per_second", "step_seconds", "learning_rate", "grad_norm", "loss_scale",
-            "applied", "peak_memory_bytes", "sent_bytes", "flops_per_second", "mfu", "utilisation",
+            "applied", "peak_memory_bytes", "sent_bytes", "flops_per_second", "mfu", "utilisation", "phase_seconds",
+            "idle_shares", "days_for_300g_tokens", "paper_flops_per_second",
         }  # fmt: skip
         assert 2 < line["loss"] < math.log(model.padded_vocabulary) + 0.5
         assert line["tokens"] == 12 * 12
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_seconds"])
         assert line["flops_per_second"] == pytest.approx(
-            12 * flops_per_sample(config_of(corpus)) / line["step_seconds"]
+            12 * family_of(config).flops_per_sample(config) / line["step_seconds"]
         )
         assert line["mfu"] == pytest.approx(line["flops_per_second"] / (2 * PEAK))
+        assert line["paper_flops_per_second"] == pytest.approx(12 * papers_flops(model, 12) / line["step_seconds"])
+        assert line["days_for_300g_tokens"] == pytest.approx(3e11 / line["tokens_per_second"] / 3600 / 24)
+        assert_phases(line)
+        assert len(line["idle_shares"]) == 1
         assert 0 < line["grad_norm"] < 100
         assert (line["loss_scale"], line["applied"]) == (1.0, True)
         assert 50e6 < line["peak_memory_bytes"] < 10e9
@@ -110,12 +130,12 @@ def parameter_bytes(config: Config) -> int:
 
 @pytest.mark.parametrize("sync, size, norm", [("allreduce", 3, 0), ("ring", 2, 0), ("zero1", 3, 10)])
 def test_sent_bytes(sync: str, size: int, norm: int, corpus: Path, tmp_path: Path) -> None:
-    """2(n-1)/n of the gradients, the pulse, and where ranks own parts, the norm's 8 bytes."""
+    """2(n-1)/n of the gradients, and where ranks own parts, the norm's 8 bytes; the pulse over all axes."""
     config = config_of(corpus, sync, size, steps=3)
     run(config, tmp_path)
-    pulse = (size - 1) * BEAT_BYTES
-    expected = 2 * (size - 1) * parameter_bytes(config) // size + pulse + norm
+    expected = 2 * (size - 1) * parameter_bytes(config) // size + norm
     for line in lines_of(tmp_path)[1:]:
+        assert line["sent_bytes"]["data+pipe"] == (size - 1) * BEAT_BYTES
         assert line["sent_bytes"]["data"] == pytest.approx(expected, abs=size)
 
 
@@ -214,12 +234,34 @@ def test_busy_clock_counts_work() -> None:
     assert clock.lap() > 0
 
 
+def beat(busy: float = 1.0, pipeline: float = 1.0, tasks: float = 1.0) -> Beat:
+    return Beat(0.5, [8], False, busy, pipeline, tasks, peak_memory_bytes=1, sent_bytes=(3, 0, 0))
+
+
+FACTS = StepFacts(1, StepResult(1.0, 0.1, applied=True), 1.0, 2.0, {"pipeline": 1.5})
+WORK = StepWork(tokens=6 * 10**6, flops=6.0, paper_flops=8.0, peak_flops=None)
+
+
 def test_utilisation_that_nobody_can_tell() -> None:
-    facts = StepFacts(
-        step=1, tokens=8, step_seconds=2.0, learning_rate=0.1, grad_norm=1.0, loss_scale=1.0, applied=True,
-        flops=6.0, peak_flops=None,
-    )  # fmt: skip
-    beats = [
-        Beat(0.5, 8, stop=False, busy_seconds=busy, peak_memory_bytes=1, sent_bytes=(3,)) for busy in (1, math.nan)
-    ]
-    assert metrics_line(facts, beats, ("data",))["utilisation"] == [0.5, "unknown"]
+    line = metrics_line(FACTS, WORK, [beat(busy) for busy in (1, math.nan)], Grid((("data", 2), ("pipe", 1))))
+    assert line["utilisation"] == [0.5, "unknown"]
+
+
+def test_idle_shares_are_of_stages() -> None:
+    """Two replicas of two stages, whose longest pipeline phase is 4 seconds."""
+    beats = [beat(pipeline=4, tasks=3), beat(pipeline=3, tasks=2), beat(pipeline=2, tasks=1), beat(pipeline=2, tasks=2)]
+    line = metrics_line(FACTS, WORK, beats, Grid((("data", 2), ("pipe", 2))))
+    assert line["idle_shares"] == [(0.25 + 0.75) / 2, 0.5]
+
+
+def test_estimates() -> None:
+    """3 million tokens a second: 1e5 seconds."""
+    line = metrics_line(FACTS, WORK, [beat()], Grid((("data", 1), ("pipe", 1))))
+    assert line["days_for_300g_tokens"] == pytest.approx(1e5 / 86400)
+    assert line["paper_flops_per_second"] == 4.0
+    assert line["phase_seconds"] == {"pipeline": 1.5}
+
+
+def test_a_beat_arrives_as_it_was_sent() -> None:
+    sent = Beat(0.5, [8, 9], True, 1.0, 2.0, 3.0, peak_memory_bytes=4, sent_bytes=(5, 6))
+    assert Beat.of(sent.numbers(), 2) == sent

@@ -1,0 +1,70 @@
+"""The phases of a step on one rank, one after the other.
+
+| phase | from | to |
+|---|---|---|
+| pipeline | the first microbatch's forward pass | the last task of the last backward pass |
+| data_parallel | then, waits for the gradients' sums | until all are there |
+| optimizer | norm, clipping, the step | the new parameters are published |
+
+An optimizer that steps some parameters while it waits for the others' gradients is in two phases in turn. Between the
+phases the next batch is loaded, and the ranks tell each other how they fare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from meshwright.pipeline.moment import Moment, Watch
+from meshwright.pipeline.span import Span, phase_span
+
+PIPELINE, DATA_PARALLEL, OPTIMIZER = PHASES = ("pipeline", "data_parallel", "optimizer")
+
+
+class PhaseClock:
+    """Tells the phases of one step apart, by the device's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._watch = Watch(device)
+        self._watch.start()
+        self._ended: list[tuple[str, Moment, Moment]] = []
+        self._running: tuple[str, Moment] | None = None
+
+    def begin(self, phase: str) -> None:
+        """From here on the step is in this phase, and no longer in the one before."""
+        now = self._end()
+        self._running = phase, now
+
+    def pause(self) -> None:
+        """From here on it is in none."""
+        self._end()
+        self._running = None
+
+    def _end(self) -> Moment:
+        now = self._watch.now()
+        if self._running is not None:
+            self._ended.append((*self._running, now))
+        return now
+
+    def waiting(self, arrivals: Iterable[int]) -> Iterator[int]:
+        """Pass on what arrives. Each wait is of the data-parallel phase, what is done in between of the optimizer's."""
+        rest = iter(arrivals)
+        while True:
+            self.begin(DATA_PARALLEL)
+            index = next(rest, None)
+            self.begin(OPTIMIZER)
+            if index is None:
+                return
+            yield index
+
+    def seconds(self) -> dict[str, float]:
+        """How long the step was in each phase."""
+        totals = dict.fromkeys(PHASES, 0.0)
+        for phase, start, end in self._ended:
+            totals[phase] += end() - start()
+        return totals
+
+    def spans(self, stage: int) -> list[Span]:
+        """Every time that the step was in a phase, but for the pipeline's, which its tasks show."""
+        return [phase_span(stage, phase, start(), end()) for phase, start, end in self._ended if phase != PIPELINE]
