@@ -48,11 +48,10 @@ RULES: dict[str, Rule] = {
     "message-driven, all": MESSAGE_DRIVEN.limited(2**20),
 }
 CONDITIONS = ("no jitter", "jitter", "slow stage", "late messages")
+RUNS = "runs.json"
 LATENCY, JITTER, SLOW_STAGE, SLOWNESS = 0.1, 0.3, 3, 1.3
 LOOK_SECONDS = 2e-4
 """How often a rank that holds messages back looks for others: these may be due earlier."""
-SPIN_SECONDS = 2e-4
-"""The end of a sleep that is spent awake, since a sleeper wakes late."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +95,14 @@ class Run:
 
 
 def sleep_until(moment: float) -> None:
-    """Return at `moment` (seconds since the epoch), or at once where it is past."""
-    nap = moment - SPIN_SECONDS - time.time()
+    """Return at `moment` (seconds since the epoch), or at once where it is past.
+
+    A sleeper wakes about 0.1 ms late. To spend the end of a sleep awake would be exact on an idle machine; 8 processes
+    that do so on 2 cores keep each other waiting.
+    """
+    nap = moment - time.time()
     if nap > 0:
         time.sleep(nap)
-    while time.time() < moment:
-        pass
 
 
 class PacedStage:
@@ -230,13 +231,11 @@ class PacedPipeline:
 
 
 @contextmanager
-def paced(
-    place: Place, transport: str, forward_ms: float, message_bytes: int, runs: str, folder: str
-) -> Iterator[Step]:
-    """A step is the next of `runs`, a JSON list of Run's fields. Rank 0 writes trace 0.json, 1.json, ... to `folder`
-    and returns the seconds of the step.
+def paced(place: Place, transport: str, forward_ms: float, message_bytes: int, folder: str) -> Iterator[Step]:
+    """A step is the next run of the folder's runs.json. Rank 0 writes its trace to the folder, 0.json, 1.json, ..., and
+    returns the seconds of the step.
     """
-    todo = enumerate(Run(**fields) for fields in json.loads(runs))
+    todo = enumerate(Run(**fields) for fields in json.loads((Path(folder) / RUNS).read_text()))
     grid = Grid((("data", 1), ("pipe", place.ranks)))
     with open_mesh(grid, read_environment(), transport, torch.device("cpu"), rendezvous()) as mesh:
         rank = PacedPipeline(mesh, forward_ms / 1e3, message_bytes)
