@@ -29,8 +29,9 @@ from meshwright.shard import ShardedModule, ShardSpec, num_parameters, shard_spe
 from meshwright.tensor.kit import Kit
 from meshwright.tensor.serial import SerialKit
 
-PRODUCTS_PER_ELEMENT = 100
-"""Multiplications in the time in which one element of a table's gradient is zeroed, written and added: 16 bytes."""
+PRODUCTS_PER_PARAMETER = 200
+"""Multiplications in the time of a step's work on a parameter: its gradient written, AdamW, some 40 bytes in all. For a
+CPU core; of a GPU it is ten times as many."""
 
 TIMED_ROUNDS = 5
 
@@ -112,19 +113,23 @@ def _partition(config: Config, mesh: Mesh, make: MakeModel) -> tuple[int, ...]:
         return (config.model.layers,)
     match pipeline.partition:
         case "auto":
-            beginning, _ = make(_planned(mesh, 0), Stretch(range(0), True, False))
-            return balanced(_counted(config, num_parameters(list(shard_specs(beginning).values()))), pipeline.size)
+            return balanced(counted(config, mesh, make), pipeline.size)
         case "measured":
             return balanced(_measured(config, mesh), pipeline.size)
     return pipeline.partition
 
 
-def _counted(config: Config, table_elements: int) -> Costs:
-    """A microbatch forward and backward, in products of a forward pass; embeddings by the gradients they write."""
+def counted(config: Config, mesh: Mesh, make: MakeModel) -> Costs:
+    """A microbatch forward and backward and its share of the work on parameters, in products of a forward pass."""
     products, samples = family_of(config).products(config), config.micro
-    tables = PRODUCTS_PER_ELEMENT * table_elements / 3
-    layers = tuple(samples * layer for layer in products.layers)
-    return Costs(samples * products.begin + tables, layers, samples * products.end)
+    nothing = range(0)
+    links = (Stretch(nothing, True, False), Stretch(range(1), False, False), Stretch(nothing, False, True))
+    begin, layer, end = (
+        PRODUCTS_PER_PARAMETER / 3 / config.num_microbatches * num_parameters(list(shard_specs(model).values()))
+        for model, _ in (make(_planned(mesh, 0), stretch) for stretch in links)
+    )
+    layers = tuple(samples * product + layer for product in products.layers)
+    return Costs(samples * products.begin + begin, layers, samples * products.end + end)
 
 
 def _measured(config: Config, mesh: Mesh) -> Costs:
