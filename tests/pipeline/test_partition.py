@@ -1,0 +1,116 @@
+"""Which layers a stage holds: the cheapest cut of all, and any cut computes what one device computes."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.config import Config, parse_config
+from meshwright.model import Costs
+from meshwright.pipeline.partition import balanced, ranges_of
+from tests.pipeline.test_equality import WHOLE, pipelined
+from tests.tensor.test_equality import check, run
+
+
+def dearest(costs: Costs, partition: tuple[int, ...]) -> float:
+    """The most expensive stage."""
+    stages = [sum(costs.layers[layer] for layer in layers) for layers in ranges_of(partition)]
+    stages[0] += costs.begin
+    stages[-1] += costs.end
+    return max(stages)
+
+
+@given(
+    st.builds(
+        Costs,
+        st.integers(0, 30),
+        st.lists(st.integers(1, 9), min_size=1, max_size=7).map(tuple),
+        st.integers(0, 30),
+    ),
+    st.integers(1, 5),
+)
+def test_no_cut_is_cheaper(costs: Costs, num_stages: int) -> None:
+    num_layers = len(costs.layers)
+    num_stages = min(num_stages, num_layers + 2)
+    chosen = balanced(costs, num_stages)
+    allowed = [
+        partition
+        for partition in product(range(num_layers + 1), repeat=num_stages)
+        if sum(partition) == num_layers and 0 not in partition[1:-1]
+    ]
+    assert chosen in allowed
+    assert dearest(costs, chosen) == min(dearest(costs, partition) for partition in allowed)
+
+
+@pytest.mark.parametrize(
+    "begin, end, partition",
+    [
+        (0, 0, (4, 4, 4)),
+        (1, 1, (4, 5, 3)),  # of equals, those whose early stages have more
+        (0, 4, (6, 5, 1)),  # 5 + 4: as dear as (5, 5, 2)
+        (20, 0, (0, 6, 6)),
+        (0, 20, (11, 1, 0)),
+    ],
+)
+def test_ends_weigh(begin: float, end: float, partition: tuple[int, ...]) -> None:
+    costs = Costs(begin, (1.0,) * 12, end)
+    assert dearest(costs, balanced(costs, 3)) == dearest(costs, partition)
+    if begin == end == 0 or 20 in (begin, end):  # the others have equals
+        assert balanced(costs, 3) == partition
+
+
+def test_ranges() -> None:
+    assert ranges_of((0, 2, 1)) == (range(0), range(2), range(2, 3))
+
+
+def laid_out(config: Config, pipeline: dict[str, Any] | None = None, data: dict[str, Any] | None = None) -> Config:
+    """The config with other settings of its stages and replicas."""
+    tree = config.model_dump(mode="json", by_alias=True)
+    tree["layout"]["pipeline"] |= pipeline or {}
+    tree["layout"]["data"] |= data or {}
+    return parse_config(tree)
+
+
+@cache
+def serial(model: str, micro: int) -> Any:
+    return run(pipelined(model, 1, "gpipe", WHOLE, batch={"global": 24, "micro": micro}))[0]
+
+
+def check_against_serial(config: Config, model: str = "gpt2") -> None:
+    check(run(config), serial(model, config.micro * config.layout.data.size))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "axonn", "message-driven"])
+@pytest.mark.parametrize("micro", [24, 12], ids=["one microbatch", "fewer than stages"])
+def test_few_microbatches(micro: int, schedule: str) -> None:
+    check_against_serial(pipelined("gpt2", 3, schedule, WHOLE, batch={"global": 24, "micro": micro}))
+
+
+BY_HAND: list[tuple[str, int, Any]] = [
+    ("gpt2", 2, (1, 3)),
+    ("gpt2", 2, (0, 4)),
+    ("gpt2", 2, (4, 0)),
+    ("gpt2", 3, (3, 1, 0)),
+    ("gpt2", 6, "auto"),  # as many as layers + 2: embedding and head alone
+    ("gpt2", 3, "measured"),
+    ("untied", 3, (0, 4, 0)),
+    ("bert", 3, (0, 3, 0)),
+    ("vit", 2, (0, 3)),
+]
+
+
+@pytest.mark.parametrize("model, stages, partition", BY_HAND, ids=str)
+def test_any_cut_equals_serial(model: str, stages: int, partition: Any) -> None:
+    config = pipelined(model, stages, "message-driven", WHOLE, batch={"global": 24, "micro": 6})
+    check_against_serial(laid_out(config, pipeline={"partition": partition}), model)
+
+
+@pytest.mark.parametrize("sync", ["zero1", "ring", "rooted", "server-gradient"])
+def test_every_sync_of_replicas(sync: str) -> None:
+    config = pipelined("gpt2", 2, "message-driven", WHOLE, 2, batch={"global": 24, "micro": 3})
+    check_against_serial(laid_out(config, data={"sync": sync}))

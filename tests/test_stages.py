@@ -1,0 +1,104 @@
+"""What stages hold, found out without numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from meshwright.build import _make, build, build_model
+from meshwright.config import Config
+from meshwright.free_memory import free_memory_bytes
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh, planned_mesh, solo_mesh
+from meshwright.shard import shard_specs
+from meshwright.stages import Stages, affordable_microbatches, plan_stages
+from meshwright.tensor.serial import SerialKit
+from tests.pipeline.test_equality import WHOLE, pipelined
+from tests.pipeline.test_partition import laid_out
+from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE
+from tests.workers import run_ranks
+
+
+def planned(config: Config, rank: int = 0) -> tuple[Mesh, Stages]:
+    mesh = planned_mesh(Grid(config.layout.axes), rank, config.layout.token_axes)
+    return mesh, plan_stages(config, mesh, partial(_make, config))
+
+
+@pytest.mark.parametrize("model", ["gpt2", "untied", "bert", "megatron-bert", "vit"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_stages_have_each_parameter_once_but_the_tied(model: str, stages: int) -> None:
+    config = pipelined(model, stages, "gpipe", WHOLE)
+    _, plan = planned(config)
+    serial = shard_specs(
+        build_model(config, SerialKit(solo_mesh(torch.device("meta"))), solo_mesh(torch.device("meta")))
+    )
+    assert plan.specs.keys() == serial.keys()
+    assert {name: spec.shape for name, spec in plan.specs.items()} == {
+        name: spec.shape for name, spec in serial.items()
+    }
+    tied = {name for name, spec in plan.specs.items() if spec.tied}
+    assert tied == ({"tokens.weight"} if model not in ("untied", "vit") and stages > 1 else set())
+    assert [layer for stretch in plan.stretches for layer in stretch.layers] == list(range(config.model.layers))
+    assert [(stretch.first, stretch.last) for stretch in plan.stretches] == [
+        (index == 0, index == stages - 1) for index in range(stages)
+    ]
+
+
+@pytest.mark.parametrize(
+    "tensor, shape",
+    [
+        (WHOLE, (6, 12, 24)),
+        (ONE_D[0], (6, 12, 24)),
+        (SEQUENCE[0], (6, 6, 24)),
+        (BLOCKS[1], (3, 12, 12)),
+        (BLOCKS[2], (3, 12, 12)),
+    ],
+    ids=["serial", "1-D", "1-D cut", "2-D", "2.5-D"],
+)
+def test_what_passes_between_stages(tensor: dict[str, object], shape: tuple[int, ...]) -> None:
+    batch = {"global": 24, "micro": 12 if tensor.get("d") == 2 else 6}
+    _, plan = planned(pipelined("gpt2", 2, "gpipe", tensor, batch=batch))
+    assert [(form.shape, form.dtype) for form in plan.forms] == [(shape, torch.float64)]
+
+
+def sizes_of_measured(mesh: Mesh, config: Config) -> list[int]:
+    return [len(stretch.layers) for stretch in build(config, mesh).stages.stretches]
+
+
+def test_all_ranks_cut_where_the_first_has_measured() -> None:
+    config = laid_out(pipelined("gpt2", 3, "gpipe", WHOLE), pipeline={"partition": "measured"})
+    first, *others = run_ranks(sizes_of_measured, Grid(config.layout.axes), config)
+    assert all(other == first for other in others)
+    assert sum(first) == config.model.layers
+
+
+def of_a_size(free: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    config = pipelined("gpt2", 2, "message-driven", WHOLE, batch={"global": 24, "micro": 1})
+    mesh, plan = planned(config)
+    monkeypatch.setattr("meshwright.stages.free_memory_bytes", lambda mesh, *axes: free)
+    return affordable_microbatches(config, mesh, partial(_make, config), plan)
+
+
+def test_memory_bounds_the_microbatches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_a_size(0, monkeypatch) == 1
+    assert of_a_size(10**12, monkeypatch) == 24
+    few, more = of_a_size(1_000_000, monkeypatch), of_a_size(2_000_000, monkeypatch)
+    assert 1 < few < more < 24
+    assert more - 2 * few in (0, 1)
+
+
+def parts_in_use(mesh: Mesh, config: Config) -> tuple[list[str], int]:
+    parts = build(config, mesh)
+    assert free_memory_bytes(mesh) > 0
+    names = [name for name, _ in parts.module.named_parameters()]
+    return names, sum(slot.parameter.numel() for slot in parts.strategy.slots)
+
+
+def test_a_rank_holds_its_stage_alone() -> None:
+    config = laid_out(pipelined("gpt2", 3, "gpipe", WHOLE), pipeline={"partition": (0, 4, 0)})
+    (first, _), (middle, _), (last, _) = run_ranks(parts_in_use, Grid(config.layout.axes), config)
+    assert first == ["tokens.weight", "positions.weight"]
+    assert all(name.startswith("blocks.") for name in middle)
+    assert last == ["tokens.weight", "norm.weight", "norm.bias"]
