@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.config import Config
-from meshwright.train.explain import plan_step
+from meshwright.train.plan import plan_step
 
 LAYOUTS: dict[str, Mapping[str, str | int | bool]] = {
     "[4,4,4]": {"kind": "tesseract", "q": 4, "d": 4},

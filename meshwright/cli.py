@@ -69,6 +69,10 @@ def train(
     explain: Annotated[
         bool, typer.Option(help="Say what the layout makes of the model and what it sends; train nothing.")
     ] = False,
+    trace: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STEP", help="A step to trace into --out, for Perfetto; with --explain a file.json."),
+    ] = None,
 ) -> None:
     """Train, on local workers or as one rank of torchrun, srun or mpirun.
 
@@ -77,18 +81,21 @@ def train(
     from meshwright.config import load_config
 
     config = load_config(run, overrides or ())
-    if explain:
-        from meshwright.train.explain import plan_step, render
+    from meshwright.train.trace import planned_trace, traced_steps
 
-        render(plan_step(config))
+    if explain:
+        from meshwright.train.explain import explain as explain_run
+
+        explain_run(config, planned_trace(trace or ()))
         return
     from meshwright.train.job import train as run_training
 
+    traced = traced_steps(trace or (), config)
     with _progress() as show:
         from meshwright.families import family_of
 
         family_of(config).dataset.prepare(config, show)  # drawn here; found ready by the job
-    run_training(config, out or Path("out") / run.stem, resume=resume)
+    run_training(config, out or Path("out") / run.stem, resume=resume, trace=traced)
 
 
 @app.command()

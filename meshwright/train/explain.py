@@ -1,64 +1,50 @@
-"""`meshwright train --explain`: what a run's layout makes of the model, counted on tensors without numbers.
-
-Nothing is trained and no process is started: rank 0's part is built on the meta device, and one step's forward and
-backward pass runs over comms that only write their ledger, as if every token had a label.
-"""
+"""`meshwright train --explain`: what a run's layout makes of the model, in tables. Nothing is trained (plan.py)."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from meshwright.build import Parts, build
-from meshwright.comm import Traffic
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.grid import Grid
-from meshwright.mesh import planned_mesh
+from meshwright.grid import PIPE
+from meshwright.model import Stretch
+from meshwright.pipeline.trace import write_trace
+from meshwright.report.timeline import draw_timelines
 from meshwright.shard import num_parameters
-from meshwright.stages import empty_batch
 from meshwright.tensor.tesseract import TesseractLinear
+from meshwright.train.forecast import UNIT, Forecast, forecast
+from meshwright.train.plan import Plan, plan_every_stage, plan_step
+
+MESSAGE = "message"
+"""The mailboxes' verb in the ledger."""
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Rank 0's parts, and what it sends in a step by axis and verb."""
+def explain(config: Config, trace: Path | None = None) -> None:
+    """Print what the layout makes of the run; where asked, write the trace of a pipeline's step on the virtual clock,
+    and beside it a picture of all schedules.
 
-    parts: Parts
-    traffic: dict[tuple[str, str], Traffic]
-
-    @property
-    def rows(self) -> int:
-        """Tokens of a microbatch that a rank computes between two pairs."""
-        config, mesh = self.parts.config, self.parts.mesh
-        return config.micro * self.parts.tokens_per_sample // mesh.size(*config.layout.tensor.batch_axes)
-
-
-def plan_step(config: Config) -> Plan:
-    """Build rank 0 and run a step of it without numbers.
-
-    Raises ConfigError for fsdp, which torch alone lays out, and for O1: autocast does not know tensors without numbers.
+    Raises ConfigError where there is no pipeline to trace, and where plan_step does.
     """
-    if config.layout.data.sync == "fsdp":
-        raise ConfigError.of(
-            "layout.data.sync", "fsdp", "is laid out by torch: --explain cannot count it", "another sync"
-        )
-    if config.precision.level == "O1":
-        raise ConfigError.of("precision.level", "O1", "casts by operator: --explain cannot count it", "O0, O2")
-    layout = config.layout
-    mesh = planned_mesh(Grid(layout.axes), 0, layout.token_axes)
-    parts = build(config, mesh)
-    mesh.ledger.traffic.clear()
-    batches = [empty_batch(config, parts.kit, mesh.device) for _ in range(config.num_microbatches)]
-    parts.passes.train(batches, dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
-    parts.strategy.finish()
-    parts.strategy.publish()
-    return Plan(parts, dict(mesh.ledger.traffic))
+    stages = config.layout.pipeline.size
+    if trace is not None and stages == 1:
+        raise ConfigError.of("layout.pipeline.size", 1, "has no schedule to trace with --explain", "2 or more")
+    plan = plan_step(config)
+    render(plan)
+    if stages == 1:
+        return
+    plans = plan_every_stage(plan)
+    made = forecast(plans)
+    render_stages(plans, made)
+    if trace is not None:
+        write_trace(made.chosen, trace)
+        draw_timelines(made.timelines, trace.with_suffix(".png"), UNIT)
+        Console(highlight=False).print(f"written: {trace}, {trace.with_suffix('.png')}", soft_wrap=True)
 
 
 def render(plan: Plan) -> None:
@@ -78,6 +64,34 @@ def render(plan: Plan) -> None:
         console.print(_products(plan))
     if plan.traffic:
         console.print(_traffic(plan))
+
+
+def render_stages(plans: list[Plan], made: Forecast) -> None:
+    """Two tables: what the stages hold and do, what each schedule would make of them."""
+    console = Console(highlight=False)
+    stages = Table(
+        "stage", "holds", "parameters on a rank", "work", "microbatches held", "MB to neighbours", "idle",
+        title=f"Stages (idle: on the virtual clock, {made.schedule})",
+    )  # fmt: skip
+    for stage, (plan, idle) in enumerate(zip(plans, made.chosen.idle_shares, strict=True)):
+        held = sum(parameter.numel() for parameter in plan.parts.module.parameters())
+        sent = sum(entry.sent_bytes for (axis, verb), entry in plan.traffic.items() if (axis, verb) == (PIPE, MESSAGE))
+        stages.add_row(
+            str(stage), _held(plan.parts.stages.stretches[stage]), f"{held:,}", f"{made.shares[stage]:.1%}",
+            str(made.limits[stage]), f"{sent / 1e6:,.2f}", f"{idle:.1%}",
+        )  # fmt: skip
+    console.print(stages)
+    schedules = Table("schedule", UNIT, "idle", title="Schedules on the virtual clock: counted work, no latency")
+    for name, timeline in made.timelines.items():
+        mark = " (this run's)" if name == made.schedule else ""
+        schedules.add_row(name + mark, f"{timeline.total_seconds:.2f}", f"{timeline.idle_share:.1%}")
+    console.print(schedules)
+
+
+def _held(stretch: Stretch) -> str:
+    """`embeddings, layers 0-3`."""
+    layers = [f"layers {stretch.layers[0]}-{stretch.layers[-1]}"] if len(stretch.layers) else []
+    return ", ".join(["embeddings"] * stretch.first + layers + ["head"] * stretch.last)
 
 
 def _weights(plan: Plan) -> Table:

@@ -29,6 +29,7 @@ from meshwright.report.curves import draw_loss
 from meshwright.train.console import RunDisplay
 from meshwright.train.loop import Trainer
 from meshwright.train.metrics import MetricsWriter
+from meshwright.train.trace import write_step
 from meshwright.train.validate import validate
 
 
@@ -77,8 +78,11 @@ def run_ranks(config: Config, job: Job, resources: Resources) -> None:
     )
 
 
-def train(config: Config, out: Path, *, resume: bool, progress: Any = silent) -> None:
-    """Run a whole job into `out`. Raises ConfigError, DataError, CheckpointError, LaunchError, Interrupted."""
+def train(config: Config, out: Path, *, resume: bool, trace: Sequence[int] = (), progress: Any = silent) -> None:
+    """Run a whole job into `out`, with a trace of the steps `trace`.
+
+    Raises ConfigError, DataError, CheckpointError, LaunchError, Interrupted.
+    """
     out = out.absolute()
     environment = read_environment()
     if not resume and environment.attempt == 0 and (out / "metrics.jsonl").exists():
@@ -92,6 +96,7 @@ def train(config: Config, out: Path, *, resume: bool, progress: Any = silent) ->
         "out": str(out),
         "data": str(data),
         "resume": resume,
+        "trace": list(trace),
         "transport": resources.transport,
         "device": resources.device,
     }
@@ -133,24 +138,26 @@ def worker(
     resume: bool,
     transport: str,
     device: str,
+    trace: Sequence[int] = (),
 ) -> None:
     """One rank of a training job."""
     settings = Config.model_validate(config)
     where = worker_device(device, environment)
     with open_layout(settings.layout, environment, transport, where) as mesh:
         opened = family_of(settings).dataset.open(settings, Path(data))
-        run = _Run(build(settings, mesh, Path(out)), opened, Path(out))
+        run = _Run(build(settings, mesh, Path(out)), opened, Path(out), frozenset(trace))
         run.train(stop, resume=resume or environment.attempt > 0, attempt=environment.attempt)
 
 
 class _Run:
     """A rank's training run: the trainer, and around it checkpoints, validation, metrics and the display."""
 
-    def __init__(self, parts: Parts, data: Opened, out: Path) -> None:
+    def __init__(self, parts: Parts, data: Opened, out: Path, traced: frozenset[int]) -> None:
         self.parts = parts
         self.config = parts.config
         self.data = data
         self.out = out
+        self.traced = traced
         self.first = parts.mesh.rank == 0
 
     def train(self, stop: StopRequest, *, resume: bool, attempt: int) -> None:
@@ -166,12 +173,16 @@ class _Run:
                 display.say(f"going on from checkpoint {newest.name}")
             elif resume:
                 display.say("no complete checkpoint to go on from: starting at the first step")
+            if made := sorted(step for step in self.traced if step <= started.step):
+                display.say(f"no trace of what was made before: step {', '.join(map(str, made))}")
             metrics = None
             if self.first:
                 metrics = MetricsWriter(self.out, started.step, tensorboard=self.config.metrics.tensorboard)
             trainer = Trainer(self.parts, self.data.train, step=started.step, samples=started.samples)
             while trainer.step < self.config.steps:
                 line, stopping = trainer.turn(stop)
+                if trainer.step in self.traced:
+                    write_step(trainer.spans, self.parts.mesh, trainer.step, self.out)
                 self._validate(trainer, line)
                 if metrics is not None:
                     metrics.write(line)

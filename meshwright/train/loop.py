@@ -15,6 +15,7 @@ from meshwright.batch import Batch, Samples, counts_of, scales_of, to_device
 from meshwright.build import Parts
 from meshwright.grid import PIPE
 from meshwright.launch.stop import StopRequest
+from meshwright.pipeline.span import Span
 from meshwright.shard import seed_of
 from meshwright.train.metrics import (
     BusyClock,
@@ -37,10 +38,7 @@ class Loaded:
 
 
 class Trainer:
-    """Turns the parts over a stream of batches. `step` counts finished steps, `samples` is the data cursor.
-
-    `phases` and the passes' spans tell what the last step did and when.
-    """
+    """Turns the parts over a stream of batches. `step` counts finished steps, `samples` is the data cursor."""
 
     def __init__(self, parts: Parts, train: Samples, *, step: int = 0, samples: int = 0) -> None:
         self.parts = parts
@@ -93,6 +91,11 @@ class Trainer:
         seconds = time.perf_counter() - started
         facts = StepFacts(self.step, result, scale, seconds, phases.seconds())
         return metrics_line(facts, self.work, beats, parts.mesh.grid), any(beat.stop for beat in beats)
+
+    @property
+    def spans(self) -> list[Span]:
+        """What this rank did in the last step, and when: its tasks, and the phases after them."""
+        return [*self.parts.passes.spans, *self.phases.spans(self.parts.mesh.index(PIPE))]
 
     def _backward(self, loaded: Loaded, scale: float) -> float:
         parts, config = self.parts, self.parts.config

@@ -13,7 +13,8 @@ from meshwright.errors import ConfigError
 from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
-from meshwright.train.explain import plan_step, render
+from meshwright.train.explain import render
+from meshwright.train.plan import plan_step
 from tests.data_parallel.test_equality import config_for as data_config
 from tests.tensor.test_equality import config_for
 from tests.workers import run_ranks

@@ -1,0 +1,64 @@
+"""A step of a rank, counted on tensors without numbers.
+
+Nothing is trained and no process is started: a rank's part is built on the meta device, and one step's forward and
+backward passes run over comms that only write their ledger, as if every token had a label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.build import Parts, build
+from meshwright.comm import Traffic
+from meshwright.config import Config
+from meshwright.errors import ConfigError
+from meshwright.grid import PIPE, Grid
+from meshwright.mesh import planned_mesh
+from meshwright.stages import empty_batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A rank's parts, and what it sends in a step by axis and verb."""
+
+    parts: Parts
+    traffic: dict[tuple[str, str], Traffic]
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a microbatch that a rank computes between two pairs."""
+        config, mesh = self.parts.config, self.parts.mesh
+        return config.micro * self.parts.tokens_per_sample // mesh.size(*config.layout.tensor.batch_axes)
+
+
+def plan_step(config: Config, rank: int = 0) -> Plan:
+    """Build a rank and run a step of it without numbers.
+
+    Raises ConfigError for fsdp, which torch alone lays out, and for O1: autocast does not know tensors without numbers.
+    """
+    if config.layout.data.sync == "fsdp":
+        raise ConfigError.of(
+            "layout.data.sync", "fsdp", "is laid out by torch: --explain cannot count it", "another sync"
+        )
+    if config.precision.level == "O1":
+        raise ConfigError.of("precision.level", "O1", "casts by operator: --explain cannot count it", "O0, O2")
+    layout = config.layout
+    mesh = planned_mesh(Grid(layout.axes), rank, layout.token_axes)
+    parts = build(config, mesh)
+    mesh.ledger.traffic.clear()
+    batches = [empty_batch(config, parts.kit, mesh.device) for _ in range(config.num_microbatches)]
+    parts.passes.train(batches, dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
+    parts.strategy.finish()
+    parts.strategy.publish()
+    return Plan(parts, dict(mesh.ledger.traffic))
+
+
+def plan_every_stage(first: Plan) -> list[Plan]:
+    """Of each stage the rank with the coordinates of the first's. `first`: of a rank of stage 0."""
+    config, mesh = first.parts.config, first.parts.mesh
+    layers = tuple(len(stretch.layers) for stretch in first.parts.stages.stretches)
+    pipeline = config.layout.pipeline.model_copy(update={"partition": layers})  # not to be measured again
+    config = config.model_copy(update={"layout": config.layout.model_copy(update={"pipeline": pipeline})})
+    coordinates = mesh.grid.coordinates(mesh.rank)
+    ranks = [mesh.grid.rank(coordinates | {PIPE: stage}) for stage in range(1, pipeline.size)]
+    return [first, *(plan_step(config, rank) for rank in ranks)]

@@ -1,0 +1,66 @@
+"""The trace of a step that was run: what each stage of the first replica did, as JSON and as a picture.
+
+Each stage's first rank sends its spans to rank 0, at the traced steps only: 8 bytes, then its spans as text, as many
+bytes as the longest has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+
+from meshwright.config import Config
+from meshwright.errors import ConfigError
+from meshwright.grid import PIPE
+from meshwright.mesh import Mesh
+from meshwright.pipeline.span import Span, Timeline
+from meshwright.pipeline.trace import write_trace
+from meshwright.report.timeline import draw_timelines
+
+
+def traced_steps(words: Sequence[str], config: Config) -> tuple[int, ...]:
+    """The steps that `--trace` names. Raises ConfigError where one is no step of the run."""
+    for word in words:
+        if not (word.isdecimal() and 1 <= int(word) <= config.steps):
+            valid = f"1 to {config.steps}; with --explain a file, such as trace.json"
+            raise ConfigError.of("--trace", word, "is not a step of the run", valid)
+    return tuple(sorted({int(word) for word in words}))
+
+
+def planned_trace(words: Sequence[str]) -> Path | None:
+    """The file that `--explain --trace` names, if any. Raises ConfigError where it is none."""
+    if not words:
+        return None
+    if len(words) > 1 or not words[0].endswith(".json"):
+        named = ", ".join(words)
+        raise ConfigError.of("--trace", named, "is not one file for the trace of a plan", "trace.json")
+    return Path(words[0])
+
+
+def write_step(spans: Sequence[Span], mesh: Mesh, step: int, folder: Path) -> None:
+    """Gather the spans that every rank has of a step; rank 0 writes trace-step-N.json and trace-step-N.png."""
+    gathered = _gathered(spans, mesh)
+    if mesh.rank == 0:
+        timeline = Timeline(mesh.size(PIPE), gathered)
+        path = folder / f"trace-step-{step}.json"
+        write_trace(timeline, path)
+        draw_timelines({f"step {step}": timeline}, path.with_suffix(".png"))
+
+
+def _gathered(spans: Sequence[Span], mesh: Mesh) -> tuple[Span, ...]:
+    """The spans of all stages."""
+    comm = mesh.comm(PIPE)
+    text = json.dumps([astuple(span) for span in spans]).encode()
+    length = torch.tensor([len(text)], device=mesh.device)
+    lengths = length.new_empty(comm.size)
+    comm.all_gather(lengths, length)
+    longest = int(lengths.max())
+    mine = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=mesh.device)
+    everyone = mine.new_empty(comm.size, longest)
+    comm.all_gather(everyone, mine)
+    texts = [bytes(row).decode() for row in everyone.tolist()]
+    return tuple(Span(*fields) for row in texts for fields in json.loads(row))
