@@ -196,6 +196,26 @@ def test_torchrun(shop: Path) -> None:
     assert ran.stdout.count("step 5/5") == 1
 
 
+def test_trace_from_either_clock(shop: Path) -> None:
+    """Of a step that was run and of one that was planned; a mistake in it is found before anything starts."""
+    words = ["train", "run.yaml", "layout.data.size=1", "layout.pipeline.size=2", "steps=2"]
+    ran = meshwright(shop, *words, "--out", "traced", "--trace", "1", "--trace", "2")
+    assert ran.returncode == 0, ran.stderr
+    planned = meshwright(shop, *words, "--explain", "--trace", "traced/plan.json")
+    assert planned.returncode == 0, planned.stderr
+    assert "embeddings, layers 0-0" in planned.stdout
+    tasks = []
+    for name in ("trace-step-1", "trace-step-2", "plan"):
+        assert (shop / "traced" / f"{name}.png").is_file()
+        events = json.loads((shop / "traced" / f"{name}.json").read_text())["traceEvents"]
+        tasks.append(sorted((event["pid"], event["name"]) for event in events if "dur" in event and event["tid"] == 0))
+    assert tasks[0] == tasks[1] == tasks[2]
+    assert len(tasks[0]) == 2 * 3 * 6
+    refused = meshwright(shop, *words, "--out", "never", "--trace", "3")
+    assert refused.stderr.startswith("meshwright: --trace=3 is not a step of the run; valid: 1 to 2")
+    assert not (shop / "never").exists()
+
+
 @needs_mpi
 def test_mpirun(shop: Path) -> None:
     ran = joined(shop, [str(find_mpiexec()), "--oversubscribe", "-n", "2", sys.executable], "mpirun")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def losses_of(out: Path) -> list[tuple[int, str]]:
     return [(line["step"], repr(line["loss"])) for line in lines_of(out)]
 
 
-def run(config: Config, out: Path, *, resume: bool = False) -> Path:
-    train(config, out, resume=resume)
+def run(config: Config, out: Path, *, resume: bool = False, trace: Sequence[int] = ()) -> Path:
+    train(config, out, resume=resume, trace=trace)
     return out
 
 

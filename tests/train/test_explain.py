@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,12 @@ from meshwright.errors import ConfigError
 from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
-from meshwright.train.explain import render
+from meshwright.pipeline.trace import read_trace
+from meshwright.train.explain import explain, render
 from meshwright.train.plan import plan_step
 from tests.data_parallel.test_equality import config_for as data_config
+from tests.pipeline.test_equality import pipelined
+from tests.pipeline.test_partition import laid_out
 from tests.tensor.test_equality import config_for
 from tests.workers import run_ranks
 
@@ -63,6 +68,42 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         "feed_forward.con",
     ):
         assert words in text, words
+
+
+@pytest.mark.parametrize("tensor", [{"kind": "none"}, {"kind": "megatron", "size": 2}], ids=str)
+def test_stages(
+    tensor: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Four layers in three stages; each stage's messages; the run's own schedule in the file, all in the picture."""
+    monkeypatch.setenv("COLUMNS", "200")
+    config = laid_out(pipelined("gpt2", 3, "axonn", tensor), {"partition": [2, 1, 1]})
+    explain(config, tmp_path / "plan.json")
+    text = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    stages = [row for row in rows if row[0] in ("0", "1", "2")]
+    assert [row[1] for row in stages] == ["embeddings, layers 0-1", "layers 2-2", "layers 3-3, head"]
+    assert sum(float(row[3].rstrip("%")) for row in stages) == pytest.approx(100, abs=0.2)
+    assert [row[4] for row in stages] == ["3", "3", "3"]
+    first, middle, last = (float(row[5]) for row in stages)
+    assert first == last > 0
+    assert middle == pytest.approx(2 * first, abs=0.02)
+    timeline = read_trace(tmp_path / "plan.json")
+    assert Counter((span.stage, span.name) for span in timeline.spans) == Counter(
+        (stage, f"{kind}{index}") for stage in range(3) for kind in "FB" for index in range(config.num_microbatches)
+    )
+    idle = [f"{share:.1%}" for share in timeline.idle_shares]
+    assert [row[6] for row in stages] == idle
+    schedules = {row[0]: row[2] for row in rows if len(row) == 3 and row[0] != "in all"}
+    assert list(schedules) == ["axonn (this run's)", "gpipe", "1f1b", "message-driven"]
+    assert schedules["axonn (this run's)"] == f"{timeline.idle_share:.1%}"
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_no_schedule_to_trace(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"layout\.pipeline\.size=1 has no schedule to trace with --explain; valid: 2"
+    ):
+        explain(config_for("gpt2", {"kind": "none"}), tmp_path / "plan.json")
 
 
 def test_fully_sharded_is_torch_s() -> None:

@@ -1,0 +1,53 @@
+"""Phases follow each other, add up, and tell waits from work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+from meshwright.train.phases import PhaseClock
+
+NAP = 0.02
+
+
+def slow(count: int) -> Iterator[int]:
+    """Each takes a nap to arrive."""
+    for index in range(count):
+        time.sleep(NAP)
+        yield index
+
+
+def test_waits_are_told_from_the_work_between_them() -> None:
+    """Two waits of one nap, two naps of work on each."""
+    clock = PhaseClock(torch.device("cpu"))
+    clock.begin("pipeline")
+    time.sleep(NAP)
+    clock.pause()
+    time.sleep(4 * NAP)
+    for _ in clock.waiting(slow(2)):
+        time.sleep(2 * NAP)
+    clock.pause()
+    seconds = clock.seconds()
+    assert list(seconds) == ["pipeline", "data_parallel", "optimizer"]
+    for phase, naps in {"pipeline": 1, "data_parallel": 2, "optimizer": 4}.items():
+        assert naps * NAP <= seconds[phase] < (naps + 4) * NAP, phase
+
+
+def test_spans_do_not_overlap() -> None:
+    clock = PhaseClock(torch.device("cpu"))
+    clock.begin("pipeline")
+    assert list(clock.waiting(slow(2))) == [0, 1]
+    clock.pause()
+    spans = clock.spans(3)
+    assert [span.name for span in spans] == ["data_parallel", "optimizer"] * 3
+    assert {(span.stage, span.microbatch) for span in spans} == {(3, None)}
+    assert all(before.end_seconds <= after.start_seconds for before, after in pairwise(spans))
+    assert sum(span.seconds for span in spans) == pytest.approx(sum(list(clock.seconds().values())[1:]))
+
+
+def test_a_step_that_was_not_made() -> None:
+    assert PhaseClock(torch.device("cpu")).seconds() == {"pipeline": 0.0, "data_parallel": 0.0, "optimizer": 0.0}
