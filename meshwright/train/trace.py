@@ -1,7 +1,9 @@
 """The trace of a step that was run: what each stage of the first replica did, as JSON and as a picture.
 
-Each stage's first rank sends its spans to rank 0, at the traced steps only: 8 bytes, then its spans as text, as many
-bytes as the longest has.
+Stages on different machines are shown as their clocks are set.
+
+Each rank sends its spans along its pipe axis, at the traced steps only: one all-gather of their length, one of their
+text, as long as the longest. Rank 0 keeps what it gets.
 """
 
 from __future__ import annotations
