@@ -51,6 +51,15 @@ class Measured:
     real: Timeline
     clock: Timeline
 
+    @property
+    def overrun(self) -> float:
+        """How much longer than modelled a real task took, the mean: its send, and how late a sleeper wakes."""
+        return (_busy(self.real) - _busy(self.clock)) / len(self.real.spans)
+
+
+def _busy(timeline: Timeline) -> float:
+    return sum(span.seconds for span in timeline.spans)
+
 
 def planned(
     microbatches: Sequence[int], conditions: Sequence[str], schedules: Sequence[str], rounds: int, repeats: int
@@ -107,7 +116,10 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
 
 @dataclass(frozen=True)
 class Row:
-    """A schedule in a cell: totals in forward passes (medians of the rounds), and what they are of 1F1B's."""
+    """A schedule in a cell: totals in forward passes (medians of the rounds), and what they are of 1F1B's.
+
+    `overrun`: of a task, mean; where it is large the machine was busy with something else.
+    """
 
     num_microbatches: int
     condition: str
@@ -116,6 +128,7 @@ class Row:
     clock: float
     real_ratio: float
     clock_ratio: float
+    overrun: float
 
     @property
     def ratio_error(self) -> float:
@@ -145,7 +158,8 @@ def summed_up(measured: Sequence[Measured]) -> list[Row]:
             real, clock = [x.real.total_seconds for x in here], [x.clock.total_seconds for x in here]
             real_ratios = [own / x.real.total_seconds for own, x in zip(real, against, strict=True)]
             clock_ratios = [own / x.clock.total_seconds for own, x in zip(clock, against, strict=True)]
-            medians = map(statistics.median, (real, clock, real_ratios, clock_ratios))
+            overruns = [x.overrun for x in here]
+            medians = map(statistics.median, (real, clock, real_ratios, clock_ratios, overruns))
             rows.append(Row(number, condition, schedule, *medians))
     return rows
 
@@ -154,7 +168,16 @@ def show(rows: Sequence[Row], forward_ms: float, title: str) -> None:
     table = Table(title=title)
     table.add_column("cell")
     table.add_column("schedule")
-    for head in ("real ms", "clock ms", "clock/real", "real /1f1b", "clock /1f1b", "clock/real", "target"):
+    for head in (
+        "real ms",
+        "clock ms",
+        "clock/real",
+        "overrun ms",
+        "real /1f1b",
+        "clock /1f1b",
+        "clock/real",
+        "target",
+    ):
         table.add_column(head, justify="right")
     cell = None
     for row in rows:
@@ -168,12 +191,13 @@ def show(rows: Sequence[Row], forward_ms: float, title: str) -> None:
             f"{row.real * forward_ms:.0f}",
             f"{row.clock * forward_ms:.0f}",
             f"{row.clock / row.real - 1:+.1%}",
+            f"{row.overrun * forward_ms:.2f}",
             f"{row.real_ratio:.3f}",
             f"{row.clock_ratio:.3f}",
             f"{row.ratio_error:+.1%}",
             "" if row.target is None else f"{row.target:.2f}",
         )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 
 def draw(measured: Sequence[Measured], picture: Path) -> None:

@@ -120,4 +120,5 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert baseline.real_ratio == 1.0
     assert ours.real_ratio == pytest.approx(ours.clock_ratio)
     assert ours.ratio_error == pytest.approx(0.0)
+    assert baseline.overrun == pytest.approx(0.5 * 1.5, rel=0.2), "tasks of 1.5 on average took half as long again"
     assert (baseline.target, ours.target) == (None, 0.90)
