@@ -195,7 +195,7 @@ def _build_passes(
     elif rule is MESSAGE_DRIVEN:
         rule = rule.limited(affordable_microbatches(config, mesh, partial(_make, config), stages))
     peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes))
-    place = Place(mesh.index(PIPE), settings.size, peers, mesh.device)
+    place = Place(mesh.comm(PIPE), peers, mesh.device)
     stage = Stage(model, module.stretch, strategy.deferred)
     return Pipeline(stage, place, rule, mesh.mailbox(PIPE), stages.forms, strategy)
 

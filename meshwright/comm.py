@@ -153,6 +153,9 @@ class Comm(ABC):
         self._record("send", size_bytes(x))
         self._send(x, to)
 
+    def assemble(self) -> None:  # noqa: B027 - nothing to do is what most transports do
+        """Before a collective for which some will wait long: where waiting takes a core, wait for all asleep."""
+
     @abstractmethod
     def receive(self, x: Tensor, source: int) -> None:
         """Fill x with what the member `source` sends."""

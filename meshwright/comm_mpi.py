@@ -63,13 +63,13 @@ class MpiComm(Comm):
     def _later(self, payload: Tensor, run: Callable[[], object]) -> Work:
         def together() -> None:
             if size_bytes(payload) >= LARGE_BYTES:
-                self._assemble()
+                self.assemble()
             run()
 
         return Later(together)
 
-    def _assemble(self) -> None:
-        """Return when every member has come here; asleep until then."""
+    def assemble(self) -> None:
+        """Return when every member has come here; asleep until then, where MPI would spin."""
         arrived = self.comm.Ibarrier()
         while not arrived.Test():
             time.sleep(NAP_SECONDS)

@@ -51,10 +51,9 @@ class Acts(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage stands: its index, how many there are, and the comm of the ranks that share it (its kit's)."""
+    """Where a rank stands: the comm of a row's stages, and that of the ranks that share its stage (its kit's)."""
 
-    index: int
-    num_stages: int
+    row: Comm
     peers: Comm
     device: torch.device
 
@@ -78,7 +77,7 @@ class Pipeline:
     @property
     def spans(self) -> list[Span]:
         """The tasks of the last step."""
-        return [task_span(self.place.index, task, start(), end()) for task, start, end in self._done]
+        return [task_span(self.place.row.index, task, start(), end()) for task, start, end in self._done]
 
     def train(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.place.device)
@@ -134,7 +133,7 @@ class Pipeline:
         self._done = []
         self._watch.start()
         schedule = agreed(rule.schedule, rule.kinds, place)
-        process = stage_process(rule.view(place.index, place.num_stages, num_batches), schedule)
+        process = stage_process(rule.view(place.row.index, place.row.size, num_batches), schedule)
         arrived: list[Arrival] | None = None
         while True:
             try:
@@ -151,6 +150,7 @@ class Pipeline:
             arrived = [_arrival(message) for message in messages]
             received.update(zip(arrived, (message.tensors for message in messages), strict=True))
         self.mailbox.flush()
+        place.row.assemble()  # stages end at different moments, and the next thing they do is a collective
 
 
 def _arrival(message: Message) -> Arrival:
