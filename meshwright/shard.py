@@ -142,33 +142,30 @@ class ShardedModule(nn.Module):
         """Where a parameter's gradient belongs: its part of a bucket, in the parameter's shape."""
         self.deferred = Deferred()
 
-    def gradient(self, name: str, like: Tensor, write: WriteGradient) -> Tensor | None:
-        """A parameter's gradient, in the shape and dtype of `like`, as a backward pass returns it.
+    def gradient(self, name: str, like: Tensor, write: WriteGradient, *, waits: bool = True) -> Tensor | None:
+        """What a backward pass returns as a parameter's gradient, which has the shape and dtype of `like`.
 
-        `write(out, beta)` computes it into `out`, plus beta (0 or 1) times what is there. Where weight gradients are
-        deferred it is called later, and this is None.
+        `write(out, beta)` computes it into `out`, plus beta (0 or 1) times what is there. It is added up in the
+        parameter's room, now, or where weight gradients are deferred and this one `waits`, later; autograd is handed
+        None then, and fires its hooks all the same. A parameter without a room leaves the adding up to autograd.
         """
-        if self.deferred.collects:
+        if self.deferred.collects and waits:
             work = partial(self._add_gradient, name, torch.empty_like(like, device="meta"), write)
             self.deferred.add(self.get_parameter(name), work)
-            return None
-        sink = self._sink(name, like)
-        write(sink, 0)
-        return sink
-
-    def _sink(self, name: str, like: Tensor) -> Tensor:
-        """The parameter's room, where it has one and nothing was accumulated in this step yet; else new memory."""
-        room = self.rooms.get(name)
-        if room is None or room.dtype != like.dtype or self.get_parameter(name).grad is not None:
-            return torch.empty_like(like)
-        return room.view(like.shape)
+        elif name in self.rooms:
+            self._add_gradient(name, like, write, final=False)
+        else:
+            out = torch.empty_like(like)
+            write(out, 0)
+            return out
+        return None
 
     def _add_gradient(self, name: str, like: Tensor, write: WriteGradient, final: bool) -> None:
-        """What autograd does with one that is not deferred: it becomes .grad or is added to it; the hook is told."""
+        """It becomes .grad or is added to it; of the final one the strategy is told, as no hook does."""
         parameter = self.get_parameter(name)
         adds = parameter.grad is not None
         if parameter.grad is None:
-            parameter.grad = self.rooms[name] if name in self.rooms else torch.empty_like(parameter)
+            parameter.grad = self.rooms[name]
         if like.dtype == parameter.dtype:
             write(parameter.grad.view(like.shape), int(adds))
         else:  # under autocast

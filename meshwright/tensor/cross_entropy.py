@@ -17,7 +17,7 @@ of h is this rank's part of a sum over the axis: whoever brought h here adds the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.batch import IGNORED
 from meshwright.comm import Comm
+from meshwright.shard import WriteGradient
 from meshwright.tensor.linear import autocast_dtype
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20, "meta": 8 * 2**20}
@@ -34,6 +35,10 @@ CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20, "meta": 8 * 2**20}
 
 SLICE_BYTES = {"cpu": 2**19, "cuda": 256 * 2**20, "meta": 2**19}
 """The part of a chunk that is worked on element by element at a time: a CPU core's cache, all of it on a GPU."""
+
+
+GiveTable = Callable[[Tensor, WriteGradient], Tensor | None]
+"""give(like, write): what the backward pass returns as the table's gradient (ShardedModule.gradient)."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class _ChunkedLoss(torch.autograd.Function):
         labels: Tensor,
         classes: Classes,
         scale: float,
+        give: GiveTable,
         differentiates: bool,
     ) -> Tensor:
         held, first = classes.held(weight), classes.first(weight)
@@ -99,7 +105,9 @@ class _ChunkedLoss(torch.autograd.Function):
         targets = labels.unsqueeze(1) - first
         factors = counted.to(_wide(h)) * scale  # a bool times a number would be float32
         losses = h.new_empty(h.shape[0], 1, dtype=_wide(h))
-        dh, dweight = (torch.empty_like(h), torch.zeros_like(weight)) if differentiates else (h, weight)
+        dh, dweight = (torch.empty_like(h), torch.empty_like(weight)) if differentiates else (h, weight)
+        if differentiates:
+            dweight[held if h.shape[0] else 0 :].zero_()  # what no chunk writes
         dbias = None if bias is None else torch.zeros_like(bias)
         device = h.device.type
         for chunk in _ranges(0, h.shape[0], held, CHUNK_BYTES[device]):
@@ -114,13 +122,22 @@ class _ChunkedLoss(torch.autograd.Function):
                 if dbias is not None:
                     dbias[:held] += gradients.sum(0)
         ctx.save_for_backward(dh, dweight, dbias)
+        ctx.give = give
         return torch.where(counted, losses, 0).sum(dtype=_wide(h)) * scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         dh, dweight, dbias = ctx.saved_tensors
-        return dh.mul_(factor), dweight.mul_(factor), None if dbias is None else dbias.mul_(factor), *[None] * 4
+
+        def write(out: Tensor, beta: int) -> None:
+            if beta:
+                out.addcmul_(dweight, factor)
+            else:
+                torch.mul(dweight, factor, out=out)
+
+        given = ctx.give(dweight, write)
+        return dh.mul_(factor), given, None if dbias is None else dbias.mul_(factor), *[None] * 5
 
 
 def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Classes) -> Tensor:
@@ -151,28 +168,49 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     return losses
 
 
+def give_to_autograd(like: Tensor, write: WriteGradient) -> Tensor | None:
+    """A table that is no layer's parameter."""
+    out = torch.empty_like(like)
+    write(out, 0)
+    return out
+
+
 def chunked_loss(
-    h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes, scale: float
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    classes: Classes,
+    scale: float,
+    give: GiveTable = give_to_autograd,
 ) -> Tensor:
     """`scale` times the sum of the counted tokens' cross entropy; the same on all ranks of the vocabulary's axis.
 
     h [B·T, H]; weight [V/p, H]; bias [V/p]; labels [B·T], -100 is not counted. The scale goes into the gradients as
-    they are made, so that half-precision ones do not underflow.
+    they are made, so that half-precision ones do not underflow. `give` takes the table's gradient.
     """
     dtype = autocast_dtype(h)
     if dtype is None:
-        return _loss(h, weight, bias, labels, classes, scale)
+        return _loss(h, weight, bias, labels, classes, scale, give)
     with torch.autocast(h.device.type, enabled=False):
         h, weight, bias = h.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        return _loss(h, weight, bias, labels, classes, scale)
+        return _loss(h, weight, bias, labels, classes, scale, give)
 
 
-def _loss(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes, scale: float) -> Tensor:
+def _loss(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    classes: Classes,
+    scale: float,
+    give: GiveTable,
+) -> Tensor:
     counted = labels != IGNORED
     if labels.device.type != "meta" and 2 * int(counted.sum()) < labels.numel():  # masked language models: one in seven
         h, labels = h[counted], labels[counted]
     differentiates = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
-    loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, differentiates)
+    loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, give, differentiates)
     return loss
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.batch import IGNORED
 from meshwright.mesh import Mesh
-from meshwright.shard import Initial, ShardedModule, ShardSpec
+from meshwright.shard import Initial, ShardedModule, ShardSpec, WriteGradient
 from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_right
 
 Cuts = tuple[tuple[int, str], ...]
@@ -54,6 +54,11 @@ class TableHead(ShardedModule):
         weight: Tensor = self.weight if "weight" in self.specs else self.tied[0].weight  # type: ignore[assignment]
         return weight
 
+    def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
+        """The gradient of `block`, which is computed by now: it is added up at once, also where others wait."""
+        owner: ShardedModule = self if "weight" in self.specs else self.tied[0]  # type: ignore[assignment]
+        return owner.gradient("weight", like, write, waits=False)
+
     def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Whole hidden states [B, T, H] of the rank's rows, and the rows of the table that are its classes."""
         return h, self.block
@@ -61,7 +66,7 @@ class TableHead(ShardedModule):
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
         whole, table = self.operands(h)
         targets = _labelled(labels, whole)
-        return chunked_loss(whole.flatten(0, -2), table, self.bias, targets, self.classes, scale)
+        return chunked_loss(whole.flatten(0, -2), table, self.bias, targets, self.classes, scale, self.give)
 
     @torch.no_grad()
     def right(self, h: Tensor, labels: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 forward:  y  = x W + b        [B·T, out]
 backward: dx = dy Wᵀ          [B·T, in]
-          dW = xᵀ dy          [in, out], written straight into the parameter's room in its bucket where it has one
+          dW = xᵀ dy          [in, out], added up straight in the parameter's room in its bucket, where it has one
           db = sum of dy      [out], likewise
 """
 
@@ -34,8 +34,8 @@ class _Linear(torch.autograd.Function):
 
 
 def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, layer: ShardedModule) -> Tensor | None:
-    """xᵀ dy in the layer's room for its `weight`: autograd adopts this fresh view of it without a copy."""
-    return layer.gradient("weight", weight, lambda out, beta: out.addmm_(x.t(), dy, beta=beta))
+    """xᵀ dy, added up in the layer's room for its `weight`."""
+    return layer.gradient("weight", weight, lambda out, beta: torch.addmm(out, x.t(), dy, beta=beta, out=out))
 
 
 def bias_gradient(dy: Tensor, layer: ShardedModule) -> Tensor | None:

@@ -54,7 +54,7 @@ class _Expand(torch.autograd.Function):
         leaving = ctx.sequence.start_leave(dx)  # under dW's product
 
         def write(out: Tensor, beta: int) -> None:
-            out.addmm_(entering.wait().flatten(0, -2).t(), rows, beta=beta)
+            torch.addmm(out, entering.wait().flatten(0, -2).t(), rows, beta=beta, out=out)
 
         dweight = ctx.layer.gradient("weight", weight, write)
         return leaving.wait(), dweight, bias_gradient(rows, ctx.layer), None, None

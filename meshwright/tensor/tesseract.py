@@ -28,7 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.collectives import cut_sum, join
 from meshwright.mesh import Mesh
-from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
+from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec, WriteGradient
+from meshwright.tensor.cross_entropy import give_to_autograd
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.linear import bias_gradient, cast, linear
@@ -165,6 +166,9 @@ class TesseractHead(TableHead):
     def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None) -> None:
         super().__init__(mesh, shape, tied, ((0, "row"), (1, "col")), ((0, "col"),))
         self.summa = Summa(mesh, streams=False)
+
+    def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
+        return give_to_autograd(like, write)  # of the gathered table, whose backward pass brings it home
 
     def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
         return join(h, self.mesh, "col", -1), _Table.apply(self.block, self.summa)
