@@ -12,7 +12,7 @@ from meshwright.model import Costs
 
 
 def balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
-    """Layers a stage, that the most expensive stage costs least; of equals, those whose early stages have more.
+    """Layers a stage, that the most expensive stage costs least; of equals, the most even, by squares.
 
     Only the first and the last stage may have none.
     """
@@ -22,20 +22,22 @@ def balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
         sums.append(sums[-1] + cost)
 
     @cache
-    def best(stage: int, start: int) -> tuple[float, tuple[int, ...]]:
-        """The most expensive of the stages from this one on, which share the layers from `start`."""
+    def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
+        """The stages from this one on, which share the layers from `start`: the most expensive, squares, layers."""
         first = costs.begin if stage == 0 else 0.0
         if stage == num_stages - 1:
-            return first + sums[num_layers] - sums[start] + costs.end, (num_layers - start,)
+            cost = first + sums[num_layers] - sums[start] + costs.end
+            return cost, cost**2, (num_layers - start,)
         least = 0 if stage == 0 else 1
         choices = []
-        for stop in range(num_layers, start + least - 1, -1):
+        for stop in range(start + least, num_layers + 1):
             if num_layers - stop >= num_stages - stage - 2:  # the stages between need a layer each
-                worst, rest = best(stage + 1, stop)
-                choices.append((max(first + sums[stop] - sums[start], worst), (stop - start, *rest)))
-        return min(choices, key=lambda choice: choice[0])
+                cost = first + sums[stop] - sums[start]
+                worst, squares, rest = best(stage + 1, stop)
+                choices.append((max(cost, worst), cost**2 + squares, (stop - start, *rest)))
+        return min(choices)
 
-    return best(0, 0)[1]
+    return best(0, 0)[2]
 
 
 def ranges_of(partition: Sequence[int]) -> tuple[range, ...]:

@@ -18,8 +18,7 @@ LAYERS = {"gpt2": 4, "untied": 4, "bert": 3, "megatron-bert": 3, "vit": 3}
 def pipelined(model: str, stages: int, schedule: str, tensor: dict[str, Any], data: int = 1, **changes: Any) -> Config:
     """Four microbatches a replica."""
     config = config_for(model, tensor, data, **({"steps": 3, "batch": {"global": 24, "micro": 6 // data}} | changes))
-    pipeline = {"size": stages, "schedule": schedule} | changes.get("pipeline", {})
-    layout = config.layout.model_dump() | {"pipeline": pipeline}
+    layout = config.layout.model_dump() | {"pipeline": {"size": stages, "schedule": schedule}}
     tree = config.model_dump(mode="json", by_alias=True) | {"layout": layout}
     tree["model"]["layers"] = LAYERS[model]
     return Config.model_validate(tree)
