@@ -1,15 +1,15 @@
 #: make quickstart   train a small GPT-2, look at it, sample from it (5 minutes on 2 cores after the install)
 #: make test         the tests
-#: make test-long    every tensor layout for 20 steps, half an hour on 2 cores
+#: make test-long    all tests, every tensor layout for 20 steps: an hour on 2 cores
 #: make check        what CI runs: format, lint, types, tests
 #:
 #: PYTHON=python3.12        another interpreter (>= 3.11)
 #: PIP_ARGS="..."           more words for `pip install`: an index with CPU builds of torch, a proxy
-#: PYTEST_ARGS="-n 2 -k x"  other words for pytest (two files of tests at a time)
+#: PYTEST_ARGS="-n 2 -k x"  other words for pytest (three files of tests at a time, some of which only wait)
 
 PYTHON ?= python3
 PIP_ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 3 --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -63,7 +63,7 @@ test: $(TESTABLE)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-long: $(TESTABLE)
-	$(BIN)/python -m pytest --long tests/tensor/test_equality.py
+	$(BIN)/python -m pytest --long $(PYTEST_ARGS)
 
 check: $(TESTABLE)
 	$(BIN)/ruff format --check .

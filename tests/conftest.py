@@ -27,7 +27,15 @@ settings.load_profile("meshwright")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="20 steps of every tensor layout: half an hour on 2 cores")
+    parser.addoption("--long", action="store_true", help="20 steps of every tensor layout, and what is marked long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is marked long waits for --long."""
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="long: runs with --long (make test-long)"))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import parse_config, pipeline_rules, rules, tensor_rules
+from meshwright.config import memory_rules, parse_config, pipeline_rules, rules, tensor_rules
 from meshwright.config.rule import Rule, divisors, listed
 from meshwright.config.rules import RULES
 from meshwright.errors import ConfigError
@@ -24,7 +24,7 @@ def mistake(**tree: Any) -> str:
 def test_every_rule_is_listed() -> None:
     found = [
         value
-        for module in (rules, tensor_rules, pipeline_rules)
+        for module in (rules, tensor_rules, pipeline_rules, memory_rules)
         for value in vars(module).values()
         if isinstance(value, Rule)
     ]

@@ -15,10 +15,13 @@ from tests.mpi_cases import SIZES, SYNCS
 from tests.mpi_workers import Answer
 from tests.workers import run_ranks
 
+STEPS = 8
+"""Of the 20 that gloo takes: four ranks on two cores are slow under MPI."""
+
 
 def train_for_files(mesh: Mesh, sync: str, size: int) -> tuple[list[float], dict[str, Tensor]]:
     """`train`, its gradients flat: `name@offset,offset`."""
-    losses, gradients = train(mesh, config_for(sync, size))
+    losses, gradients = train(mesh, config_for(sync, size, steps=STEPS))
     flat = {
         f"{name}@{','.join(map(str, offsets))}": part
         for name, held in gradients.items()
@@ -40,7 +43,7 @@ def test_equals_serial_over_mpi(
     serial_losses, serial_gradients = serial
     answers = mpi(size)[sync]
     for losses, _ in answers:
-        torch.testing.assert_close(losses, serial_losses, rtol=1e-10, atol=0)
+        torch.testing.assert_close(losses, serial_losses[:STEPS], rtol=1e-10, atol=0)
     for name, held in serial_gradients.items():
         (expected,) = held.values()
         actual = torch.full_like(expected, torch.nan)

@@ -49,8 +49,15 @@ def run_all(mesh: Mesh, cases: list[Case], folder: Path) -> dict[Case, Outcome]:
     return {case: run(mesh, case, folder) for case in cases}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("to", ["host", "disk"])
+@pytest.mark.parametrize(
+    "to, size",
+    [
+        ("host", 2),
+        ("disk", 1),
+        pytest.param("host", 1, marks=pytest.mark.long),
+        pytest.param("disk", 2, marks=pytest.mark.long),
+    ],
+)
 def test_no_bit_changes(to: str, size: int, tmp_path: Path) -> None:
     grid = Grid((("data", size),))
     pairs = {case: replace(case, to=to) for case in CASES}

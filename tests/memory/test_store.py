@@ -52,7 +52,7 @@ def test_given_back_pages_leave_and_come_again(tmp_path: Path) -> None:
     ((touched, half, nothing, there),) = run_ranks(touch_and_give_back, Grid((("data", 1),)), tmp_path / "f")
     assert touched >= 0.9 * 4 * MANY
     assert half <= 0.6 * 4 * MANY
-    assert nothing <= 2**20
+    assert nothing <= 0.15 * 4 * MANY  # the system maps some pages ahead, and code of its own meanwhile
     assert there
 
 

@@ -51,10 +51,10 @@ def test_no_cut_is_cheaper(costs: Costs, num_stages: int) -> None:
     "begin, end, partition",
     [
         (0, 0, (4, 4, 4)),
-        (1, 1, (4, 5, 3)),  # of equals, those whose early stages have more
+        (1, 1, (4, 5, 3)),
         (0, 4, (6, 5, 1)),  # 5 + 4: as dear as (5, 5, 2)
         (20, 0, (0, 6, 6)),
-        (0, 20, (11, 1, 0)),
+        (0, 20, (6, 6, 0)),  # of equals, the most even
     ],
 )
 def test_ends_weigh(begin: float, end: float, partition: tuple[int, ...]) -> None:

@@ -36,7 +36,14 @@ def folders(out: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "moment, victim",
-    [("backward", 1), ("optimizer", 0), ("shard", 1), ("manifest", 0), ("metrics", 0), ("first step", 1)],
+    [
+        ("backward", 1),
+        ("optimizer", 0),
+        pytest.param("shard", 1, marks=pytest.mark.long),
+        ("manifest", 0),
+        pytest.param("metrics", 0, marks=pytest.mark.long),
+        pytest.param("first step", 1, marks=pytest.mark.long),
+    ],
 )
 def test_killed_and_resumed(moment: str, victim: int, corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
     failure = run_as("killed", config_for(corpus), tmp_path, moment=moment, victim=victim)
@@ -48,7 +55,11 @@ def test_killed_and_resumed(moment: str, victim: int, corpus: Path, undisturbed:
 
 @pytest.mark.parametrize(
     "transport, moment",
-    [("torch", "backward"), ("torch", "shard"), pytest.param("mpi", "optimizer", marks=needs_mpi)],
+    [
+        pytest.param("torch", "backward", marks=pytest.mark.long),
+        ("torch", "shard"),
+        pytest.param("mpi", "optimizer", marks=needs_mpi),
+    ],
 )
 def test_launcher_restarts_by_itself(
     transport: str, moment: str, corpus: Path, undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
