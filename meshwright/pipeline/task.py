@@ -2,12 +2,13 @@
 
 | prints | kind | does | needs | sends |
 |---|---|---|---|---|
-| F3 | FORWARD | the stage's layers forward | the activation from the stage before; the first stage has its own input | the activation to the stage after |
-| B3 | BACKWARD | the gradient of the stage's input | the gradient from the stage after; the last stage has its own loss | the gradient to the stage before |
+| F3 | FORWARD | the stage's layers forward | the activation from before | one to the stage after |
+| B3 | BACKWARD | the gradient of the stage's input | the gradient from after | one to the stage before |
 | W3 | WEIGHT | the gradients of the stage's weights | B3 | nothing |
 
+The first stage's F needs no message, as it has the batch; nor does the last one's B, as it has the loss.
 3 is the microbatch. Where the backward pass is not split, B does the work of W too, and there is no W.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
