@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-class Chain(nn.Module):
+class Chain(nn.Module, ABC):
     """Subclasses give blocks, begin, layer, end, loss, right. Block i of the model is `blocks.i` in every stretch."""
 
     blocks: nn.ModuleDict
@@ -49,21 +50,25 @@ class Chain(nn.Module):
             hidden = self.layer(self.blocks[str(layer)], hidden, batch)
         return hidden
 
+    @abstractmethod
     def begin(self, batch: Batch) -> Hidden:
-        raise NotImplementedError
+        """What the first layer reads."""
 
+    @abstractmethod
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         """One block on what passes from layer to layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, hidden: Hidden) -> Tensor:
-        raise NotImplementedError
+        """The normed hidden states [B, T, H]."""
 
+    @abstractmethod
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        raise NotImplementedError
+        """The losses of hidden states, summed, each times its scale."""
 
+    @abstractmethod
     def right(self, h: Tensor, batch: Batch) -> list[int]:
-        raise NotImplementedError
+        """How many counted elements of each label are the likeliest answer."""
 
 
 def blocks_of(stretch: Stretch, make_block: Callable[[int], nn.Module]) -> nn.ModuleDict:

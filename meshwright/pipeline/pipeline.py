@@ -121,9 +121,7 @@ class Pipeline:
         self._drive(FORWARD_ONLY, len(batches), act, received)
         return iter(ends)
 
-    def _drive(
-        self, rule: Rule, num_batches: int, act: Callable[[Task], None], received: dict[Arrival, Hidden]
-    ) -> None:
+    def _drive(self, rule: Rule, num_batches: int, act: Callable[[Task], None], received: Received) -> None:
         """Run the stage's engine to its end. What arrives lies in `received` until a task takes it."""
         place, stretch = self.place, self.stage.stretch
         self._epoch += 1

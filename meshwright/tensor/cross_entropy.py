@@ -190,22 +190,10 @@ def chunked_loss(
     they are made, so that half-precision ones do not underflow. `give` takes the table's gradient.
     """
     dtype = autocast_dtype(h)
-    if dtype is None:
-        return _loss(h, weight, bias, labels, classes, scale, give)
-    with torch.autocast(h.device.type, enabled=False):
-        h, weight, bias = h.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        return _loss(h, weight, bias, labels, classes, scale, give)
-
-
-def _loss(
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    classes: Classes,
-    scale: float,
-    give: GiveTable,
-) -> Tensor:
+    if dtype is not None:
+        with torch.autocast(h.device.type, enabled=False):
+            half = None if bias is None else bias.to(dtype)
+            return chunked_loss(h.to(dtype), weight.to(dtype), half, labels, classes, scale, give)
     counted = labels != IGNORED
     if labels.device.type != "meta" and 2 * int(counted.sum()) < labels.numel():  # masked language models: one in seven
         h, labels = h[counted], labels[counted]
