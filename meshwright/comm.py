@@ -26,6 +26,10 @@ except ImportError:  # before torch 2.13 these had other names
     from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
 
+NAP_SECONDS = 1e-4
+"""Between two looks at what is under way, where the transport's own wait would spin."""
+
+
 class Work(Protocol):
     """Something under way: wait() returns when its result may be read."""
 

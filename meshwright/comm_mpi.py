@@ -20,12 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.comm import Comm, Ledger, Work, size_bytes
+from meshwright.comm import NAP_SECONDS, Comm, Ledger, Work, size_bytes
 
 HALF = (torch.float16, torch.bfloat16)
 
 LARGE_BYTES = 2**20
-NAP_SECONDS = 1e-4
 
 
 def raw(x: Tensor) -> np.ndarray[Any, Any]:

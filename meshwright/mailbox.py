@@ -14,6 +14,7 @@ All messages of an epoch have the same forms, forward and backward alike. A mess
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.comm import Ledger, size_bytes
+from meshwright.comm import NAP_SECONDS, Ledger, size_bytes
 
 Side = Literal["before", "after"]
 """A neighbour on the axis: index - 1 or index + 1. The axis has ends: a side without neighbour is never used."""
@@ -208,9 +209,13 @@ class PackedMailbox(ABC):
     def _arrived(self) -> list[Arrival]:
         """The receives that are done, oldest first, without waiting."""
 
-    @abstractmethod
     def _next_arrivals(self) -> list[Arrival]:
-        """The same, but at least one: asleep until then."""
+        """The same, but at least one: asleep until then. Here in naps, where a transport's own wait would spin."""
+        arrivals = self._arrived()
+        while not arrivals:
+            time.sleep(NAP_SECONDS)
+            arrivals = self._arrived()
+        return arrivals
 
     @abstractmethod
     def flush(self) -> None: ...

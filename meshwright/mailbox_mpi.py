@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import Ledger
-from meshwright.comm_mpi import NAP_SECONDS, raw
+from meshwright.comm import NAP_SECONDS, Ledger
+from meshwright.comm_mpi import raw
 from meshwright.mailbox import AHEAD, Arrival, PackedMailbox, Side
 
 
@@ -49,13 +49,6 @@ class MpiMailbox(PackedMailbox):
         for side, receives in self._receives.items():
             while receives and receives[0][0].Test():
                 arrivals.append(Arrival.on_host(side, receives.popleft()[1]))
-        return arrivals
-
-    def _next_arrivals(self) -> list[Arrival]:
-        arrivals = self._arrived()
-        while not arrivals:
-            time.sleep(NAP_SECONDS)
-            arrivals = self._arrived()
         return arrivals
 
     def flush(self) -> None:

@@ -9,7 +9,6 @@ stream of its own; an event says when it is done.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from torch import Tensor
 from meshwright.comm import Ledger, Work
 from meshwright.mailbox import AHEAD, HEADER_BYTES, Arrival, PackedMailbox, Side
 
-NAP_SECONDS = 1e-4
 JOIN_SECONDS = 0.5
 
 
@@ -192,13 +190,6 @@ class NcclMailbox(PackedMailbox):
             while receives and receives[0].event.query():
                 done = receives.popleft()
                 arrivals.append(Arrival(side, done.header, done.buffer))
-        return arrivals
-
-    def _next_arrivals(self) -> list[Arrival]:
-        arrivals = self._arrived()
-        while not arrivals:
-            time.sleep(NAP_SECONDS)
-            arrivals = self._arrived()
         return arrivals
 
     def flush(self) -> None:
