@@ -175,7 +175,7 @@ def _recompute(config: Config, model: Chain) -> None:
             if isinstance(module, AttentionCore):
                 module.run = recomputed
     elif setting != "none":
-        every = best_group(len(layers), config.model.layers) if setting == "auto" else setting
+        every = best_group(len(layers), config.model.num_blocks) if setting == "auto" else setting
         model.groups, model.run_group = groups_of(layers, every), recomputed
 
 

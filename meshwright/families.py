@@ -42,7 +42,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(GPT, TEXT, gpt.products, lambda c: c.data.sequence, gpt.sample_shapes),
     "bert": Family(BERT, MASKED_TEXT, bert.products, lambda c: c.data.sequence, bert.sample_shapes),
-    "vit": Family(ViT, IMAGES, vit.products, lambda c: c.model.positions, vit.sample_shapes),
+    "vit": Family(ViT, IMAGES, vit.products, vit.tokens_per_sample, vit.sample_shapes),
 }
 
 

@@ -110,7 +110,7 @@ def _planned(mesh: Mesh, stage: int) -> Mesh:
 def _partition(config: Config, mesh: Mesh, make: MakeModel) -> tuple[int, ...]:
     pipeline = config.layout.pipeline
     if pipeline.size == 1:
-        return (config.model.layers,)
+        return (config.model.num_blocks,)
     match pipeline.partition:
         case "auto":
             return balanced(counted(config, mesh, make), pipeline.size)
@@ -142,7 +142,7 @@ def _measured(config: Config, mesh: Mesh) -> Costs:
         seconds = seconds.to(mesh.device)
         mesh.world.broadcast(seconds, 0)
     begin, layer, end = seconds.tolist()
-    return Costs(begin, (layer,) * config.model.layers, end)
+    return Costs(begin, (layer,) * config.model.num_blocks, end)
 
 
 def _link_seconds(config: Config, device: torch.device) -> list[float]:

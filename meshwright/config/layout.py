@@ -78,15 +78,43 @@ class Tesseract(Section):
         return ("depth", "row")
 
 
+class Subgraph(Section):
+    """D&SP: the branches of each block (heads, paths) dealt over `size` sub-grids, the layers between data-parallel.
+
+    `common`: all ranks compute the common layers, each on its share of the batch; one (D&SP-cSub): the first sub-grid
+    alone. `branch`: what is cut along the heads: the attention core; the whole attention; block: the feed-forward too.
+    """
+
+    kind: Literal["subgraph"]
+    size: Positive
+    common: Literal["all", "one"] = "all"
+    branch: Literal["attention-core", "attention", "block"] = "attention"
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return (("branch", self.size),)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return ("branch",)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return ("branch",)
+
+
 def _kind(tensor: object) -> object:
     """The tag of a tensor section."""
     if isinstance(tensor, dict):
         return tensor.get("kind")
-    return tensor.kind if isinstance(tensor, Whole | Megatron | Tesseract) else None
+    return tensor.kind if isinstance(tensor, Whole | Megatron | Tesseract | Subgraph) else None
 
 
 TensorParallel = Annotated[
-    Annotated[Whole, Tag("none")] | Annotated[Megatron, Tag("megatron")] | Annotated[Tesseract, Tag("tesseract")],
+    Annotated[Whole, Tag("none")]
+    | Annotated[Megatron, Tag("megatron")]
+    | Annotated[Tesseract, Tag("tesseract")]
+    | Annotated[Subgraph, Tag("subgraph")],
     Discriminator(_kind),
 ]
 

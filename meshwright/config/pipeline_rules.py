@@ -12,17 +12,17 @@ WITHOUT_LIMIT = ("gpipe", "1f1b")
 """Schedules whose order is fixed, and with it how many microbatches a stage holds."""
 
 
-@rule("layout.pipeline.size", "model.layers")
+@rule("layout.pipeline.size", "model.layers", "model.stage_blocks")
 def stages_have_layers(config: Config) -> Iterator[Problem]:
-    size, layers = config.layout.pipeline.size, config.model.layers
+    size, layers = config.layout.pipeline.size, config.model.num_blocks
     if size > layers + 2:
-        rule_text = f"is more than model.layers={layers}, the embedding and the head can fill"
+        rule_text = f"is more than the model's {layers} layers, the embedding and the head can fill"
         yield Problem("layout.pipeline.size", size, rule_text, f"1 to {layers + 2}")
 
 
-@rule("layout.pipeline", "model.layers")
+@rule("layout.pipeline", "model.layers", "model.stage_blocks")
 def partition_is_of_the_layers(config: Config) -> Iterator[Problem]:
-    pipeline, layers = config.layout.pipeline, config.model.layers
+    pipeline, layers = config.layout.pipeline, config.model.num_blocks
     if isinstance(pipeline.partition, str):
         return
     given = "[" + ", ".join(map(str, pipeline.partition)) + "]"
@@ -31,7 +31,7 @@ def partition_is_of_the_layers(config: Config) -> Iterator[Problem]:
         rule_text = f"is not one number for each of layout.pipeline.size={pipeline.size} stages"
         yield Problem("layout.pipeline.partition", given, rule_text, valid)
     elif sum(pipeline.partition) != layers:
-        yield Problem("layout.pipeline.partition", given, f"does not add up to model.layers={layers}", valid)
+        yield Problem("layout.pipeline.partition", given, f"does not add up to the model's {layers} layers", valid)
     elif 0 in pipeline.partition[1:-1]:
         rule_text = "leaves a stage between the first and the last nothing to do"
         yield Problem("layout.pipeline.partition", given, rule_text, valid)
@@ -53,11 +53,13 @@ def sync_goes_with_stages(config: Config) -> Iterator[Problem]:
         yield Problem("layout.data.sync", sync, rule_text, "allreduce, ring, rooted, server-gradient, zero1")
 
 
-@rule("memory.recompute", "model.layers")
+@rule("memory.recompute", "model.layers", "model.stage_blocks")
 def recomputed_groups_fit(config: Config) -> Iterator[Problem]:
-    recompute, layers = config.memory.recompute, config.model.layers
+    recompute, layers = config.memory.recompute, config.model.num_blocks
     if isinstance(recompute, int) and recompute > layers:
-        yield Problem("memory.recompute.every", recompute, f"is more than model.layers={layers}", f"1 to {layers}")
+        yield Problem(
+            "memory.recompute.every", recompute, f"is more than the model's {layers} layers", f"1 to {layers}"
+        )
 
 
 @rule("memory.recompute", "layout.data.sync")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Set
 from pathlib import Path
 
 from meshwright.config.memory_rules import MEMORY_RULES
-from meshwright.config.models import Bert, TextTransformer, Vit
+from meshwright.config.models import T5, Bert, ImageNetwork, TextTransformer, Transformer, Vit
 from meshwright.config.pipeline_rules import PIPELINE_RULES
 from meshwright.config.rule import divisors, listed, rule
 from meshwright.config.schema import Config, Data
@@ -25,16 +25,20 @@ BERT_SPECIALS = 4
 
 @rule("model.hidden", "model.heads")
 def heads_divide_hidden(config: Config) -> Iterator[Problem]:
-    hidden, heads = config.model.hidden, config.model.heads
+    model = config.model
+    if not isinstance(model, Transformer) or isinstance(model, T5):  # T5's heads have a width of their own
+        return
+    hidden, heads = model.hidden, model.heads
     if hidden % heads:
         yield Problem("model.heads", heads, f"does not divide model.hidden={hidden}", listed(divisors(hidden)))
 
 
 @rule("data.sequence", "model.positions")
 def sequence_fits_positions(config: Config) -> Iterator[Problem]:
-    sequence, positions = config.data.sequence, config.model.positions
-    if isinstance(config.model, TextTransformer) and sequence > positions:
-        yield Problem("data.sequence", sequence, f"is longer than model.positions={positions}", f"1 to {positions}")
+    sequence, model = config.data.sequence, config.model
+    if isinstance(model, TextTransformer) and sequence > model.positions:
+        rule_text = f"is longer than model.positions={model.positions}"
+        yield Problem("data.sequence", sequence, rule_text, f"1 to {model.positions}")
 
 
 @rule("batch.global", "layout.data.size")
@@ -55,7 +59,7 @@ def microbatches_divide_replica(config: Config) -> Iterator[Problem]:
 @rule("data.source", "model.family")
 def source_exists(config: Config) -> Iterator[Problem]:
     source, family = config.data.source, config.model.family
-    reads_images = isinstance(config.model, Vit)
+    reads_images = isinstance(config.model, ImageNetwork)
     if reads_images:
         valid = f"{DIGITS}, a folder of class folders of jpg and png files"
     else:
@@ -74,7 +78,7 @@ def images_have_no_tokens(config: Config) -> Iterator[Problem]:
         ("data.tokenizer", config.data.tokenizer, Data().tokenizer),
         ("data.sequence", config.data.sequence, Data().sequence),
     ):
-        if isinstance(config.model, Vit) and value != unset:
+        if isinstance(config.model, ImageNetwork) and value != unset:
             yield Problem(field, value, f"has no effect on a {config.model.family}", "leave it out")
 
 
@@ -87,7 +91,7 @@ def patches_divide_image(config: Config) -> Iterator[Problem]:
 
 @rule("model.channels")
 def channels_are_grey_or_colours(config: Config) -> Iterator[Problem]:
-    if isinstance(config.model, Vit) and config.model.channels not in (1, 3):
+    if isinstance(config.model, ImageNetwork) and config.model.channels not in (1, 3):
         yield Problem("model.channels", config.model.channels, "is neither grey nor red, green and blue", "1, 3")
 
 

@@ -18,13 +18,21 @@ from meshwright.config.section import Count, Positive, Section, Share, Size
 class Data(Section):
     """Where the data comes from. `source`: stdlib, a text/jsonl/parquet file or folder, or a prepared folder.
 
-    For images: digits, or a folder of class folders; `tokenizer` and `sequence` are of texts.
+    For images: digits, or a folder of class folders; `tokenizer` and `sequence` are of texts. For pairs of texts:
+    stdlib (functions and their docstrings), a tsv or jsonl file, or a text file whose line-by-line partner is `target`.
     """
 
     source: str = "stdlib"
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (trained on the source), or a tokenizer.json file. A prepared folder brings its own."""
     sequence: Positive = 256
+    objective: Literal["auto", "pairs", "spans"] = "auto"
+    """What an encoder-decoder learns: the second text of a pair; or spans cut out of one text, which is T5's auto."""
+    target: str | None = None
+    languages: tuple[str, str] | None = None
+    """The two keys of a jsonl file's pairs, from and to: [en, de]. None: its first line's `source`, `target`."""
+    buckets: Positive = 1
+    """Pairs of like length share a batch: so many lengths up to `sequence` are batches padded to."""
     validation: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
     """The share of the documents (of each class's images) that is held out."""
 

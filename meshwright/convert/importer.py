@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.manifest import Entry, Manifest, Progress, Shard
 from meshwright.config import Config
-from meshwright.config.models import Model
+from meshwright.config.models import Model, TextTransformer
 from meshwright.config.schema import Data, Precision
 from meshwright.convert.family import Family, Pair
 from meshwright.convert.folder import new_folder
@@ -111,7 +111,7 @@ def _config(model: Model, family: Family, tensors: dict[str, Tensor]) -> Config:
     """A config that says what the weights are. The rest of it, data above all, is the fine-tuning run's to say."""
     double = all(tensor.dtype == torch.float64 for tensor in tensors.values())
     precision = Precision(level="O0", dtype="float64" if double else "float32")
-    data = Data(sequence=model.positions) if family.reads_text else Data()
+    data = Data(sequence=model.positions) if isinstance(model, TextTransformer) else Data()
     return Config(model=model, data=data, precision=precision)
 
 

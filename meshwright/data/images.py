@@ -10,7 +10,7 @@ import torch
 
 from meshwright.batch import Batch
 from meshwright.config import Config
-from meshwright.config.models import Vit
+from meshwright.config.models import ImageNetwork
 from meshwright.data.dataset import Opened, check_held_out
 from meshwright.data.images_packed import PackedImages, images_for, open_images
 from meshwright.data.sampler import Sampler
@@ -48,7 +48,7 @@ class ImageDataset:
     """The digits, or a folder of class folders."""
 
     def prepare(self, config: Config, report: Any) -> Path:
-        assert isinstance(config.model, Vit), config.model
+        assert isinstance(config.model, ImageNetwork), config.model
         packed = images_for(config.data, config.model, cache_folder(), report)
         self.open(config, packed.folder)
         return packed.folder

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from pydantic import ValidationError
 
-from meshwright.config.models import Vit
+from meshwright.config.models import ImageNetwork
 from meshwright.config.schema import Data
 from meshwright.config.section import Positive, Section
 from meshwright.data.format import file_sha256
@@ -95,7 +95,7 @@ def labels_file(split: Split) -> str:
     return f"{split}-labels.npy"
 
 
-def images_for(data: Data, model: Vit, cache: Path, progress: Progress = silent) -> PackedImages:
+def images_for(data: Data, model: ImageNetwork, cache: Path, progress: Progress = silent) -> PackedImages:
     """The packed images that a config asks for, made once in `cache`; a folder found there is checked whole.
 
     Raises DataError where an image or the packed folder is damaged; ConfigError where the model has too few classes, or
@@ -135,7 +135,7 @@ def open_images(folder: Path, verify: bool = False) -> PackedImages:
     return packed
 
 
-def check_classes(source: ImageSource, name: str, model: Vit) -> None:
+def check_classes(source: ImageSource, name: str, model: ImageNetwork) -> None:
     """Raises ConfigError where the model has fewer classes than the source."""
     found = len(source.classes)
     if found > model.classes:
@@ -170,7 +170,7 @@ def _drawn(labels: np.ndarray, share: float) -> np.ndarray:
     return held_out
 
 
-def _write(folder: Path, source: ImageSource, share: float, model: Vit, progress: Progress) -> ImagesHeader:
+def _write(folder: Path, source: ImageSource, share: float, model: ImageNetwork, progress: Progress) -> ImagesHeader:
     """Decode every image into its split's file; returns the header that describes them."""
     parts = split_images(source, share)
     total, done = len(source.labels), 0

@@ -137,6 +137,12 @@ def products(config: Config) -> Costs:
     return Costs(tokens * patch_inputs(model) * hidden, (layer,) * model.layers, model.padded(model.classes) * hidden)
 
 
+def tokens_per_sample(config: Config) -> int:
+    """Positions of an image."""
+    assert isinstance(config.model, Vit), config.model
+    return config.model.positions
+
+
 def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The batch's entries without their first dim."""
     model = config.model

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import memory_rules, parse_config, pipeline_rules, rules, tensor_rules
+from meshwright.config.models import T5, ResNeXt, Vit
 from meshwright.config.rule import Rule, divisors, listed
 from meshwright.config.rules import RULES
 from meshwright.errors import ConfigError
@@ -33,7 +34,8 @@ def test_every_rule_is_listed() -> None:
 
 def test_rules_name_fields_that_exist() -> None:
     tree = parse_config({}).model_dump(by_alias=True)
-    tree["model"] |= parse_config({"model": "vit-digits", "data": {"source": "digits"}}).model_dump()["model"]
+    for family in (Vit(family="vit"), T5(family="t5"), ResNeXt(family="resnext")):
+        tree["model"] |= family.model_dump()
     for rule in RULES:
         for field in rule.reads:
             node: Any = tree
@@ -89,7 +91,7 @@ def test_micro_auto_feeds_the_stages(batch: int, layout: dict[str, Any], micro: 
     "partition, rule",
     [
         ([4, 8, 0], "is not one number for each of layout.pipeline.size=2 stages"),
-        ([4, 4], "does not add up to model.layers=12"),
+        ([4, 4], "does not add up to the model's 12 layers"),
     ],
 )
 def test_partition_is_of_the_layers(partition: list[int], rule: str) -> None:
@@ -105,7 +107,7 @@ def test_no_stage_in_the_middle_is_empty() -> None:
 
 def test_stages_have_layers() -> None:
     line = mistake(layout={"pipeline": {"size": 5}}, model={"layers": 2})
-    assert line.endswith("is more than model.layers=2, the embedding and the head can fill; valid: 1 to 4")
+    assert line.endswith("is more than the model's 2 layers, the embedding and the head can fill; valid: 1 to 4")
 
 
 def test_limit_has_an_effect() -> None:
@@ -121,7 +123,7 @@ def test_sync_goes_with_stages(sync: str) -> None:
 
 def test_recomputed_groups_fit() -> None:
     line = mistake(model={"layers": 2}, memory={"recompute": {"every": 3}})
-    assert line == "memory.recompute.every=3 is more than model.layers=2; valid: 1 to 2"
+    assert line == "memory.recompute.every=3 is more than the model's 2 layers; valid: 1 to 2"
 
 
 def test_sync_goes_with_recomputation() -> None:

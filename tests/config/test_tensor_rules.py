@@ -27,7 +27,7 @@ def test_all_at_once() -> None:
         "model.vocabulary_multiple=64 is no multiple of 3, into which layout.tensor cuts the padded tables; "
         "valid: 192, any multiple of 3",
         "layout.tensor.q=3 does not divide model.positions=64; valid: 1, 2, 4, 8, 16, 32, 64",
-        "batch.global=16 is no multiple of layout.tensor.d x q = 6, over which a microbatch's sequences are split; "
+        "batch.global=16 is no multiple of layout.tensor.d x q = 6, over which a microbatch's samples are split; "
         "valid: a multiple of 6",
     ]
 
@@ -76,7 +76,7 @@ def test_fully_sharded() -> None:
 def test_a_kind_that_is_none() -> None:
     (told,) = mistakes({"kind": "tesserakt", "q": 2})
     rule = "is none of the choices (did you mean tesseract?)"
-    assert told == f"layout.tensor.kind=tesserakt {rule}; valid: none, megatron, tesseract"
+    assert told == f"layout.tensor.kind=tesserakt {rule}; valid: none, megatron, tesseract, subgraph"
 
 
 def test_a_key_of_another_kind() -> None:
