@@ -40,7 +40,8 @@ from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE
 from meshwright.pipeline.stage import Stage
 from meshwright.shard import ShardedModule, ShardSpec, initialise, shard_specs
 from meshwright.stages import Stages, affordable_microbatches, plan_stages
-from meshwright.tensor.kit import Kit
+from meshwright.subgraph.kit import SubgraphKit
+from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.megatron import MegatronKit
 from meshwright.tensor.serial import SerialKit
 from meshwright.tensor.tesseract import TesseractKit
@@ -52,6 +53,7 @@ KITS: dict[str, Callable[[Any, Mesh], Kit]] = {
     "none": lambda config, mesh: SerialKit(mesh),
     "megatron": lambda config, mesh: MegatronKit(mesh, sequence_parallel=config.layout.tensor.sequence_parallel),
     "tesseract": lambda config, mesh: TesseractKit(mesh, config.memory.summa),
+    "subgraph": lambda config, mesh: SubgraphKit(mesh, config.layout.tensor, config.micro),
 }
 
 SYNCHRONISERS: dict[str, tuple[type[Synchroniser], Callable[[], Policy]]] = {
@@ -102,7 +104,7 @@ class Parts:
         """This rank's rows of each microbatch of a replica's batch."""
         micro = self.config.micro
         return [
-            {name: self.kit.slice_batch(x) for name, x in rows_of(batch, slice(start, start + micro)).items()}
+            rows_of_rank(rows_of(batch, slice(start, start + micro)), self.kit, self.model.inside)
             for start in range(0, self.config.replica_batch, micro)
         ]
 

@@ -9,6 +9,7 @@ A differentiable verb is always `verb(x, mesh, "axis")`, and its backward is the
 | leave        | all-reduce                     | identity         |
 | join         | all-gather along a dim         | reduce-scatter   |
 | cut_sum      | reduce-scatter along a dim     | all-gather       |
+| trade        | all-to-all: a dim joined, another cut | all-to-all |
 
 (enter and leave are Megatron-LM's f and g, arXiv 1909.08053, figure 3.)
 """
@@ -62,6 +63,15 @@ def start_cut_sum(x: Tensor, comm: Comm, dim: int) -> Moving:
     panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()
     part = torch.empty_like(panels[0])
     return Moving(comm.reduce_scatter(part, panels, wait=False), lambda: part)
+
+
+def start_trade(x: Tensor, comm: Comm, join_dim: int, cut_dim: int) -> Moving:
+    """Every rank's x side by side along `join_dim`, of which this rank gets its part along `cut_dim`."""
+    join_dim %= x.dim()
+    panels = x.unflatten(cut_dim, (comm.size, -1)).movedim(cut_dim % x.dim(), 0).contiguous()
+    received = torch.empty_like(panels)
+    work = comm.all_to_all(received, panels, wait=False)
+    return Moving(work, lambda: received.movedim(0, join_dim).flatten(join_dim, join_dim + 1))
 
 
 class _Gather(torch.autograd.Function):
@@ -129,6 +139,18 @@ class _CutSum(torch.autograd.Function):
         return start_join(gradient, ctx.comm, ctx.dim).wait(), None, None
 
 
+class _Trade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, join_dim: int, cut_dim: int) -> Tensor:
+        ctx.comm, ctx.dims = comm, (cut_dim, join_dim)
+        return start_trade(x, comm, join_dim, cut_dim).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return start_trade(gradient, ctx.comm, *ctx.dims).wait(), None, None, None
+
+
 def gather(x: Tensor, mesh: Mesh, axis: str, root: int = 0) -> Tensor:
     """The root's rows [n·B, ...], every rank's x [B, ...] in order; elsewhere [0, ...]. Backward: scatter."""
     result: Tensor = _Gather.apply(x, mesh, axis, root)
@@ -156,4 +178,10 @@ def join(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
 def cut_sum(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of every rank's x. Backward: all-gather."""
     result: Tensor = _CutSum.apply(x, mesh.comm(axis), dim)
+    return result
+
+
+def trade(x: Tensor, mesh: Mesh, axis: str, join_dim: int, cut_dim: int) -> Tensor:
+    """Every rank's x side by side along `join_dim`, of which each gets its part along `cut_dim`. Backward: back."""
+    result: Tensor = _Trade.apply(x, mesh.comm(axis), join_dim, cut_dim)
     return result

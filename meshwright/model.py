@@ -48,6 +48,8 @@ class Model(Protocol):
 
     labels: tuple[str, ...]
     """The batch's entries that are counted, one for each loss."""
+    inside: tuple[str, ...]
+    """The batch's entries that are read inside of branches, and sliced for there: masks of attention."""
 
     def __call__(self, batch: Batch, scales: Scales) -> Tensor:
         """The summed losses, each times its scale: `loss(trunk(batch), batch, scales)`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -98,7 +98,8 @@ class ShardSpec:
 
     `matrix`: takes part in matrix products, so that weight decay acts on it. `full_precision`: stays in
     float32 where O2 stores weights in half. `tied`: the first and the last pipeline stage have a copy each, and its
-    gradient is the sum of both.
+    gradient is the sum of both. `home`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
+    row of it.
     """
 
     shape: tuple[int, ...]
@@ -107,11 +108,12 @@ class ShardSpec:
     matrix: bool = True
     full_precision: bool = False
     tied: bool = False
+    home: tuple[str, int] | None = None
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes that cut this parameter."""
-        return frozenset(axis for _, axis in self.cuts)
+        """The axes whose ranks hold different parts of this parameter."""
+        return frozenset([*(axis for _, axis in self.cuts), *([self.home[0]] if self.home else [])])
 
     def box(self, grid: Grid, rank: int) -> Box:
         """What the rank holds. Cut dims are divisible: the config's rules have seen to it."""
@@ -120,6 +122,8 @@ class ShardSpec:
             assert lengths[dim] % grid.size(axis) == 0, f"{self} is not divisible over {axis} of {grid}"
             lengths[dim] //= grid.size(axis)
             offsets[dim] += lengths[dim] * grid.index(rank, axis)
+        if self.home is not None and grid.index(rank, self.home[0]) != self.home[1]:
+            lengths[0] = 0
         return Box(tuple(offsets), tuple(lengths))
 
     def sum_axes(self, mesh: Mesh) -> tuple[str, ...]:
@@ -184,6 +188,11 @@ class ShardedModule(nn.Module):
         self.specs[name] = spec
         return parameter
 
+    def settle(self, home: tuple[str, int] | None) -> None:
+        """Let the layer's parameters live whole at (axis, index) and nowhere else on the axis; None: everywhere."""
+        for name, spec in self.specs.items() if home is not None else ():
+            self.declare(name, replace(spec, home=home))
+
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     """The spec of every parameter, by its full name, in the order of named_parameters()."""
@@ -215,6 +224,8 @@ def initialise(model: nn.Module, mesh: Mesh, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spec = specs[name]
+            if parameter.numel() == 0:
+                continue  # its home is elsewhere
             if spec.initial.std == 0:
                 parameter.fill_(spec.initial.mean)
                 continue

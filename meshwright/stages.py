@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ from meshwright.model import Costs, Hidden, Stretch
 from meshwright.models.chain import Chain
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.shard import ShardedModule, ShardSpec, num_parameters, shard_specs
-from meshwright.tensor.kit import Kit
+from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.serial import SerialKit
 
 PRODUCTS_PER_PARAMETER = 200
@@ -65,7 +65,7 @@ def plan_stages(config: Config, mesh: Mesh, make: MakeModel) -> Stages:
         model, kit = make(_planned(mesh, stage), stretch)
         specs |= {name: replace(spec, tied=name in specs) for name, spec in shard_specs(model).items()}
         if stretch.first:
-            hidden = model.begin(empty_batch(config, kit, torch.device("meta")))
+            hidden = model.begin(empty_batch(config, kit, model.inside, torch.device("meta")))
             forms = tuple(Form(tuple(x.shape), x.dtype) for x in hidden)
     return Stages(stretches, specs, forms)
 
@@ -78,7 +78,7 @@ def affordable_microbatches(config: Config, mesh: Mesh, make: MakeModel, stages:
     stage = mesh.index(PIPE)
     stretch = stages.stretches[stage]
     model, kit = make(_planned(mesh, stage), stretch)
-    batch, scales = empty_batch(config, kit, torch.device("meta")), dict.fromkeys(model.labels, 1.0)
+    batch, scales = empty_batch(config, kit, model.inside, torch.device("meta")), dict.fromkeys(model.labels, 1.0)
     given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in stages.forms)
 
     def forward() -> None:
@@ -92,13 +92,11 @@ def affordable_microbatches(config: Config, mesh: Mesh, make: MakeModel, stages:
     return max(1, min(config.num_microbatches, free_memory_bytes(mesh, *axes) // 2 // max(1, held)))
 
 
-def empty_batch(config: Config, kit: Kit, device: torch.device) -> Batch:
+def empty_batch(config: Config, kit: Kit, inside: Sequence[str], device: torch.device) -> Batch:
     """This rank's rows of a microbatch of zeros."""
     shapes = family_of(config).shapes(config)
-    return {
-        name: kit.slice_batch(torch.zeros(config.micro, *shape, dtype=torch.long, device=device))
-        for name, shape in shapes.items()
-    }
+    zeros = {name: torch.zeros(config.micro, *shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
+    return rows_of_rank(zeros, kit, inside)
 
 
 def _planned(mesh: Mesh, stage: int) -> Mesh:
@@ -151,7 +149,7 @@ def _link_seconds(config: Config, device: torch.device) -> list[float]:
     model: Chain = family_of(config).model(config.model.model_copy(update={"layers": 1}), kit, None)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
-    batch, scales = empty_batch(config, kit, device), dict.fromkeys(model.labels, 1.0)
+    batch, scales = empty_batch(config, kit, model.inside, device), dict.fromkeys(model.labels, 1.0)
     given = tuple(x.detach().requires_grad_() for x in model.begin(batch))
     links: list[Callable[[], Hidden]] = [
         lambda: model.begin(batch),

@@ -108,7 +108,8 @@ class Synchroniser:
     def expect(self, final: bool) -> None:
         """Say whether the coming backward pass is the step's last, whose filled buckets may leave."""
         self._final = final
-        self._missing = [set(bucket.parameters) for bucket in self.buckets]
+        # What has no elements here (its home is on other ranks) gets no gradient.
+        self._missing = [{member for member in bucket.parameters if member.numel()} for bucket in self.buckets]
 
     def arrivals(self) -> Iterator[int]:
         for bucket, missing in zip(self.buckets, self._missing, strict=True):

@@ -18,7 +18,7 @@ import torch
 
 from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
-from meshwright.config.models import ImageNetwork
+from meshwright.config.models import Vit
 from meshwright.config.schema import Data
 from meshwright.data.images_packed import check_classes, split_images
 from meshwright.data.images_source import ImageSource, open_source
@@ -85,7 +85,7 @@ def load_image_model(path: Path, device: str = "auto") -> ImageModel:
     where = device_of(device)
     checkpoint = Checkpoint(find_checkpoint(path))
     config = checkpoint.config
-    if not isinstance(config.model, ImageNetwork):
+    if not isinstance(config.model, Vit):
         raise CheckpointError(f"{checkpoint.folder} is a {config.model.family}: this needs a vit")
     mesh = solo_mesh(where)
     model = ViT(config.model, SerialKit(mesh))

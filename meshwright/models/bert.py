@@ -37,8 +37,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = kit.local_heads(model.heads)
         self.core = AttentionCore(kit, model.dropout)
-        self.query_key_value = kit.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
-        self.output = kit.contract(model.hidden, model.hidden, _before_sum(model))
+        self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
+        self.output = kit.branches.contract(model.hidden, model.hidden, _before_sum(model))
 
     def forward(self, h: Tensor, seen: Tensor) -> Tensor:
         split = self.query_key_value(h).unflatten(-1, (self.heads, -1))  # [B, T, 3, A, E]
@@ -84,6 +84,8 @@ class BERT(Chain):
     Batch: `tokens`, `segments` (0 first text, 1 second), `mask` (1 real, 0 padding) and `labels` (-100: not asked for),
     all [B, T]; `next_sentence` [B, 1], 0 where the second text follows the first, 1 where it does not.
     """
+
+    inside = ("mask",)
 
     def __init__(self, model: Bert, kit: Kit, stretch: Stretch | None = None) -> None:
         stretch = stretch or Stretch.whole(model.layers)

@@ -26,6 +26,7 @@ class Chain(nn.Module, ABC):
 
     blocks: nn.ModuleDict
     labels: tuple[str, ...]
+    inside: tuple[str, ...] = ()
 
     def __init__(self, stretch: Stretch) -> None:
         super().__init__()

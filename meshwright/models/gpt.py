@@ -51,8 +51,8 @@ class Attention(nn.Module):
         self.layer = layer
         self.heads = kit.local_heads(model.heads)
         self.core = AttentionCore(kit, model.dropout)
-        self.query_key_value = kit.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
-        self.output = kit.contract(model.hidden, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
+        self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
+        self.output = kit.branches.contract(model.hidden, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
 
     def forward(self, h: Tensor, cache: KeyValueCache | None) -> Tensor:
         split = self.query_key_value(h).unflatten(-1, (self.heads, -1))  # [B, T, 3, A, E]

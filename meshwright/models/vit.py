@@ -38,8 +38,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = kit.local_heads(model.heads)
         self.core = AttentionCore(kit, model.dropout)
-        self.query_key_value = kit.expand(model.hidden, 3 * model.hidden, INITIAL, groups=3)
-        self.output = kit.contract(model.hidden, model.hidden, INITIAL)
+        self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, INITIAL, groups=3)
+        self.output = kit.branches.contract(model.hidden, model.hidden, INITIAL)
 
     def forward(self, h: Tensor) -> Tensor:
         split = self.query_key_value(h).unflatten(-1, (self.heads, -1))  # [B, T, 3, A, E]

@@ -14,6 +14,7 @@ class Autocast:
 
     def __init__(self, model: Model, device: torch.device, dtype: torch.dtype) -> None:
         self.labels = model.labels
+        self.inside = model.inside
         self._model = model
         self._device = device.type
         self._dtype = dtype

@@ -22,13 +22,14 @@ Cuts = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Sizes of a head as the model asks for it; `padded` rows in the table, `vocabulary` of them real classes."""
+    """A head as the model asks for it; `padded` rows in the table, `vocabulary` of them real classes."""
 
     hidden: int
     vocabulary: int
     padded: int
     initial: Initial
     bias: bool
+    smoothing: float
 
 
 class TableHead(ShardedModule):

@@ -6,11 +6,13 @@ A model calls these and plain torch functions that act element by element or hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor, nn
 
+from meshwright.batch import Batch
 from meshwright.shard import Initial
 
 
@@ -39,14 +41,34 @@ class WholeHead(Head, Protocol):
         """[B, T, V], without the padding of the vocabulary. Without gradients."""
 
 
-class Kit(Protocol):
+class Pair(Protocol):
+    """Where the first and second linear of a pair come from. `bias`: whether they add one."""
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        """[B, T, H] -> [B, T, groups, N/groups]: each group (query, key, value, say) is split over ranks by itself.
+
+        One group: [B, T, N].
+        """
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        """[B, T, N] -> [B, T, H]."""
+
+
+class Kit(Pair, Protocol):
     """What a model may ask for. Each layer carries its parameters' ShardSpecs.
+
+    `branches`: for a pair whose inside falls into branches that need nothing of each other: the heads of an attention,
+    the paths of a ResNeXt block. Inside of one, a rank may see other rows of the batch than outside (`slice_inside`).
+    A pair of the kit itself, a feed-forward's, has slices of its inner width at most.
 
     `split_axes`: the mesh axes whose ranks hold different parts of the activations between two pairs of linears, so
     that their dropout masks must differ; on all others they must be the same.
     """
 
     split_axes: tuple[str, ...]
+
+    @property
+    def branches(self) -> Pair: ...
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         """ids [B, T] -> [B, T, H]."""
@@ -57,14 +79,14 @@ class Kit(Protocol):
     def norm(self, hidden: int, epsilon: float) -> nn.Module:
         """Layer norm over H: [B, T, H] -> [B, T, H]."""
 
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1) -> nn.Module:
-        """[B, T, H] -> [B, T, groups, N/groups]: each group (query, key, value, say) is split over ranks by itself.
+    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
+        """x / rms(x) times a weight, over H (Zhang and Sennrich, arXiv 1910.07467): [B, T, H] -> [B, T, H]."""
 
-        One group: [B, T, N].
-        """
+    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        """Norm over T and the channels of a group (Wu and He, arXiv 1803.08494): [B, T, H] -> [B, T, H]."""
 
-    def contract(self, inner: int, hidden: int, initial: Initial) -> nn.Module:
-        """[B, T, N] -> [B, T, H]."""
+    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
+        """A parameter inside of `branches`, split along `dim` as their inner width is: call it for this rank's part."""
 
     def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
         """[B, t, inputs] -> [B, t, outputs]: a linear outside of a pair, from and to activations as the kit holds them.
@@ -81,17 +103,28 @@ class Kit(Protocol):
         tied: nn.Module | None = None,
         *,
         bias: bool = False,
+        smoothing: float = 0.0,
     ) -> nn.Module:
-        """A `Head`. `tied`: the token embedding whose weight it shares; None: a weight of its own."""
+        """A `Head`. `smoothing`: the share of each target that all classes have in equal parts.
+
+        `tied`: the token embedding whose weight it shares; None: a weight of its own."""
 
     def local_heads(self, heads: int) -> int:
-        """How many attention heads this rank computes."""
+        """How many attention heads (or paths) this rank computes."""
 
     def slice_batch(self, x: Tensor) -> Tensor:
         """This rank's rows of a replica's batch [B, ...]; the train loop calls it, models see the result."""
+
+    def slice_inside(self, x: Tensor) -> Tensor:
+        """The rows of a replica's batch [B, ...] that this rank sees inside of `branches`: masks are sliced so."""
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         """Around what draws random numbers inside a pair of linears, with probability `rate`: each rank its own."""
 
     def end_step(self) -> None:
         """The weights have changed: forget what was derived from them."""
+
+
+def rows_of_rank(batch: Batch, kit: Kit, inside: Sequence[str]) -> Batch:
+    """A rank's rows of a replica's batch, of each entry those for where it is read."""
+    return {name: (kit.slice_inside if name in inside else kit.slice_batch)(x) for name, x in batch.items()}

@@ -19,67 +19,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from meshwright.mesh import Mesh
-from meshwright.shard import ZEROS, Initial, ShardedModule, ShardSpec, seed_of
+from meshwright.shard import Initial, ShardedModule, ShardSpec, seed_of
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.linear import bias_gradient, cast, linear, weight_gradient
+from meshwright.tensor.kit import Pair
+from meshwright.tensor.linear import linear
+from meshwright.tensor.local import Local
 from meshwright.tensor.lookup import lookup
+from meshwright.tensor.norms import GroupNorm, RmsNorm
+from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.sequence import CutSequence, Sequence, WholeSequence
 from meshwright.tensor.serial import SerialLinear, SerialNorm
-
-
-class _Expand(torch.autograd.Function):
-    """y = x W + b with W cut by columns; x enters the pair."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: ShardedModule, sequence: Sequence) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.sequence = layer, sequence
-        whole = sequence.start_enter(x).wait()  # [B, T, H]
-        return torch.addmm(bias, whole.flatten(0, -2), weight).view(*whole.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        entering = ctx.layer.deferred.start(lambda: ctx.sequence.start_enter(x))  # under dx's product
-        rows = dy.flatten(0, -2)
-        dx = (rows @ weight.t()).view(*dy.shape[:-1], -1)
-        leaving = ctx.sequence.start_leave(dx)  # under dW's product
-
-        def write(out: Tensor, beta: int) -> None:
-            torch.addmm(out, entering.wait().flatten(0, -2).t(), rows, beta=beta, out=out)
-
-        dweight = ctx.layer.gradient("weight", weight, write)
-        return leaving.wait(), dweight, bias_gradient(rows, ctx.layer), None, None
-
-
-class _Contract(torch.autograd.Function):
-    """y = sum over ranks of x W, + b, with W cut by rows; y leaves the pair."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: ShardedModule, sequence: Sequence) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.sequence = layer, sequence
-        part = (x.flatten(0, -2) @ weight).view(*x.shape[:-1], -1)  # [B, T, H], one of the sum's terms
-        return sequence.start_leave(part).wait().add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        dy = dy.contiguous()
-        entering = ctx.sequence.start_enter(dy)  # under db's sum
-        dbias = bias_gradient(dy.flatten(0, -2), ctx.layer)
-        whole = entering.wait().flatten(0, -2)
-        dweight = weight_gradient(x.flatten(0, -2), whole, weight, ctx.layer)
-        return (whole @ weight.t()).view(x.shape), dweight, dbias, None, None
 
 
 class MegatronEmbedding(ShardedModule):
@@ -95,36 +49,6 @@ class MegatronEmbedding(ShardedModule):
         mine = (rows >= 0) & (rows < self.weight.shape[0])
         part = lookup(torch.where(mine, rows, 0), self) * mine.unsqueeze(-1)
         return self.sequence.leave(part)  # [B, T, H]
-
-
-class MegatronExpand(ShardedModule):
-    """The first linear of a pair."""
-
-    def __init__(self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, sequence: Sequence) -> None:
-        super().__init__(mesh)
-        self.sequence = sequence
-        last = len(outputs) - 1
-        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), ((last + 1, "tensor"),), initial))
-        self.bias = self.declare("bias", ShardSpec(outputs, ((last, "tensor"),), ZEROS, matrix=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        operands = cast(x, self.weight.flatten(1), self.bias.flatten())
-        y: Tensor = _Expand.apply(*operands, self, self.sequence)
-        return y.unflatten(-1, self.bias.shape) if self.bias.dim() > 1 else y
-
-
-class MegatronContract(ShardedModule):
-    """The second linear of a pair. Its bias is added once, to the sum."""
-
-    def __init__(self, mesh: Mesh, inputs: int, outputs: int, initial: Initial, sequence: Sequence) -> None:
-        super().__init__(mesh)
-        self.sequence = sequence
-        self.weight = self.declare("weight", ShardSpec((inputs, outputs), ((0, "tensor"),), initial))
-        self.bias = self.declare("bias", ShardSpec((outputs,), initial=ZEROS, matrix=False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Contract.apply(*cast(x, self.weight, self.bias), self, self.sequence)
-        return y
 
 
 class MegatronPatches(ShardedModule):
@@ -161,15 +85,29 @@ class MegatronKit:
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         return MegatronEmbedding(self.mesh, num_rows, hidden, initial, self.sequence)
 
+    @property
+    def branches(self) -> Pair:
+        return self
+
     def norm(self, hidden: int, epsilon: float) -> nn.Module:
         return SerialNorm(self.mesh, hidden, epsilon)
 
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1) -> nn.Module:
-        outputs = (inner,) if groups == 1 else (groups, inner // groups)
-        return MegatronExpand(self.mesh, hidden, outputs, initial, self.sequence)
+    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
+        return RmsNorm(self.mesh, hidden, epsilon)
 
-    def contract(self, inner: int, hidden: int, initial: Initial) -> nn.Module:
-        return MegatronContract(self.mesh, inner, hidden, initial, self.sequence)
+    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        return GroupNorm(self.mesh, channels, groups, epsilon)
+
+    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
+        return Local(self.mesh, ShardSpec(shape, ((dim, "tensor"),), initial, matrix=matrix))
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        outputs = (inner,) if groups == 1 else (groups, inner // groups)
+        return CutExpand(self.mesh, hidden, outputs, initial, self.sequence, bias=bias)
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        spec = ShardSpec((hidden,), matrix=False) if bias else None
+        return CutContract(self.mesh, inner, hidden, initial, self.sequence, bias=spec)
 
     def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
         return SerialLinear(self.mesh, inputs, (outputs,), initial)
@@ -186,13 +124,18 @@ class MegatronKit:
         tied: nn.Module | None = None,
         *,
         bias: bool = False,
+        smoothing: float = 0.0,
     ) -> nn.Module:
-        return MegatronHead(self.mesh, HeadShape(hidden, vocabulary, padded, initial, bias), tied, self.sequence)
+        shape = HeadShape(hidden, vocabulary, padded, initial, bias, smoothing)
+        return MegatronHead(self.mesh, shape, tied, self.sequence)
 
     def local_heads(self, heads: int) -> int:
         return heads // self.mesh.size("tensor")
 
     def slice_batch(self, x: Tensor) -> Tensor:
+        return x
+
+    def slice_inside(self, x: Tensor) -> Tensor:
         return x
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:

@@ -18,27 +18,14 @@ from torch import Tensor
 
 from meshwright.collectives import Moving, cut_sum, enter, here, join, leave, start_cut_sum, start_join, start_sum
 from meshwright.mesh import Mesh
+from meshwright.tensor.boundary import Boundary
 
 SEQUENCE = -2
 """The dim of T in [B, T, H] and in [T, H]."""
 
 
-class Sequence(Protocol):
-    """One of the two forms. `start_*` are for layers that write their own backward, `enter` and `leave` for others."""
-
-    split_axes: tuple[str, ...]
-
-    def start_enter(self, x: Tensor) -> Moving:
-        """The whole activation [B, T, H] of what a rank holds of it."""
-
-    def start_leave(self, x: Tensor) -> Moving:
-        """What a rank holds of the sum of every rank's x [B, T, H]; x is lost."""
-
-    def enter(self, x: Tensor) -> Tensor:
-        """As start_enter; differentiable."""
-
-    def leave(self, x: Tensor) -> Tensor:
-        """As start_leave; differentiable, and x is kept."""
+class Sequence(Boundary, Protocol):
+    """One of the two forms."""
 
     def part(self, x: Tensor) -> Tensor:
         """What a rank holds of x [B, T, H], where every rank has all of it and needs no gradient."""
@@ -47,7 +34,10 @@ class Sequence(Protocol):
 class WholeSequence:
     """Every rank holds all tokens."""
 
+    axis = "tensor"
     split_axes: tuple[str, ...] = ()
+    keeps = False
+    holds = True
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -71,7 +61,10 @@ class WholeSequence:
 class CutSequence:
     """Rank r holds the r-th part of each sequence's tokens."""
 
+    axis = "tensor"
     split_axes: tuple[str, ...] = ("tensor",)
+    keeps = False
+    holds = True
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh

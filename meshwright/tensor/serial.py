@@ -22,8 +22,11 @@ from meshwright.mesh import Mesh
 from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
 from meshwright.tensor.cross_entropy import chunked_token_losses
 from meshwright.tensor.head import HeadShape, TableHead
+from meshwright.tensor.kit import Pair
 from meshwright.tensor.linear import linear
+from meshwright.tensor.local import Local
 from meshwright.tensor.lookup import lookup
+from meshwright.tensor.norms import GroupNorm, RmsNorm
 
 
 class SerialEmbedding(ShardedModule):
@@ -65,14 +68,16 @@ class SerialNorm(ShardedModule):
 class SerialLinear(ShardedModule):
     """x W + b over the last dim of x; W [in, G, out/G]."""
 
-    def __init__(self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial) -> None:
+    def __init__(
+        self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool = True
+    ) -> None:
         super().__init__(mesh)
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), initial=initial))
-        self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, matrix=False))
+        self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, matrix=False)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight.flatten(1), self.bias.flatten(), self)
-        return y.unflatten(-1, self.bias.shape) if self.bias.dim() > 1 else y
+        y = linear(x, self.weight.flatten(1), None if self.bias is None else self.bias.flatten(), self)
+        return y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y
 
 
 class SerialHead(TableHead):
@@ -105,11 +110,25 @@ class SerialKit:
     def norm(self, hidden: int, epsilon: float) -> nn.Module:
         return SerialNorm(self.mesh, hidden, epsilon)
 
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1) -> nn.Module:
-        return SerialLinear(self.mesh, hidden, (inner,) if groups == 1 else (groups, inner // groups), initial)
+    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
+        return RmsNorm(self.mesh, hidden, epsilon)
 
-    def contract(self, inner: int, hidden: int, initial: Initial) -> nn.Module:
-        return SerialLinear(self.mesh, inner, (hidden,), initial)
+    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        return GroupNorm(self.mesh, channels, groups, epsilon)
+
+    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
+        return Local(self.mesh, ShardSpec(shape, initial=initial, matrix=matrix))
+
+    @property
+    def branches(self) -> Pair:
+        return self
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        outputs = (inner,) if groups == 1 else (groups, inner // groups)
+        return SerialLinear(self.mesh, hidden, outputs, initial, bias=bias)
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return SerialLinear(self.mesh, inner, (hidden,), initial, bias=bias)
 
     def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
         return SerialLinear(self.mesh, inputs, (outputs,), initial)
@@ -123,13 +142,17 @@ class SerialKit:
         tied: nn.Module | None = None,
         *,
         bias: bool = False,
+        smoothing: float = 0.0,
     ) -> nn.Module:
-        return SerialHead(self.mesh, HeadShape(hidden, vocabulary, padded, initial, bias), tied, (), ())
+        return SerialHead(self.mesh, HeadShape(hidden, vocabulary, padded, initial, bias, smoothing), tied, (), ())
 
     def local_heads(self, heads: int) -> int:
         return heads
 
     def slice_batch(self, x: Tensor) -> Tensor:
+        return x
+
+    def slice_inside(self, x: Tensor) -> Tensor:
         return x
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:

@@ -26,26 +26,30 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.collectives import cut_sum, join
+from meshwright.collectives import cut_sum, enter, join, leave
 from meshwright.mesh import Mesh
 from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec, WriteGradient
 from meshwright.tensor.cross_entropy import give_to_autograd
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
+from meshwright.tensor.kit import Pair
 from meshwright.tensor.linear import bias_gradient, cast, linear
+from meshwright.tensor.local import Local
 from meshwright.tensor.lookup import lookup
 from meshwright.tensor.norm2d import split_layer_norm
+from meshwright.tensor.norms import GroupNorm
 from meshwright.tensor.summa import Choice, Panels, Sizes, Summa, W, X, Y, best_choice
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: TesseractLinear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: TesseractLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer = layer
+        ctx.layer, ctx.biased = layer, bias is not None
         stays = layer.choice(x.shape[0]).forward
         operands = layer.operands(stays, {X: x, W: weight})
-        return layer.weights.summa.multiply(Y, stays, operands, None).wait().add_(bias)
+        y = layer.weights.summa.multiply(Y, stays, operands, None).wait()
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
@@ -65,24 +69,34 @@ class _Linear(torch.autograd.Function):
                 out.add_(product)
 
         dweight = layer.gradient("weight", weight, write)
-        dbias = bias_gradient(dy, layer)
+        dbias = bias_gradient(dy, layer) if ctx.biased else None
         return dx.wait(), dweight, dbias, None
 
 
 class TesseractLinear(ShardedModule):
     """x W + b. What stays in each product is chosen from the sizes."""
 
-    def __init__(self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, weights: Weights) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        inputs: int,
+        outputs: tuple[int, ...],
+        initial: Initial,
+        weights: Weights,
+        *,
+        bias: bool = True,
+    ) -> None:
         super().__init__(mesh)
         self.weights = weights
         last = len(outputs) - 1
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), ((0, "row"), (last + 1, "col")), initial))
-        self.bias = self.declare("bias", ShardSpec(outputs, ((last, "col"),), ZEROS, matrix=False))
+        spec = ShardSpec(outputs, ((last, "col"),), ZEROS, matrix=False)
+        self.bias = self.declare("bias", spec) if bias else None
         weights.blocks.append(self.weight)
 
     def sizes(self, rows: int) -> Sizes:
         """The blocks of the product with `rows` rows of x."""
-        return Sizes.of(rows, self.weight.shape[0], self.bias.numel(), self.mesh.size("row"))
+        return Sizes.of(rows, self.weight.shape[0], self.weight[0].numel(), self.mesh.size("row"))
 
     def choice(self, rows: int) -> Choice:
         return best_choice(self.sizes(rows), self.weights.form)
@@ -97,9 +111,9 @@ class TesseractLinear(ShardedModule):
         }  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, weight, bias = cast(x.flatten(0, -2), self.weight.flatten(1), self.bias.flatten())
-        y: Tensor = _Linear.apply(rows, weight, bias, self)
-        return y.view(*x.shape[:-1], *self.bias.shape)
+        offsets = None if self.bias is None else self.bias.flatten()
+        y: Tensor = _Linear.apply(*cast(x.flatten(0, -2), self.weight.flatten(1), offsets), self)
+        return y.view(*x.shape[:-1], *self.weight.shape[1:])
 
 
 class TesseractEmbedding(ShardedModule):
@@ -131,6 +145,22 @@ class TesseractNorm(ShardedModule):
         x = h.to(self.weight.dtype)
         comm = self.mesh.comm("col")
         return split_layer_norm(x, self.weight, self.bias, self.hidden, self.epsilon, comm).to(h.dtype)
+
+
+class TesseractRmsNorm(ShardedModule):
+    """RMS norm over a hidden dim that is cut over col; in float32 or better. Sends [b, T, 1] over col, both ways."""
+
+    def __init__(self, mesh: Mesh, hidden: int, epsilon: float) -> None:
+        super().__init__(mesh)
+        self.hidden, self.epsilon = hidden, epsilon
+        spec = ShardSpec((hidden,), ((0, "col"),), ONES, matrix=False, full_precision=True)
+        self.weight = self.declare("weight", spec)
+
+    def forward(self, h: Tensor) -> Tensor:
+        x = h.to(self.weight.dtype)
+        squares = leave(x.square().sum(-1, keepdim=True), self.mesh, "col")
+        mean = enter(squares, self.mesh, "col") / self.hidden
+        return (x * torch.rsqrt(mean + self.epsilon) * self.weight).to(h.dtype)
 
 
 class TesseractPatches(ShardedModule):
@@ -190,12 +220,25 @@ class TesseractKit:
     def norm(self, hidden: int, epsilon: float) -> nn.Module:
         return TesseractNorm(self.mesh, hidden, epsilon)
 
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1) -> nn.Module:
-        outputs = (inner,) if groups == 1 else (groups, inner // groups)
-        return TesseractLinear(self.mesh, hidden, outputs, initial, self.weights)
+    @property
+    def branches(self) -> Pair:
+        return self
 
-    def contract(self, inner: int, hidden: int, initial: Initial) -> nn.Module:
-        return TesseractLinear(self.mesh, inner, (hidden,), initial, self.weights)
+    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
+        return TesseractRmsNorm(self.mesh, hidden, epsilon)
+
+    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        return GroupNorm(self.mesh, channels, groups, epsilon, cuts=((0, "col"),))
+
+    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
+        return Local(self.mesh, ShardSpec(shape, ((dim, "col"),), initial, matrix=matrix))
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        outputs = (inner,) if groups == 1 else (groups, inner // groups)
+        return TesseractLinear(self.mesh, hidden, outputs, initial, self.weights, bias=bias)
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return TesseractLinear(self.mesh, inner, (hidden,), initial, self.weights, bias=bias)
 
     def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
         return TesseractLinear(self.mesh, inputs, (outputs,), initial, self.weights)
@@ -212,14 +255,18 @@ class TesseractKit:
         tied: nn.Module | None = None,
         *,
         bias: bool = False,
+        smoothing: float = 0.0,
     ) -> nn.Module:
-        return TesseractHead(self.mesh, HeadShape(hidden, vocabulary, padded, initial, bias), tied)
+        return TesseractHead(self.mesh, HeadShape(hidden, vocabulary, padded, initial, bias, smoothing), tied)
 
     def local_heads(self, heads: int) -> int:
         return heads // self.mesh.size("col")
 
     def slice_batch(self, x: Tensor) -> Tensor:
         return x.chunk(self.mesh.size("depth", "row"))[self.mesh.index("depth", "row")]
+
+    def slice_inside(self, x: Tensor) -> Tensor:
+        return self.slice_batch(x)
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         return nullcontext()  # every rank's stream is its own already

@@ -46,7 +46,7 @@ def plan_step(config: Config, rank: int = 0) -> Plan:
     mesh = planned_mesh(Grid(layout.axes), rank, layout.token_axes)
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
-    batches = [empty_batch(config, parts.kit, mesh.device) for _ in range(config.num_microbatches)]
+    batches = [empty_batch(config, parts.kit, parts.model.inside, mesh.device) for _ in range(config.num_microbatches)]
     parts.passes.train(batches, dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
     parts.strategy.finish()
     parts.strategy.publish()

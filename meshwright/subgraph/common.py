@@ -1,0 +1,84 @@
+"""Common layers, those between branches: of a rank that holds its rows of them, and of one that holds nothing.
+
+Where the first rank of a segment alone computes the common layers (D&SP-cSub), the others declare their parameters too,
+with no rows, and carry activations [0, T, H] through them: in both passes they come by every split and join.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.shard import Initial, ShardedModule
+from meshwright.subgraph.segment import Segment
+from meshwright.tensor.serial import SerialLinear
+
+
+class CommonLinear(SerialLinear):
+    """x W + b where x is held."""
+
+    def __init__(
+        self, segment: Segment, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool
+    ) -> None:
+        super().__init__(segment.mesh, inputs, outputs, initial, bias=bias)
+        self.segment = segment
+        self.settle(segment.home)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.segment.holds:
+            return super().forward(x)
+        return x.sum(-1)[..., *[None] * (self.weight.dim() - 1)].expand(*x.shape[:-1], *self.weight.shape[1:])
+
+
+class SlicedLinear(CommonLinear):
+    """A common linear whose output is cut along its width, a slice to each rank: [b, T, H] -> [B, T, ..., N/g]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.segment.slice(super().forward(x), -1)
+
+
+class JoinedLinear(CommonLinear):
+    """A common linear of the ranks' slices side by side: [B, T, N/g] -> [b, T, H]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.segment.concat(x, -1))
+
+
+class Absent(ShardedModule):
+    """A layer that lives elsewhere: of no rows it makes no rows."""
+
+    def __init__(self, layer: ShardedModule) -> None:
+        """`layer`: settled in its home."""
+        super().__init__(layer.mesh)
+        for name, spec in layer.specs.items():
+            self.declare(name, spec)
+
+
+class AbsentNorm(Absent):
+    """[0, T, H] -> [0, T, H]."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h
+
+
+class AbsentTable(Absent):
+    """Ids [0, T] or patches [0, T, P] -> [0, T, H], where gradients begin that end here. (Positions [T] -> zeros.)"""
+
+    def __init__(self, layer: ShardedModule, num_dims: int) -> None:
+        """`num_dims`: of the input, those that H follows."""
+        super().__init__(layer)
+        self.num_dims = num_dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.get_parameter("weight")
+        return table.new_zeros(*x.shape[: self.num_dims], table.shape[-1]).requires_grad_(torch.is_grad_enabled())
+
+
+class AbsentHead(Absent):
+    """A `Head` without tokens: a loss of 0, from which the backward pass begins on this rank too."""
+
+    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+        return h.sum()
+
+    def right(self, h: Tensor, labels: Tensor) -> int:
+        return 0

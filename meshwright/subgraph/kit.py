@@ -1,0 +1,154 @@
+"""The sub-graph kit (SUPER, IPDPS 2021): branches dealt over the `branch` axis, everything else data-parallel along it.
+
+g: the axis's size; B: rows of a replica's microbatch; b: those that a rank holds outside of branches: B/g, or with
+`common: one` B on the first rank of a segment and 0 on the others (segment.py).
+
+| `branch`       | attention                                             | feed-forward                   |
+|----------------|-------------------------------------------------------|--------------------------------|
+| attention-core | linears [b, T, H] whole; slice; A/g heads of B; concat | whole, [b, T, H]               |
+| attention      | enter; [H, N/g]; A/g heads of B; [N/g, H]; leave      | whole, [b, T, H]               |
+| block          | the same                                              | enter; [H, N/g] [N/g, H]; leave |
+
+Embeddings, norms, heads of the model are common: whole weights, [b, T, H]. A common parameter's gradient is summed over
+data and branch, a branch's over data: the branch axis splits the tokens, and cuts the branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor, nn
+
+from meshwright.config.layout import Subgraph
+from meshwright.mesh import Mesh
+from meshwright.shard import Initial, ShardedModule, ShardSpec
+from meshwright.subgraph.common import (
+    Absent,
+    AbsentHead,
+    AbsentNorm,
+    AbsentTable,
+    CommonLinear,
+    JoinedLinear,
+    SlicedLinear,
+)
+from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
+from meshwright.tensor.head import HeadShape
+from meshwright.tensor.kit import Pair
+from meshwright.tensor.local import Local
+from meshwright.tensor.norms import GroupNorm, RmsNorm
+from meshwright.tensor.pair import CutContract, CutExpand
+from meshwright.tensor.serial import SerialEmbedding, SerialHead, SerialNorm, SerialPatches
+
+
+class CommonPair:
+    """Both linears common, and what stands between them."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        return CommonLinear(self.segment, hidden, _grouped(inner, groups), initial, bias=bias)
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return CommonLinear(self.segment, inner, (hidden,), initial, bias=bias)
+
+
+class CorePair(CommonPair):
+    """Both linears common; what stands between them is dealt out."""
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        return SlicedLinear(self.segment, hidden, _grouped(inner, groups), initial, bias=bias)
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return JoinedLinear(self.segment, inner, (hidden,), initial, bias=bias)
+
+
+class BranchPair(CommonPair):
+    """The linears belong to the branches: each rank has its columns of the first, its rows of the second."""
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        return CutExpand(self.segment.mesh, hidden, _grouped(inner, groups), initial, self.segment, bias=bias)
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        spec = ShardSpec((hidden,), matrix=False, home=self.segment.home) if bias else None
+        return CutContract(self.segment.mesh, inner, hidden, initial, self.segment, bias=spec)
+
+
+def _grouped(inner: int, groups: int) -> tuple[int, ...]:
+    return (inner,) if groups == 1 else (groups, inner // groups)
+
+
+class SubgraphKit:
+    """Branches over the `branch` axis."""
+
+    split_axes: tuple[str, ...] = ("branch",)
+
+    def __init__(self, mesh: Mesh, settings: Subgraph, num_rows: int) -> None:
+        """`num_rows`: of a replica's microbatch."""
+        self.mesh = mesh
+        self.segment: Segment = AllCommon(mesh) if settings.common == "all" else OneCommon(mesh, num_rows)
+        self.branches: Pair = (CorePair if settings.branch == "attention-core" else BranchPair)(self.segment)
+        self._slices: Pair = (BranchPair if settings.branch == "block" else CommonPair)(self.segment)
+
+    def _settled(self, layer: ShardedModule, absent: Callable[[ShardedModule], Absent]) -> ShardedModule:
+        """A common layer, or what stands for it where it does not live."""
+        layer.settle(self.segment.home)
+        return layer if self.segment.holds else absent(layer)
+
+    def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
+        layer = SerialEmbedding(self.mesh, num_rows, hidden, initial)
+        return self._settled(layer, lambda layer: AbsentTable(layer, 2))
+
+    def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
+        return self._settled(SerialPatches(self.mesh, inputs, hidden, initial), lambda layer: AbsentTable(layer, 2))
+
+    def norm(self, hidden: int, epsilon: float) -> nn.Module:
+        return self._settled(SerialNorm(self.mesh, hidden, epsilon), AbsentNorm)
+
+    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
+        return self._settled(RmsNorm(self.mesh, hidden, epsilon), AbsentNorm)
+
+    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        return self._settled(GroupNorm(self.mesh, channels, groups, epsilon), AbsentNorm)
+
+    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
+        return Local(self.mesh, ShardSpec(shape, ((dim, "branch"),), initial, matrix=matrix))
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        return self._slices.expand(hidden, inner, initial, groups=groups, bias=bias)
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return self._slices.contract(inner, hidden, initial, bias=bias)
+
+    def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
+        return CommonLinear(self.segment, inputs, (outputs,), initial, bias=True)
+
+    def head_loss(
+        self,
+        hidden: int,
+        vocabulary: int,
+        padded: int,
+        initial: Initial,
+        tied: nn.Module | None = None,
+        *,
+        bias: bool = False,
+        smoothing: float = 0.0,
+    ) -> nn.Module:
+        shape = HeadShape(hidden, vocabulary, padded, initial, bias, smoothing)
+        return self._settled(SerialHead(self.mesh, shape, tied, (), ()), AbsentHead)
+
+    def local_heads(self, heads: int) -> int:
+        return heads // self.mesh.size("branch")
+
+    def slice_batch(self, x: Tensor) -> Tensor:
+        return self.segment.rows(x)
+
+    def slice_inside(self, x: Tensor) -> Tensor:
+        return x
+
+    def own_randomness(self, rate: float) -> AbstractContextManager[None]:
+        return nullcontext()  # every rank's stream is its own already
+
+    def end_step(self) -> None:
+        return None

@@ -1,0 +1,165 @@
+"""The collectives of a segment: splits and joins between common layers and branches (SUPER, IPDPS 2021, section IV).
+
+A segment is the ranks of one `branch` axis; its g ranks are one of each sub-grid. Inside of branches every rank sees
+all B rows of the replica's batch. Outside, a rank holds B/g of them (`AllCommon`, D&SP), or the first holds all of
+them and the others none (`OneCommon`, D&SP-cSub).
+
+| step   | meaning                                         | AllCommon      | OneCommon | backward |
+|--------|-------------------------------------------------|----------------|-----------|----------|
+| enter  | split: every rank gets all rows                 | all-gather     | broadcast | leave    |
+| leave  | sum of the ranks' parts, rows where they belong | reduce-scatter | reduce    | enter    |
+| slice  | every rank gets its part of a dim, of all rows  | all-to-all     | scatter   | concat   |
+| concat | the parts side by side, rows where they belong  | all-to-all     | gather    | slice    |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.collectives import Moving, start_cut_sum, start_join, start_trade
+from meshwright.mesh import Mesh
+from meshwright.tensor.boundary import Boundary
+
+ROWS = 0
+"""The dim of B."""
+
+Start = Callable[[Tensor], Moving]
+
+
+class _Cross(torch.autograd.Function):
+    """There in the forward pass, back in the backward pass; both may spoil what they are given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Start, back: Start) -> Tensor:
+        ctx.back = back
+        return there(x.clone()).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient.clone()).wait(), None, None
+
+
+class Segment(Boundary, Protocol):
+    """One of the two forms. `home`: where the common layers live."""
+
+    mesh: Mesh
+    home: tuple[str, int] | None
+
+    def slice(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part along `dim`, of all rows of x. Differentiable."""
+
+    def concat(self, x: Tensor, dim: int) -> Tensor:
+        """Every rank's x side by side along `dim`, and of that the rows that this rank holds. Differentiable."""
+
+    def rows(self, x: Tensor) -> Tensor:
+        """What this rank holds of all rows."""
+
+
+class AllCommon:
+    """Every rank computes the common layers, on its share of the rows."""
+
+    axis = "branch"
+    split_axes: tuple[str, ...] = ("branch",)
+    keeps = True
+    holds = True
+    home: tuple[str, int] | None = None
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def start_enter(self, x: Tensor) -> Moving:
+        return start_join(x, self.mesh.comm(self.axis), ROWS)
+
+    def start_leave(self, x: Tensor) -> Moving:
+        return start_cut_sum(x, self.mesh.comm(self.axis), ROWS)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return cross(x, self.start_enter, self.start_leave)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return cross(x, self.start_leave, self.start_enter)
+
+    def slice(self, x: Tensor, dim: int) -> Tensor:
+        return cross(x, self._start_slice(dim), self._start_concat(dim))
+
+    def concat(self, x: Tensor, dim: int) -> Tensor:
+        return cross(x, self._start_concat(dim), self._start_slice(dim))
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.chunk(self.mesh.size(self.axis))[self.mesh.index(self.axis)]
+
+    def _start_slice(self, dim: int) -> Start:
+        return lambda x: start_trade(x, self.mesh.comm(self.axis), ROWS, dim)
+
+    def _start_concat(self, dim: int) -> Start:
+        return lambda x: start_trade(x, self.mesh.comm(self.axis), dim, ROWS)
+
+
+class OneCommon:
+    """The first rank of a segment computes the common layers; the others carry batches of no rows between them.
+
+    `num_rows`: B, which the others cannot see from what they carry.
+    """
+
+    axis = "branch"
+    split_axes: tuple[str, ...] = ("branch",)
+    keeps = True
+    home: tuple[str, int] | None = ("branch", 0)
+
+    def __init__(self, mesh: Mesh, num_rows: int) -> None:
+        self.mesh = mesh
+        self.num_rows = num_rows
+        self.holds = mesh.index(self.axis) == 0
+
+    def start_enter(self, x: Tensor) -> Moving:
+        whole = x.contiguous() if self.holds else x.new_empty(self.num_rows, *x.shape[1:])
+        return Moving(self.mesh.comm(self.axis).broadcast(whole, 0, wait=False), lambda: whole)
+
+    def start_leave(self, x: Tensor) -> Moving:
+        return Moving(self.mesh.comm(self.axis).reduce(x, 0, wait=False), lambda: self.rows(x))
+
+    def enter(self, x: Tensor) -> Tensor:
+        return cross(x, self.start_enter, self.start_leave)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return cross(x, self.start_leave, self.start_enter)
+
+    def slice(self, x: Tensor, dim: int) -> Tensor:
+        return cross(x, self._start_slice(dim), self._start_concat(dim))
+
+    def concat(self, x: Tensor, dim: int) -> Tensor:
+        return cross(x, self._start_concat(dim), self._start_slice(dim))
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x if self.holds else x[:0]
+
+    def _start_slice(self, dim: int) -> Start:
+        def start(x: Tensor) -> Moving:
+            comm = self.mesh.comm(self.axis)
+            panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()  # [g, B or 0, ..., N/g]
+            part = x.new_empty(self.num_rows, *panels.shape[2:])
+            return Moving(comm.scatter(part, panels, 0, wait=False), lambda: part)
+
+        return start
+
+    def _start_concat(self, dim: int) -> Start:
+        def start(x: Tensor) -> Moving:
+            comm, at = self.mesh.comm(self.axis), dim % x.dim()
+            x = x.contiguous()
+            panels = x.new_empty(comm.size, *self.rows(x).shape)
+            work = comm.gather(panels, x, 0, wait=False)
+            return Moving(work, lambda: panels.movedim(0, at).flatten(at, at + 1))
+
+        return start
+
+
+def cross(x: Tensor, there: Start, back: Start) -> Tensor:
+    """`there` of x, differentiable: the gradient goes `back`."""
+    result: Tensor = _Cross.apply(x, there, back)
+    return result
