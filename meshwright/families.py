@@ -11,10 +11,11 @@ from meshwright.data.dataset import TEXT, Dataset
 from meshwright.data.images import IMAGES
 from meshwright.data.masked import MASKED_TEXT
 from meshwright.model import Costs, Stretch
-from meshwright.models import bert, gpt, vit
+from meshwright.models import bert, gpt, resnext, vit
 from meshwright.models.bert import BERT
 from meshwright.models.chain import Chain
 from meshwright.models.gpt import GPT
+from meshwright.models.resnext import ResNeXtModel
 from meshwright.models.vit import ViT
 from meshwright.tensor.kit import Kit
 
@@ -43,6 +44,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(GPT, TEXT, gpt.products, lambda c: c.data.sequence, gpt.sample_shapes),
     "bert": Family(BERT, MASKED_TEXT, bert.products, lambda c: c.data.sequence, bert.sample_shapes),
     "vit": Family(ViT, IMAGES, vit.products, vit.tokens_per_sample, vit.sample_shapes),
+    "resnext": Family(ResNeXtModel, IMAGES, resnext.products, resnext.tokens_per_sample, resnext.sample_shapes),
 }
 
 

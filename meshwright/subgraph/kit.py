@@ -112,6 +112,9 @@ class SubgraphKit:
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return self._settled(GroupNorm(self.mesh, channels, groups, epsilon), AbsentNorm)
 
+    def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        return GroupNorm(self.mesh, channels, groups, epsilon, cuts=((0, "branch"),))
+
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         return Local(self.mesh, ShardSpec(shape, ((dim, "branch"),), initial, matrix=matrix))
 
@@ -121,8 +124,8 @@ class SubgraphKit:
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return self._slices.contract(inner, hidden, initial, bias=bias)
 
-    def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
-        return CommonLinear(self.segment, inputs, (outputs,), initial, bias=True)
+    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return CommonLinear(self.segment, inputs, (outputs,), initial, bias=bias)
 
     def head_loss(
         self,

@@ -88,10 +88,13 @@ class Kit(Pair, Protocol):
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         """A parameter inside of `branches`, split along `dim` as their inner width is: call it for this rank's part."""
 
-    def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
+    def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        """Group norm inside of `branches`, where a rank has whole groups: [B, T, N] -> [B, T, N]."""
+
+    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         """[B, t, inputs] -> [B, t, outputs]: a linear outside of a pair, from and to activations as the kit holds them.
 
-        t <= T, as in `Head`. For heads; in blocks, use a pair.
+        t <= T, as in `Head`. For heads and shortcuts; elsewhere in blocks, use a pair.
         """
 
     def head_loss(

@@ -98,6 +98,9 @@ class MegatronKit:
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return GroupNorm(self.mesh, channels, groups, epsilon)
 
+    def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        return GroupNorm(self.mesh, channels, groups, epsilon, cuts=((0, "tensor"),))
+
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         return Local(self.mesh, ShardSpec(shape, ((dim, "tensor"),), initial, matrix=matrix))
 
@@ -109,8 +112,8 @@ class MegatronKit:
         spec = ShardSpec((hidden,), matrix=False) if bias else None
         return CutContract(self.mesh, inner, hidden, initial, self.sequence, bias=spec)
 
-    def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
-        return SerialLinear(self.mesh, inputs, (outputs,), initial)
+    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return SerialLinear(self.mesh, inputs, (outputs,), initial, bias=bias)
 
     def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
         return MegatronPatches(self.mesh, inputs, hidden, initial, self.sequence)

@@ -116,6 +116,9 @@ class SerialKit:
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return GroupNorm(self.mesh, channels, groups, epsilon)
 
+    def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        return GroupNorm(self.mesh, channels, groups, epsilon)
+
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         return Local(self.mesh, ShardSpec(shape, initial=initial, matrix=matrix))
 
@@ -130,8 +133,8 @@ class SerialKit:
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return SerialLinear(self.mesh, inner, (hidden,), initial, bias=bias)
 
-    def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
-        return SerialLinear(self.mesh, inputs, (outputs,), initial)
+    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return SerialLinear(self.mesh, inputs, (outputs,), initial, bias=bias)
 
     def head_loss(
         self,

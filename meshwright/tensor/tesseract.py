@@ -230,6 +230,9 @@ class TesseractKit:
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return GroupNorm(self.mesh, channels, groups, epsilon, cuts=((0, "col"),))
 
+    def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        return GroupNorm(self.mesh, channels, groups, epsilon, cuts=((0, "col"),))
+
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         return Local(self.mesh, ShardSpec(shape, ((dim, "col"),), initial, matrix=matrix))
 
@@ -240,8 +243,8 @@ class TesseractKit:
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return TesseractLinear(self.mesh, inner, (hidden,), initial, self.weights, bias=bias)
 
-    def transform(self, inputs: int, outputs: int, initial: Initial) -> nn.Module:
-        return TesseractLinear(self.mesh, inputs, (outputs,), initial, self.weights)
+    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return TesseractLinear(self.mesh, inputs, (outputs,), initial, self.weights, bias=bias)
 
     def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
         return TesseractPatches(self.mesh, inputs, hidden, initial)
