@@ -83,11 +83,11 @@ def test_one_place_is_greedy() -> None:
     assert {answer.ended for answer in found} == {True, False}
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 4.0])
 def test_the_early_stop_is_exact_and_early(alpha: float) -> None:
     """Against a search, a source at a time, that goes on until no place is open or the limit is reached."""
     limit, places, steps = 7, 3, 0
-    for source in range(12):
+    for source in range(40):
         live: list[list[int]] = [[]]
         ended: list[list[int]] = []
         while live and len(live[0]) < limit:
