@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,23 +13,24 @@ import yaml
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.reference import REFERENCE, global_batch
 from meshwright.allocator import keep_freed_memory
-from meshwright.batch import Batch
-from meshwright.build import build
+from meshwright.batch import Batch, rows_of
+from meshwright.build import Parts, build
 from meshwright.config import Config
 from meshwright.environment import read_environment, rendezvous
+from meshwright.families import family_of
 from meshwright.grid import Grid
-from meshwright.mesh import open_mesh
+from meshwright.mesh import Mesh, open_mesh
 
 
 def contender(sync: str, transport: str, ranks: int) -> Contender:
     """One `layout.data.sync` on one `layout.transport`; a single rank is the serial step."""
     name = "meshwright serial" if ranks == 1 else f"{sync} {transport}"
-    return _contender(name, transport, {"layout.data.sync": sync, "layout.data.size": ranks})
+    return configured(name, transport, {"layout.data.sync": sync, "layout.data.size": ranks})
 
 
 def tensor_contender(name: str, transport: str, tensor: Mapping[str, Option]) -> Contender:
     """One `layout.tensor` on one `layout.transport`, without data parallelism."""
-    return _contender(f"{name} {transport}", transport, {f"layout.tensor.{key}": tensor[key] for key in tensor})
+    return configured(f"{name} {transport}", transport, {f"layout.tensor.{key}": tensor[key] for key in tensor})
 
 
 def pipeline_contender(schedule: str, transport: str, partition: str, microbatches: int) -> Contender:
@@ -40,11 +42,11 @@ def pipeline_contender(schedule: str, transport: str, partition: str, microbatch
         "layout.pipeline.partition": f"[{', '.join(stages)}]",
         "batch.micro": REFERENCE.batch // microbatches,
     }
-    return _contender(f"{schedule} {partition} {transport}", transport, options)
+    return configured(f"{schedule} {partition} {transport}", transport, options)
 
 
-def _contender(name: str, transport: str, options: dict[str, Option]) -> Contender:
-    """`options`: fields of the run's config."""
+def configured(name: str, transport: str, options: dict[str, Option]) -> Contender:
+    """`options`: fields of the run's config, as on the command line; `model` replaces the reference model."""
     launcher: Any = "mpi" if transport == "mpi" else "torch"
     options = options | {"layout.transport": transport}
     ranks = reference_config(options).layout.world_size
@@ -53,35 +55,57 @@ def _contender(name: str, transport: str, options: dict[str, Option]) -> Contend
 
 @contextmanager
 def train(place: Place, **options: Option) -> Iterator[Step]:
-    """Train steps of the reference model as the train loop takes them: the same parts, in the same order."""
+    """Train steps of a model as the train loop takes them: the same parts, in the same order."""
     config = reference_config(options)
-    layout = config.layout
-    device = torch.device("cpu")
-    keep_freed_memory()  # as a worker of `meshwright train` does
-    transport = layout.transport
-    with open_mesh(Grid(layout.axes), read_environment(), transport, device, rendezvous(), layout.token_axes) as mesh:
-        parts = build(config, mesh)
-        parts.strategy.equalise()
-        count = 0
+    with open_layout(config) as mesh:
+        yield steps_of(build(config, mesh))
 
-        def step() -> float:
-            nonlocal count
-            tokens, labels = global_batch(count)
 
-            def load(first: int, rows: int) -> Batch:
-                return {"tokens": tokens[first : first + rows], "labels": labels[first : first + rows]}
+@contextmanager
+def open_layout(config: Config) -> Iterator[Mesh]:
+    """This worker's mesh, in a process that is set up as a worker of `meshwright train` is."""
+    layout, device = config.layout, torch.device("cpu")
+    keep_freed_memory()
+    environment = read_environment()
+    with open_mesh(Grid(layout.axes), environment, layout.transport, device, rendezvous(), layout.token_axes) as mesh:
+        yield mesh
 
-            replica = parts.strategy.share(load, config.replica_batch)
-            scales = {"labels": 1.0 / labels.numel()}
-            loss = parts.passes.train(parts.microbatches(replica), scales, torch.manual_seed)
-            parts.strategy.finish()
-            parts.optimizer.step(count)
-            parts.strategy.publish()
-            parts.kit.end_step()
-            count += 1
-            return loss.item()
 
-        yield step
+def steps_of(parts: Parts) -> Step:
+    """A step of the train loop, over and over."""
+    config = parts.config
+    rows_each = config.replica_batch
+    steps = itertools.count()
+    parts.strategy.equalise()
+
+    def step() -> float:
+        count = next(steps)
+        batch = _batch(config, count)
+        replica = parts.strategy.share(lambda first, rows: rows_of(batch, slice(first, first + rows)), rows_each)
+        scales = {"labels": 1.0 / batch["labels"].numel()}
+        loss = parts.passes.train(parts.microbatches(replica), scales, torch.manual_seed)
+        parts.strategy.finish()
+        parts.optimizer.step(count)
+        parts.strategy.publish()
+        parts.kit.end_step()
+        return loss.item()
+
+    return step
+
+
+def _batch(config: Config, step: int) -> Batch:
+    """A step's global batch: the reference's tokens, for another family random ones of which nothing is padding."""
+    if config.model.family == "gpt2":
+        tokens, labels = global_batch(step)
+        return {"tokens": tokens, "labels": labels}
+    generator = torch.Generator().manual_seed(step)
+    shapes, vocabulary = family_of(config).shapes(config), REFERENCE.vocabulary
+    rows = config.batch.global_
+    return {
+        name: torch.ones(rows, *shape, dtype=torch.long) if name.endswith("mask")
+        else torch.randint(vocabulary, (rows, *shape), generator=generator)
+        for name, shape in shapes.items()
+    }  # fmt: skip
 
 
 def reference_config(options: Mapping[str, Option]) -> Config:

@@ -1,0 +1,102 @@
+"""A decoder whose attention heads are modules of their own, run one after the other, as branches of a sub-graph.
+
+Each head has its query, key and value, its core and its rows of the output: split ... sum. SUPER's baseline ran heads
+so, and was bound by the launching of their kernels. The rest of the model is GPT-2's, in the sub-graph kit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+from meshwright.subgraph.branches import Branches
+from torch import Tensor, nn
+
+from benchmarks.contender import Contender, Option, Place, Step
+from benchmarks.ours import open_layout, reference_config, steps_of
+from meshwright.bucket import assign_rooms, make_buckets
+from meshwright.build import Parts, build
+from meshwright.config.layout import Subgraph
+from meshwright.data_parallel.allreduce import AllReduce
+from meshwright.data_parallel.strategy import Synchroniser
+from meshwright.mesh import Mesh
+from meshwright.models.gpt import GPT
+from meshwright.optim.in_place import InPlace
+from meshwright.optim.optimizer import Optimizer
+from meshwright.pipeline.passes import Accumulation
+from meshwright.shard import Initial, initialise, shard_specs
+from meshwright.tensor.serial import SerialLinear
+
+
+class Head(nn.Module):
+    """One head: h [B, T, H] -> its part of the attention's output [B, T, H]."""
+
+    def __init__(self, mesh: Mesh, hidden: int, width: int) -> None:
+        super().__init__()
+        self.query_key_value = SerialLinear(mesh, hidden, (3, width), Initial(0.02))
+        self.output = SerialLinear(mesh, width, (hidden,), Initial(0.02), bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        query, key, value = self.query_key_value(h).unbind(-2)  # [B, T, E] each
+        return self.output(F.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+class SeparateHeads(nn.Module):
+    """An attention of such heads, in the place of a GPT-2 block's own."""
+
+    def __init__(self, mesh: Mesh, hidden: int, heads: int, width: int, settings: Subgraph, num_rows: int) -> None:
+        super().__init__()
+        modules = [Head(mesh, hidden, width) for _ in range(heads)]
+        self.heads = Branches(modules, enter="split", leave="sum", mesh=mesh, common=settings.common, num_rows=num_rows)
+
+    def forward(self, h: Tensor, cache: None) -> Tensor:
+        return self.heads(h)
+
+
+def contender(name: str, transport: str, ranks: int, *, common: str, batch: int, heads: int, width: int) -> Contender:
+    """`common`: all, one; none: data parallelism, of which every rank is a sub-grid of its own."""
+    branches = 1 if common == "none" else ranks
+    launcher: Any = "mpi" if transport == "mpi" else "torch"
+    options: dict[str, Option] = {
+        "layout.transport": transport,
+        "layout.data.size": ranks // branches,
+        "layout.tensor.kind": "subgraph",
+        "layout.tensor.size": branches,
+        "layout.tensor.common": "all" if common == "none" else common,
+        "batch.global": batch,
+        "separate_heads": heads,
+        "head_width": width,
+    }
+    return Contender(name, "benchmarks.separate_heads:train", options, ranks, launcher)
+
+
+@contextmanager
+def train(place: Place, *, separate_heads: int, head_width: int, **options: Option) -> Iterator[Step]:
+    """Train steps of the reference model with such heads."""
+    config = reference_config(options)
+    settings = config.layout.tensor
+    assert isinstance(settings, Subgraph), settings
+    with open_layout(config) as mesh:
+        parts = build(config, mesh)
+        model = parts.module
+        assert isinstance(model, GPT), model
+        for block in model.blocks.values():
+            block.attention = SeparateHeads(
+                mesh, config.model.hidden, separate_heads, head_width, settings, config.micro
+            )
+        yield steps_of(_rebuilt(parts))
+
+
+def _rebuilt(parts: Parts) -> Parts:
+    """The same run of the changed model."""
+    config, mesh, model = parts.config, parts.mesh, parts.model
+    initialise(parts.module, mesh, config.seed)
+    buckets = make_buckets(parts.module.named_parameters(), shard_specs(parts.module), mesh, config.layout.data.bucket)
+    assign_rooms(parts.module, buckets)
+    strategy = Synchroniser(buckets, mesh, AllReduce())
+    optimizer = Optimizer(config, strategy.slots, mesh, InPlace)
+    passes = Accumulation(model, strategy, mesh.device)
+    return replace(parts, strategy=strategy, optimizer=optimizer, passes=passes)
