@@ -1,6 +1,6 @@
 """Head and cross entropy as one function that never holds whole logits, over a vocabulary that may be split over ranks.
 
-The gradient of the logits, softmax - onehot, needs nothing from above but a factor, so it is computed in the forward
+The gradient of the logits, softmax - target, needs nothing from above but a factor, so it is computed in the forward
 pass, chunk by chunk; only dh [B·T, H] and dW [V, H] are kept. A chunk's products are large enough for the matmul to be
 efficient; its element-wise work goes by slices that stay in a core's cache.
 
@@ -13,6 +13,10 @@ efficient; its element-wise work goes by slices that stay in a core's cache.
 Sends, a chunk: one all-gather of [C, 3] (the greatest logit, the sum of exponentials, the label's logit). The gradient
 of h is this rank's part of a sum over the axis: whoever brought h here adds the parts up.
 (Vocabulary-parallel cross entropy: Megatron-LM, arXiv 1909.08053, section 3; there in three all-reduces.)
+
+Label smoothing (Szegedy et al., arXiv 1512.00567, section 7) with share e of V real classes: a token's target is
+(1 - e) onehot + e / V, so its loss is log-sum-exp less the target's product with the logits. This product takes the
+place of the label's logit, and nothing more travels.
 """
 
 from __future__ import annotations
@@ -43,10 +47,14 @@ GiveTable = Callable[[Tensor, WriteGradient], Tensor | None]
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes that this rank holds: rows of a table of `vocabulary` real ones, split over `comm`'s ranks."""
+    """The classes that this rank holds: rows of a table of `vocabulary` real ones, split over `comm`'s ranks.
+
+    `smoothing`: the share of a token's target that all real classes have in equal parts.
+    """
 
     vocabulary: int
     comm: Comm
+    smoothing: float = 0.0
 
     def held(self, table: Tensor) -> int:
         """How many of the table's rows are real classes."""
@@ -141,12 +149,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Classes) -> Tensor:
-    """The losses [C, 1] of logits [C, V/p], which become their gradients, (softmax - onehot) · factor, in place.
+    """The losses [C, 1] of logits [C, V/p], which become their gradients, (softmax - target) · factor, in place.
 
     `targets` [C, 1]: the labels as columns of these logits; those of other ranks, and ignored ones, lie outside.
     """
     mine = (targets >= 0) & (targets < logits.shape[1])
     columns = torch.where(mine, targets, 0)
+    equal = classes.smoothing / classes.vocabulary  # every class's part of a target; the label has all but them
+    certain = 1 - classes.smoothing
     statistics = logits.new_zeros(logits.shape[0], 3)
     top, sums, picked = statistics.split(1, 1)
     top.fill_(torch.finfo(logits.dtype).min)
@@ -154,7 +164,9 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     if logits.shape[1]:
         for rows in slices:
             part = logits[rows]
-            picked[rows] = part.gather(1, columns[rows]).masked_fill_(~mine[rows], 0)
+            picked[rows] = part.gather(1, columns[rows]).mul_(certain).masked_fill_(~mine[rows], 0)
+            if equal:
+                picked[rows] += part.sum(1, keepdim=True).mul_(equal)
             top[rows] = part.amax(1, keepdim=True)
             sums[rows] = part.sub_(top[rows]).exp_().sum(1, keepdim=True)
     tops, everyones_sums, everyones_picked = classes.everyone(statistics).split(1, 2)  # [p, C, 1] each
@@ -164,7 +176,9 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     if logits.shape[1]:
         shares = (top - highest).exp_() * factors / total
         for rows in slices:
-            logits[rows].mul_(shares[rows]).scatter_add_(1, columns[rows], -factors[rows] * mine[rows])
+            logits[rows].mul_(shares[rows]).scatter_add_(1, columns[rows], -certain * factors[rows] * mine[rows])
+            if equal:
+                logits[rows].sub_(factors[rows], alpha=equal)
     return losses
 
 

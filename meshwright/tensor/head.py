@@ -22,7 +22,10 @@ Cuts = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """A head as the model asks for it; `padded` rows in the table, `vocabulary` of them real classes."""
+    """A head as the model asks for it; `padded` rows in the table, `vocabulary` of them real classes.
+
+    `smoothing`: the share of each token's target that all real classes have in equal parts (cross_entropy.py).
+    """
 
     hidden: int
     vocabulary: int
@@ -40,7 +43,8 @@ class TableHead(ShardedModule):
     ) -> None:
         """`class_cuts`: how classes are cut where logits are made, and so the bias: over one axis or none."""
         super().__init__(mesh)
-        self.classes = Classes(shape.vocabulary, mesh.comm(*(axis for _, axis in class_cuts)))
+        comm = mesh.comm(*(axis for _, axis in class_cuts))
+        self.classes = Classes(shape.vocabulary, comm, shape.smoothing)
         if tied is None:
             spec = ShardSpec((shape.padded, shape.hidden), table_cuts, shape.initial)
             self.weight = self.declare("weight", spec)

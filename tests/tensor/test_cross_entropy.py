@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,11 +41,14 @@ def set_sizes(patch: pytest.MonkeyPatch, chunk_rows: int) -> None:
     patch.setattr(cross_entropy, "SLICE_BYTES", {"cpu": 4 * VOCABULARY * 5})
 
 
-def reference(h: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
-    return scale * F.cross_entropy((h @ weight.t())[:, :VOCABULARY], labels, reduction="sum")
+def reference(h: Tensor, weight: Tensor, labels: Tensor, scale: float, smoothing: float = 0.0) -> Tensor:
+    logits = (h @ weight.t())[:, :VOCABULARY]
+    return scale * F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
 
 
-def with_gradients(mesh: Mesh, which: str, chunk_rows: int, scale: float, factor: float, dtype: str) -> list[Tensor]:
+def with_gradients(
+    mesh: Mesh, which: str, chunk_rows: int, scale: float, factor: float, dtype: str, smoothing: float = 0.0
+) -> list[Tensor]:
     """[loss, dh, dW] of factor · loss."""
     h, weight, labels = inputs(getattr(torch, dtype))
     h.requires_grad_()
@@ -52,9 +56,9 @@ def with_gradients(mesh: Mesh, which: str, chunk_rows: int, scale: float, factor
     if which == "ours":
         with pytest.MonkeyPatch.context() as patch:
             set_sizes(patch, chunk_rows)
-            loss = chunked_loss(h, weight, None, labels, WHOLE, scale)
+            loss = chunked_loss(h, weight, None, labels, replace(WHOLE, smoothing=smoothing), scale)
     else:
-        loss = reference(h, weight, labels, scale)
+        loss = reference(h, weight, labels, scale, smoothing)
     (factor * loss).backward()
     assert h.grad is not None
     assert weight.grad is not None
@@ -72,10 +76,23 @@ def test_equals_cross_entropy(chunk_rows: int, scale: float, factor: float) -> N
     assert ours[1][16:32].count_nonzero() == 0  # nor do uncounted tokens matter
 
 
+@pytest.mark.parametrize("chunk_rows", [ONE_CHUNK, MANY_CHUNKS])
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_smoothed_labels(smoothing: float, chunk_rows: int) -> None:
+    """As torch's label_smoothing; in every kit: test_words."""
+    (ours,) = run_ranks(with_gradients, ONE, "ours", chunk_rows, 1 / 7, -3.0, "float64", smoothing)
+    (theirs,) = run_ranks(with_gradients, ONE, "reference", 0, 1 / 7, -3.0, "float64", smoothing)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-13)
+    assert ours[2][VOCABULARY:].count_nonzero() == 0
+    assert ours[1][16:32].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 2e-2)])
-def test_lower_precision(dtype: str, tolerance: float) -> None:
-    (ours,) = run_ranks(with_gradients, ONE, "ours", MANY_CHUNKS, 1.0, 1.0, dtype)
-    (theirs,) = run_ranks(with_gradients, ONE, "reference", 0, 1.0, 1.0, "float64")
+def test_lower_precision(dtype: str, tolerance: float, smoothing: float) -> None:
+    (ours,) = run_ranks(with_gradients, ONE, "ours", MANY_CHUNKS, 1.0, 1.0, dtype, smoothing)
+    (theirs,) = run_ranks(with_gradients, ONE, "reference", 0, 1.0, 1.0, "float64", smoothing)
     assert ours[0].dtype == torch.float32
     assert ours[2].dtype == getattr(torch, dtype)
     for mine, wanted in zip(ours, theirs, strict=True):
@@ -107,13 +124,13 @@ def test_huge_logits_stay_finite() -> None:
 
 
 class Tied(nn.Module):
-    """A head over the table that also embeds."""
+    """A head over the table that also embeds. What it is evaluated by is not smoothed."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         kit = SerialKit(mesh)
         self.table = kit.embedding(PADDED, HIDDEN, Initial(1.0))
-        self.head = kit.head_loss(HIDDEN, VOCABULARY, PADDED, Initial(1.0), self.table)
+        self.head = kit.head_loss(HIDDEN, VOCABULARY, PADDED, Initial(1.0), self.table, smoothing=0.1)
 
 
 def tied_gradient(mesh: Mesh) -> tuple[list[str], Tensor, Tensor, list[int], bool]:
@@ -126,7 +143,7 @@ def tied_gradient(mesh: Mesh) -> tuple[list[str], Tensor, Tensor, list[int], boo
     model.head(model.table(ids), labels, 0.5).backward()
     ours = weight.grad.clone()
     weight.grad = None
-    reference(F.embedding(ids, weight).flatten(0, 1), weight, labels.flatten(), 0.5).backward()
+    reference(F.embedding(ids, weight).flatten(0, 1), weight, labels.flatten(), 0.5, 0.1).backward()
     h = model.table(ids).detach()
     logits = model.head.logits(h)
     match = torch.allclose(logits, (h @ weight.t())[..., :VOCABULARY], rtol=1e-12)
