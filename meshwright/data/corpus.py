@@ -11,9 +11,10 @@ import importlib
 import json
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from meshwright.errors import DataError
 
@@ -130,30 +131,36 @@ def _read_text(path: Path) -> str:
 
 def _jsonl_documents(path: Path) -> Iterator[str]:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{path} line {number}"
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{where}: is no JSON: {error}") from error
-            if not isinstance(record, dict):
-                raise DataError(f'{where}: is no JSON object; wanted {{"{TEXT_KEY}": ...}}')
+        for where, record in json_records(lines, path, f'{{"{TEXT_KEY}": ...}}'):
             if TEXT_KEY not in record:
                 raise DataError(f"{where}: has no key `{TEXT_KEY}`; its keys: {', '.join(record) or 'none'}")
-            yield _checked(record[TEXT_KEY], where)
+            yield checked_text(record[TEXT_KEY], where)
 
 
-def _checked(value: object, where: str) -> str:
+def json_records(lines: Iterable[str | bytes], path: Path, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it is, the object) of every line that is not blank. Raises DataError where one is no object."""
+    for number, line in enumerate(lines, start=1):
+        where = f"{path} line {number}"
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"{where}: is no JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: is no JSON object; wanted {wanted}")
+        yield where, record
+
+
+def checked_text(value: object, where: str, key: str = TEXT_KEY) -> str:
     """A string that has a UTF-8 form: JSON may hold lone surrogates, which have none."""
     if not isinstance(value, str):
-        raise DataError(f"{where}: `{TEXT_KEY}` holds no string but {value!r:.40}")
+        raise DataError(f"{where}: `{key}` holds no string but {value!r:.40}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"{where}: `{TEXT_KEY}` has a lone surrogate at character {error.start}") from error
+            raise DataError(f"{where}: `{key}` has a lone surrogate at character {error.start}") from error
     return value
 
 
@@ -170,7 +177,7 @@ def _parquet_documents(path: Path) -> Iterator[str]:
         try:
             for batch in file.iter_batches(batch_size=1024, columns=[TEXT_KEY]):
                 for value in batch.column(0).to_pylist():
-                    yield _checked(value, f"{path} row {row}")
+                    yield checked_text(value, f"{path} row {row}")
                     row += 1
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{path}: is damaged behind row {row}: {error}") from error
@@ -196,7 +203,7 @@ def _dataset_documents(folder: Path) -> Iterator[str]:
         raise DataError(f"{folder}: is no readable Hugging Face dataset: {error}") from error
     _check_column(folder, list(dataset.column_names))
     for row, record in enumerate(dataset.select_columns([TEXT_KEY])):
-        yield _checked(record[TEXT_KEY], f"{folder} row {row}")
+        yield checked_text(record[TEXT_KEY], f"{folder} row {row}")
 
 
 def _check_column(path: Path, columns: list[str]) -> None:

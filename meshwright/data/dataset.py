@@ -13,7 +13,9 @@ from typing import Any, Protocol
 from meshwright.batch import Samples
 from meshwright.config import Config
 from meshwright.config.models import TextTransformer
-from meshwright.data.packed import corpus_for, open_packed
+from meshwright.config.schema import Data
+from meshwright.data.format import Kind
+from meshwright.data.packed import Material, corpus_for, open_packed, text_material
 from meshwright.data.sampler import TokenBatches
 from meshwright.data.split import Split
 from meshwright.environment import cache_folder
@@ -41,13 +43,18 @@ class Dataset(Protocol):
 
 
 class CorpusDataset:
-    """A packed corpus; `reader` makes the samples of one split of it."""
+    """A packed corpus of `material`; `reader` makes the samples of one split of it."""
 
-    def __init__(self, reader: Callable[[Config, Any, Split], Samples]) -> None:
-        self._reader = reader
+    def __init__(
+        self,
+        reader: Callable[[Config, Any, Split], Samples],
+        kind: Kind = "text",
+        material: Callable[[Data], Material] = text_material,
+    ) -> None:
+        self._reader, self._kind, self._material = reader, kind, material
 
     def prepare(self, config: Config, report: Any) -> Path:
-        corpus = corpus_for(config.data, cache_folder(), report)
+        corpus = corpus_for(config.data, cache_folder(), report, self._kind, self._material)
         assert isinstance(config.model, TextTransformer), config.model
         corpus.check_vocabulary(config.model.vocabulary)
         self.open(config, corpus.folder)

@@ -24,8 +24,11 @@ from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError
 
 FORMAT: Literal[1] = 1
+Kind = Literal["text", "pairs"]
+"""What was packed: documents; or pairs of texts, a source and its target in turn, each a document."""
 HEADER, TOKENIZER = "header.json", "tokenizer.json"
 _REMEDY = "remove the folder and prepare it again"
+_SCAN_TOKENS = 2**22
 
 
 class SplitFacts(Section):
@@ -42,6 +45,7 @@ class Header(Section):
     format: Literal[1] = FORMAT
     dtype: Literal["uint16", "uint32"]
     byte_order: Literal["little"] = "little"
+    kind: Kind = "text"
     vocabulary_size: Positive
     end: Count
     """The id behind every document."""
@@ -117,6 +121,16 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
     if (tokenizer.vocabulary_size, tokenizer.end) != (header.vocabulary_size, header.end):
         raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER}; {_REMEDY}")
     return PackedCorpus(folder, header, tokenizer)
+
+
+def document_ends(tokens: np.ndarray, end: int) -> np.ndarray:
+    """The places [documents] (int64) of the end tokens in `tokens` [n].
+
+    Scanned in parts, so that a corpus larger than the memory stays on the disk.
+    """
+    parts = range(0, len(tokens), _SCAN_TOKENS)
+    found = [start + np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == end) for start in parts]
+    return np.concatenate([np.empty(0, np.int64), *found])
 
 
 def file_sha256(path: Path) -> str:

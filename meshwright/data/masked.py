@@ -26,7 +26,7 @@ from meshwright.batch import IGNORED, Batch, Samples
 from meshwright.config import Config
 from meshwright.config.models import Bert
 from meshwright.data.dataset import CorpusDataset
-from meshwright.data.format import PackedCorpus
+from meshwright.data.format import PackedCorpus, document_ends
 from meshwright.data.sampler import Sampler
 from meshwright.data.specials import Specials, specials_of
 from meshwright.data.split import Split
@@ -34,7 +34,6 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.shard import seed_of
 
 ASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
-_SCAN_TOKENS = 2**22
 
 
 class MaskedSamples:
@@ -132,11 +131,9 @@ def below(draws: np.random.Generator, number: int) -> int:
 def runs(tokens: np.ndarray, end: int, least: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
     """(starts, lengths) of the runs: each document in parts of `longest` tokens, a last one shorter than `least` left.
 
-    tokens [n]; scanned in pieces, so that a corpus larger than the memory stays on the disk.
+    tokens [n].
     """
-    pieces = range(0, len(tokens), _SCAN_TOKENS)
-    found = [start + np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == end) for start in pieces]
-    ends = np.concatenate([*found, [len(tokens)]]).astype(np.int64)
+    ends = np.concatenate([document_ends(tokens, end), [len(tokens)]])
     begins = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
     counts = -(-(ends - begins) // longest)  # runs of each document
     document = np.repeat(np.arange(len(ends)), counts)

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +22,7 @@ from meshwright.data.format import (
     HEADER,
     TOKENIZER,
     Header,
+    Kind,
     PackedCorpus,
     file_sha256,
     is_prepared,
@@ -28,11 +32,44 @@ from meshwright.data.format import (
 from meshwright.data.progress import Progress, silent
 from meshwright.data.split import SPLITS, Plan, Split, plan_split, split_documents
 from meshwright.data.staging import folder_lock, staged_folder
-from meshwright.data.tokenizer import BYTES, Tokenizer, bpe_size, byte_tokenizer, load_tokenizer, train_bpe
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind
 from meshwright.data.writer import SplitWriter
 from meshwright.errors import DataError
 
 __all__ = ["PackedCorpus", "Progress", "Split", "corpus_for", "open_packed", "prepare"]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is packed: texts that can be read again and again."""
+
+    kind: Kind
+    source: str
+    """As given, for messages."""
+    name: str
+    """A short one that holds no path of this machine."""
+    identity: list[object]
+    """What changes when the source changes, found without reading it."""
+    plan: Callable[[float, Progress], Plan]
+    """plan(validation, progress): which part is held out."""
+    texts: Callable[[Plan], Iterator[tuple[Split, str]]]
+    """Every text in order, with the split it belongs to; of pairs the two texts in turn."""
+
+
+def text_material(data: Data) -> Material:
+    """The documents of `data.source`."""
+    return _documents(data.source)
+
+
+def _documents(source: str) -> Material:
+    return Material(
+        kind="text",
+        source=source,
+        name=source_name(source),
+        identity=source_identity(source),
+        plan=lambda validation, progress: plan_split(source, validation, progress),
+        texts=lambda plan: split_documents(source, plan),
+    )
 
 
 def prepare(
@@ -44,65 +81,60 @@ def prepare(
     characters that is held out, in whole documents where that is possible. Raises DataError if the source or tokenizer
     cannot be read, if the corpus is too small for two splits, or if `out` holds something else.
     """
-    out = Path(out)
+    return pack(_documents(source), tokenizer, Path(out), validation, progress)
+
+
+def pack(material: Material, tokenizer: str, out: Path, validation: float, progress: Progress) -> PackedCorpus:
+    """As `prepare`, of any material."""
     if not 0 < validation < 1:
         raise DataError(f"validation={validation}: is no share; valid: between 0 and 1, such as 0.05")
-    kind = _kind(tokenizer)
+    kind = tokenizer_kind(tokenizer)
     if out.exists() and not is_prepared(out) and (out.is_file() or any(out.iterdir())):
         raise DataError(f"{out}: exists and is no prepared folder; give another folder, or remove it")
     try:
         with folder_lock(out, progress):
-            plan = plan_split(source, validation, progress)
+            plan = material.plan(validation, progress)
             if is_prepared(out):
-                return _reuse(out, source, tokenizer, validation, plan)
+                return _reuse(out, material.source, tokenizer, validation, plan)
             with staged_folder(out) as folder:
-                made = _make_tokenizer(tokenizer, source, plan, progress)
-                header = _write(folder, source, made, plan, validation, kind, progress)
+                learned = (text for split, text in material.texts(plan) if split == "train")
+                made = make_tokenizer(tokenizer, learned, progress)
+                facts = {"tokenizer": kind, "validation_share": validation}
+                header = _write(folder, material, made, plan, facts, progress)
                 (folder / HEADER).write_text(header.to_json(), encoding="utf-8")
     except OSError as error:  # no right to write there, a full disk
         raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}") from error
     return open_packed(out)
 
 
-def corpus_for(data: Data, cache: Path, progress: Progress = silent) -> PackedCorpus:
+def corpus_for(
+    data: Data,
+    cache: Path,
+    progress: Progress = silent,
+    kind: Kind = "text",
+    material: Callable[[Data], Material] = text_material,
+) -> PackedCorpus:
     """The packed corpus that a config asks for: a prepared folder is opened, anything else is prepared once in `cache`.
 
-    Raises DataError if a prepared folder was made with another tokenizer or share than the config names.
+    Raises DataError if a prepared folder is of another kind, or was made with another tokenizer or share than the
+    config names.
     """
     source = Path(data.source).expanduser()
     if is_prepared(source):
         corpus = open_packed(source)
+        if corpus.header.kind != kind:
+            raise DataError(f"data.source={data.source}: was prepared of {corpus.header.kind}, and {kind} are wanted")
         _check_agrees(corpus, data)
         return corpus
-    out = Path(cache) / _cache_key(data)
-    return (
-        open_packed(out) if is_prepared(out) else prepare(data.source, data.tokenizer, out, data.validation, progress)
-    )
-
-
-def _kind(tokenizer: str) -> str:
-    """The tokenizer's kind as the header names it. Raises DataError where there is no such tokenizer."""
-    if tokenizer == BYTES or bpe_size(tokenizer) is not None:
-        return tokenizer
-    if not Path(tokenizer).expanduser().is_file():
-        raise DataError(f"tokenizer {tokenizer}: no such file; valid: bytes, bpe:SIZE, or a tokenizer.json file")
-    return "file"
-
-
-def _make_tokenizer(tokenizer: str, source: str, plan: Plan, progress: Progress) -> Tokenizer:
-    if tokenizer == BYTES:
-        return byte_tokenizer()
-    size = bpe_size(tokenizer)
-    if size is None:
-        return load_tokenizer(Path(tokenizer).expanduser())
-    progress(f"training a tokenizer of {size} tokens", None)
-    return train_bpe((text for split, text in split_documents(source, plan) if split == "train"), size)
+    found = material(data)
+    out = Path(cache) / _cache_key(data, found)
+    return open_packed(out) if is_prepared(out) else pack(found, data.tokenizer, out, data.validation, progress)
 
 
 def _write(
-    folder: Path, source: str, tokenizer: Tokenizer, plan: Plan, validation: float, kind: str, progress: Progress
+    folder: Path, material: Material, tokenizer: Tokenizer, plan: Plan, facts: dict[str, Any], progress: Progress
 ) -> Header:
-    """Write the tokenizer and both token files; returns the header that describes them."""
+    """Write the tokenizer and both token files; returns the header that describes them, with `facts` in it."""
     tokenizer.save(folder / TOKENIZER)
     dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 else "<u4")
     with ExitStack() as stack:
@@ -110,7 +142,7 @@ def _write(
             split: stack.enter_context(SplitWriter(folder / token_file(split), tokenizer, dtype)) for split in SPLITS
         }
         done = 0
-        for split, text in split_documents(source, plan):
+        for split, text in material.texts(plan):
             writers[split].add(text)
             done += len(text)
             progress("tokenizing", min(1.0, done / plan.num_characters))
@@ -118,9 +150,8 @@ def _write(
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
         vocabulary_size=tokenizer.vocabulary_size,
         end=tokenizer.end,
-        tokenizer=kind,
-        source=source_name(source),
-        validation_share=validation,
+        kind=material.kind,
+        source=material.name,
         corpus_sha256=plan.corpus_sha256,
         train=writers["train"].facts,
         validation=writers["validation"].facts,
@@ -128,6 +159,7 @@ def _write(
             TOKENIZER: file_sha256(folder / TOKENIZER),
             **{token_file(split): writers[split].sha256 for split in SPLITS},
         },
+        **facts,
     )
 
 
@@ -145,7 +177,7 @@ def _reuse(out: Path, source: str, tokenizer: str, validation: float, plan: Plan
 
 
 def _same_tokenizer(corpus: PackedCorpus, tokenizer: str) -> bool:
-    kind = _kind(tokenizer)
+    kind = tokenizer_kind(tokenizer)
     if kind != "file":
         return corpus.header.tokenizer == kind
     return load_tokenizer(Path(tokenizer).expanduser()).to_json() == corpus.tokenizer.to_json()
@@ -162,9 +194,9 @@ def _check_agrees(corpus: PackedCorpus, data: Data) -> None:
         raise DataError(f"{wanted}; leave data.validation out, or prepare it again")
 
 
-def _cache_key(data: Data) -> str:
+def _cache_key(data: Data, material: Material) -> str:
     """A name that changes with all that the prepared files depend on, found without reading the corpus."""
-    kind = _kind(data.tokenizer)
+    kind = tokenizer_kind(data.tokenizer)
     tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
-    facts = [FORMAT, source_identity(data.source), tokenizer, data.validation]
+    facts = [FORMAT, material.identity, tokenizer, data.validation]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

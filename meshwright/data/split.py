@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -45,8 +45,13 @@ def plan_split(source: str, validation: float, progress: Progress) -> Plan:
 
     Raises DataError if there is no text at all.
     """
+    return plan_texts(documents(source), source, validation, progress)
+
+
+def plan_texts(texts: Iterable[str], source: str, validation: float, progress: Progress) -> Plan:
+    """As `plan_split`, of any texts that are held out whole or not at all."""
     hashes, lengths, whole = array("Q"), array("Q"), hashlib.sha256()
-    for text in documents(source):
+    for text in texts:
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         whole.update(digest)
         hashes.append(int.from_bytes(digest[:8], "little"))
@@ -81,8 +86,13 @@ def split_documents(source: str, plan: Plan) -> Iterator[tuple[Split, str]]:
             yield "validation", text[start:]
         else:
             yield "validation" if at in plan.held_out else "train", text
-    if at + 1 != plan.num_documents:
-        raise DataError(f"{source}: changed while it was read ({plan.num_documents} documents, then {at + 1})")
+    check_unchanged(source, plan, at + 1)
+
+
+def check_unchanged(source: str, plan: Plan, found: int) -> None:
+    """Raises DataError where a later pass over the source has found another number of documents."""
+    if found != plan.num_documents:
+        raise DataError(f"{source}: changed while it was read ({plan.num_documents} documents, then {found})")
 
 
 def _choose(hashes: np.ndarray, lengths: np.ndarray, target: float) -> frozenset[int]:

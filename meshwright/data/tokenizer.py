@@ -18,6 +18,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from meshwright.data.progress import Progress
 from meshwright.errors import DataError
 
 BYTES = "bytes"
@@ -132,6 +133,26 @@ def bpe_size(kind: str) -> int | None:
     if not size.isdecimal() or int(size) < 257:
         raise DataError(f"tokenizer {kind}: asks for a vocabulary of no size; valid: bpe:SIZE with SIZE >= 257")
     return int(size)
+
+
+def tokenizer_kind(tokenizer: str) -> str:
+    """The tokenizer's kind as headers name it. Raises DataError where there is no such tokenizer."""
+    if tokenizer == BYTES or bpe_size(tokenizer) is not None:
+        return tokenizer
+    if not Path(tokenizer).expanduser().is_file():
+        raise DataError(f"tokenizer {tokenizer}: no such file; valid: bytes, bpe:SIZE, or a tokenizer.json file")
+    return "file"
+
+
+def make_tokenizer(tokenizer: str, texts: Iterable[str], progress: Progress) -> Tokenizer:
+    """The tokenizer that a config names; only bpe:SIZE reads `texts`, to be trained on them."""
+    if tokenizer == BYTES:
+        return byte_tokenizer()
+    size = bpe_size(tokenizer)
+    if size is None:
+        return load_tokenizer(Path(tokenizer).expanduser())
+    progress(f"training a tokenizer of {size} tokens", None)
+    return train_bpe(texts, size)
 
 
 def pieces(text: str, characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
