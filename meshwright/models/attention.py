@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,20 +11,32 @@ from meshwright.tensor.kit import Kit
 
 
 class AttentionCore(nn.Module):
-    """softmax(Q Kᵀ / √E + mask) V with dropout on the weights. It has no parameters, and is cheap to compute again."""
+    """softmax(scale · Q Kᵀ + bias + mask) V with dropout on the weights. It has no parameters, and is cheap to compute
+    again."""
 
-    def __init__(self, kit: Kit, dropout: float) -> None:
+    def __init__(self, kit: Kit, dropout: float, scale: float | None = None) -> None:
+        """`scale`: None: 1/√E."""
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.scale = dropout, scale
         self.own_randomness = kit.own_randomness
         self.run: Run = at_once
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """Q, K, V [B, A, T, E]; mask [B, 1, 1, T]: true where a token is seen. [B, A, T, E]."""
-        attended: Tensor = self.run(self._attend, query, key, value, mask, causal)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None = None
+    ) -> Tensor:
+        """Q [B, A, T, E]; K, V [B, A, S, E]; mask [B, 1, 1, S]: true where a token is seen. [B, A, T, E].
+
+        bias [1, A, T, S]: is added to the scores; what may not be seen for causality is in it, so `causal` is false.
+        """
+        attended: Tensor = self.run(self._attend, query, key, value, mask, causal, bias)
         return attended
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None
+    ) -> Tensor:
+        if bias is not None:
+            bias = bias.to(query.dtype)
+            mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
         dropout = self.dropout if self.training else 0.0
         with self.own_randomness(dropout):
-            return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal)
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=self.scale)

@@ -150,6 +150,9 @@ class SubgraphKit:
     def slice_inside(self, x: Tensor) -> Tensor:
         return x
 
+    def slice_hidden(self, x: Tensor) -> Tensor:
+        return x
+
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         return nullcontext()  # every rank's stream is its own already
 

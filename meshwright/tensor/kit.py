@@ -121,6 +121,9 @@ class Kit(Pair, Protocol):
     def slice_inside(self, x: Tensor) -> Tensor:
         """The rows of a replica's batch [B, ...] that this rank sees inside of `branches`: masks are sliced so."""
 
+    def slice_hidden(self, x: Tensor) -> Tensor:
+        """What this rank holds, outside of pairs, of x [T, H]: numbers without a gradient that every rank has whole."""
+
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         """Around what draws random numbers inside a pair of linears, with probability `rate`: each rank its own."""
 

@@ -141,6 +141,9 @@ class MegatronKit:
     def slice_inside(self, x: Tensor) -> Tensor:
         return x
 
+    def slice_hidden(self, x: Tensor) -> Tensor:
+        return self.sequence.part(x)
+
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         return self._own_stream() if rate > 0 and not self.split_axes else nullcontext()
 

@@ -158,6 +158,9 @@ class SerialKit:
     def slice_inside(self, x: Tensor) -> Tensor:
         return x
 
+    def slice_hidden(self, x: Tensor) -> Tensor:
+        return x
+
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         return nullcontext()
 

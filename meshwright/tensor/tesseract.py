@@ -271,6 +271,9 @@ class TesseractKit:
     def slice_inside(self, x: Tensor) -> Tensor:
         return self.slice_batch(x)
 
+    def slice_hidden(self, x: Tensor) -> Tensor:
+        return x.chunk(self.mesh.size("col"), -1)[self.mesh.index("col")]
+
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         return nullcontext()  # every rank's stream is its own already
 

@@ -1,0 +1,82 @@
+"""The original Transformer (Vaswani et al., 2017, arXiv 1706.03762): a norm behind each residual sum, sinusoidal
+positions, one table for source, target and output.
+
+Dropout is where section 5.4 has it: on each sub-layer's output and on the embeddings with their positions.
+Shapes: B batch, T sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config import Config
+from meshwright.config.models import Attentional
+from meshwright.model import Costs, Stretch
+from meshwright.models import encoder_decoder
+from meshwright.models.encoder_decoder import EncoderDecoderChain
+from meshwright.models.encoder_decoder_blocks import Initials, Recipe, encoder_decoder_blocks
+from meshwright.shard import Initial
+from meshwright.tensor.kit import Kit
+
+LONGEST_WAVE = 10000
+"""The wave lengths of positions go from 2 pi to this times 2 pi (section 3.5)."""
+
+
+class Transformer(EncoderDecoderChain):
+    """Source and target tokens to a loss with smoothed labels."""
+
+    def __init__(self, model: Attentional, kit: Kit, stretch: Stretch | None = None) -> None:
+        super().__init__(model, stretch)
+        self.hidden = model.hidden
+        self.slice_hidden = kit.slice_hidden
+        table = Initial(model.hidden**-0.5)
+        if self.stretch.first or self.stretch.last:
+            self.tokens = kit.embedding(model.padded_vocabulary, model.hidden, table)
+        if self.stretch.first:
+            self.dropout = nn.Dropout(model.dropout)
+        self.blocks = encoder_decoder_blocks(_recipe(model, kit), kit, self.stretch)
+        if self.stretch.last:
+            vocabulary, padded, smoothing = model.vocabulary, model.padded_vocabulary, model.label_smoothing
+            self.head = kit.head_loss(model.hidden, vocabulary, padded, table, self.tokens, smoothing=smoothing)
+
+    def embed(self, ids: Tensor, start: int) -> Tensor:
+        rows = self.tokens(ids) * math.sqrt(self.hidden)
+        places = sinusoids(start, ids.shape[1], self.hidden, ids.device).to(rows.dtype)
+        h: Tensor = self.dropout(rows + self.slice_hidden(places))
+        return h
+
+    def normed(self, h: Tensor) -> Tensor:
+        return h
+
+
+def sinusoids(start: int, count: int, hidden: int, device: torch.device) -> Tensor:
+    """The encodings of positions start... [count, H], float64: sines in the even, cosines in the odd columns."""
+    positions = torch.arange(start, start + count, device=device, dtype=torch.float64)
+    columns = torch.arange(hidden, device=device)
+    waves = LONGEST_WAVE ** (-(columns // 2 * 2) / hidden)
+    angles = positions[:, None] * waves
+    return torch.where(columns % 2 == 0, angles.sin(), angles.cos())
+
+
+def _recipe(model: Attentional, kit: Kit) -> Recipe:
+    """First values as Glorot and Bengio's, which keep variances from layer to layer."""
+    square = Initial(model.hidden**-0.5)
+    slanted = Initial(math.sqrt(2 / (model.hidden + model.inner)))
+    return Recipe(
+        model,
+        width=model.hidden,
+        norm=lambda: kit.norm(model.hidden, model.norm_epsilon),
+        norm_first=False,
+        bias=True,
+        scale=None,
+        inner_dropout=0.0,
+        initials=Initials(square, square, square, square, square, slanted, slanted),
+    )
+
+
+def products(config: Config) -> Costs:
+    """Multiplications of a pair's forward pass."""
+    return encoder_decoder.products(config, config.model.hidden)
