@@ -71,7 +71,7 @@ def vit_batch(config: Config, step: int) -> Batch:
     return {"images": images.to(torch.uint8), "labels": labels}
 
 
-BATCHES = {"gpt2": global_batch, "bert": bert_batch, "vit": vit_batch}
+BATCHES = {"gpt2": global_batch, "bert": bert_batch, "vit": vit_batch, "resnext": vit_batch}
 
 
 def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int, ...], torch.Tensor]]]:
