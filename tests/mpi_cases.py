@@ -29,6 +29,9 @@ PIPELINES: dict[int, dict[str, tuple[int, int, str, dict[str, object]]]] = {
 }
 """Pipelines by world size: replicas, stages, schedule, tensor layout."""
 
+ORDERED = {"order": ["branch", "data"], "data": {"size": 2}, "tensor": {"kind": "subgraph", "size": 2}}
+"""Axes in an order of their own."""
+
 
 def cases(num_ranks: int) -> list[Case]:
     """All cases of a world size."""
@@ -56,6 +59,10 @@ def cases(num_ranks: int) -> list[Case]:
         ).layout
         function = "tests.tensor.test_equality_mpi:train_for_files"
         listed.append(Case(name, function, (tensor,), layout.axes, layout.token_axes))
+    if num_ranks == 4:
+        layout = parse_config({"layout": ORDERED}).layout
+        listed.append(Case("branch-data", "tests.test_order:train_for_files", ("branch-data",), layout.axes,
+                           layout.token_axes))  # fmt: skip
     for name, (data, stages, schedule, tensor) in PIPELINES[num_ranks].items():
         kit = (("tensor", tensor["size"]),) if tensor["kind"] == "megatron" else ()
         axes = (("data", data), ("pipe", stages), *kit)

@@ -134,24 +134,39 @@ class Pipeline(Section):
 
 
 class Layout(Section):
-    """How the job is laid over its ranks, and what carries its messages."""
+    """How the job is laid over its ranks, and what carries its messages.
+
+    `order`: the axes, outermost first: ranks that differ on the last one only are neighbours. Axes of size 1 may be
+    left out. auto: data, pipe, then the tensor section's. `ranks_per_node`: neighbours that share a node (topology.py);
+    auto: as many as the launcher has started on one.
+    """
 
     data: DataParallel = DataParallel()
     pipeline: Pipeline = Pipeline()
     tensor: TensorParallel = Whole()
     transport: Literal["auto", "torch", "mpi"] = "auto"
+    order: tuple[str, ...] | Literal["auto"] = "auto"
+    ranks_per_node: Positive | Literal["auto"] = "auto"
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh's axes, outermost first."""
-        return (("data", self.data.size), ("pipe", self.pipeline.size), *self.tensor.axes)
+        """The mesh's axes, outermost first. Those of one rank that `order` leaves out come before the others."""
+        axes = (("data", self.data.size), ("pipe", self.pipeline.size), *self.tensor.axes)
+        if self.order == "auto":
+            return axes
+        places = {name: place for place, name in enumerate(self.order)}
+        return tuple(sorted(axes, key=lambda axis: places.get(axis[0], -1)))
 
     @property
     def summary(self) -> str:
-        """`data 2 (allreduce), pipe 2 (gpipe), row 2, col 2`: the axes outermost first; no stages, no pipe."""
+        """`data 2 (allreduce), pipe 2 (gpipe), row 2, col 2`: the axes outermost first; no stages, no pipe.
+
+        With an order of the run's own: `branch 2, data 2 (allreduce), in this order`.
+        """
         notes = {"data": f" ({self.data.sync})", "pipe": f" ({self.pipeline.schedule})"}
         shown = [(name, size) for name, size in self.axes if name != "pipe" or size > 1]
-        return ", ".join(f"{name} {size}{notes.get(name, '')}" for name, size in shown)
+        listed = ", ".join(f"{name} {size}{notes.get(name, '')}" for name, size in shown)
+        return listed if self.order == "auto" else f"{listed}, in this order"
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

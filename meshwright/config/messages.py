@@ -167,7 +167,8 @@ def _kind(annotation: Any) -> str:
     if origin is typing.Annotated:
         return _kind(inner[0])
     if origin is tuple:
-        return "a list of numbers" if inner[-1] is Ellipsis else f"a list of {len(inner)} numbers"
+        items = "names" if inner[0] is str else "numbers"
+        return f"a list of {items}" if inner[-1] is Ellipsis else f"a list of {len(inner)} {items}"
     return _described(annotation)
 
 

@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Iterator, Set
 from pathlib import Path
 
+from meshwright.config.layout_rules import LAYOUT_RULES
 from meshwright.config.memory_rules import MEMORY_RULES
 from meshwright.config.models import T5, Bert, ImageNetwork, TextTransformer, Transformer, Vit
 from meshwright.config.pipeline_rules import PIPELINE_RULES
@@ -186,6 +187,7 @@ RULES = (
     *TENSOR_RULES,
     *PIPELINE_RULES,
     *MEMORY_RULES,
+    *LAYOUT_RULES,
 )
 
 

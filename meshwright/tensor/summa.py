@@ -127,7 +127,8 @@ class Summa:
         self.streams = streams
         self._comms = {axis: mesh.comm(axis) for axis in ("row", "col")}
         self._plane = mesh.comm("row", "col")
-        self._mirror = mesh.index("col") * self.q + mesh.index("row")
+        mirrored = mesh.grid.coordinates(mesh.rank) | {"row": mesh.index("col"), "col": mesh.index("row")}
+        self._mirror = self._plane.ranks.index(mesh.grid.rank(mirrored))
 
     def transpose(self, x: Tensor) -> Tensor:
         """The block of rank (j, i)."""

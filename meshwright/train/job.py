@@ -55,6 +55,9 @@ def resources_of(config: Config) -> Resources:
         raise ConfigError.of(
             "layout", f"{config.layout.world_size} ranks", f"does not match the {ranks} that were launched", f"{ranks}"
         )
+    if config.layout.ranks_per_node not in ("auto", local):
+        rule_text = f"does not match the {local} ranks that the launcher starts on this node"
+        raise ConfigError.of("layout.ranks_per_node", config.layout.ranks_per_node, rule_text, f"auto, {local}")
     transport = resolve_transport(config, device)
     if transport == "mpi" and joined() and environment.launcher == "torchrun":
         if config.layout.transport == "mpi":

@@ -61,6 +61,7 @@ def comparable(config: Config, *, as_configured: bool) -> Config:
     tree = config.model_dump(mode="json", by_alias=True)
     tree["model"]["dropout"] = 0.0
     tree["restarts"] = 0
+    tree["layout"]["ranks_per_node"] = "auto"  # all of them start here
     if not as_configured:
         tree["precision"] |= {"level": "O0", "dtype": "float64"}
         tree["memory"]["offload"]["to"] = "none"  # there are no float32 masters to offload

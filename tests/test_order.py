@@ -1,0 +1,89 @@
+"""Every order of a layout's axes computes what one device computes: float64 gradients to 1e-12, losses to 1e-10."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from meshwright.config import Config, parse_config
+from meshwright.mesh import Mesh
+from tests.data_parallel.test_equality import train
+from tests.mpi_workers import Answer
+from tests.tensor.test_equality import check, run
+
+SUBGRAPH = {"kind": "subgraph", "size": 2}
+TESSERACT = {"kind": "tesseract", "q": 2, "d": 2}
+MEGATRON = {"kind": "megatron", "size": 2}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "branch-data": {"data": {"size": 2, "sync": "zero1"}, "tensor": SUBGRAPH},
+    "branch-pipe-data": {"data": {"size": 2}, "pipeline": {"size": 2}, "tensor": SUBGRAPH | {"common": "one"}},
+    "branch-pipe": {"pipeline": {"size": 2}, "tensor": SUBGRAPH | {"branch": "attention-core"}},
+    "col-row-depth": {"tensor": TESSERACT},
+    "col-data-row": {"data": {"size": 2, "sync": "server-gradient"}, "tensor": TESSERACT | {"d": 1}},
+    "tensor-data-pipe": {"data": {"size": 2}, "pipeline": {"size": 2, "schedule": "1f1b"}, "tensor": MEGATRON},
+}
+"""By order. Pipe innermost, branch outermost; a tied table on both ends of a pipeline; slices and roots."""
+
+
+def config_for(order: str, **changes: Any) -> Config:
+    """Four layers, so that stages have some; 24 samples in two microbatches a replica."""
+    layout = {"order": order.split("-"), **LAYOUTS[order]} if order != "auto" else {}
+    replicas = layout.get("data", {}).get("size", 1)
+    tree = {
+        "model": {
+            "family": "gpt2", "layers": 4, "hidden": 24, "heads": 4, "positions": 12, "vocabulary": 300, "tied": True,
+            "vocabulary_multiple": 12, "dropout": 0.0,
+        },
+        "data": {"sequence": 12},
+        "batch": {"global": 24, "micro": 12 // replicas},
+        "layout": layout,
+        "precision": {"level": "O0", "dtype": "float64"},
+        "optimizer": {"lr": 1e-2, "clip": 0.5, "schedule": {"warmup": 3}},
+        "steps": 3,
+    }  # fmt: skip
+    return parse_config(tree | changes)
+
+
+@cache
+def serial() -> Any:
+    """One device's losses and gradients."""
+    return run(config_for("auto"))[0]
+
+
+ONLY_LONG = ("col-data-row",)
+
+
+@pytest.mark.parametrize(
+    "order", [pytest.param(order, marks=pytest.mark.long) if order in ONLY_LONG else order for order in LAYOUTS]
+)
+def test_equals_serial(order: str) -> None:
+    config = config_for(order)
+    assert [name for name, size in config.layout.axes if size > 1] == order.split("-")
+    check(run(config), serial())
+
+
+def train_for_files(mesh: Mesh, order: str) -> tuple[list[float], dict[str, Tensor]]:
+    """`train`, its gradients flat: `name@offset,offset`."""
+    losses, gradients = train(mesh, config_for(order))
+    return losses, {
+        f"{name}@{','.join(map(str, offsets))}": part
+        for name, held in gradients.items()
+        for offsets, part in held.items()
+    }
+
+
+def test_equals_serial_over_mpi(mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
+    """Branch outermost, data 2."""
+    results = []
+    for losses, flat in mpi(4)["branch-data"]:
+        gradients: dict[str, dict[tuple[int, ...], Tensor]] = {}
+        for label, part in flat.items():
+            name, _, offsets = label.partition("@")
+            gradients.setdefault(name, {})[tuple(map(int, offsets.split(",")))] = part
+        results.append((losses, gradients))
+    check(results, serial())
