@@ -6,11 +6,13 @@ from meshwright.convert.bert import BERT
 from meshwright.convert.family import Family
 from meshwright.convert.gpt2 import GPT2
 from meshwright.convert.settings import Settings
+from meshwright.convert.t5 import T5_FAMILY
 from meshwright.convert.vit import VIT
 
 FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
     "bert": BERT,
+    "t5": T5_FAMILY,
     "vit": VIT,
 }
 """By `model.family`."""

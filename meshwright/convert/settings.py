@@ -57,14 +57,19 @@ class Settings:
             raise self.refused(f"{listed} differ, and ours is one number: make them equal in the file")
         return values[keys[0]]
 
-    def model(self, kind: type[AnyTransformer], names: dict[str, str], **fields: object) -> AnyTransformer:
-        """The model section: `names` are fields under their keys here (`heads`, `hidden` and `inner` among them)."""
-        read = {field: self.values[key] for field, key in names.items() if field != "inner" and key in self.values}
+    def section(self, kind: type[AnyTransformer], names: dict[str, str], **fields: object) -> AnyTransformer:
+        """The model section: `names` are fields under their keys here; a missing key leaves the field's default."""
+        read = {field: self.values[key] for field, key in names.items() if key in self.values}
         try:
-            model = kind.model_validate(read | fields)
+            return kind.model_validate(read | fields)
         except ValidationError as error:
             first = error.errors()[0]
             raise self.refused(f"{'.'.join(map(str, first['loc']))}={first['input']}: {first['msg']}") from error
+
+    def model(self, kind: type[AnyTransformer], names: dict[str, str], **fields: object) -> AnyTransformer:
+        """`section`, of a model whose widths are multiples: `names` has `heads` and `hidden`, and `inner`, no field."""
+        named = {field: key for field, key in names.items() if field != "inner"}
+        model = self.section(kind, named, **fields)
         if model.hidden % model.heads:
             heads, hidden = names["heads"], names["hidden"]
             raise self.refused(f"{heads}={model.heads} does not divide {hidden}={model.hidden}")
