@@ -40,6 +40,7 @@ LIBRARIES = {
     "pyarrow": "meshwright[hf]",
     "scikit-learn": "meshwright[images]",
     "pillow": "meshwright[images]",
+    "sacrebleu": "meshwright[translation]",
 }
 """What is looked for, and what to ask pip for where it is missing."""
 

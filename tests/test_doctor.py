@@ -57,6 +57,7 @@ def test_missing_packages_bring_one_command_each(monkeypatch: pytest.MonkeyPatch
     pip = f"{sys.executable} -m pip install"
     assert commands["mpi4py"] == commands["mpi_library"] == commands["mpiexec"] == f"{pip} 'meshwright[mpi]'"
     assert commands["transformers"] == commands["pyarrow"] == f"{pip} 'meshwright[hf]'"
+    assert commands["sacrebleu"] == f"{pip} 'meshwright[translation]'"
     assert commands["tensorboard"] == f"{pip} tensorboard"
     assert report.as_dict()["missing"] == commands
     text = printed(report)
