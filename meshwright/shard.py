@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.deferred import Deferred
+from meshwright.errors import ConfigError
 from meshwright.grid import ENDS, Grid
 from meshwright.mesh import Mesh
 
@@ -99,12 +100,12 @@ class ShardSpec:
     `matrix`: takes part in matrix products, so that weight decay acts on it. `full_precision`: stays in
     float32 where O2 stores weights in half. `tied`: the first and the last pipeline stage have a copy each, and its
     gradient is the sum of both. `home`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
-    row of it.
+    row of it. `initial` None: the values that it was made with, which are the same on every rank.
     """
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, str], ...] = ()
-    initial: Initial = ZEROS
+    initial: Initial | None = ZEROS
     matrix: bool = True
     full_precision: bool = False
     tied: bool = False
@@ -193,6 +194,26 @@ class ShardedModule(nn.Module):
         for name, spec in self.specs.items() if home is not None else ():
             self.declare(name, replace(spec, home=home))
 
+    def adopt(self, name: str, module: nn.Module, home: tuple[str, int] | None) -> None:
+        """Take in anyone's module, whose parameters live whole at (axis, index); None: everywhere.
+
+        Parameters of plain modules keep the values that they have: every rank makes the same. Raises ConfigError for
+        one without a dim, which cannot be empty elsewhere.
+        """
+        self.add_module(name, module.to(self.mesh.device))
+        layers = [layer for layer in module.modules() if isinstance(layer, ShardedModule)]
+        for layer in layers:
+            layer.settle(home)
+        declared = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+        for path, parameter in module.named_parameters(name):
+            if id(parameter) in declared:
+                continue
+            if parameter.dim() == 0:
+                raise ConfigError.of("branches", path, "is a parameter without a dim", "parameters of shape (1,)")
+            spec = ShardSpec(tuple(parameter.shape), initial=None, matrix=parameter.dim() > 1, home=home)
+            parameter.data = parameter.data[spec.box(self.mesh.grid, self.mesh.rank).slices].clone()
+            self.specs[path] = spec
+
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
     """The spec of every parameter, by its full name, in the order of named_parameters()."""
@@ -226,25 +247,28 @@ def initialise(model: nn.Module, mesh: Mesh, seed: int) -> None:
             spec = specs[name]
             if parameter.numel() == 0:
                 continue  # its home is elsewhere
-            if spec.initial.std == 0:
-                parameter.fill_(spec.initial.mean)
+            initial = spec.initial
+            if initial is None:
+                continue
+            if initial.std == 0:
+                parameter.fill_(initial.mean)
                 continue
             box = spec.box(mesh.grid, mesh.rank)
-            for block, values in _blocks(spec, box, f"{seed}/{name}"):
+            for block, values in _blocks(spec.shape, initial, box, f"{seed}/{name}"):
                 part = block.intersection(box)
                 assert part is not None, f"{block} was drawn for {box}"
                 parameter[part.within(box).slices] = values[part.within(block).slices].to(parameter)
 
 
-def _blocks(spec: ShardSpec, wanted: Box, label: str) -> Iterator[tuple[Box, Tensor]]:
+def _blocks(shape: tuple[int, ...], initial: Initial, wanted: Box, label: str) -> Iterator[tuple[Box, Tensor]]:
     """The blocks of the global tensor that meet `wanted`, with their values."""
-    rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(spec.shape[1:])))
+    rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     first, last = wanted.offsets[0] // rows, (wanted.offsets[0] + wanted.lengths[0] - 1) // rows
     for index in range(first, last + 1):
-        length = min(rows, spec.shape[0] - index * rows)
-        block = Box((index * rows, *(0 for _ in spec.shape[1:])), (length, *spec.shape[1:]))
+        length = min(rows, shape[0] - index * rows)
+        block = Box((index * rows, *(0 for _ in shape[1:])), (length, *shape[1:]))
         generator = torch.Generator().manual_seed(seed_of(f"{label}/{index}"))
-        yield block, torch.empty(block.lengths).normal_(spec.initial.mean, spec.initial.std, generator=generator)
+        yield block, torch.empty(block.lengths).normal_(initial.mean, initial.std, generator=generator)
 
 
 def seed_of(label: str) -> int:

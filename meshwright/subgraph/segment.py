@@ -1,8 +1,8 @@
 """The collectives of a segment: splits and joins between common layers and branches (SUPER, IPDPS 2021, section IV).
 
-A segment is the ranks of one `branch` axis; its g ranks are one of each sub-grid. Inside of branches every rank sees
-all B rows of the replica's batch. Outside, a rank holds B/g of them (`AllCommon`, D&SP), or the first holds all of
-them and the others none (`OneCommon`, D&SP-cSub).
+A segment is the ranks of one axis, `branch` in a run's grid; its g ranks are one of each sub-grid. Inside of branches
+every rank sees all B rows of the replica's batch. Outside, a rank holds B/g of them (`AllCommon`, D&SP), or the first
+holds all of them and the others none (`OneCommon`, D&SP-cSub).
 
 | step   | meaning                                         | AllCommon      | OneCommon | backward |
 |--------|-------------------------------------------------|----------------|-----------|----------|
@@ -37,12 +37,12 @@ class _Cross(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Start, back: Start) -> Tensor:
         ctx.back = back
-        return there(x.clone()).wait()
+        return there(x.clone(memory_format=torch.contiguous_format)).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradient.clone()).wait(), None, None
+        return ctx.back(gradient.clone(memory_format=torch.contiguous_format)).wait(), None, None
 
 
 class Segment(Boundary, Protocol):
@@ -64,14 +64,14 @@ class Segment(Boundary, Protocol):
 class AllCommon:
     """Every rank computes the common layers, on its share of the rows."""
 
-    axis = "branch"
-    split_axes: tuple[str, ...] = ("branch",)
     keeps = True
     holds = True
     home: tuple[str, int] | None = None
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, axis: str = "branch") -> None:
         self.mesh = mesh
+        self.axis = axis
+        self.split_axes: tuple[str, ...] = (axis,)
 
     def start_enter(self, x: Tensor) -> Moving:
         return start_join(x, self.mesh.comm(self.axis), ROWS)
@@ -107,15 +107,15 @@ class OneCommon:
     `num_rows`: B, which the others cannot see from what they carry.
     """
 
-    axis = "branch"
-    split_axes: tuple[str, ...] = ("branch",)
     keeps = True
-    home: tuple[str, int] | None = ("branch", 0)
 
-    def __init__(self, mesh: Mesh, num_rows: int) -> None:
+    def __init__(self, mesh: Mesh, num_rows: int, axis: str = "branch") -> None:
         self.mesh = mesh
         self.num_rows = num_rows
-        self.holds = mesh.index(self.axis) == 0
+        self.axis = axis
+        self.split_axes: tuple[str, ...] = (axis,)
+        self.home: tuple[str, int] | None = (axis, 0)
+        self.holds = mesh.index(axis) == 0
 
     def start_enter(self, x: Tensor) -> Moving:
         whole = x.contiguous() if self.holds else x.new_empty(self.num_rows, *x.shape[1:])

@@ -1,0 +1,187 @@
+"""Branches of a network, dealt over the sub-grids of an axis: D&SP for any modules (SUPER, IPDPS 2021, section IV).
+
+g: ranks of the axis; B: rows of a replica's microbatch; b: those of them that a rank holds outside of branches, nearly
+evenly on the first m ranks. Rank c runs the branches of sub-grid c, and nobody else has their parameters.
+
+| `enter` | a branch gets                | `leave`  | outside there is again                            |
+|---------|------------------------------|----------|---------------------------------------------------|
+| split   | x of all rows: [B, ..., N]   | sum      | the sum of the branches' outputs: [b, ..., N]     |
+| slice   | its part of `dim`, all rows  | concat   | the outputs side by side along `dim`: [b, ..., N] |
+
+| `common` | m | sends                                                                                       |
+|----------|---|---------------------------------------------------------------------------------------------|
+| all      | g | all-gather (split), reduce-scatter (sum), all-to-all (slice, concat)       (D&SP)           |
+| one      | 1 | broadcast, reduce, scatter, gather                                         (D&SP-cSub)      |
+| a number | m | messages (translation.py); so do slice and concat where sub-grids have parts of unlike widths |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import ConfigError
+from meshwright.mesh import Mesh
+from meshwright.shard import ShardedModule
+from meshwright.subgraph.deal import deal
+from meshwright.subgraph.segment import AllCommon, OneCommon
+from meshwright.subgraph.translation import Translated, nearly_even
+
+Enter = Literal["split", "slice"]
+Leave = Literal["sum", "concat"]
+Common = Literal["all", "one"] | int
+
+
+class Crossing(Protocol):
+    """The four steps over an axis: AllCommon, OneCommon, Translated."""
+
+    def enter(self, x: Tensor) -> Tensor: ...
+    def leave(self, x: Tensor) -> Tensor: ...
+    def slice(self, x: Tensor, dim: int) -> Tensor: ...
+    def concat(self, x: Tensor, dim: int) -> Tensor: ...
+
+
+class Branches(ShardedModule):
+    """x [b, ...] -> [b, ...]. On an axis of one rank: the modules one after another, the serial form."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        enter: Enter,
+        leave: Leave,
+        mesh: Mesh,
+        num_rows: int,
+        axis: str = "branch",
+        common: Common = "all",
+        costs: Sequence[float] | None = None,
+        widths: Sequence[int] | None = None,
+        out_widths: Sequence[int] | None = None,
+        dim: int = -1,
+    ) -> None:
+        """`modules`: the branches, made alike on every rank; `num_rows`: B.
+
+        `costs`: what they are dealt by; None: all the same. `widths`: of the parts of `dim` that branches get of a
+        slice, `out_widths` those that they make for a concat; None: all the same. Every output depends on its input
+        differentiably, else a rank would be missing in the backward pass.
+
+        Raises ConfigError for branches, rows, widths or a number of common ranks that the axis cannot have.
+        """
+        super().__init__(mesh)
+        self.axis, self.num_rows, self.dim = axis, num_rows, dim
+        self.widths, self.out_widths = widths, out_widths
+        size, count = mesh.size(axis), len(modules)
+        self.hands = deal([1.0] * count if costs is None else _one_each("costs", costs, count), size)
+        self.mine = self.hands[mesh.index(axis)]
+        self.dealt = tuple(chain(*self.hands))  # the branches in the order in which their parts lie on the axis
+        holders = range(_num_holders(common, size))
+        self.held = nearly_even(num_rows, holders, size)[mesh.index(axis)]
+        in_shares = [1] * count if widths is None else _widths("widths", widths, count)
+        out_shares = [1] * count if out_widths is None else _widths("out_widths", out_widths, count)
+        self.slices, self.concats = enter == "slice", leave == "concat"
+        self.entrance = self._crossing(holders, in_shares if self.slices else None)
+        self.exit = self._crossing(holders, out_shares if self.concats else None)
+        for subgrid, hand in enumerate(self.hands):
+            for branch in hand:
+                self.adopt(str(branch), modules[branch], (axis, subgrid))
+
+    def _crossing(self, holders: range, shares: Sequence[int] | None) -> Crossing:
+        """The segmented collectives where ranks' parts are equal. `shares`: by branch, its part of a dim."""
+        size = self.mesh.size(self.axis)
+        by_rank = [1] * size if shares is None else [sum(shares[branch] for branch in hand) for hand in self.hands]
+        if len(holders) not in (1, size) or len(set(by_rank)) > 1:
+            return Translated(self.mesh, self.axis, self.num_rows, holders, by_rank)
+        if len(holders) < size:
+            return OneCommon(self.mesh, self.num_rows, self.axis)
+        if self.num_rows % size:
+            least = self.num_rows // size * size
+            near = ", ".join(str(rows) for rows in (least, least + size, least + 2 * size) if rows)
+            rule = f"rows do not fall into equal parts for the {size} ranks of axis {self.axis}"
+            raise ConfigError.of("num_rows", self.num_rows, rule, f"multiples of {size}: {near}, ...")
+        return AllCommon(self.mesh, self.axis)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """What this rank holds of all rows, outside of branches: [B, ...] -> [b, ...]."""
+        return x[self.held.start : self.held.stop]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != len(self.held):
+            rule = f"rows are not the {len(self.held)} that rank {self.mesh.rank} holds of num_rows={self.num_rows}"
+            raise ConfigError.of("x", len(x), rule, str(len(self.held)))
+        x = _reached(x)
+        parts = self._sliced(x) if self.slices else [self.entrance.enter(x)] * len(self.mine)
+        results = [self.get_submodule(str(branch))(part) for branch, part in zip(self.mine, parts, strict=True)]
+        return self._joined(results) if self.concats else self._summed(results)
+
+    def _sliced(self, x: Tensor) -> Sequence[Tensor]:
+        """This rank's branches' parts of x, of all rows."""
+        total, count = x.shape[self.dim], len(self.dealt)
+        widths = [total // count] * count if self.widths is None else list(self.widths)
+        if sum(widths) != total:
+            rule = f"is not the width {total} of dim {self.dim}, which falls to {count} branches"
+            raise ConfigError.of("widths", sum(widths), rule, f"{count} widths, together {total}")
+        if not self._in_order:
+            parts = x.split(widths, self.dim)
+            x = torch.cat([parts[branch] for branch in self.dealt], self.dim)
+        return self.entrance.slice(x, self.dim).split([widths[branch] for branch in self.mine], self.dim)
+
+    def _joined(self, results: Sequence[Tensor]) -> Tensor:
+        """All branches' results side by side in their order, of the rows that this rank holds."""
+        made = [result.shape[self.dim] for result in results]
+        widths = made[:1] * len(self.dealt) if self.out_widths is None else self.out_widths
+        if made != [widths[branch] for branch in self.mine]:
+            rule = f"are not the widths of the outputs of branches {list(self.mine)}: {made}"
+            raise ConfigError.of("out_widths", self.out_widths, rule, "one width for each branch, as it makes it")
+        whole = self.exit.concat(_reached(torch.cat(list(results), self.dim)), self.dim)
+        if self._in_order:
+            return whole
+        parts = dict(zip(self.dealt, whole.split([widths[branch] for branch in self.dealt], self.dim), strict=True))
+        return torch.cat([parts[branch] for branch in sorted(self.dealt)], self.dim)
+
+    def _summed(self, results: Sequence[Tensor]) -> Tensor:
+        total = results[0]
+        for result in results[1:]:
+            total = total + result
+        return self.exit.leave(_reached(total))
+
+    @property
+    def _in_order(self) -> bool:
+        return list(self.dealt) == sorted(self.dealt)
+
+
+def _reached(x: Tensor) -> Tensor:
+    """x as something that the backward pass comes to, on every rank: each takes its part in the steps back.
+
+    Else a rank without rows, or with branches that learn nothing, would leave the others waiting.
+    """
+    if x.requires_grad or not torch.is_grad_enabled() or not x.is_floating_point():
+        return x
+    return x.detach().requires_grad_()
+
+
+def _num_holders(common: Common, size: int) -> int:
+    """The ranks of an axis that hold rows outside of branches."""
+    if common == "all":
+        return size
+    if common == "one":
+        return 1
+    if isinstance(common, int) and 1 <= common <= size:
+        return common
+    raise ConfigError.of("common", common, f"is no number of ranks of an axis of {size}", f"all, one, or 1 to {size}")
+
+
+def _one_each(field: str, values: Sequence[float], count: int) -> Sequence[float]:
+    if len(values) != count:
+        raise ConfigError.of(field, list(values), f"are {len(values)} values for {count} branches", f"{count} values")
+    return values
+
+
+def _widths(field: str, widths: Sequence[int], count: int) -> Sequence[int]:
+    _one_each(field, widths, count)
+    if min(widths) < 1:
+        raise ConfigError.of(field, list(widths), "has a part without a width", "whole numbers from 1 up")
+    return widths

@@ -1,0 +1,299 @@
+"""Branches over sub-grids equal the same modules one after another: outputs, gradients, for every form and number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import ConfigError
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh, solo_mesh
+from meshwright.shard import Initial, initialise, num_parameters, shard_specs
+from meshwright.subgraph.branches import Branches, Common, Enter, Leave
+from meshwright.tensor.serial import SerialLinear
+from tests.workers import run_ranks
+
+TOLERANCE = 1e-12
+ROWS, STEPS, WIDTH = 8, 3, 12
+"""Of a replica's x [ROWS, STEPS, WIDTH]."""
+
+PAIRS: tuple[tuple[Enter, Leave], ...] = (
+    ("split", "sum"), ("split", "concat"), ("slice", "sum"), ("slice", "concat"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """Branches as a test wants them. `inner`: of each branch, the width of its hidden layer."""
+
+    enter: Enter
+    leave: Leave
+    common: Common
+    inner: tuple[int, ...]
+    costs: tuple[int, ...] | None = None
+    widths: tuple[int, ...] | None = None
+    out_widths: tuple[int, ...] | None = None
+    rows: int = ROWS
+
+    def modules(self) -> list[nn.Module]:
+        """The branches, drawn alike on every rank."""
+        torch.manual_seed(1)
+        count = len(self.inner)
+        ins = (WIDTH,) * count if self.enter == "split" else self.widths or (WIDTH // count,) * count
+        outs = (WIDTH,) * count if self.leave == "sum" else self.out_widths or (4,) * count
+        return [
+            nn.Sequential(nn.Linear(a, inner), nn.Tanh(), nn.Linear(inner, b)).double()
+            for a, inner, b in zip(ins, self.inner, outs, strict=True)
+        ]
+
+    def branches(self, mesh: Mesh) -> Branches:
+        return Branches(
+            self.modules(), enter=self.enter, leave=self.leave, mesh=mesh, num_rows=self.rows, common=self.common,
+            costs=self.costs, widths=self.widths, out_widths=self.out_widths,
+        )  # fmt: skip
+
+
+def cases(size: int) -> dict[str, Case]:
+    """Cases by name, for an axis of `size` ranks."""
+    listed = {}
+    commons: list[Common] = ["all", "one", *range(2, size)]
+    for enter, leave in PAIRS:
+        for common in commons:
+            listed[f"{enter}-{leave}-{common}"] = Case(enter, leave, common, (2, 3, 4, 5))
+        listed[f"{enter}-{leave}-twelve"] = Case(enter, leave, "one", tuple(range(1, 13)), tuple(range(12)))
+        for common in commons:
+            name, costs = f"{enter}-{leave}-{common}-unequal", (1, 1, 5, 1, 2) if size == 2 else (1, 9, 1, 4, 1, 2, 1)
+            inner, widths = tuple(range(2, 2 + len(costs))), (3, 1, 2, 1, 5) if size == 2 else (3, 1, 2, 1, 2, 1, 2)
+            sliced, joined = widths if enter == "slice" else None, widths[::-1] if leave == "concat" else None
+            rows = 7 if common != "all" or (enter, leave) == ("slice", "concat") else 8
+            listed[name] = Case(enter, leave, common, inner, costs, sliced, joined, rows)
+    return listed
+
+
+def batch(num_rows: int, replica: int, width: int = WIDTH) -> Tensor:
+    """What a replica's branches get: [num_rows, STEPS, width]."""
+    generator = torch.Generator().manual_seed(replica)
+    return torch.randn(num_rows, STEPS, width, generator=generator, dtype=torch.float64)
+
+
+def summed_gradients(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+    """By name: a parameter's gradient, summed as its spec says; of the parameters that live here."""
+    specs, results = shard_specs(model), {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel():
+            assert parameter.grad is not None, name
+            mesh.comm(*specs[name].sum_axes(mesh)).all_reduce(parameter.grad)
+            results[name] = parameter.grad
+    return results
+
+
+def pass_through(model: Branches, mesh: Mesh, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor], Any]:
+    """Of this rank: output, gradient of its input, gradients of its parameters; calls by verb, there and back."""
+    mine = model.rows(x).clone().requires_grad_()
+    mesh.ledger.traffic.clear()
+    y = model(mine)
+    there = {verb: entry.calls for (_, verb), entry in mesh.ledger.traffic.items()}
+    mesh.ledger.traffic.clear()
+    (y * torch.arange(1.0, y.shape[1] + 1).view(-1, *[1] * (y.dim() - 2))).square().sum().backward()
+    back = {verb: entry.calls for (_, verb), entry in mesh.ledger.traffic.items()}
+    assert mine.grad is not None
+    return y.detach(), mine.grad, summed_gradients(model, mesh), (there, back)
+
+
+def run_cases(mesh: Mesh, listed: dict[str, Case], replicas: int) -> dict[str, Any]:
+    """Every case on this rank; on one rank, all replicas' rows one after another."""
+    results = {}
+    for name, case in listed.items():
+        inputs = [batch(case.rows, replica) for replica in range(replicas)]
+        if mesh.grid.world_size == 1:
+            whole = replace(case, rows=case.rows * replicas)
+            results[name] = pass_through(whole.branches(mesh), mesh, torch.cat(inputs))
+        else:
+            results[name] = pass_through(case.branches(mesh), mesh, inputs[mesh.index("data")])
+    return results
+
+
+def on(data: int, size: int, listed: dict[str, Case], replicas: int) -> list[dict[str, Any]]:
+    grid = Grid((("data", data), ("branch", size)))
+    return run_ranks(run_cases, grid, listed, replicas, token_axes=("data", "branch"))
+
+
+@cache
+def answers(data: int, size: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Of every rank of the grid; of one device, whose common layers are on all ranks that there are."""
+    listed = cases(size)
+    alone = {name: replace(case, common="all") for name, case in listed.items()}
+    return on(data, size, listed, data), on(1, 1, alone, data)[0]
+
+
+def same(one: Tensor, other: Tensor, what: str) -> None:
+    torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
+
+
+GRIDS = [(1, 2), (2, 2), (2, 4), pytest.param(1, 4, marks=pytest.mark.long), pytest.param(4, 2, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("data, size", GRIDS)
+def test_equal_to_one_after_another(data: int, size: int) -> None:
+    ranks, serial = answers(data, size)
+    for name, case in cases(size).items():
+        outputs, input_gradients, gradients, _ = serial[name]
+        for at, whole in ((0, outputs), (1, input_gradients)):
+            same(torch.cat([rank[name][at] for rank in ranks]), whole, f"{name}, {('output', 'gradient')[at]} of x")
+        for index in range(size):
+            for replica in range(data):
+                for parameter, gradient in ranks[replica * size + index][name][2].items():
+                    same(gradient, gradients[parameter], f"{name}, {parameter}")
+        held = [parameter for rank in ranks for parameter in rank[name][2]]
+        assert sorted(held) == sorted([*gradients] * data), "each branch lives in one sub-grid"
+        assert len(gradients) == 4 * len(case.inner)
+
+
+TABLE = {
+    "all": {"split": "all_gather", "sum": "reduce_scatter", "slice": "all_to_all", "concat": "all_to_all"},
+    "one": {"split": "broadcast", "sum": "reduce", "slice": "scatter", "concat": "gather"},
+}
+"""The paper's: what each step sends forward. Its mirror sends so in the backward pass."""
+
+MIRROR = {"split": "sum", "sum": "split", "slice": "concat", "concat": "slice"}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_is_sent_is_the_papers_table(size: int) -> None:
+    ranks, _ = answers(2, size)
+    for rank in ranks:
+        for enter, leave in PAIRS:
+            for common, verbs in TABLE.items():
+                steps = (enter, leave), (MIRROR[enter], MIRROR[leave])
+                wanted = [sorted(verbs[step] for step in both) for both in steps]
+                for name in (f"{enter}-{leave}-{common}", f"{enter}-{leave}-twelve")[: 1 + (common == "one")]:
+                    calls = rank[name][3]
+                    assert [sorted(verb for verb, n in made.items() for _ in range(n)) for made in calls] == wanted
+            for number in range(2, size):
+                for made in rank[f"{enter}-{leave}-{number}"][3]:
+                    assert set(made) <= {"send"}
+    unequal = [{verb for made in rank["slice-concat-all-unequal"][3] for verb in made} for rank in ranks]
+    assert unequal == [{"send"}] * size
+
+
+def convolutions(mesh: Mesh) -> tuple[Any, Any]:
+    """ResNeXt's paths as branches, and as one grouped convolution; x [B, C, H, W]."""
+    torch.manual_seed(2)
+    whole = nn.Conv2d(12, 8, 3, padding=1, groups=4).double()
+    paths = [nn.Conv2d(3, 2, 3, padding=1).double() for _ in range(4)]
+    for path, weight, bias in zip(paths, whole.weight.chunk(4), whole.bias.chunk(4), strict=True):
+        path.weight.data, path.bias.data = weight.detach().clone(), bias.detach().clone()
+    x = batch(4 * 12, 0, 3).view(4, 12, 3, 3)
+    model = Branches(paths, enter="slice", leave="concat", mesh=mesh, num_rows=4, dim=1)
+    pieces = pass_through(model, mesh, x)
+    x.requires_grad_()
+    y = whole(x)
+    (y * torch.arange(1.0, 9).view(-1, 1, 1)).square().sum().backward()
+    return pieces, (y.detach(), x.grad, whole.weight.grad, whole.bias.grad)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_grouped_convolution_is_its_branches(size: int) -> None:
+    # the coefficients of pass_through belong to dim 1, here the channels of all groups
+    ranks = run_ranks(convolutions, Grid((("data", 1), ("branch", size))), token_axes=("data", "branch"))
+    y, gradient, weight, bias = ranks[0][1]
+    same(torch.cat([pieces[0] for pieces, _ in ranks]), y, "output")
+    same(torch.cat([pieces[1] for pieces, _ in ranks]), gradient, "gradient of x")
+    gradients = {name: value for pieces, _ in ranks for name, value in pieces[2].items()}
+    same(torch.cat([gradients[f"{path}.weight"] for path in range(4)]), weight, "weight")
+    same(torch.cat([gradients[f"{path}.bias"] for path in range(4)]), bias, "bias")
+
+
+def held_parameters(mesh: Mesh) -> tuple[int, int, list[float]]:
+    """Parameters that this rank holds, those of the model; what its first ones are after `initialise`."""
+    torch.manual_seed(3)
+    plain = nn.Linear(6, 5)
+    drawn = plain.weight[0, 0].item()
+    layers: list[nn.Module] = [plain, SerialLinear(mesh, 6, (5,), Initial(0.1)), nn.Linear(6, 5), nn.Linear(6, 5)]
+    model = Branches(layers, enter="split", leave="sum", mesh=mesh, num_rows=4)
+    initialise(model, mesh, 5)
+    assert [*shard_specs(model)] == [f"{branch}.{name}" for branch in range(4) for name in ("weight", "bias")]
+    if mesh.index("branch") == 0:
+        assert plain.weight[0, 0].item() == drawn, "what the constructor drew"
+    mine = sum(parameter.numel() for parameter in model.parameters())
+    return mine, num_parameters(list(shard_specs(model).values())), model.get_parameter("1.weight").flatten().tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_rank_holds_the_parameters_of_its_branches(size: int) -> None:
+    ranks = run_ranks(held_parameters, Grid((("data", 1), ("branch", size))))
+    for mine, whole, _ in ranks:
+        assert (mine, whole) == (4 * 35 // size, 4 * 35)
+    home = ranks[1 // (4 // size)][2]
+    assert len(home) == 30
+    assert len({*home}) == 30, "drawn from the seed"
+
+
+def learn_apart(mesh: Mesh) -> list[Tensor]:
+    """A branch that learns, one that does not, and an x that nobody differentiates."""
+    model = Branches(
+        [nn.Linear(4, 4).double(), nn.Identity()], enter="split", leave="sum", mesh=mesh, num_rows=4, common="one"
+    )
+    y = model(model.rows(torch.ones(4, 4, dtype=torch.float64)))
+    y.sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.numel() and parameter.grad is not None]
+
+
+def test_no_rank_waits_for_one_that_learns_nothing() -> None:
+    learned, nothing = run_ranks(learn_apart, Grid((("data", 1), ("branch", 2))))
+    same(learned[0], torch.full((4, 4), 4.0, dtype=torch.float64), "weight")
+    assert not nothing
+
+
+def mistakes(mesh: Mesh) -> list[str]:
+    """What each mistake is told."""
+    settings: dict[str, Any] = {"enter": "slice", "leave": "sum", "mesh": mesh, "num_rows": 8}
+    made: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
+        (4, {"num_rows": 6}, (2, 12)),
+        (4, {"common": 5}, (2, 12)),
+        (3, {}, (2, 12)),
+        (4, {"costs": (1, 2)}, (2, 12)),
+        (4, {"widths": (0, 3, 3, 3)}, (2, 12)),
+        (4, {"widths": (3, 3, 3, 4)}, (2, 12)),
+        (4, {}, (2, 13)),
+        (4, {}, (3, 12)),
+        (5, {"leave": "concat", "out_widths": (1, 1, 1, 1, 1), "enter": "split"}, (2, 3)),
+    ]
+    told = []
+    for count, change, shape in made:
+        with pytest.raises(ConfigError) as caught:
+            Branches([nn.Linear(3, 3) for _ in range(count)], **(settings | change))(torch.ones(shape))
+        told.append(str(caught.value))
+    return told
+
+
+def test_mistakes_are_named() -> None:
+    multiples = "valid: multiples of 4: 4, 8, 12, ..."
+    for rank, told in enumerate(run_ranks(mistakes, Grid((("data", 1), ("branch", 4))))):
+        assert told[:8] == [
+            f"num_rows=6 rows do not fall into equal parts for the 4 ranks of axis branch; {multiples}",
+            "common=5 is no number of ranks of an axis of 4; valid: all, one, or 1 to 4",
+            "branches=3 branches are fewer than the 4 sub-grids they are dealt over; valid: 4 or more",
+            "costs=[1, 2] are 2 values for 4 branches; valid: 4 values",
+            "widths=[0, 3, 3, 3] has a part without a width; valid: whole numbers from 1 up",
+            "widths=13 is not the width 12 of dim -1, which falls to 4 branches; valid: 4 widths, together 12",
+            "widths=12 is not the width 13 of dim -1, which falls to 4 branches; valid: 4 widths, together 13",
+            f"x=3 rows are not the 2 that rank {rank} holds of num_rows=8; valid: 2",
+        ]
+        hand = [[0, 1], [2], [3], [4]][rank]
+        assert told[8].startswith(
+            f"out_widths=(1, 1, 1, 1, 1) are not the widths of the outputs of branches {hand}: [3"
+        )
+
+
+def test_a_parameter_without_a_dim_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    module.register_parameter("alpha", nn.Parameter(torch.tensor(1.0)))
+    mesh = solo_mesh(torch.device("cpu"), ("data", "branch"))
+    with pytest.raises(ConfigError, match=r"branches=0.alpha is a parameter without a dim"):
+        Branches([module], enter="split", leave="sum", mesh=mesh, num_rows=1)
