@@ -6,22 +6,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Set
-from pathlib import Path
 
+from meshwright.config.data_rules import DATA_RULES
 from meshwright.config.layout_rules import LAYOUT_RULES
 from meshwright.config.memory_rules import MEMORY_RULES
-from meshwright.config.models import T5, Bert, ImageNetwork, TextTransformer, Transformer, Vit
+from meshwright.config.models import T5, ImageNetwork, Transformer, Vit
 from meshwright.config.pipeline_rules import PIPELINE_RULES
 from meshwright.config.rule import divisors, listed, rule
-from meshwright.config.schema import Config, Data
+from meshwright.config.schema import Config
 from meshwright.config.tensor_rules import TENSOR_RULES
 from meshwright.errors import Problem
-
-STDLIB, DIGITS = "stdlib", "digits"
-"""Sources that are names: the text of Python's standard library, scikit-learn's images of digits."""
-
-BERT_SPECIALS = 4
-"""Tokens that BERT needs besides a text's: padding, the first one, a separator, the mask."""
 
 
 @rule("model.hidden", "model.heads")
@@ -32,14 +26,6 @@ def heads_divide_hidden(config: Config) -> Iterator[Problem]:
     hidden, heads = model.hidden, model.heads
     if hidden % heads:
         yield Problem("model.heads", heads, f"does not divide model.hidden={hidden}", listed(divisors(hidden)))
-
-
-@rule("data.sequence", "model.positions")
-def sequence_fits_positions(config: Config) -> Iterator[Problem]:
-    sequence, model = config.data.sequence, config.model
-    if isinstance(model, TextTransformer) and sequence > model.positions:
-        rule_text = f"is longer than model.positions={model.positions}"
-        yield Problem("data.sequence", sequence, rule_text, f"1 to {model.positions}")
 
 
 @rule("batch.global", "layout.data.size")
@@ -57,32 +43,6 @@ def microbatches_divide_replica(config: Config) -> Iterator[Problem]:
         yield Problem("batch.micro", config.micro, f"does not divide {part}", listed(divisors(config.replica_batch)))
 
 
-@rule("data.source", "model.family")
-def source_exists(config: Config) -> Iterator[Problem]:
-    source, family = config.data.source, config.model.family
-    reads_images = isinstance(config.model, ImageNetwork)
-    if reads_images:
-        valid = f"{DIGITS}, a folder of class folders of jpg and png files"
-    else:
-        valid = "stdlib, a text, jsonl or parquet file, a folder of these, a prepared folder"
-    if source == (STDLIB if reads_images else DIGITS):
-        yield Problem("data.source", source, f"is not what a {family} reads", valid)
-    elif source not in (STDLIB, DIGITS) and not (source and Path(source).expanduser().exists()):
-        yield Problem("data.source", source, "is no such file or folder", valid)
-    elif reads_images and source != DIGITS and not Path(source).expanduser().is_dir():
-        yield Problem("data.source", source, "is no folder", valid)
-
-
-@rule("model.family", "data.tokenizer", "data.sequence")
-def images_have_no_tokens(config: Config) -> Iterator[Problem]:
-    for field, value, unset in (
-        ("data.tokenizer", config.data.tokenizer, Data().tokenizer),
-        ("data.sequence", config.data.sequence, Data().sequence),
-    ):
-        if isinstance(config.model, ImageNetwork) and value != unset:
-            yield Problem(field, value, f"has no effect on a {config.model.family}", "leave it out")
-
-
 @rule("model.image", "model.patch")
 def patches_divide_image(config: Config) -> Iterator[Problem]:
     if isinstance(config.model, Vit) and config.model.image % config.model.patch:
@@ -94,32 +54,6 @@ def patches_divide_image(config: Config) -> Iterator[Problem]:
 def channels_are_grey_or_colours(config: Config) -> Iterator[Problem]:
     if isinstance(config.model, ImageNetwork) and config.model.channels not in (1, 3):
         yield Problem("model.channels", config.model.channels, "is neither grey nor red, green and blue", "1, 3")
-
-
-@rule("data.tokenizer", "model.vocabulary", "model.family")
-def tokenizer_fits(config: Config) -> Iterator[Problem]:
-    if not isinstance(config.model, TextTransformer):
-        return
-    tokenizer, vocabulary = config.data.tokenizer, config.model.vocabulary
-    if tokenizer == "bytes":
-        size = 257
-    elif tokenizer.startswith("bpe:"):
-        if not tokenizer[4:].isdigit() or int(tokenizer[4:]) < 257:
-            yield Problem(
-                "data.tokenizer", tokenizer, "does not name a vocabulary of 257 tokens or more", "bpe:257, bpe:4096 ..."
-            )
-            return
-        size = int(tokenizer[4:])
-    else:
-        if not Path(tokenizer).expanduser().is_file():
-            yield Problem("data.tokenizer", tokenizer, "is no such file", "bytes, bpe:SIZE, a tokenizer.json file")
-        return
-    rule_text = f"is smaller than the {size} tokens of data.tokenizer={tokenizer}"
-    if isinstance(config.model, Bert):
-        size += BERT_SPECIALS
-        rule_text += f" and BERT's {BERT_SPECIALS}"
-    if size > vocabulary:
-        yield Problem("model.vocabulary", vocabulary, rule_text, f"{size} or more")
 
 
 @rule("precision.level", "precision.dtype")
@@ -170,20 +104,17 @@ def warmup_fits(config: Config) -> Iterator[Problem]:
 
 RULES = (
     heads_divide_hidden,
-    sequence_fits_positions,
     replicas_divide_batch,
     microbatches_divide_replica,
-    source_exists,
-    images_have_no_tokens,
     patches_divide_image,
     channels_are_grey_or_colours,
-    tokenizer_fits,
     dtype_fits_level,
     transport_is_installed,
     transport_carries_sync,
     there_is_something_to_shard,
     transport_reaches_device,
     warmup_fits,
+    *DATA_RULES,
     *TENSOR_RULES,
     *PIPELINE_RULES,
     *MEMORY_RULES,

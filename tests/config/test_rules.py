@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import layout_rules, memory_rules, parse_config, pipeline_rules, rules, tensor_rules
+from meshwright.config import data_rules, layout_rules, memory_rules, parse_config, pipeline_rules, rules, tensor_rules
 from meshwright.config.models import T5, ResNeXt, Vit
 from meshwright.config.rule import Rule, divisors, listed
 from meshwright.config.rules import RULES
@@ -25,7 +25,7 @@ def mistake(**tree: Any) -> str:
 def test_every_rule_is_listed() -> None:
     found = [
         value
-        for module in (rules, tensor_rules, pipeline_rules, memory_rules, layout_rules)
+        for module in (rules, data_rules, tensor_rules, pipeline_rules, memory_rules, layout_rules)
         for value in vars(module).values()
         if isinstance(value, Rule)
     ]
