@@ -1,11 +1,19 @@
-"""The special tokens of BERT's input, [PAD], [CLS], [SEP] and [MASK]: a tokenizer's own, or ids behind its vocabulary.
+"""Special tokens: a tokenizer's own, or ids behind its vocabulary.
 
-A vocabulary of BERT's (a tokenizer.json with these names) has them. To any other (bytes, bpe:SIZE) those that it lacks
+| model | names | besides |
+|---|---|---|
+| BERT | [PAD], [CLS], [SEP], [MASK] | |
+| Transformer | <pad>, <s> | the tokenizer's end of text, which ends a source and a target |
+| T5 | <pad>, which begins a target too | the same |
+| either, on spans | and <extra_id_0> ... <extra_id_99> | the same |
+
+A published vocabulary (a tokenizer.json with these names) has them. To any other (bytes, bpe:SIZE) those that it lacks
 are appended in this order, so a model over it needs as many tokens more. A text that spells one out is still text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tokenizers
@@ -15,6 +23,8 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import DataError
 
 PADDING, FIRST, SEPARATOR, MASK = NAMES = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+SEQUENCE_PADDING, START = "<pad>", "<s>"
+SENTINEL = "<extra_id_{}>"
 
 
 @dataclass(frozen=True)
@@ -37,12 +47,40 @@ class Specials:
 
 def specials_of(tokenizer: Tokenizer) -> Specials:
     """The special tokens of a tokenizer, those that it lacks appended."""
-    size, ids = tokenizer.vocabulary_size, {}
-    for name in NAMES:
+    (padding, first, separator, mask), size = _ids(tokenizer, NAMES)
+    return Specials(padding, first, separator, mask, tokenizer.end, size)
+
+
+@dataclass(frozen=True)
+class SequenceSpecials:
+    """The ids that an encoder-decoder reads and writes besides text."""
+
+    padding: int
+    start: int
+    """Begins a target as the decoder reads it; T5's is the padding."""
+    end: int
+    """Ends a source and a target: the tokenizer's end of text."""
+    sentinels: tuple[int, ...]
+    """Stand for spans cut out of a text, in their order."""
+    vocabulary_size: int
+    """With the appended ones."""
+
+
+def sequence_specials(tokenizer: Tokenizer, *, starts_with_padding: bool, sentinels: int) -> SequenceSpecials:
+    """The special tokens of an encoder-decoder, those that the tokenizer lacks appended."""
+    names = [SEQUENCE_PADDING, *([] if starts_with_padding else [START])]
+    ids, size = _ids(tokenizer, [*names, *map(SENTINEL.format, range(sentinels))])
+    return SequenceSpecials(ids[0], ids[len(names) - 1], tokenizer.end, tuple(ids[len(names) :]), size)
+
+
+def _ids(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[list[int], int]:
+    """The ids of special tokens, and the size of the vocabulary with them."""
+    size, ids = tokenizer.vocabulary_size, []
+    for name in names:
         known = tokenizer.id_of(name)
-        ids[name] = size if known is None else known
+        ids.append(size if known is None else known)
         size += known is None
-    return Specials(ids[PADDING], ids[FIRST], ids[SEPARATOR], ids[MASK], tokenizer.end, size)
+    return ids, size
 
 
 def with_specials(text: str, specials: Specials) -> str:

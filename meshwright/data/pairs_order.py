@@ -1,0 +1,103 @@
+"""Which pairs make up which global batch, and how long its rows are. Nothing here has state.
+
+Pairs of like length share a bucket. A global batch is of one bucket, and its rows are padded to the bucket's edge: the
+length of its longest pair up to the next multiple of 8, at most `sequence`. The edges cut the pairs, sorted by their
+longer side, into equal shares; edges that coincide are one bucket. With one bucket all rows have `sequence` tokens.
+
+Training: each bucket goes through its pairs again and again, in another seeded order each time; what does not fill a
+batch begins the next one, so no pair is dropped, and none comes again before all others of its bucket have come. In an
+epoch every bucket has as many batches as its pairs fill, to the nearest whole number and one at least; the epoch's
+batches are in a seeded order, another one each time.
+
+| from | comes | by |
+|---|---|---|
+| a sample's number | batch of the run, place in it | divmod(number, G), G: pairs in a global batch |
+| the batch | epoch, place in it | divmod(batch, M), M: batches in an epoch |
+| the place | bucket, and which of its m batches in an epoch | the epoch's permutation of M |
+| these | the bucket's batch e x m + which, of the whole run | e: the epoch |
+| this | G pairs of the bucket, one after the other | its endless stream of permutations |
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from meshwright.config.data_rules import BUCKET_MULTIPLE
+from meshwright.data.permutation import Permutation
+from meshwright.data.sampler import Sampler
+from meshwright.shard import seed_of
+
+
+class PairOrder:
+    """sample number -> pair, and the length of its rows."""
+
+    def __init__(self, lengths: np.ndarray, sequence: int, buckets: int, batch: int, seed: int) -> None:
+        """`lengths` [n]: tokens of each pair's longer side, at most `sequence`; `batch`: pairs in a global batch."""
+        assert len(lengths), "no pairs"
+        self._batch, self._seed = batch, seed
+        self.edges = bucket_edges(lengths, sequence, buckets)
+        """[buckets] ascending: the lengths of rows."""
+        bucket_of = np.searchsorted(self.edges, lengths)
+        self._members = [np.flatnonzero(bucket_of == bucket) for bucket in range(len(self.edges))]
+        self._streams = [
+            Sampler(len(members) + 1, 1, seed_of(f"{seed}/pairs/{bucket}"))  # a pair is a window of one
+            for bucket, members in enumerate(self._members)
+        ]
+        self._batches = np.array([max(1, round(len(members) / batch)) for members in self._members])
+        self._held_out, self._held_out_edges = self._in_buckets(bucket_of)
+
+    def samples(self, first: int, count: int) -> tuple[np.ndarray, int]:
+        """(pairs [count], length) of samples first ... first + count - 1; of many batches: the longest one's length."""
+        found, length, number = np.empty(count, dtype=np.int64), 0, first
+        while number < first + count:
+            batch, offset = divmod(number, self._batch)
+            taken = min(self._batch - offset, first + count - number)
+            bucket, nth = self._bucket_batch(batch)
+            members = self._members[bucket]
+            found[number - first : number - first + taken] = members[
+                self._streams[bucket].rows(nth * self._batch + offset, taken)
+            ]
+            length = max(length, int(self.edges[bucket]))
+            number += taken
+        return found, length
+
+    def held_out(self, first: int, count: int) -> tuple[np.ndarray, int]:
+        """As `samples`; every pair once, the same order each time, and a batch of all lengths among the first few."""
+        batches = range(first // self._batch, math.ceil((first + count) / self._batch))
+        length = max((int(self._held_out_edges[batch]) for batch in batches), default=0)
+        return self._held_out[first : first + count], length
+
+    def _bucket_batch(self, batch: int) -> tuple[int, int]:
+        """(bucket, number among all batches of this bucket) of a batch of the run."""
+        num_batches = int(self._batches.sum())
+        epoch, place = divmod(batch, num_batches)
+        slot = int(Permutation(num_batches, self._seed, epoch)(np.array([place]))[0])
+        ends = np.cumsum(self._batches)
+        bucket = int(np.searchsorted(ends, slot, side="right"))
+        within = slot - int(ends[bucket] - self._batches[bucket])
+        return bucket, epoch * int(self._batches[bucket]) + within
+
+    def _in_buckets(self, bucket_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(pairs [n], edges [batches]): sorted by bucket and cut into batches, these in a seeded order.
+
+        The pairs behind the last whole batch stay behind: a batch of fewer is the last one.
+        """
+        whole = len(bucket_of) // self._batch
+        by_bucket = np.argsort(bucket_of[: whole * self._batch], kind="stable").reshape(whole, self._batch)
+        if whole:
+            by_bucket = by_bucket[Permutation(whole, 0, 0)(np.arange(whole))]
+        pairs = np.concatenate([by_bucket.flatten(), np.arange(whole * self._batch, len(bucket_of))])
+        starts = range(0, len(pairs), self._batch)
+        return pairs, np.array([self.edges[bucket_of[pairs[at : at + self._batch]].max()] for at in starts])
+
+
+def bucket_edges(lengths: np.ndarray, sequence: int, buckets: int) -> np.ndarray:
+    """[at most `buckets`] ascending lengths, each the longest of an equal share of the pairs, rounded up."""
+    if buckets == 1:
+        return np.array([sequence], dtype=np.int64)
+    ascending = np.sort(lengths)
+    lasts = np.ceil(len(lengths) * np.arange(1, buckets + 1) / buckets).astype(np.int64) - 1
+    rounded = -(-ascending[np.maximum(lasts, 0)] // BUCKET_MULTIPLE) * BUCKET_MULTIPLE
+    return np.unique(np.minimum(rounded, sequence)).astype(np.int64)

@@ -1,0 +1,90 @@
+"""The samples of packed pairs: the source with its end token, and the target with its own (pairs_batch.py).
+
+A pair of which one side is longer than `data.sequence` tokens with its end is left out, as translation is trained
+elsewhere too: half a target would teach the model to stop early.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.batch import Batch
+from meshwright.config import Config
+from meshwright.data.format import PackedCorpus, document_ends
+from meshwright.data.pairs_batch import sequence_batch, specials_for
+from meshwright.data.pairs_order import PairOrder
+from meshwright.data.specials import SequenceSpecials
+from meshwright.data.split import Split
+from meshwright.errors import DataError
+
+
+class PairSamples:
+    """The pairs of a stream of documents, of which two in turn are a pair, each with the end token behind it."""
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        specials: SequenceSpecials,
+        sequence: int,
+        *,
+        buckets: int,
+        batch: int,
+        seed: int,
+        name: str,
+    ) -> None:
+        """`tokens` [n]; `batch`: pairs in a global batch; `name`: what they are, for messages.
+
+        Raises DataError where the documents do not pair up, or no pair is short enough.
+        """
+        self._tokens, self._specials = tokens, specials
+        ends = document_ends(tokens, specials.end) + 1
+        if len(ends) % 2:
+            raise DataError(f"{name}: has {len(ends)} texts, which do not pair up; prepare it again")
+        starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+        lengths = (ends - starts).reshape(-1, 2)  # with the end token: what both sides of a sample hold
+        kept = lengths.max(axis=1) <= sequence
+        self.left_out = int((~kept).sum())
+        """Pairs with a side longer than `sequence`."""
+        self.num_pairs = len(kept)
+        if not kept.any():
+            has = f"has no pair of at most data.sequence={sequence} tokens a side"
+            raise DataError(f"{name}: {has}; the shortest of its {len(kept)} has {_shortest(lengths)}")
+        self._starts, self._lengths = starts.reshape(-1, 2)[kept], lengths[kept]
+        self._order = PairOrder(self._lengths.max(axis=1), sequence, buckets, batch, seed)
+
+    def __len__(self) -> int:
+        """Pairs in the split that are short enough."""
+        return len(self._lengths)
+
+    def samples(self, first: int, count: int) -> Batch:
+        return self._read(*self._order.samples(first, count))
+
+    def held_out(self, first: int, count: int) -> Batch:
+        assert 0 <= first <= first + count <= len(self), (first, count, len(self))
+        return self._read(*self._order.held_out(first, count))
+
+    def _read(self, pairs: np.ndarray, length: int) -> Batch:
+        sides = [[self._side(pair, side) for pair in pairs.tolist()] for side in (0, 1)]
+        return sequence_batch(sides[0], sides[1], self._specials, length)
+
+    def _side(self, pair: int, side: int) -> np.ndarray:
+        """The ids of a text with its end token."""
+        start = self._starts[pair, side]
+        return self._tokens[start : start + self._lengths[pair, side]]
+
+
+def _shortest(lengths: np.ndarray) -> int:
+    return int(lengths.max(axis=1).min()) if len(lengths) else 0
+
+
+def pair_samples(config: Config, corpus: PackedCorpus, split: Split) -> PairSamples:
+    """The pairs of a split. Raises ConfigError where the model has no room for the special tokens."""
+    return PairSamples(
+        np.asarray(corpus.tokens(split)),
+        specials_for(config, corpus.tokenizer),
+        config.data.sequence,
+        buckets=config.data.buckets,
+        batch=config.batch.global_,
+        seed=config.seed,
+        name=f"the {split} split of {corpus.folder}",
+    )

@@ -1,0 +1,135 @@
+"""Samples for T5 out of a packed corpus: spans cut out of a text (Raffel et al., 2020, section 3.3.3). Without state.
+
+The stream of tokens, end tokens between its documents, is cut into windows of L tokens; each is a sample once an epoch.
+15 % of a window's tokens go, in spans of 3 on average: with N = round(0.15 L) tokens and n = round(N / 3) spans, what
+goes and what stays are each cut into n parts of at least a token, every way of cutting them as likely as any other.
+The parts alternate, one that stays first. In the source a sentinel stands where a span was; the target has each
+sentinel and its span:
+
+| window | a b c d e f g h i, where c and g h i go |
+|---|---|
+| source | a b S0 d e f S1 END |
+| target | S0 c S1 g h i END |
+
+(The paper's figure has one more sentinel behind the last span; T5's code has not, nor has ours: END says the same.)
+L is the largest for which source and target fit `data.sequence`.
+
+All that is random about a sample comes from the seed and its number: every layout sees the same samples, and resuming
+needs the number alone. An epoch cuts other spans than the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.batch import Batch
+from meshwright.config import Config
+from meshwright.data.format import PackedCorpus
+from meshwright.data.pairs_batch import sequence_batch, specials_for
+from meshwright.data.sampler import Sampler
+from meshwright.data.specials import SequenceSpecials
+from meshwright.data.split import Split
+from meshwright.errors import ConfigError, DataError
+from meshwright.shard import seed_of
+
+CUT_SHARE, MEAN_SPAN = 0.15, 3
+
+
+@dataclass(frozen=True)
+class Window:
+    """A text of `text` tokens, of which `cut` go in `spans` spans."""
+
+    text: int
+
+    @property
+    def cut(self) -> int:
+        return max(1, round(CUT_SHARE * self.text))
+
+    @property
+    def spans(self) -> int:
+        return max(1, round(self.cut / MEAN_SPAN))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longer of source and target, with sentinels and end."""
+        return max(self.text - self.cut, self.cut) + self.spans + 1
+
+
+def window_of(sequence: int, sentinels: int) -> Window:
+    """The largest window whose source and target fit `sequence`. Raises ConfigError where there is none."""
+    if Window(2).longest > sequence:
+        rule = "has no room for a text and its spans"
+        raise ConfigError.of("data.sequence", sequence, rule, f"{Window(2).longest} or more")
+    window = Window(2)
+    while Window(window.text + 1).longest <= sequence:
+        window = Window(window.text + 1)
+        if window.spans > sentinels:
+            rule = f"holds more spans than there are sentinels, {sentinels}"
+            raise ConfigError.of("data.sequence", sequence, rule, f"{window.longest - 1} or less")
+    return window
+
+
+class SpanSamples:
+    """The samples of a stream of documents."""
+
+    def __init__(self, tokens: np.ndarray, specials: SequenceSpecials, sequence: int, seed: int, name: str) -> None:
+        """`tokens` [n]; `name`: what they are, for messages. Raises ConfigError, DataError where no sample fits."""
+        self._tokens, self._specials, self._sequence, self._seed = tokens, specials, sequence, seed
+        self._window = window_of(sequence, len(specials.sentinels))
+        if len(tokens) < self._window.text:
+            wanted = f"data.sequence={sequence} needs windows of {self._window.text}"
+            raise DataError(f"{name}: has {len(tokens)} tokens, and {wanted}: take a shorter one, or more text")
+        self._order = Sampler(len(tokens) // self._window.text + 1, 1, seed)  # a window is one of these
+
+    def __len__(self) -> int:
+        """Windows: samples an epoch."""
+        return self._order.num_windows
+
+    def samples(self, first: int, count: int) -> Batch:
+        numbers = range(first, first + count)
+        windows = self._order.rows(first, count).tolist()
+        return self._batch([(window, f"sample/{at}") for window, at in zip(windows, numbers, strict=True)])
+
+    def held_out(self, first: int, count: int) -> Batch:
+        assert 0 <= first <= first + count <= len(self), (first, count, len(self))
+        return self._batch([(window, f"held out/{window}") for window in range(first, first + count)])
+
+    def _batch(self, rows: list[tuple[int, str]]) -> Batch:
+        sides = [self._sample(window, label) for window, label in rows]
+        sources, targets = [source for source, _ in sides], [target for _, target in sides]
+        return sequence_batch(sources, targets, self._specials, self._sequence)
+
+    def _sample(self, window: int, label: str) -> tuple[np.ndarray, np.ndarray]:
+        """(source, target) of a window, both with their end tokens."""
+        draws = np.random.Generator(np.random.PCG64(seed_of(f"{self._seed}/spans/{label}")))
+        size, spans = self._window, self._window.spans
+        text = self._tokens[window * size.text : (window + 1) * size.text].astype(np.int64)
+        stays, goes = parts_of(draws, size.text - size.cut, spans), parts_of(draws, size.cut, spans)
+        source, target = [], []
+        at = 0
+        for sentinel, stay, go in zip(self._specials.sentinels[:spans], stays, goes, strict=True):
+            source += [text[at : at + stay], [sentinel]]
+            target += [[sentinel], text[at + stay : at + stay + go]]
+            at += stay + go
+        end = [self._specials.end]
+        return np.concatenate([*source, end]), np.concatenate([*target, end])
+
+
+def parts_of(draws: np.random.Generator, number: int, parts: int) -> list[int]:
+    """`number` as a sum of `parts` whole numbers of at least one, every way as likely."""
+    assert number >= parts, (number, parts)
+    cuts = np.sort(np.argsort(draws.random(number - 1), kind="stable")[: parts - 1]) + 1
+    return np.diff(np.concatenate([[0], cuts, [number]])).tolist()
+
+
+def span_samples(config: Config, corpus: PackedCorpus, split: Split) -> SpanSamples:
+    """The samples of a split. Raises ConfigError where the model has no room for the special tokens."""
+    return SpanSamples(
+        np.asarray(corpus.tokens(split)),
+        specials_for(config, corpus.tokenizer),
+        config.data.sequence,
+        config.seed,
+        name=f"the {split} split of {corpus.folder}",
+    )
