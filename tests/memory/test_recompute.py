@@ -64,6 +64,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1-D": (1, ONE_D[0]),
     "1-D cut": (1, SEQUENCE[0]),
     "2-D": (1, BLOCKS[1]),
+    "sub-graphs": (1, {"kind": "subgraph", "size": 2, "branch": "attention-core"}),
+    "sub-graphs, common one": (1, {"kind": "subgraph", "size": 2, "common": "one", "branch": "block"}),
     "2 stages": (2, WHOLE),
     "2 stages, 1-D": (2, ONE_D[0]),
 }
@@ -117,7 +119,7 @@ def counted(model: str, setting: str | int, dropout: float) -> int:
     """Bytes that a microbatch's forward pass keeps."""
     config = with_setting(config_of(model, 1, WHOLE, dropout=dropout), setting)
     parts = plan(config)
-    batch = empty_batch(config, parts.kit, torch.device("meta"))
+    batch = empty_batch(config, parts.kit, parts.model.inside, torch.device("meta"))
     scales = dict.fromkeys(parts.model.labels, 1.0)
     return kept_bytes(lambda: parts.model(batch, scales), parts.module.parameters())
 

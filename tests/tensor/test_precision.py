@@ -34,6 +34,8 @@ def float32() -> list[float]:
         {"kind": "megatron", "size": 2, "sequence_parallel": True},
         {"kind": "tesseract", "q": 2, "d": 1},
         {"kind": "tesseract", "q": 2, "d": 2},
+        {"kind": "subgraph", "size": 2, "common": "all", "branch": "attention-core"},
+        {"kind": "subgraph", "size": 2, "common": "one", "branch": "block"},
     ],
     ids=lambda tensor: "-".join(map(str, tensor.values())),
 )

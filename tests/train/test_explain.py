@@ -16,6 +16,7 @@ from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
 from meshwright.pipeline.trace import read_trace
+from meshwright.tensor.kit import rows_of_rank
 from meshwright.train.explain import explain, render
 from meshwright.train.plan import plan_step
 from tests.data_parallel.test_equality import config_for as data_config
@@ -32,6 +33,8 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
     ({"kind": "megatron", "size": 2, "sequence_parallel": True}, 1),
     ({"kind": "tesseract", "q": 2, "d": 1}, 1),
     ({"kind": "tesseract", "q": 2, "d": 2}, 1),
+    ({"kind": "subgraph", "size": 2, "common": "all", "branch": "attention-core"}, 1),
+    ({"kind": "subgraph", "size": 2, "common": "one", "branch": "block"}, 2),
 ]
 
 
@@ -41,7 +44,7 @@ def measured(mesh: Mesh, config: Config) -> Counts:
     shapes = family_of(config).shapes(config)
     for final in (False, True):
         ones = {name: torch.ones(config.micro, *shape, dtype=torch.long) for name, shape in shapes.items()}
-        batch = {name: parts.kit.slice_batch(x) for name, x in ones.items()}
+        batch = rows_of_rank(ones, parts.kit, parts.model.inside)
         parts.strategy.backward(parts.model, batch, dict.fromkeys(parts.model.labels, 1.0), final=final)
     parts.strategy.finish()
     parts.strategy.publish()
@@ -55,6 +58,15 @@ def test_planned_is_measured(tensor: dict[str, Any], data: int, model: str) -> N
     planned = {key: (entry.calls, entry.sent_bytes) for key, entry in plan_step(config).traffic.items()}
     ranks = run_ranks(measured, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
     assert ranks[0] == planned
+
+
+def test_planned_is_measured_where_no_common_layer_is_held() -> None:
+    tensor = {"kind": "subgraph", "size": 2, "common": "one", "branch": "attention-core"}
+    config = config_for("bert", tensor)
+    planned = {key: (entry.calls, entry.sent_bytes) for key, entry in plan_step(config, 1).traffic.items()}
+    ranks = run_ranks(measured, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
+    assert ranks[1] == planned
+    assert ranks[0] != planned
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
