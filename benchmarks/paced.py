@@ -29,7 +29,7 @@ from benchmarks.contender import Place, Step
 from meshwright.batch import Batch, Scales
 from meshwright.environment import read_environment, rendezvous
 from meshwright.grid import Grid
-from meshwright.mailbox import Form, Mailbox, Message, Side
+from meshwright.mailbox import Form, Forms, Mailbox, Message, Side, alike
 from meshwright.mesh import Mesh, open_mesh
 from meshwright.model import Hidden, Stretch
 from meshwright.pipeline import pipeline
@@ -151,7 +151,7 @@ class HeldMailbox:
         self._order = count()
         self._held: list[tuple[float, int, Message]] = []
 
-    def open(self, epoch: int, forms: tuple[Form, ...], before: int, after: int) -> None:
+    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
         assert not self._held, f"{len(self._held)} messages that nobody took"
         self.mailbox.open(next(self._epochs), forms, before, after)
 
@@ -205,7 +205,7 @@ class PacedPipeline:
         index = self.mesh.index("pipe")
         place = pipeline.Place(self.mesh.comm("pipe"), self.mesh.comm("data"), self.mesh.device)
         stage = PacedStage(index, run, self.forward_seconds, self.form)
-        driver = pipeline.Pipeline(stage, place, run.rule, self.mailbox, (self.form,), NoGradients())
+        driver = pipeline.Pipeline(stage, place, run.rule, self.mailbox, alike(self.form), NoGradients())
         self.mesh.world.barrier()
         driver.train([{}] * run.num_microbatches, {}, lambda microbatch: None)
         return self._gathered(run, driver.spans)

@@ -199,7 +199,7 @@ def _build_passes(
     peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes))
     place = Place(mesh.comm(PIPE), peers, mesh.device)
     stage = Stage(model, module.stretch, strategy.deferred)
-    return Pipeline(stage, place, rule, mesh.mailbox(PIPE), stages.forms, strategy)
+    return Pipeline(stage, place, rule, mesh.mailbox(PIPE), stages.forms(mesh.index(PIPE)), strategy)
 
 
 def _bucket_bytes(config: Config) -> int:

@@ -3,7 +3,7 @@
 Receives are posted ahead and sends return at once, so that messages travel while the rank computes; it asks `poll` for
 what has come between two tasks, and sleeps in `wait` when it has nothing left to do (AxoNN, arXiv 2110.13005).
 
-All messages of an epoch have the same forms, forward and backward alike. A message is one transfer:
+Of an epoch, all messages to and from a side have the same forms, forward and backward alike. A message is one transfer:
 
 | bytes | holds |
 |---|---|
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol
@@ -30,6 +30,9 @@ Side = Literal["before", "after"]
 """A neighbour on the axis: index - 1 or index + 1. The axis has ends: a side without neighbour is never used."""
 
 SIDES: tuple[Side, Side] = ("before", "after")
+FURTHER: dict[Side, int] = {"before": -1, "after": 1}
+"""How many members of the axis further on a neighbour is."""
+
 HEADER_BYTES = 16
 ALIGNMENT_BYTES = 16
 AHEAD = 4
@@ -57,18 +60,27 @@ class Form:
         return prod(self.shape) * self.dtype.itemsize
 
 
+Forms = Mapping[Side, tuple[Form, ...]]
+"""Of the tensors in a message to or from a side; () where there is no neighbour."""
+
+
+def alike(*forms: Form) -> Forms:
+    """The same on both sides."""
+    return dict.fromkeys(SIDES, forms)
+
+
 class Mailbox(Protocol):
     """Messages between this rank and its neighbours on one axis."""
 
-    def open(self, epoch: int, forms: tuple[Form, ...], before: int, after: int) -> None:
+    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
         """Begin an epoch (a step, an evaluation), in which so many messages come from the rank before and after.
 
         Epochs only grow, over the life of the mailbox, and neighbours number theirs alike. What an older epoch left
-        behind is dropped when it comes; it must have had forms of as many bytes.
+        behind is dropped when it comes; it must have had forms of as many bytes on its side.
         """
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
-        """Send tensors of the epoch's forms. Returns at once; they are copied, and may be changed afterwards."""
+        """Send tensors of the side's forms. Returns at once; they are copied, and may be changed afterwards."""
 
     def poll(self) -> list[Message]:
         """What has come since the last call, without waiting. The tensors are the caller's."""
@@ -142,17 +154,18 @@ class PackedMailbox(ABC):
         self.device = device
         self.ahead = ahead
         self._epoch = -1
-        self._packing = Packing()
+        self._packings: dict[Side, Packing] = dict.fromkeys(SIDES, Packing())
         self._missing: dict[Side, int] = dict.fromkeys(SIDES, 0)
         self._posted: dict[Side, int] = dict.fromkeys(SIDES, 0)
 
-    def open(self, epoch: int, forms: tuple[Form, ...], before: int, after: int) -> None:
+    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
         assert epoch > self._epoch, f"epoch {epoch} after {self._epoch}: they only grow"
-        packing = Packing(forms)
-        assert packing.size_bytes == self._packing.size_bytes or not any(self._posted.values()), (
-            f"epoch {epoch} has other forms, and epoch {self._epoch} left receives posted: {self._posted}"
-        )
-        self._epoch, self._packing = epoch, packing
+        packings = {side: Packing(forms[side]) for side in SIDES}
+        for side, packing in packings.items():
+            assert packing.size_bytes == self._packings[side].size_bytes or not self._posted[side], (
+                f"epoch {epoch} has other forms, and epoch {self._epoch} left receives posted: {self._posted}"
+            )
+        self._epoch, self._packings = epoch, packings
         self._missing = {"before": before, "after": after}
         for side, count in self._missing.items():
             assert not count or side in self.sides, f"axis {self.axis}: no neighbour {side}, {count} messages from it"
@@ -160,9 +173,9 @@ class PackedMailbox(ABC):
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
         assert to in self.sides, f"axis {self.axis}: no neighbour {to}"
-        buffer = self._new_buffer()
-        self._packing.pack(buffer, self._epoch, index, tensors)
-        self.ledger.record(self.axis, "message", sum(size_bytes(x) for x in tensors))
+        buffer = self._new_buffer(to)
+        self._packings[to].pack(buffer, self._epoch, index, tensors)
+        self.ledger.record(self.axis, "message", sum(size_bytes(x) for x in tensors), FURTHER[to])
         self._dispatch(to, buffer)
 
     def poll(self) -> list[Message]:
@@ -184,18 +197,18 @@ class PackedMailbox(ABC):
             self._posted[arrival.side] -= 1
             if epoch == self._epoch:
                 self._missing[arrival.side] -= 1
-                messages.append(Message(arrival.side, index, self._packing.unpack(arrival.buffer)))
+                messages.append(Message(arrival.side, index, self._packings[arrival.side].unpack(arrival.buffer)))
         self._post_receives()
         return messages
 
     def _post_receives(self) -> None:
         for side in self.sides:
             while self._posted[side] < min(self.ahead, self._missing[side]):
-                self._post(side, self._new_buffer())
+                self._post(side, self._new_buffer(side))
                 self._posted[side] += 1
 
-    def _new_buffer(self) -> Tensor:
-        return torch.empty(self._packing.size_bytes, dtype=torch.uint8, device=self.device)
+    def _new_buffer(self, side: Side) -> Tensor:
+        return torch.empty(self._packings[side].size_bytes, dtype=torch.uint8, device=self.device)
 
     @abstractmethod
     def _post(self, side: Side, buffer: Tensor) -> None:
@@ -229,7 +242,7 @@ class SoloMailbox:
     def __init__(self, axis: str) -> None:
         self.axis = axis
 
-    def open(self, epoch: int, forms: tuple[Form, ...], before: int, after: int) -> None:
+    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
         assert before == after == 0, f"axis {self.axis} has one rank: {before} and {after} messages from nobody"
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
@@ -256,20 +269,20 @@ class PlannedMailbox:
     def __init__(self, axis: str, ledger: Ledger) -> None:
         self.axis = axis
         self.ledger = ledger
-        self._forms: tuple[Form, ...] = ()
+        self._forms = alike()
         self._answers = False
         self._come: list[Message] = []
 
-    def open(self, epoch: int, forms: tuple[Form, ...], before: int, after: int) -> None:
+    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
         self._forms, self._answers = forms, after > 0
         self._come = [self._message("before", index) for index in range(before)]
 
     def _message(self, side: Side, index: int) -> Message:
-        tensors = (torch.empty(form.shape, dtype=form.dtype, device="meta") for form in self._forms)
+        tensors = (torch.empty(form.shape, dtype=form.dtype, device="meta") for form in self._forms[side])
         return Message(side, index, tuple(tensors))
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
-        self.ledger.record(self.axis, "message", sum(size_bytes(x) for x in tensors))
+        self.ledger.record(self.axis, "message", sum(size_bytes(x) for x in tensors), FURTHER[to])
         if to == "after" and self._answers:
             self._come.append(self._message("after", index))
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.batch import Batch
 from meshwright.config import Config
 from meshwright.families import family_of
 from meshwright.free_memory import free_memory_bytes
 from meshwright.grid import PIPE
-from meshwright.mailbox import Form
+from meshwright.mailbox import Form, Forms
 from meshwright.memory.activations import kept_bytes
 from meshwright.mesh import Mesh, planned_mesh, solo_mesh
 from meshwright.model import Costs, Hidden, Stretch
@@ -40,11 +41,16 @@ MakeModel = Callable[[Mesh, Stretch], tuple[Chain, Kit]]
 
 @dataclass(frozen=True)
 class Stages:
-    """`specs`: of all parameters of the whole model. `forms`: of what passes between stages."""
+    """`specs`: of all parameters of the whole model. `passing`: forms of what stage i gives to stage i + 1."""
 
     stretches: tuple[Stretch, ...]
     specs: dict[str, ShardSpec]
-    forms: tuple[Form, ...]
+    passing: tuple[tuple[Form, ...], ...]
+
+    def forms(self, stage: int) -> Forms:
+        """Of what a stage gets from those beside it, and sends them."""
+        ends = ((), *self.passing, ())
+        return {"before": ends[stage], "after": ends[stage + 1]}
 
     def mark_tied(self, model: nn.Module) -> None:
         """Tell the layers which of their parameters another stage holds too."""
@@ -60,14 +66,24 @@ def plan_stages(config: Config, mesh: Mesh, make: MakeModel) -> Stages:
     layers = ranges_of(_partition(config, mesh, make))
     stretches = tuple(Stretch(run, stage == 0, stage == num_stages - 1) for stage, run in enumerate(layers))
     specs: dict[str, ShardSpec] = {}
-    forms: tuple[Form, ...] = ()
+    passing: list[tuple[Form, ...]] = []
+    hidden: Hidden = ()
     for stage, stretch in enumerate(stretches):
         model, kit = make(_planned(mesh, stage), stretch)
         specs |= {name: replace(spec, tied=name in specs) for name, spec in shard_specs(model).items()}
-        if stretch.first:
-            hidden = model.begin(empty_batch(config, kit, model.inside, torch.device("meta")))
-            forms = tuple(Form(tuple(x.shape), x.dtype) for x in hidden)
-    return Stages(stretches, specs, forms)
+        if not stretch.last:
+            with torch.no_grad():
+                hidden = _run(model, hidden, empty_batch(config, kit, model.inside, torch.device("meta")))
+            passing.append(tuple(Form(tuple(x.shape), x.dtype) for x in hidden))
+    return Stages(stretches, specs, tuple(passing))
+
+
+def _run(model: Chain, hidden: Hidden, batch: Batch) -> Hidden:
+    """A stretch forward: what it gives to the next, or (loss,). `hidden`: from the one before it, if there is one."""
+    hidden = model.run_layers(model.begin(batch) if model.stretch.first else hidden, batch)
+    if not model.stretch.last:
+        return hidden
+    return (model.loss(model.end(hidden), batch, dict.fromkeys(model.labels, 1.0)),)
 
 
 def affordable_microbatches(config: Config, mesh: Mesh, make: MakeModel, stages: Stages) -> int:
@@ -76,19 +92,12 @@ def affordable_microbatches(config: Config, mesh: Mesh, make: MakeModel, stages:
     Each with the activations of its forward pass, and as much again for what its weight gradients wait with.
     """
     stage = mesh.index(PIPE)
-    stretch = stages.stretches[stage]
-    model, kit = make(_planned(mesh, stage), stretch)
-    batch, scales = empty_batch(config, kit, model.inside, torch.device("meta")), dict.fromkeys(model.labels, 1.0)
-    given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in stages.forms)
-
-    def forward() -> None:
-        hidden = model.begin(batch) if stretch.first else tuple(x.requires_grad_() for x in given)
-        hidden = model.run_layers(hidden, batch)
-        if stretch.last:
-            model.loss(model.end(hidden), batch, scales)
-
+    model, kit = make(_planned(mesh, stage), stages.stretches[stage])
+    batch = empty_batch(config, kit, model.inside, torch.device("meta"))
+    forms = stages.forms(stage)["before"]
+    given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta").requires_grad_() for form in forms)
     axes = [name for name, _ in config.layout.tensor.axes]
-    held = 2 * kept_bytes(forward, model.parameters())
+    held = 2 * kept_bytes(partial(_run, model, given, batch), model.parameters())
     return max(1, min(config.num_microbatches, free_memory_bytes(mesh, *axes) // 2 // max(1, held)))
 
 
@@ -120,48 +129,71 @@ def _partition(config: Config, mesh: Mesh, make: MakeModel) -> tuple[int, ...]:
 def counted(config: Config, mesh: Mesh, make: MakeModel) -> Costs:
     """A microbatch forward and backward and its share of the work on parameters, in products of a forward pass."""
     products, samples = family_of(config).products(config), config.micro
-    nothing = range(0)
-    links = (Stretch(nothing, True, False), Stretch(range(1), False, False), Stretch(nothing, False, True))
-    begin, layer, end = (
-        PRODUCTS_PER_PARAMETER / 3 / config.num_microbatches * num_parameters(list(shard_specs(model).values()))
-        for model, _ in (make(_planned(mesh, 0), stretch) for stretch in links)
+
+    def weight(specs: Iterable[ShardSpec]) -> float:
+        return PRODUCTS_PER_PARAMETER / 3 / config.num_microbatches * num_parameters(list(specs))
+
+    begin, layers, end = (
+        shard_specs(make(_planned(mesh, 0), stretch)[0]) for stretch in _links(config.model.num_blocks)
     )
-    layers = tuple(samples * product + layer for product in products.layers)
-    return Costs(samples * products.begin + begin, layers, samples * products.end + end)
+    return Costs(
+        samples * products.begin + weight(begin.values()),
+        tuple(
+            samples * product + weight(spec for name, spec in layers.items() if name.startswith(f"blocks.{layer}."))
+            for layer, product in enumerate(products.layers)
+        ),
+        samples * products.end + weight(end.values()),
+    )
+
+
+def _links(num_layers: int) -> tuple[Stretch, Stretch, Stretch]:
+    """The beginning, all layers and the end of the chain, each by itself."""
+    nothing = range(0)
+    return Stretch(nothing, True, False), Stretch(range(num_layers), False, False), Stretch(nothing, False, True)
 
 
 def _measured(config: Config, mesh: Mesh) -> Costs:
     """A microbatch forward and backward in seconds, on rank 0 alone; every rank is told. A plan measures on the CPU."""
-    seconds = torch.zeros(3, dtype=torch.float64)
+    seconds = torch.zeros(config.model.num_blocks + 2, dtype=torch.float64)
     if mesh.rank == 0 or mesh.device.type == "meta":
         device = torch.device("cpu") if mesh.device.type == "meta" else mesh.device
         seconds = torch.tensor(_link_seconds(config, device), dtype=torch.float64)
     if mesh.device.type != "meta":
         seconds = seconds.to(mesh.device)
         mesh.world.broadcast(seconds, 0)
-    begin, layer, end = seconds.tolist()
-    return Costs(begin, (layer,) * config.model.num_blocks, end)
+    begin, *layers, end = seconds.tolist()
+    return Costs(begin, tuple(layers), end)
 
 
 def _link_seconds(config: Config, device: torch.device) -> list[float]:
-    """Of the beginning, a layer and the end of the chain, on whole layers: their ratios are what counts."""
+    """Of the beginning, each layer and the end of the chain, whole, one at a time: their ratios are what counts.
+
+    Of layers that are alike, in what they read and in their parameters, the first is measured.
+    """
     kit = SerialKit(solo_mesh(device))
-    model: Chain = family_of(config).model(config.model.model_copy(update={"layers": 1}), kit, None)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    batch, scales = empty_batch(config, kit, model.inside, device), dict.fromkeys(model.labels, 1.0)
-    given = tuple(x.detach().requires_grad_() for x in model.begin(batch))
-    links: list[Callable[[], Hidden]] = [
-        lambda: model.begin(batch),
-        lambda: model.run_layers(given, batch),
-        lambda: (model.loss(model.end(given), batch, scales),),
-    ]
-    return [statistics.median(_seconds(link, device) for _ in range(TIMED_ROUNDS)) for link in links]
+    begin, layers, end = _links(config.model.num_blocks)
+    known: dict[tuple[torch.Size, ...], float] = {}
+    seconds: list[float] = []
+    hidden: Hidden = ()
+    for link in (begin, *(Stretch(range(layer, layer + 1), False, False) for layer in layers.layers), end):
+        model: Chain = family_of(config).model(config.model, kit, link)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        batch = empty_batch(config, kit, model.inside, device)
+        shapes = tuple(x.shape for x in (*hidden, *model.parameters()))
+        if shapes not in known:
+            known[shapes] = statistics.median(_seconds(model, hidden, batch, device) for _ in range(TIMED_ROUNDS))
+        seconds.append(known[shapes])
+        with torch.no_grad():
+            hidden = _run(model, hidden, batch)
+    return seconds
 
 
-def _seconds(link: Callable[[], Hidden], device: torch.device) -> float:
+def _seconds(model: Chain, hidden: Hidden, batch: Batch, device: torch.device) -> float:
+    """Of a stretch forward and backward."""
+    given = tuple(x.detach().requires_grad_() for x in hidden)
     started = time.perf_counter()
-    out: list[Tensor] = list(link())
+    out = _run(model, given, batch)
     torch.autograd.backward(out, [torch.ones_like(x) for x in out])
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.comm import size_bytes
 from meshwright.environment import Environment, Rendezvous
 from meshwright.grid import Grid
-from meshwright.mailbox import Form, Mailbox, Message
+from meshwright.mailbox import Form, Mailbox, Message, alike
 from meshwright.mesh import Mesh, open_mesh
 
 Answer = tuple[Any, dict[str, Tensor]]
@@ -58,7 +58,7 @@ def ping_pong(mesh: Mesh) -> Answer:
     results: dict[str, Tensor] = {}
     for epoch, (name, forms) in enumerate(FORMS.items()):
         first = mesh.index("pipe") == 0
-        mailbox.open(epoch, forms, 0 if first else 3, 3 if first else 0)
+        mailbox.open(epoch, alike(*forms), 0 if first else 3, 3 if first else 0)
         for index in range(3):
             if first:
                 mailbox.send("after", index, [values(index, form).to(mesh.device) for form in forms])
@@ -101,7 +101,7 @@ def out_of_step(mesh: Mesh) -> Answer:
     """Rank 0 sends far ahead of a sleeper, and writes over what it sent. The sleeper's order and sums."""
     mailbox, form = mesh.mailbox("pipe"), Form((30_000,), torch.float64)
     if mesh.index("pipe") == 0:
-        mailbox.open(0, (form,), 0, 0)
+        mailbox.open(0, alike(form), 0, 0)
         x = torch.empty(form.shape, dtype=form.dtype)
         start = time.monotonic()
         for index in range(FAST):
@@ -110,7 +110,7 @@ def out_of_step(mesh: Mesh) -> Answer:
         x.fill_(-1)
         mailbox.flush()
         return {"seconds": seconds}, {}
-    mailbox.open(0, (form,), FAST, 0)
+    mailbox.open(0, alike(form), FAST, 0)
     time.sleep(1.0)
     messages = take(mailbox, FAST)
     sums = torch.stack([message.tensors[0].sum() for message in messages])
@@ -121,7 +121,7 @@ def both_ways(mesh: Mesh) -> Answer:
     """Three messages of 8 MB from each to each, all sent before any is taken."""
     mailbox, form = mesh.mailbox("pipe"), Form((1 << 20,), torch.float64)
     first = mesh.index("pipe") == 0
-    mailbox.open(0, (form,), 0 if first else 3, 3 if first else 0)
+    mailbox.open(0, alike(form), 0 if first else 3, 3 if first else 0)
     for index in range(3):
         mailbox.send("after" if first else "before", index, [values(10 * mesh.rank + index, form).to(mesh.device)])
     messages = take(mailbox, 3)
@@ -136,11 +136,11 @@ def epochs(mesh: Mesh) -> Answer:
     seen, results = [], {}
     for epoch, sent, shape in ((3, 6, form), (4, 2, form), (5, 3, other)):
         if mesh.index("pipe") == 0:
-            mailbox.open(epoch, (shape,), 0, 0)
+            mailbox.open(epoch, alike(shape), 0, 0)
             for index in range(sent):
                 mailbox.send("after", index, [values(10 * epoch + index, shape)])
         else:
-            mailbox.open(epoch, (shape,), sent, 0)
+            mailbox.open(epoch, alike(shape), sent, 0)
             if epoch == 3:
                 continue
             for message in take(mailbox, sent):
@@ -159,7 +159,7 @@ def relay(mesh: Mesh) -> Answer:
     stage, last, count = mesh.index("pipe"), mesh.size("pipe") - 1, 5
     results, sums = {}, []
     for epoch in range(2):
-        mailbox.open(epoch, (form,), count * (stage > 0), count * (stage < last))
+        mailbox.open(epoch, alike(form), count * (stage > 0), count * (stage < last))
         if stage == 0:
             for index in range(count):
                 mailbox.send("after", index, [values(index, form) + mesh.rank + 100 * epoch])

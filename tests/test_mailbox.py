@@ -17,7 +17,17 @@ from torch import Tensor
 from meshwright.comm import Ledger
 from meshwright.environment import Environment, Rendezvous
 from meshwright.grid import Grid
-from meshwright.mailbox import HEADER_BYTES, Arrival, Form, PackedMailbox, Packing, PlannedMailbox, Side, SoloMailbox
+from meshwright.mailbox import (
+    HEADER_BYTES,
+    Arrival,
+    Form,
+    PackedMailbox,
+    Packing,
+    PlannedMailbox,
+    Side,
+    SoloMailbox,
+    alike,
+)
 from meshwright.mailbox_torch import GlooMailbox
 from meshwright.mesh import open_mesh, planned_mesh, solo_mesh
 from tests import mailbox_cases
@@ -121,7 +131,7 @@ def _leave(rank: int, port: int, answer: Connection) -> None:
     environment = Environment(rank, 2, rank, 2, 0, "torchrun")
     with open_mesh(PAIR, environment, "torch", HOST, Rendezvous("127.0.0.1", port, hosted=False), ()) as mesh:
         mailbox = mesh.mailbox("pipe")
-        mailbox.open(0, (FORM,), 0, 2 * (rank == 0))
+        mailbox.open(0, alike(FORM), 0, 2 * (rank == 0))
         if rank == 1:
             mailbox.send("before", 0, [values(0, FORM)])
             mailbox.flush()
@@ -187,7 +197,7 @@ class Slow(PackedMailbox):
 
     def let_in(self, epoch: int, index: int) -> None:
         side, buffer = self.waiting.pop(0)
-        self._packing.pack(buffer, epoch, index, [values(index, FORM)])
+        self._packings[side].pack(buffer, epoch, index, [values(index, FORM)])
         self.come.append(Arrival.on_host(side, buffer))
 
     def _arrived(self) -> list[Arrival]:
@@ -204,7 +214,7 @@ class Slow(PackedMailbox):
 
 def test_receives_are_posted_ahead_and_never_too_many() -> None:
     mailbox = Slow(ahead=4)
-    mailbox.open(1, (FORM,), 6, 0)
+    mailbox.open(1, alike(FORM), 6, 0)
     posted = []
     for index in range(6):
         posted.append(len(mailbox.waiting))
@@ -212,14 +222,27 @@ def test_receives_are_posted_ahead_and_never_too_many() -> None:
         assert [message.index for message in mailbox.poll()] == [index]
     assert posted == [4, 4, 4, 3, 2, 1]
     assert not mailbox.waiting
-    mailbox.open(2, (FORM,), 2, 3)
+    mailbox.open(2, alike(FORM), 2, 3)
     assert [side for side, _ in mailbox.waiting] == ["before"] * 2 + ["after"] * 3
+
+
+def test_each_side_has_its_own_forms() -> None:
+    mailbox, other = Slow(ahead=2), Form((100,), torch.float32)
+    mailbox.open(1, {"before": (FORM,), "after": (other, FORM)}, 1, 1)
+    sizes = {side: buffer.numel() for side, buffer in mailbox.waiting}
+    assert sizes == {"before": Packing((FORM,)).size_bytes, "after": Packing((other, FORM)).size_bytes}
+    mailbox.send("after", 0, [torch.zeros(100), values(0, FORM)])
+    with pytest.raises(AssertionError, match=r"sent .*100"):
+        mailbox.send("before", 0, [torch.zeros(100), values(0, FORM)])
+    mailbox.let_in(1, 3)
+    (message,) = mailbox.poll()
+    assert (message.side, [x.shape for x in message.tensors]) == ("before", [FORM.shape])
 
 
 def test_a_dropped_message_has_its_receive_posted_again() -> None:
     mailbox = Slow(ahead=1)
-    mailbox.open(1, (FORM,), 1, 0)
-    mailbox.open(2, (FORM,), 1, 0)
+    mailbox.open(1, alike(FORM), 1, 0)
+    mailbox.open(2, alike(FORM), 1, 0)
     assert len(mailbox.waiting) == 1
     mailbox.let_in(1, 0)
     assert mailbox.poll() == []
@@ -230,36 +253,36 @@ def test_a_dropped_message_has_its_receive_posted_again() -> None:
 
 def test_our_own_mistakes() -> None:
     mailbox = Slow(ahead=2)
-    mailbox.open(4, (FORM,), 1, 0)
+    mailbox.open(4, alike(FORM), 1, 0)
     with pytest.raises(AssertionError, match="epoch 4 after 4"):
-        mailbox.open(4, (FORM,), 1, 0)
+        mailbox.open(4, alike(FORM), 1, 0)
     with pytest.raises(AssertionError, match="other forms"):
-        mailbox.open(5, (Form((100,), torch.float32),), 1, 0)
+        mailbox.open(5, alike(Form((100,), torch.float32)), 1, 0)
     with pytest.raises(AssertionError, match=r"sent .*float64"):
         mailbox.send("after", 0, [torch.zeros(3, dtype=torch.float64)])
     mailbox.let_in(6, 0)
     with pytest.raises(AssertionError, match="before is in epoch 6, we in 4"):
         mailbox.poll()
     alone = GlooMailbox("pipe", {}, Ledger())
-    alone.open(0, (FORM,), 0, 0)
+    alone.open(0, alike(FORM), 0, 0)
     with pytest.raises(AssertionError, match="no message to wait for"):
         alone.wait()
     with pytest.raises(AssertionError, match="no neighbour after"):
         alone.send("after", 0, [values(0, FORM)])
     with pytest.raises(AssertionError, match="no neighbour before, 2 messages"):
-        alone.open(1, (FORM,), 2, 0)
+        alone.open(1, alike(FORM), 2, 0)
 
 
 def test_an_axis_of_one_rank() -> None:
     mailbox = solo_mesh(HOST, ("data", "pipe")).mailbox("pipe")
     assert vars(mailbox) == vars(SoloMailbox("pipe"))
-    mailbox.open(0, (FORM,), 0, 0)
+    mailbox.open(0, alike(FORM), 0, 0)
     assert mailbox.poll() == []
     mailbox.flush()
     with pytest.raises(AssertionError, match="nobody is after"):
         mailbox.send("after", 0, [])
     with pytest.raises(AssertionError, match="3 and 0 messages from nobody"):
-        mailbox.open(1, (FORM,), 3, 0)
+        mailbox.open(1, alike(FORM), 3, 0)
 
 
 def test_a_plan_has_messages_at_once_and_an_answer_to_each() -> None:
@@ -267,7 +290,7 @@ def test_a_plan_has_messages_at_once_and_an_answer_to_each() -> None:
     mailbox: Any = mesh.mailbox("pipe")
     assert mesh.mailbox("pipe") is mailbox
     assert type(mailbox) is PlannedMailbox
-    mailbox.open(0, (Form((2, 5), torch.bfloat16),), 2, 1)
+    mailbox.open(0, alike(Form((2, 5), torch.bfloat16)), 2, 1)
     messages = take(mailbox, 2)
     assert [(message.side, message.index) for message in messages] == [("before", 0), ("before", 1)]
     assert all(message.tensors[0].is_meta and message.tensors[0].shape == (2, 5) for message in messages)

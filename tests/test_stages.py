@@ -11,6 +11,7 @@ from meshwright.build import _make, build, build_model
 from meshwright.config import Config
 from meshwright.free_memory import free_memory_bytes
 from meshwright.grid import Grid
+from meshwright.mailbox import Form
 from meshwright.mesh import Mesh, planned_mesh, solo_mesh
 from meshwright.shard import shard_specs
 from meshwright.stages import Stages, affordable_microbatches, plan_stages
@@ -60,7 +61,8 @@ def test_stages_have_each_parameter_once_but_the_tied(model: str, stages: int) -
 def test_what_passes_between_stages(tensor: dict[str, object], shape: tuple[int, ...]) -> None:
     batch = {"global": 24, "micro": 12 if tensor.get("d") == 2 else 6}
     _, plan = planned(pipelined("gpt2", 2, "gpipe", tensor, batch=batch))
-    assert [(form.shape, form.dtype) for form in plan.forms] == [(shape, torch.float64)]
+    forms = (Form(shape, torch.float64),)
+    assert (plan.forms(0), plan.forms(1)) == ({"before": (), "after": forms}, {"before": forms, "after": ()})
 
 
 def sizes_of_measured(mesh: Mesh, config: Config) -> list[int]:

@@ -121,7 +121,7 @@ class Stem(nn.Module):
         pixels = images.to(next(self.parameters()).dtype) / 127.5 - 1  # 0..255 -> -1..1
         kernel = self.shape.kernel
         rows = F.unfold(pixels, kernel, padding=kernel // 2, stride=self.shape.stride).transpose(1, 2)
-        h = F.relu(self.norm(self.patches(rows)))  # [B, S·S, H]
+        h = F.relu(self.norm(self.patches(rows))).to(pixels.dtype)  # [B, S·S, H]
         return sequence_of(F.max_pool2d(image_of(h), 3, 2, 1)) if self.shape.pools else h
 
 
@@ -138,7 +138,7 @@ class Shortcut(nn.Module):
         if self.stride > 1:
             h = sequence_of(image_of(h)[:, :, :: self.stride, :: self.stride])
         normed: Tensor = self.norm(self.transform(h))
-        return normed
+        return normed.to(h.dtype)  # under autocast too, sums are made in the precision of what passes on
 
 
 class Block(nn.Module):

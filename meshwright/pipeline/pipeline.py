@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.batch import Batch, Scales
 from meshwright.comm import Comm
-from meshwright.mailbox import Form, Mailbox, Message
+from meshwright.mailbox import Forms, Mailbox, Message
 from meshwright.model import Hidden, Stretch
 from meshwright.pipeline.engine import stage_process
 from meshwright.pipeline.moment import Moment, Watch
@@ -59,10 +59,10 @@ class Place:
 
 
 class Pipeline:
-    """`forms`: of what passes between stages, forward and backward alike."""
+    """`forms`: of what passes to and from the stages beside this one."""
 
     def __init__(
-        self, stage: Acts, place: Place, rule: Rule, mailbox: Mailbox, forms: tuple[Form, ...], strategy: Synchronises
+        self, stage: Acts, place: Place, rule: Rule, mailbox: Mailbox, forms: Forms, strategy: Synchronises
     ) -> None:
         self.stage = stage
         self.place = place

@@ -12,7 +12,7 @@ import torch
 from benchmarks.paced import CONDITIONS, RULES, HeldMailbox, PacedPipeline, Run
 from benchmarks.pipeline import Measured, planned, scaled, summed_up
 from meshwright.grid import Grid
-from meshwright.mailbox import Form, Message, SoloMailbox
+from meshwright.mailbox import Form, Message, SoloMailbox, alike
 from meshwright.mesh import Mesh
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Kind, Task
@@ -88,7 +88,7 @@ def test_an_epoch_does_not_begin_while_messages_are_held() -> None:
     mailbox = HeldMailbox(Scripted([due(0, time.time() + 10)]))
     mailbox.poll()
     with pytest.raises(AssertionError, match="1 messages that nobody took"):
-        mailbox.open(0, (Form((1,), torch.float64),), 0, 0)
+        mailbox.open(0, alike(Form((1,), torch.float64)), 0, 0)
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from meshwright.build import build_model
 from meshwright.config import Config, parse_config
-from meshwright.errors import ConfigError
 from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh, solo_mesh

@@ -16,7 +16,7 @@ from meshwright.batch import counts_of, scales_of
 from meshwright.build import build
 from meshwright.config import Config, parse_config
 from meshwright.grid import Grid
-from meshwright.mailbox import Form, Mailbox, Message, Side
+from meshwright.mailbox import Forms, Mailbox, Message, Side
 from meshwright.mesh import Mesh
 from meshwright.pipeline.pipeline import Pipeline
 from tests.data_parallel.test_equality import global_batch
@@ -51,7 +51,7 @@ class Delaying:
         self.chance = random.Random(seed)
         self.held: list[Message] = []
 
-    def open(self, epoch: int, forms: tuple[Form, ...], before: int, after: int) -> None:
+    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
         assert not self.held, f"left over: {self.held}"
         self.inner.open(epoch, forms, before, after)
 
