@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
@@ -18,6 +19,10 @@ from meshwright.comm import DONE
 
 WeightWork = Callable[[bool], None]
 """work(final): computes a parameter's gradient and adds it to what is there; `final`: no other follows in this step."""
+
+
+def _not_yet(work: WeightWork, final: bool) -> None:
+    work(False)
 
 
 def _nobody(parameter: nn.Parameter) -> None:
@@ -30,7 +35,8 @@ class Deferred:
 
     filled: Callable[[nn.Parameter], None] = _nobody
     _works: list[WeightWork] | None = None
-    _awaited: set[nn.Parameter] = field(default_factory=set)
+    _awaited: dict[nn.Parameter, int] = field(default_factory=dict)
+    """Parameters with work in the list, and the place of their last one."""
 
     @property
     def collects(self) -> bool:
@@ -49,8 +55,10 @@ class Deferred:
 
     def add(self, parameter: nn.Parameter, work: WeightWork) -> None:
         assert self._works is not None, "nobody collects"
+        if parameter in self._awaited:  # a table of which source and target are looked up: only the last work is final
+            self._works[self._awaited[parameter]] = partial(_not_yet, self._works[self._awaited[parameter]])
+        self._awaited[parameter] = len(self._works)
         self._works.append(work)
-        self._awaited.add(parameter)
 
     def awaits(self, parameter: nn.Parameter) -> bool:
         """Whether the running backward pass has left this gradient for later. (Autograd's hooks fire all the same.)"""
