@@ -1,4 +1,4 @@
-"""How often a ViT names an image's class: on what its run held out, or on images that it has never seen.
+"""How often a classifier names an image's class: on what its run held out, or on images that it has never seen.
 
 | --data | measured |
 |---|---|
@@ -18,15 +18,17 @@ import torch
 
 from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
-from meshwright.config.models import Vit
+from meshwright.config.models import ImageNetwork
 from meshwright.config.schema import Data
+from meshwright.data.images import IMAGES
 from meshwright.data.images_packed import check_classes, split_images
 from meshwright.data.images_source import ImageSource, open_source
 from meshwright.data.progress import Progress, silent
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.evaluate.model import device_of
+from meshwright.families import FAMILIES, family_of
 from meshwright.mesh import solo_mesh
-from meshwright.models.vit import ViT
+from meshwright.models.chain import Chain
 from meshwright.shard import shard_specs
 from meshwright.tensor.kit import WholeHead
 from meshwright.tensor.serial import SerialKit
@@ -37,12 +39,12 @@ BATCH_IMAGES = 64
 
 @dataclass(frozen=True)
 class ImageModel:
-    """A ViT in evaluation mode, and what its run read."""
+    """A classifier of images in evaluation mode, and what its run read."""
 
     folder: Path
-    shape: Vit
+    shape: ImageNetwork
     data: Data
-    model: ViT
+    model: Chain
     device: torch.device
 
 
@@ -78,17 +80,18 @@ class ImageAccuracy:
 
 
 def load_image_model(path: Path, device: str = "auto") -> ImageModel:
-    """The ViT of a step folder, or of a run's newest checkpoint, its weights as the run's optimizer held them.
+    """The classifier of a step folder, or of a run's newest checkpoint, its weights as the run's optimizer held them.
 
-    Raises CheckpointError where it is of another family, ConfigError for the device.
+    Raises CheckpointError where it reads something else, ConfigError for the device.
     """
     where = device_of(device)
     checkpoint = Checkpoint(find_checkpoint(path))
     config = checkpoint.config
-    if not isinstance(config.model, Vit):
-        raise CheckpointError(f"{checkpoint.folder} is a {config.model.family}: this needs a vit")
+    if not isinstance(config.model, ImageNetwork):
+        families = " or ".join(name for name, family in FAMILIES.items() if family.dataset is IMAGES)
+        raise CheckpointError(f"{checkpoint.folder} is a {config.model.family}: this needs a {families}")
     mesh = solo_mesh(where)
-    model = ViT(config.model, SerialKit(mesh))
+    model = family_of(config).model(config.model, SerialKit(mesh), None)
     model.to(DTYPES[config.precision.dtype] if config.precision.level == "O0" else torch.float32)
     load_weights(model, shard_specs(model), mesh, checkpoint)
     model.eval()

@@ -1,4 +1,4 @@
-"""A ViT's accuracy on images: what is measured, and that the numbers are those of the logits."""
+"""A classifier's accuracy on images: what is measured, and that the numbers are those of the logits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ pytest.importorskip("sklearn", reason="pip install 'meshwright[images]'")
 image = pytest.importorskip("PIL.Image", reason="pip install 'meshwright[images]'")
 
 
-def vit_config(source: str = "digits", **model: Any) -> Config:
-    fields = {"base": "vit-digits", "layers": 1, "hidden": 16, "heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "vit": {"base": "vit-digits", "layers": 1, "hidden": 16, "heads": 2},
+    "resnext": {"base": "resnext-tiny", "hidden": 4, "path_width": 1},
+}
+
+
+def config_of(source: str = "digits", family: str = "vit", **model: Any) -> Config:
+    fields = MODELS[family]
     data = {"source": source, "validation": 0.2}
     return parse_config({"model": fields | model, "data": data, "precision": {"dtype": "float64"}})
 
@@ -32,11 +38,12 @@ def checkpoint(folder: Path, config: Config) -> Path:
     return save(lively(build(config, solo_mesh(torch.device("cpu")))), folder)
 
 
-def test_the_held_out_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", MODELS)
+def test_the_held_out_digits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.data.images import IMAGES
 
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
-    config = vit_config()
+    config = config_of(family=family)
     config = config.model_copy(update={"validation": config.validation.model_copy(update={"every": 1})})
     step = checkpoint(tmp_path, config)
     facts = run_json("eval", tmp_path, "--task", "images", "--device", "cpu")
@@ -65,7 +72,7 @@ def paint(folder: Path, names: str = "abc", each: int = 2) -> Path:
 
 def test_what_is_measured(tmp_path: Path) -> None:
     own = paint(tmp_path / "own", each=5)
-    loaded = load_image_model(checkpoint(tmp_path / "run", vit_config(str(own))), "cpu")
+    loaded = load_image_model(checkpoint(tmp_path / "run", config_of(str(own))), "cpu")
     other, split = paint(tmp_path / "other"), tmp_path / "split"
     paint(split / "train"), paint(split / "validation", "b")
     measured = {source: image_accuracy(loaded, source).images for source in (None, *map(str, (own, other, split)))}
@@ -73,9 +80,9 @@ def test_what_is_measured(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a gpt2: this needs a vit"):
+    with pytest.raises(CheckpointError, match="is a gpt2: this needs a vit or resnext"):
         load_image_model(tiny_checkpoint(tmp_path / "text"), "cpu")
-    step = checkpoint(tmp_path / "images", vit_config(str(paint(tmp_path / "own")), classes=3))
+    step = checkpoint(tmp_path / "images", config_of(str(paint(tmp_path / "own")), classes=3))
     with pytest.raises(ConfigError, match=r"model\.classes=3 is fewer than the 4 classes of "):
         image_accuracy(load_image_model(step, "cpu"), str(paint(tmp_path / "more", "abcd")))
     for option in ("--stride", "--context"):
