@@ -49,10 +49,19 @@ DONE = Done()
 
 @dataclass
 class Traffic:
-    """Calls of one verb and the bytes that this rank sent through them."""
+    """Calls of one verb and the bytes that this rank sent through them.
+
+    `by_peer`: the same for each member of the group that a call names: by its index a root, a receiver by how many
+    members further on it is.
+    """
 
     calls: int = 0
     sent_bytes: int = 0
+    by_peer: defaultdict[int, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+
+    def add(self, sent_bytes: int) -> None:
+        self.calls += 1
+        self.sent_bytes += sent_bytes
 
 
 @dataclass
@@ -66,10 +75,12 @@ class Ledger:
 
     traffic: defaultdict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
 
-    def record(self, axis: str, verb: str, sent_bytes: int) -> None:
+    def record(self, axis: str, verb: str, sent_bytes: int, peer: int | None = None) -> None:
+        """Count a call. `peer`: see `Traffic.by_peer`."""
         entry = self.traffic[axis, verb]
-        entry.calls += 1
-        entry.sent_bytes += sent_bytes
+        entry.add(sent_bytes)
+        if peer is not None:
+            entry.by_peer[peer].add(sent_bytes)
 
     def sent_bytes(self) -> dict[str, int]:
         """Bytes sent so far, by axis."""
@@ -96,9 +107,9 @@ class Comm(ABC):
     def size(self) -> int:
         return len(self.ranks)
 
-    def _record(self, verb: str, sent_bytes: int) -> None:
+    def _record(self, verb: str, sent_bytes: int, peer: int | None = None) -> None:
         if self.size > 1:  # alone there is nobody to call
-            self.ledger.record(self.axis, verb, sent_bytes)
+            self.ledger.record(self.axis, verb, sent_bytes, peer)
 
     def _part(self, x: Tensor) -> int:
         """(n-1)/n of the bytes of x."""
@@ -129,32 +140,32 @@ class Comm(ABC):
 
     def broadcast(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """x of the member `root` becomes everyone's x."""
-        self._record("broadcast", size_bytes(x) * (self.size - 1) if self.index == root else 0)
+        self._record("broadcast", size_bytes(x) * (self.size - 1) if self.index == root else 0, root)
         return _finish(self._broadcast(x, root), wait)
 
     def reduce(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """Sum x over the group into the x of `root`; the others' x is undefined afterwards."""
-        self._record("reduce", 0 if self.index == root else size_bytes(x))
+        self._record("reduce", 0 if self.index == root else size_bytes(x), root)
         return _finish(self._reduce(x, root), wait)
 
     def gather(self, x: Tensor, part: Tensor, root: int, *, wait: bool = True) -> Work:
         """x of `root` gets every rank's part, in order; elsewhere x is not touched (it may be empty)."""
-        self._record("gather", 0 if self.index == root else size_bytes(part))
+        self._record("gather", 0 if self.index == root else size_bytes(part), root)
         return _finish(self._gather(x, part, root), wait)
 
     def scatter(self, part: Tensor, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """`part` gets piece `index` of the root's x; elsewhere x is not read (it may be empty)."""
-        self._record("scatter", size_bytes(part) * (self.size - 1) if self.index == root else 0)
+        self._record("scatter", size_bytes(part) * (self.size - 1) if self.index == root else 0, root)
         return _finish(self._scatter(part, x, root), wait)
 
     def exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
         """Send x to the member `to` while receiving `into` from the member `source`: one step of a ring."""
-        self._record("send", size_bytes(x))
+        self._record("send", size_bytes(x), (to - self.index) % self.size)
         self._exchange(x, to, into, source)
 
     def send(self, x: Tensor, to: int) -> None:
         """Send x to the member `to`, who calls receive."""
-        self._record("send", size_bytes(x))
+        self._record("send", size_bytes(x), (to - self.index) % self.size)
         self._send(x, to)
 
     def assemble(self) -> None:  # noqa: B027 - nothing to do is what most transports do

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 
 PIPE, ENDS = "pipe", "ends"
 """ENDS stands for the first and the last rank of the pipe axis, where a group is asked for: a tied embedding has a copy
@@ -67,12 +67,15 @@ class Grid:
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
         """The ranks that agree with `rank` on every axis but the named ones, in grid order. ENDS may be named."""
-        fixed = self.coordinates(rank)
-        choices: list[Sequence[int]] = []
-        for name, size in self.axes:
+        assert 0 <= rank < self.world_size, f"rank {rank} outside of {self}"
+        ranks, stride = [0], 1
+        for name, size in reversed(self.axes):
+            rank, index = divmod(rank, size)
             ends = (0, size - 1) if name == PIPE and ENDS in names and size > 1 else ()
-            choices.append(range(size) if name in names else ends if fixed[name] in ends else (fixed[name],))
-        return tuple(self.rank(dict(zip(self.names, point, strict=True))) for point in product(*choices))
+            choices: Sequence[int] = range(size) if name in names else ends if index in ends else (index,)
+            ranks = [choice * stride + inner for choice in choices for inner in ranks]
+            stride *= size
+        return tuple(ranks)
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
         """All groups over the named axes: every rank is in exactly one."""
