@@ -183,4 +183,5 @@ def agreed(schedule: Schedule, kinds: tuple[Kind, ...], place: Place) -> Schedul
         task, told = told, None
         return task
 
-    return lead if peers.index == 0 else follow
+    planned = place.device.type == "meta"  # nobody is there to be told by: each decides what the first would
+    return lead if peers.index == 0 or planned else follow
