@@ -127,6 +127,30 @@ def verify(
     verdict.check()
 
 
+@app.command()
+def branches(
+    run: RunFile,
+    overrides: Overrides = None,
+    grids: Annotated[str, typer.Option(help="Numbers of sub-grids to deal the branches over.")] = "2,4,8",
+    as_json: AsJson = False,
+) -> None:
+    """Find what a sub-graph layout could cut: the model's branches, what each costs, and the most that dealing gains.
+
+    Example: meshwright branches run.yaml model.heads=16 --grids 2,4
+    """
+    from meshwright.config import load_config
+
+    config = load_config(run, overrides or ())
+    from meshwright.branches.findings import find_branches, parse_grids
+    from meshwright.branches.report import as_dict, render
+
+    found = find_branches(config, parse_grids(grids))
+    if as_json:
+        print(json.dumps(as_dict(found)))
+    else:
+        render(found)
+
+
 data_app = typer.Typer(help="Corpora.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 

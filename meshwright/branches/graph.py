@@ -1,0 +1,101 @@
+"""A model as a graph of operators, each with what it costs. No torch: what is found in it can be tested by hand.
+
+Activations only: operators on weights alone, and masks, are beside the graph, and count in `beside_flops`. Operator 0
+is the batch. The others stand in an order in which each comes behind what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+BATCH = 0
+"""The number of the operator that stands for what the model is given."""
+
+
+class Kind(Enum):
+    """What an operator means to branches that run through it, side by side along the channels."""
+
+    LINEAR = "linear"
+    """An activation times a weight: it makes all of its outputs of all of its inputs, and can be cut along either."""
+    HEADS = "heads"
+    """Attention: its heads are branches by definition."""
+    GROUPS = "groups"
+    """A grouped convolution: so are its groups."""
+    LOCAL = "local"
+    """Element by element, channel by channel, or a view: branches go through it by themselves."""
+    OTHER = "other"
+    """Everything else: branches end here."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """`path`: the module that it belongs to. `inputs`: the numbers of the operators whose results it reads.
+
+    `width`: of LINEAR the channels that it reads; of HEADS and GROUPS how many; of a norm over groups of channels
+    (LOCAL) these; 0 where any number of branches may pass.
+    """
+
+    name: str
+    path: str
+    inputs: tuple[int, ...]
+    flops: int
+    kind: Kind
+    width: int = 0
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`beside_flops`: of what no activation goes through."""
+
+    operators: tuple[Operator, ...]
+    beside_flops: int = 0
+
+    @cached_property
+    def total_flops(self) -> int:
+        return self.flops_of(range(len(self.operators))) + self.beside_flops
+
+    def flops_of(self, numbers: Iterable[int]) -> int:
+        """Of some operators together."""
+        return sum(self.operators[number].flops for number in numbers)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """By operator: the numbers of those that read its result."""
+        found: list[list[int]] = [[] for _ in self.operators]
+        for number, operator in enumerate(self.operators):
+            for read in dict.fromkeys(operator.inputs):
+                found[read].append(number)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def longest_flops(self) -> int:
+        """Of the most expensive chain in which each operator reads the one before: no more ranks make it shorter."""
+        ends: list[int] = []
+        for operator in self.operators:
+            ends.append(operator.flops + max((ends[read] for read in operator.inputs), default=0))
+        return max(ends)
+
+    @cached_property
+    def dominators(self) -> tuple[int, ...]:
+        """By operator: the nearest one that all ways from the batch to it go through; the batch's is itself."""
+        found = [BATCH]
+        for operator in self.operators[1:]:
+            found.append(_meeting(operator.inputs, found))
+        return tuple(found)
+
+    def dominator_of(self, numbers: Iterable[int]) -> int:
+        """The nearest operator that all ways to all of these go through; perhaps one of them."""
+        return _meeting(numbers, self.dominators)
+
+
+def _meeting(numbers: Iterable[int], dominators: Sequence[int]) -> int:
+    """Where the ways up the tree of dominators meet: a dominator's number is less than the number of what it rules."""
+    waiting = set(numbers)
+    while len(waiting) > 1:
+        highest = max(waiting)
+        waiting.remove(highest)
+        waiting.add(dominators[highest])
+    return waiting.pop()
