@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.config.models import Transformer
 from meshwright.config.rule import rule
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
@@ -62,6 +63,13 @@ def recomputed_groups_fit(config: Config) -> Iterator[Problem]:
         )
 
 
+@rule("memory.recompute", "model.family")
+def selective_recomputation_finds_attention(config: Config) -> Iterator[Problem]:
+    if config.memory.recompute == "selective" and not isinstance(config.model, Transformer):
+        rule_text = f"recomputes attention, and a {config.model.family} has none"
+        yield Problem("memory.recompute", "selective", rule_text, "none, auto, {every: n}")
+
+
 @rule("memory.recompute", "layout.data.sync")
 def sync_goes_with_recomputation(config: Config) -> Iterator[Problem]:
     if config.memory.recompute != "none" and config.layout.data.sync == "fsdp":
@@ -75,5 +83,6 @@ PIPELINE_RULES = (
     limit_has_an_effect,
     sync_goes_with_stages,
     recomputed_groups_fit,
+    selective_recomputation_finds_attention,
     sync_goes_with_recomputation,
 )

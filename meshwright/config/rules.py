@@ -10,7 +10,7 @@ from collections.abc import Iterator, Set
 from meshwright.config.data_rules import DATA_RULES
 from meshwright.config.layout_rules import LAYOUT_RULES
 from meshwright.config.memory_rules import MEMORY_RULES
-from meshwright.config.models import T5, ImageNetwork, Transformer, Vit
+from meshwright.config.models import T5, ImageNetwork, ResNeXt, Transformer, Vit
 from meshwright.config.pipeline_rules import PIPELINE_RULES
 from meshwright.config.rule import divisors, listed, rule
 from meshwright.config.schema import Config
@@ -26,6 +26,14 @@ def heads_divide_hidden(config: Config) -> Iterator[Problem]:
     hidden, heads = model.hidden, model.heads
     if hidden % heads:
         yield Problem("model.heads", heads, f"does not divide model.hidden={hidden}", listed(divisors(hidden)))
+
+
+@rule("model.hidden", "model.paths")
+def paths_divide_hidden(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if isinstance(model, ResNeXt) and model.hidden % model.paths:
+        rule_text = f"does not divide model.hidden={model.hidden}: norms have a group for each path"
+        yield Problem("model.paths", model.paths, rule_text, listed(divisors(model.hidden)))
 
 
 @rule("batch.global", "layout.data.size")
@@ -104,6 +112,7 @@ def warmup_fits(config: Config) -> Iterator[Problem]:
 
 RULES = (
     heads_divide_hidden,
+    paths_divide_hidden,
     replicas_divide_batch,
     microbatches_divide_replica,
     patches_divide_image,

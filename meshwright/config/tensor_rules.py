@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.config.layout import Megatron, Subgraph, Tesseract, Whole
-from meshwright.config.models import EncoderDecoder, TextTransformer, Vit
+from meshwright.config.models import EncoderDecoder, ResNeXt, TextTransformer, Vit
 from meshwright.config.rule import divisors, listed, rule
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
@@ -70,7 +70,10 @@ def tensor_divides_sequence(config: Config) -> Iterator[Problem]:
     tensor, model = config.layout.tensor, config.model
     if not isinstance(tensor, Megatron) or not tensor.sequence_parallel:
         return
-    if isinstance(model, Vit):
+    if isinstance(model, ResNeXt):
+        rule_text = f"cuts the positions of an image, over which the norms of a {model.family} are taken"
+        yield Problem("layout.tensor.sequence_parallel", True, rule_text, "false")
+    elif isinstance(model, Vit):
         note = " (the patches of model.image and the class token), as sequence_parallel asks"
         yield from _divides(config, "the sequence", model.positions, note)
     else:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.build import build_model
 from meshwright.config import Config, parse_config
+from meshwright.errors import ConfigError
 from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh, solo_mesh
@@ -260,3 +261,26 @@ def test_stages_equal_serial(schedule: str) -> None:
 @pytest.mark.parametrize("tensor", [SUBGRAPHS[1], SUBGRAPHS[4]], ids=label)
 def test_stages_with_subgraphs_equal_serial(tensor: dict[str, Any]) -> None:
     check(run(laid_out(tensor, 1, 2)), serial())
+
+
+def test_what_does_not_fit() -> None:
+    """Every mistake, with the values that work."""
+    base: dict[str, Any] = {"data": {"source": "digits"}, "batch": {"global": 12}}
+    told = []
+    for model, more in (
+        ({"paths": 3}, {"layout": {"tensor": ONE_D}}),
+        ({}, {"layout": {"tensor": ONE_D | {"sequence_parallel": True}}}),
+        ({}, {"memory": {"recompute": "selective"}}),
+        ({}, {"layout": {"tensor": {"kind": "subgraph", "size": 3}}}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse_config(base | {"model": {"base": "resnext-tiny"} | model} | more)
+        told += [str(problem) for problem in caught.value.problems]
+    assert told == [
+        "model.paths=3 does not divide model.hidden=16: norms have a group for each path; valid: 1, 2, 4, 8, 16",
+        "layout.tensor.size=2 does not divide model.paths=3; valid: 1, 3",
+        "layout.tensor.sequence_parallel=True cuts the positions of an image, over which the norms of a resnext are "
+        "taken; valid: false",
+        "memory.recompute=selective recomputes attention, and a resnext has none; valid: none, auto, {every: n}",
+        "layout.tensor.size=3 does not divide model.paths=4; valid: 1, 2, 4",
+    ]
