@@ -29,6 +29,9 @@ VITS = {"vit-digits", "vit-tiny", "vit-small", "vit-base", "vit-large"}
 BERTS = {"bert-base", "bert-large", "bert-tiny", "megatron-bert-336m", "megatron-bert-1.3b", "megatron-bert-3.9b"}
 """Counted in tests/models/test_bert.py."""
 
+RESNEXTS = {"resnext-50", "resnext-tiny"}
+"""Counted in tests/models/test_resnext.py."""
+
 
 def num_parameters(model: Model) -> int:
     """GPT-2's count, from its layers: attention 4 H^2 + 4 H, feed-forward 2 H N + N + H, two norms 4 H."""
@@ -39,7 +42,7 @@ def num_parameters(model: Model) -> int:
 
 
 def test_every_shipped_model_is_in_the_table() -> None:
-    assert set(model_names()) == set(PARAMETERS) | VITS | BERTS
+    assert set(model_names()) == set(PARAMETERS) | VITS | BERTS | RESNEXTS
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
