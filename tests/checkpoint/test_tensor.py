@@ -1,4 +1,6 @@
-"""Checkpoints move freely between serial, 1-D, 2-D and 2.5-D: bit for bit, and training goes on as one device would."""
+"""Checkpoints move freely between serial, 1-D, 2-D, 2.5-D and sub-graphs: bit for bit, and training goes on as one
+device would.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,30 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1-D cut": {"kind": "megatron", "size": 2, "sequence_parallel": True},
     "2-D": {"kind": "tesseract", "q": 2, "d": 1},
     "2.5-D": {"kind": "tesseract", "q": 2, "d": 2},
+    "sub-graphs": {"kind": "subgraph", "size": 2, "common": "all", "branch": "block"},
+    "sub-graphs, common one": {"kind": "subgraph", "size": 2, "common": "one", "branch": "attention"},
 }
+
+MOVES = [
+    *[
+        (*move, sync)
+        for move in [("serial", "1-D"), ("1-D", "2-D"), ("2-D", "1-D cut"), ("1-D cut", "2.5-D"), ("2.5-D", "serial")]
+        for sync in ("allreduce", "zero1")
+    ],
+    ("serial", "sub-graphs, common one", "zero1"),
+    ("sub-graphs, common one", "1-D cut", "allreduce"),
+    ("1-D", "sub-graphs", "allreduce"),
+    ("sub-graphs", "serial", "zero1"),
+]
+
+ONLY_LONG = [
+    ("sub-graphs", "1-D", "zero1"),
+    ("1-D cut", "sub-graphs, common one", "allreduce"),
+    ("serial", "sub-graphs", "zero1"),
+    ("sub-graphs, common one", "serial", "server-gradient"),
+    ("sub-graphs, common one", "sub-graphs", "zero1"),
+    ("sub-graphs", "sub-graphs, common one", "rooted"),
+]
 
 
 def legs(layout: str, source: Path | None, target: Path | None, first: int, last: int, sync: str) -> list[Leg]:
@@ -39,10 +64,8 @@ def serial() -> list[float]:
     return legs("serial", None, None, 0, LAST, "allreduce")[0][0]
 
 
-@pytest.mark.parametrize("sync", ["allreduce", "zero1"])
 @pytest.mark.parametrize(
-    "source, target",
-    [("serial", "1-D"), ("1-D", "2-D"), ("2-D", "1-D cut"), ("1-D cut", "2.5-D"), ("2.5-D", "serial")],
+    "source, target, sync", [*MOVES, *[pytest.param(*move, marks=pytest.mark.long) for move in ONLY_LONG]]
 )
 def test_moves(source: str, target: str, sync: str, serial: list[float], tmp_path: Path) -> None:
     before = legs(source, None, tmp_path, 0, FIRST, sync)

@@ -60,16 +60,52 @@ def test_the_sequence_of_images() -> None:
     parse_config(tree | {"layout": {"tensor": tensor | {"sequence_parallel": False}}})
 
 
+def test_branches() -> None:
+    (told,) = mistakes({"kind": "subgraph", "size": 3}, batch={"global": 24, "micro": 3})
+    assert told == "layout.tensor.size=3 does not divide model.heads=8; valid: 1, 2, 4, 8"
+
+
+def test_rows_of_sub_graphs() -> None:
+    """All ranks compute the common layers, each on its share; where one does, a microbatch need not be divisible."""
+    tensor = {"kind": "subgraph", "size": 4}
+    (told,) = mistakes(tensor, batch={"global": 16, "micro": 2})
+    split = "is no multiple of layout.tensor.size=4, over which a microbatch's samples are split"
+    assert told == f"batch.micro=2 {split}; valid: 4, 8, 16"
+    (told,) = mistakes(tensor, batch={"global": 6})
+    assert told == f"batch.global=6 {split}; valid: a multiple of 4"
+    tree = {"model": MODEL, "batch": {"global": 6, "micro": 3}, "data": {"sequence": 64}}
+    config = parse_config(tree | {"layout": {"tensor": tensor | {"common": "one"}}})
+    assert config.micro == 3
+
+
+@pytest.mark.parametrize("branch", ["attention-core", "attention", "block"])
+def test_sub_graphs_cut_no_table(branch: str) -> None:
+    """Vocabulary, positions and hidden width are whole: 3 divides none of them."""
+    model = MODEL | {"hidden": 66, "heads": 6, "positions": 65, "vocabulary_multiple": 1, "vocabulary": 301}
+    tree = {"model": model, "batch": {"global": 6}, "data": {"sequence": 64}}
+    config = parse_config(tree | {"layout": {"tensor": {"kind": "subgraph", "size": 3, "branch": branch}}})
+    assert config.layout.axes[-1] == ("branch", 3)
+
+
+def test_several_mistakes_of_sub_graphs() -> None:
+    told = mistakes({"kind": "subgraph", "size": 2, "common": "some", "branch": "heads"})
+    assert told == [
+        "layout.tensor.common=some is none of the choices; valid: all, one",
+        "layout.tensor.branch=heads is none of the choices; valid: attention-core, attention, block",
+    ]
+
+
 def test_depth() -> None:
     (told,) = mistakes({"kind": "tesseract", "q": 2, "d": 4})
     assert told.startswith("layout.tensor.d=4 is more than layout.tensor.q=2")
     assert told.endswith("valid: 1 to 2")
 
 
-def test_fully_sharded() -> None:
+@pytest.mark.parametrize("kind", ["megatron", "subgraph"])
+def test_fully_sharded(kind: str) -> None:
     tree = {"model": MODEL, "batch": {"global": 16}, "data": {"sequence": 64}}
-    layout = {"data": {"size": 2, "sync": "fsdp"}, "tensor": {"kind": "megatron", "size": 2}}
-    with pytest.raises(ConfigError, match=r"kind=megatron has cut them already; valid: zero1, allreduce"):
+    layout = {"data": {"size": 2, "sync": "fsdp"}, "tensor": {"kind": kind, "size": 2}}
+    with pytest.raises(ConfigError, match=rf"kind={kind} has cut them already; valid: zero1, allreduce"):
         parse_config(tree | {"layout": layout})
 
 
