@@ -136,6 +136,21 @@ def _relay(comm: Comm, dtype: torch.dtype) -> Tensor:
     return x
 
 
+def _nothing(comm: Comm, dtype: torch.dtype) -> Tensor:
+    """Every collective on tensors without elements, as a rank has them that holds no row or no parameter."""
+    part, whole = torch.empty(0, 3, dtype=dtype), torch.empty(comm.size, 0, 3, dtype=dtype)
+    comm.all_reduce(part)
+    comm.reduce_scatter(part, whole)
+    comm.all_gather(whole, part)
+    comm.all_to_all(whole, whole.clone())
+    comm.broadcast(part, 0)
+    comm.reduce(part, 0)
+    comm.gather(whole, part, 0)
+    comm.scatter(part, whole, 0)
+    comm.exchange(part, (comm.index + 1) % comm.size, torch.empty_like(part), (comm.index - 1) % comm.size)
+    return whole
+
+
 VERBS: dict[str, Callable[[Comm, torch.dtype], Tensor]] = {
     "all_reduce": _all_reduce,
     "all_reduce_matrix": _all_reduce_matrix,
@@ -152,6 +167,7 @@ VERBS: dict[str, Callable[[Comm, torch.dtype], Tensor]] = {
     "scatter": _scatter,
     "exchange": _exchange,
     "relay": _relay,
+    "nothing": _nothing,
 }
 
 

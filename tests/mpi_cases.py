@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.config import parse_config
+from meshwright.config.layout import Layout
 from tests.mpi_workers import Case
 
 SIZES = (2, 3, 4)
@@ -12,7 +13,12 @@ SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1
 SCHEDULES = ("gpipe", "1f1b", "axonn", "message-driven")
 
 TENSOR: dict[int, dict[str, dict[str, object]]] = {
-    2: {"megatron-2": {"kind": "megatron", "size": 2}},
+    2: {
+        "megatron-2": {"kind": "megatron", "size": 2},
+        "subgraph-2-all": {"kind": "subgraph", "size": 2, "common": "all", "branch": "attention-core"},
+        "subgraph-2-one": {"kind": "subgraph", "size": 2, "common": "one", "branch": "attention-core"},
+        "subgraph-2-one-block": {"kind": "subgraph", "size": 2, "common": "one", "branch": "block"},
+    },
     3: {"megatron-3-cut": {"kind": "megatron", "size": 3, "sequence_parallel": True}},
     4: {"tesseract-2": {"kind": "tesseract", "q": 2, "d": 1}},
 }
@@ -25,12 +31,19 @@ PIPELINES: dict[int, dict[str, tuple[int, int, str, dict[str, object]]]] = {
         "pipe-4": (1, 4, "message-driven", {"kind": "none"}),
         "data-2-pipe-2": (2, 2, "message-driven", {"kind": "none"}),
         "pipe-2-megatron-2": (1, 2, "message-driven", {"kind": "megatron", "size": 2}),
+        "pipe-2-subgraph-2-one": (1, 2, "message-driven", {"kind": "subgraph", "size": 2, "common": "one"}),
     },
 }
 """Pipelines by world size: replicas, stages, schedule, tensor layout."""
 
 ORDERED = {"order": ["branch", "data"], "data": {"size": 2}, "tensor": {"kind": "subgraph", "size": 2}}
 """Axes in an order of their own."""
+
+
+def laid_out(**layout: object) -> Layout:
+    """The layout of a model that every kit can cut."""
+    model = {"heads": 12, "vocabulary_multiple": 12, "positions": 12}
+    return parse_config({"layout": layout, "model": model, "data": {"sequence": 12}}).layout
 
 
 def cases(num_ranks: int) -> list[Case]:
@@ -50,13 +63,7 @@ def cases(num_ranks: int) -> list[Case]:
     for sync in SYNCS:
         listed.append(Case(sync, "tests.data_parallel.test_equality_mpi:train_for_files", (sync, num_ranks), data))
     for name, tensor in TENSOR[num_ranks].items():
-        layout = parse_config(
-            {
-                "layout": {"tensor": tensor},
-                "model": {"heads": 12, "vocabulary_multiple": 12, "positions": 12},
-                "data": {"sequence": 12},
-            }
-        ).layout
+        layout = laid_out(tensor=tensor)
         function = "tests.tensor.test_equality_mpi:train_for_files"
         listed.append(Case(name, function, (tensor,), layout.axes, layout.token_axes))
     if num_ranks == 4:
@@ -64,8 +71,7 @@ def cases(num_ranks: int) -> list[Case]:
         listed.append(Case("branch-data", "tests.test_order:train_for_files", ("branch-data",), layout.axes,
                            layout.token_axes))  # fmt: skip
     for name, (data, stages, schedule, tensor) in PIPELINES[num_ranks].items():
-        kit = (("tensor", tensor["size"]),) if tensor["kind"] == "megatron" else ()
-        axes = (("data", data), ("pipe", stages), *kit)
+        layout = laid_out(data={"size": data}, pipeline={"size": stages}, tensor=tensor)
         function = "tests.pipeline.test_equality_mpi:train_for_files"
-        listed.append(Case(name, function, (data, stages, schedule, tensor), axes))
+        listed.append(Case(name, function, (data, stages, schedule, tensor), layout.axes, layout.token_axes))
     return listed

@@ -78,6 +78,8 @@ def expected(verb: str, index: int, size: int, dtype: torch.dtype) -> Tensor | N
             return values((index - 1) % size, PIECE, dtype)
         case "relay":
             return torch.stack([values(member, PIECE, dtype) for member in range(index + 1)]).sum(0, dtype=dtype)
+        case "nothing":
+            return torch.empty(size, 0, 3, dtype=dtype)
     raise AssertionError(verb)
 
 
@@ -110,6 +112,9 @@ def expected_entries(verb: str, index: int, size: int, width: int) -> list[list[
             return [["data", "send", 1, part]]
         case "relay":
             return [] if is_root else [["data", "send", 1, part]]
+        case "nothing":
+            moving = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+            return [["data", name, 1, 0] for name in (*moving, "broadcast", "reduce", "gather", "scatter", "send")]
     return [["data", verb.removesuffix("_in_place"), 1, others * part]]  # (n-1)/n of n pieces
 
 

@@ -51,6 +51,32 @@ def test_with_tensor_kits(tensor: dict[str, Any], schedule: str) -> None:
     check(run(pipelined("gpt2", 2, schedule, tensor)), serial("gpt2"))
 
 
+@pytest.mark.parametrize(
+    "model, common, branch, schedule",
+    [
+        ("gpt2", "all", "attention-core", "1f1b"),
+        ("gpt2", "one", "attention", "message-driven"),  # messages of no rows
+        *[
+            pytest.param(model, common, branch, schedule, marks=pytest.mark.long)
+            for model, branch in [("gpt2", "block"), ("bert", "attention-core"), ("vit", "attention")]
+            for common in ("all", "one")
+            for schedule in SCHEDULES
+        ],
+    ],
+)
+def test_with_sub_graphs(model: str, common: str, branch: str, schedule: str) -> None:
+    tensor = {"kind": "subgraph", "size": 2, "common": common, "branch": branch}
+    check(run(pipelined(model, 2, schedule, tensor)), serial(model))
+
+
+@pytest.mark.parametrize("common", ["all", pytest.param("one", marks=pytest.mark.long)])
+def test_sub_graphs_with_data_parallelism(common: str) -> None:
+    """Eight ranks."""
+    tensor = {"kind": "subgraph", "size": 2, "common": common, "branch": "block"}
+    batch = {"batch": {"global": 24, "micro": 6}}
+    check(run(pipelined("gpt2", 2, "message-driven", tensor, 2, **batch)), serial("gpt2"))
+
+
 def test_sixteen_ranks() -> None:
     """data 2 x pipe 2 x [2, 2, 2]: five axes."""
     config = pipelined("gpt2", 2, "message-driven", BLOCKS[2], 2, batch={"global": 24, "micro": 4})
