@@ -10,12 +10,15 @@ from meshwright.config import Config
 from meshwright.data.dataset import TEXT, Dataset
 from meshwright.data.images import IMAGES
 from meshwright.data.masked import MASKED_TEXT
+from meshwright.data.pairs import PAIRS
 from meshwright.model import Costs, Stretch
-from meshwright.models import bert, gpt, resnext, vit
+from meshwright.models import bert, encoder_decoder, gpt, resnext, t5, transformer, vit
 from meshwright.models.bert import BERT
 from meshwright.models.chain import Chain
 from meshwright.models.gpt import GPT
 from meshwright.models.resnext import ResNeXtModel
+from meshwright.models.t5 import T5Model
+from meshwright.models.transformer import Transformer
 from meshwright.models.vit import ViT
 from meshwright.tensor.kit import Kit
 
@@ -43,6 +46,10 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(GPT, TEXT, gpt.products, lambda c: c.data.sequence, gpt.sample_shapes),
     "bert": Family(BERT, MASKED_TEXT, bert.products, lambda c: c.data.sequence, bert.sample_shapes),
+    "transformer": Family(
+        Transformer, PAIRS, transformer.products, encoder_decoder.tokens_per_sample, encoder_decoder.sample_shapes
+    ),
+    "t5": Family(T5Model, PAIRS, t5.products, encoder_decoder.tokens_per_sample, encoder_decoder.sample_shapes),
     "vit": Family(ViT, IMAGES, vit.products, vit.tokens_per_sample, vit.sample_shapes),
     "resnext": Family(ResNeXtModel, IMAGES, resnext.products, resnext.tokens_per_sample, resnext.sample_shapes),
 }

@@ -56,8 +56,8 @@ def sinusoids(start: int, count: int, hidden: int, device: torch.device) -> Tens
     """The encodings of positions start... [count, H], float64: sines in the even, cosines in the odd columns."""
     positions = torch.arange(start, start + count, device=device, dtype=torch.float64)
     columns = torch.arange(hidden, device=device)
-    waves = LONGEST_WAVE ** (-(columns // 2 * 2) / hidden)
-    angles = positions[:, None] * waves
+    exponents = (columns - columns % 2).to(torch.float64) / hidden
+    angles = positions[:, None] / LONGEST_WAVE**exponents
     return torch.where(columns % 2 == 0, angles.sin(), angles.cos())
 
 

@@ -71,7 +71,23 @@ def vit_batch(config: Config, step: int) -> Batch:
     return {"images": images.to(torch.uint8), "labels": labels}
 
 
-BATCHES = {"gpt2": global_batch, "bert": bert_batch, "vit": vit_batch, "resnext": vit_batch}
+def pair_batch(config: Config, step: int) -> Batch:
+    """Random pairs: sources end in padding, targets in labels that do not count."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (config.batch.global_, config.data.sequence)
+    source, target, labels = (torch.randint(config.model.vocabulary, shape, generator=generator) for _ in range(3))
+    place = torch.arange(shape[1])
+    lengths = torch.randint(1, shape[1] + 1, (2, shape[0], 1), generator=generator)
+    return {
+        "source": source, "source_mask": (place < lengths[0]).long(), "target": target,
+        "labels": labels.masked_fill(place >= lengths[1], -100),
+    }  # fmt: skip
+
+
+BATCHES = {
+    "gpt2": global_batch, "bert": bert_batch, "vit": vit_batch, "resnext": vit_batch,
+    "transformer": pair_batch, "t5": pair_batch,
+}  # fmt: skip
 
 
 def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int, ...], torch.Tensor]]]:

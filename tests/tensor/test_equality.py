@@ -19,7 +19,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": {"family": "bert", "positions": 12, "vocabulary": 300},
     "megatron-bert": {"family": "bert", "positions": 12, "vocabulary": 300, "norm_order": "megatron"},
     "vit": {"family": "vit", "image": 6, "patch": 2, "channels": 1, "classes": 10},
-}
+    "transformer": {"family": "transformer", "positions": 12, "vocabulary": 300, "feed_forward": 48},
+    "t5": {
+        "family": "t5", "positions": 12, "vocabulary": 360, "feed_forward": 48, "head_width": 3, "distance_buckets": 8,
+        "distance_max": 10, "label_smoothing": 0.1,
+    },
+}  # fmt: skip
 
 ONE_D = [{"kind": "megatron", "size": size} for size in (2, 3, 4)]
 SEQUENCE = [layout | {"sequence_parallel": True} for layout in ONE_D]
