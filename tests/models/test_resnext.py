@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.build import build_model
+from meshwright.build import _make, build_model
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.families import family_of
 from meshwright.grid import Grid
-from meshwright.mesh import Mesh, solo_mesh
+from meshwright.mailbox import Form
+from meshwright.mesh import Mesh, planned_mesh, solo_mesh
 from meshwright.models.resnext import BlockShape, ResNeXtModel, block_shapes
 from meshwright.shard import num_parameters, shard_specs
+from meshwright.stages import _measured, counted, plan_stages
 from meshwright.tensor.serial import SerialKit
 from tests.tensor.test_equality import check, run
 from tests.workers import run_ranks
@@ -205,7 +207,7 @@ def test_an_untrained_model_and_what_it_computes() -> None:
 
 
 def laid_out(tensor: dict[str, Any], data: int = 1, stages: int = 1, **pipeline: Any) -> Config:
-    """Eight steps' worth of random images, a third of them in each microbatch."""
+    """Four microbatches of random images, over replicas."""
     config = config_of(channels=1, image=6, stage_blocks=[1, 2])
     tree = config.model_dump(mode="json", by_alias=True) | {
         "batch": {"global": 16, "micro": 4},
@@ -253,14 +255,66 @@ def test_data_parallelism_equals_serial() -> None:
     check(run(laid_out(SUBGRAPHS[1], 2)), serial())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "message-driven"])
-def test_stages_equal_serial(schedule: str) -> None:
-    check(run(laid_out(WHOLE, 1, 2, schedule=schedule)), serial())
+@pytest.mark.parametrize("stages, schedule", [(2, "1f1b"), (3, "message-driven")])
+def test_stages_equal_serial(stages: int, schedule: str) -> None:
+    check(run(laid_out(WHOLE, 1, stages, schedule=schedule)), serial())
 
 
 @pytest.mark.parametrize("tensor", [SUBGRAPHS[1], SUBGRAPHS[4]], ids=label)
 def test_stages_with_subgraphs_equal_serial(tensor: dict[str, Any]) -> None:
     check(run(laid_out(tensor, 1, 2)), serial())
+
+
+@pytest.mark.parametrize("precision", [{"level": "O1", "dtype": "bf16"}, {"level": "O2", "dtype": "bf16"}], ids=str)
+def test_half_precision_on_stages(precision: dict[str, str]) -> None:
+    """What passes is of the planned dtype, and losses are near float64's."""
+    config = laid_out(WHOLE, 1, 2)
+    tree = config.model_dump(mode="json", by_alias=True) | {"precision": precision}
+    for losses, _ in run(parse_config(tree)):
+        assert losses == pytest.approx(serial()[0], rel=0.02)
+
+
+def planned() -> tuple[Config, Mesh, Any]:
+    config = laid_out(WHOLE, 1, 3, partition=(1, 1, 1))
+    mesh = planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes)
+    return config, mesh, partial(_make, config)
+
+
+def test_each_cut_has_its_own_forms_and_each_block_its_own_cost() -> None:
+    config, mesh, make = planned()
+    first, second = (Form(shape, torch.float64) for shape in ((4, 36, 32), (4, 9, 64)))
+    stages = plan_stages(config, mesh, make)
+    assert [stages.forms(stage) for stage in range(3)] == [
+        {"before": (), "after": (first,)},
+        {"before": (first,), "after": (second,)},
+        {"before": (second,), "after": ()},
+    ]
+    costs, products = counted(config, mesh, make), family_of(config).products(config)
+    weights = [
+        cost - config.micro * product
+        for cost, product in zip(
+            (costs.begin, *costs.layers, costs.end), (products.begin, *products.layers, products.end), strict=True
+        )
+    ]
+    held = [
+        num_parameters([spec for name, spec in stages.specs.items() if name.startswith(link)])
+        for link in ("stem.", "blocks.0.", "blocks.1.", "blocks.2.", "head.")
+    ]
+    assert weights == pytest.approx([weights[0] / held[0] * number for number in held])
+    assert len(set(held)) == 5
+
+
+def measured_costs(mesh: Mesh) -> tuple[float, ...]:
+    config = config_of(stage_blocks=[3, 1])
+    costs = _measured(config, mesh)
+    return (costs.begin, *costs.layers, costs.end)
+
+
+def test_layers_that_are_alike_are_measured_once() -> None:
+    begin, first, second, third, other, end = run_ranks(measured_costs, ONE)[0]
+    assert min(begin, first, second, other, end) > 0
+    assert second == third
+    assert len({first, second, other}) == 3
 
 
 def test_what_does_not_fit() -> None:
