@@ -16,6 +16,7 @@ from meshwright.pipeline.trace import write_trace
 from meshwright.report.timeline import draw_timelines
 from meshwright.shard import num_parameters
 from meshwright.tensor.tesseract import TesseractLinear
+from meshwright.topology import Volume, total
 from meshwright.train.forecast import UNIT, Forecast, forecast
 from meshwright.train.plan import Plan, plan_every_stage, plan_step
 
@@ -54,6 +55,8 @@ def render(plan: Plan) -> None:
     config, specs = parts.config, parts.specs
     held = sum(parameter.numel() for parameter in parts.module.parameters())
     console.print(f"{config.layout.world_size} ranks: {config.layout.summary}; the innermost axis is the closest")
+    if plan.topology.num_nodes > 1:
+        console.print(f"{plan.topology.num_nodes} nodes of {plan.topology.ranks_per_node} ranks, neighbours together")
     console.print(f"{num_parameters(list(specs.values())):,} parameters, {held:,} on a rank")
     console.print(
         f"a step: {config.batch.global_} samples, {config.num_microbatches} microbatches of {config.micro} a replica, "
@@ -70,15 +73,17 @@ def render_stages(plans: list[Plan], made: Forecast) -> None:
     """Two tables: what the stages hold and do, what each schedule would make of them."""
     console = Console(highlight=False)
     stages = Table(
-        "stage", "holds", "parameters on a rank", "work", "microbatches held", "MB to neighbours", "idle",
+        "stage", "holds", "parameters on a rank", "work", "microbatches held", "MB to neighbours", "to other nodes",
+        "idle",
         title=f"Stages (idle: on the virtual clock, {made.schedule})",
     )  # fmt: skip
     for stage, (plan, idle) in enumerate(zip(plans, made.chosen.idle_shares, strict=True)):
         held = sum(parameter.numel() for parameter in plan.parts.module.parameters())
-        sent = sum(entry.sent_bytes for (axis, verb), entry in plan.traffic.items() if (axis, verb) == (PIPE, MESSAGE))
+        sent = plan.volumes.get((PIPE, MESSAGE), Volume())
         stages.add_row(
             str(stage), _held(plan.parts.stages.stretches[stage]), f"{held:,}", f"{made.shares[stage]:.1%}",
-            str(made.limits[stage]), f"{sent / 1e6:,.2f}", f"{idle:.1%}",
+            str(made.limits[stage]), _megabytes(sent.bytes_inside + sent.bytes_between),
+            _megabytes(sent.bytes_between), f"{idle:.1%}",
         )  # fmt: skip
     console.print(stages)
     schedules = Table("schedule", UNIT, "idle", title="Schedules on the virtual clock: counted work, no latency")
@@ -130,14 +135,27 @@ def _products(plan: Plan) -> Table:
 
 
 def _traffic(plan: Plan) -> Table:
-    table = Table("over", "verb", "calls", "MB", title="What rank 0 sends in a step (without the norm and the pulse)")
-    for (axis, verb), entry in sorted(plan.traffic.items()):
-        table.add_row(axis, verb, f"{entry.calls:,}", f"{entry.sent_bytes / 1e6:,.2f}")
-    calls = sum(entry.calls for entry in plan.traffic.values())
-    sent = sum(entry.sent_bytes for entry in plan.traffic.values())
+    """Calls; bytes and messages (topology.py), of these those to other nodes."""
+    table = Table(
+        "over", "verb", "calls", "MB", "to other nodes", "messages", "to other nodes",
+        title="What rank 0 sends in a step (without the norm and the pulse)",
+    )  # fmt: skip
+    for (axis, verb), volume in sorted(plan.volumes.items()):
+        table.add_row(axis, verb, f"{plan.traffic[axis, verb].calls:,}", *_cells(volume))
     table.add_section()
-    table.add_row("in all", "", f"{calls:,}", f"{sent / 1e6:,.2f}")
+    calls = sum(entry.calls for entry in plan.traffic.values())
+    table.add_row("in all", "", f"{calls:,}", *_cells(total(list(plan.volumes.values()))))
     return table
+
+
+def _cells(volume: Volume) -> tuple[str, str, str, str]:
+    messages = volume.messages_inside + volume.messages_between
+    sent = _megabytes(volume.bytes_inside + volume.bytes_between)
+    return sent, _megabytes(volume.bytes_between), f"{messages:,}", f"{volume.messages_between:,}"
+
+
+def _megabytes(sent_bytes: int) -> str:
+    return f"{sent_bytes / 1e6:,.2f}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

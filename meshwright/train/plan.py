@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from meshwright.build import Parts, build
 from meshwright.comm import Traffic
 from meshwright.config import Config
+from meshwright.environment import read_environment
 from meshwright.errors import ConfigError
 from meshwright.grid import PIPE, Grid
+from meshwright.launch import joined
 from meshwright.mesh import planned_mesh
 from meshwright.stages import empty_batch
+from meshwright.topology import Topology, Volume
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,21 @@ class Plan:
         """Tokens of a microbatch that a rank computes between two pairs."""
         config, mesh = self.parts.config, self.parts.mesh
         return config.micro * self.parts.tokens_per_sample // mesh.size(*config.layout.tensor.batch_axes)
+
+    @property
+    def topology(self) -> Topology:
+        """The job's nodes: of as many ranks as the layout says, else as this process's launcher has started here.
+
+        Without either all ranks start here.
+        """
+        layout = self.parts.config.layout
+        here = read_environment().local_world_size if joined() else layout.world_size
+        return Topology(self.parts.mesh.grid, here if layout.ranks_per_node == "auto" else layout.ranks_per_node)
+
+    @property
+    def volumes(self) -> dict[tuple[str, str], Volume]:
+        """Of what it sends, what stays inside of its node, by axis and verb."""
+        return self.topology.volumes(self.parts.mesh.rank, self.traffic)
 
 
 def plan_step(config: Config, rank: int = 0) -> Plan:

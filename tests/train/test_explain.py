@@ -104,11 +104,45 @@ def test_stages(
         (stage, f"{kind}{index}") for stage in range(3) for kind in "FB" for index in range(config.num_microbatches)
     )
     idle = [f"{share:.1%}" for share in timeline.idle_shares]
-    assert [row[6] for row in stages] == idle
+    assert [row[7] for row in stages] == idle
+    assert [row[6] for row in stages] == ["0.00"] * 3  # all ranks are on this machine
     schedules = {row[0]: row[2] for row in rows if len(row) == 3 and row[0] != "in all"}
     assert list(schedules) == ["axonn (this run's)", "gpipe", "1f1b", "message-driven"]
     assert schedules["axonn (this run's)"] == f"{timeline.idle_share:.1%}"
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def on_nodes(order: list[str]) -> Config:
+    """Four replicas of two branches, on nodes of two ranks."""
+    tensor = {"kind": "subgraph", "size": 2}
+    layout = {"data": {"size": 4}, "tensor": tensor, "order": order, "ranks_per_node": 2}
+    return config_for("gpt2", tensor, layout=layout, batch={"global": 16})
+
+
+def test_what_an_order_costs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches side by side keep their splits on a node, and apart they do not."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for order, crossing in ((["data", "branch"], 0), (["branch", "data"], 1)):
+        config = on_nodes(order)
+        render(plan_step(config))
+        text = capsys.readouterr().out
+        assert f"8 ranks: {config.layout.summary}" in text
+        assert "4 nodes of 2 ranks" in text
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+        (split,) = (row for row in rows if row[:2] == ["branch", "all_gather"])
+        calls, sent, crossed, messages, messages_crossed = split[2:]
+        assert int(messages) == 2 * int(calls)
+        assert int(messages_crossed) == crossing * int(calls)
+        assert float(crossed) == crossing * float(sent)
+        assert float(sent) > 0
+
+
+def test_nodes_are_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_step(config_for("gpt2", {"kind": "megatron", "size": 4}))
+    assert plan.topology.num_nodes == 1
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    assert plan_step(config_for("gpt2", {"kind": "megatron", "size": 4})).topology.num_nodes == 2
 
 
 def test_no_schedule_to_trace(tmp_path: Path) -> None:
