@@ -36,6 +36,21 @@ def paths_divide_hidden(config: Config) -> Iterator[Problem]:
         yield Problem("model.paths", model.paths, rule_text, listed(divisors(model.hidden)))
 
 
+@rule("model.distance_buckets", "model.distance_max")
+def distances_have_buckets(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if not isinstance(model, T5):
+        return
+    buckets, most = model.distance_buckets, model.distance_max
+    near = buckets // 2
+    if buckets < 4:
+        rule_text = "is not enough for near and far, ahead and behind"
+        yield Problem("model.distance_buckets", buckets, rule_text, "4 or more")
+    elif most <= near:
+        rule_text = f"is among the {near} distances that model.distance_buckets={buckets} tells apart exactly"
+        yield Problem("model.distance_max", most, rule_text, f"{near + 1} or more")
+
+
 @rule("batch.global", "layout.data.size")
 def replicas_divide_batch(config: Config) -> Iterator[Problem]:
     batch, size = config.batch.global_, config.layout.data.size
@@ -113,6 +128,7 @@ def warmup_fits(config: Config) -> Iterator[Problem]:
 RULES = (
     heads_divide_hidden,
     paths_divide_hidden,
+    distances_have_buckets,
     replicas_divide_batch,
     microbatches_divide_replica,
     patches_divide_image,

@@ -48,6 +48,15 @@ def test_heads_divide_hidden() -> None:
     assert mistake(model={"hidden": 64, "heads": 7}) == expected
 
 
+def test_distances_have_buckets() -> None:
+    line = mistake(model={"family": "t5", "distance_max": 16})
+    exact = "is among the 16 distances that model.distance_buckets=32 tells apart exactly"
+    assert line == f"model.distance_max=16 {exact}; valid: 17 or more"
+    line = mistake(model={"family": "t5", "distance_buckets": 3})
+    assert line == "model.distance_buckets=3 is not enough for near and far, ahead and behind; valid: 4 or more"
+    parse_config({"model": {"family": "t5", "distance_buckets": 4, "distance_max": 3}})
+
+
 def test_sequence_fits_positions() -> None:
     line = mistake(model={"positions": 128}, data={"sequence": 129})
     assert line == "data.sequence=129 is longer than model.positions=128; valid: 1 to 128"
