@@ -199,29 +199,36 @@ def doctor(as_json: AsJson = False) -> None:
 
 Source = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A step folder, or a run's (its newest step).")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Beams = Annotated[int | None, typer.Option(help="An encoder-decoder's hypotheses; 4. 1: greedy.")]
+LengthPenalty = Annotated[float | None, typer.Option(help="Its exponent in beam search; 0.6. 0: none.")]
 Context = Annotated[int | None, typer.Option(help="Tokens seen at once; the sequence length it was trained with.")]
 
 
 @app.command("eval")
 def evaluate(
     checkpoint: Source,
-    task: Annotated[str, typer.Option(help="perplexity, lambada, masked-lm or images.")] = "perplexity",
-    data: Annotated[str | None, typer.Option(help="Text, images, prepared folder; held-out split.")] = None,
+    task: Annotated[str, typer.Option(help="perplexity, bleu, lambada, masked-lm or images.")] = "perplexity",
+    data: Annotated[str | None, typer.Option(help="Text, pairs, images, prepared folder; held-out split.")] = None,
+    target: Annotated[str | None, typer.Option(help="Of two text files of pairs, the other; --data is one.")] = None,
     stride: Annotated[int | None, typer.Option(help="Between windows of perplexity; half the context.")] = None,
     context: Context = None,
+    samples: Annotated[int | None, typer.Option(help="BLEU of so many pairs; of all.")] = None,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity of a text per token and per word; LAMBADA's accuracy in naming the last word of a passage; a BERT's
-    in naming masked tokens; a ViT's in naming an image's class.
+    """Perplexity of a text per token and per word; an encoder-decoder's of targets, and BLEU of its answers; LAMBADA's
+    accuracy in naming the last word of a passage; a BERT's in naming masked tokens; a ViT's in naming an image's class.
 
     Example: meshwright eval out/first --data wiki.test.txt --stride 64
     """
     from meshwright.evaluate.report import facts_of, table_of
     from meshwright.evaluate.tasks import Question, measure
 
+    question = Question(checkpoint, device, data, target, stride, context, samples, beams, length_penalty)
     with _progress() as show:
-        folder, result = measure(task, Question(checkpoint, device, data, stride, context), show)
+        folder, result = measure(task, question, show)
     facts = {"checkpoint": str(folder), "task": task, **facts_of(result)}
     print(json.dumps(facts) if as_json else table_of(facts))
 
@@ -229,31 +236,33 @@ def evaluate(
 @app.command()
 def generate(
     checkpoint: Source,
-    prompt: Annotated[str, typer.Option(help="The text to go on from; may be empty.")],
-    tokens: Annotated[int, typer.Option(help="At most so many.")] = 100,
+    prompt: Annotated[str, typer.Option(help="The text to go on from, may be empty; or what is to be answered.")],
+    tokens: Annotated[int | None, typer.Option(help="At most so many; 100, or 50 more than the prompt's.")] = None,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw from the K most likely; from all.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the draws; 1.")] = None,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = None,
     context: Context = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Go on from a prompt. The same seed gives the same text.
+    """Go on from a prompt, by a GPT-2: the same seed gives the same text. Or answer it, by an encoder-decoder.
+
+    A T5 that learned spans fills in those that <extra_id_0>, <extra_id_1>, ... stand for.
 
     Example: meshwright generate out/first --prompt "def main" --temperature 0.8 --top-k 40
     """
-    from meshwright.evaluate import load_model
-    from meshwright.generate import Sampling, generate_text
+    from meshwright.generate import Request, Sampling
+    from meshwright.generate import generate as generate_from
 
-    sampling = Sampling(temperature, top_k, seed)
-    sampling.check()
-    loaded = load_model(checkpoint, device, context)
-    parts = generate_text(loaded, prompt, tokens, sampling)
+    request = Request(prompt, tokens, Sampling(temperature, top_k, seed), beams, length_penalty)
+    made = generate_from(checkpoint, request, device, context)
     if as_json:
-        print(json.dumps({"checkpoint": str(loaded.folder), "prompt": prompt, "text": "".join(parts)}))
+        print(json.dumps({"checkpoint": str(made.folder), "prompt": prompt, "text": "".join(made.parts)}))
         return
-    print(prompt, end="", flush=True)
-    for part in parts:
+    print(made.begun, end="", flush=True)
+    for part in made.parts:
         print(part, end="", flush=True)
     print()
 

@@ -1,21 +1,27 @@
-"""Text from a model, token by token, with a key-value cache.
+"""Text from a model, token by token, with a key-value cache: a GPT-2 goes on from a prompt, an encoder-decoder answers
+it with what beam search finds.
 
-When the context is full it slides: the last half of it is computed afresh and the rest is forgotten. (Positions are
-learned, so the cached keys of the older half cannot simply be moved.)
+When a GPT-2's context is full it slides: the last half of it is computed afresh and the rest is forgotten.
+(Positions are learned, so the cached keys of the older half cannot simply be moved.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError
-from meshwright.evaluate.model import LoadedModel
+from meshwright.evaluate.beam import Beam, beam_of
+from meshwright.evaluate.model import LoadedModel, family_at, load_model
+from meshwright.evaluate.sequence import SEQUENCE_FAMILIES, LoadedSequence, answers, load_sequence, source_ids, text_of
 from meshwright.models.gpt import KeyValueCache
+
+DEFAULT_TOKENS = 100
 
 _UNFINISHED = "\ufffd"
 
@@ -40,6 +46,63 @@ class Sampling:
         for option, value in (("--top-k", self.top_k), ("--seed", self.seed)):
             if value is not None and self.temperature == 0:
                 raise ConfigError.of(option, value, "has no effect at temperature 0", "with --temperature, such as 0.8")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a checkpoint; None: not given. `sampling` is a GPT-2's, the next two an encoder-decoder's."""
+
+    prompt: str
+    tokens: int | None = None
+    """At most; a GPT-2's default is 100, an encoder-decoder's 50 more than the prompt has, within the context."""
+    sampling: Sampling = Sampling()
+    beams: int | None = None
+    length_penalty: float | None = None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """`folder`: the step folder; `begun`: what the text goes on from, empty where it is an answer; its parts, each as
+    soon as it is there."""
+
+    folder: Path
+    begun: str
+    parts: Iterator[str]
+
+
+def generate(checkpoint: Path, request: Request, device: str = "auto", context: int | None = None) -> Generated:
+    """Raises ConfigError on options that cannot be or have no effect on the checkpoint's family; as the loaders."""
+    sampling = request.sampling
+    sampling.check()
+    if request.tokens is not None and request.tokens < 1:
+        raise ConfigError.of("--tokens", request.tokens, "asks for nothing", "1 or more")
+    family = family_at(checkpoint)
+    if family in SEQUENCE_FAMILIES:
+        given = {"--temperature": sampling.temperature or None, "--top-k": sampling.top_k, "--seed": sampling.seed}
+        _refuse(given, family, "which searches its likeliest answer", "--beams, --length-penalty")
+        beam = beam_of(request.beams, request.length_penalty)
+        answering = load_sequence(checkpoint, device, context)
+        return Generated(answering.folder, "", iter([answer_text(answering, request.prompt, beam, request.tokens)]))
+    given = {"--beams": request.beams, "--length-penalty": request.length_penalty}
+    _refuse(given, family, "which goes on token by token", "--temperature, --top-k, --seed")
+    loaded = load_model(checkpoint, device, context)
+    parts = generate_text(loaded, request.prompt, request.tokens or DEFAULT_TOKENS, sampling)
+    return Generated(loaded.folder, request.prompt, parts)
+
+
+def _refuse(given: dict[str, float | None], family: str, how: str, valid: str) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError.of(option, value, f"has no effect on a {family}, {how}", valid)
+
+
+def answer_text(loaded: LoadedSequence, prompt: str, beam: Beam, most: int | None) -> str:
+    """An encoder-decoder's answer. Raises ConfigError where the prompt does not fit the context."""
+    ids = source_ids(loaded, prompt)
+    if len(ids) > loaded.context:
+        rule = f"has {len(ids)} tokens with its end, and the model reads {loaded.context}"
+        raise ConfigError.of("--prompt", f"{prompt:.20}...", rule, "a shorter one, or a larger --context")
+    return text_of(loaded, answers(loaded, [ids], beam, most)[0].tokens)
 
 
 class _Chooser:

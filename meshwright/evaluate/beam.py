@@ -31,13 +31,16 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Beam:
-    """How the answer is searched. `length_penalty`: alpha; 0 prefers short answers, as probabilities do."""
+    """How the answer is searched, by default as by Vaswani et al., section 6.1.
+
+    `length_penalty`: alpha; 0 prefers short answers, as probabilities do.
+    """
 
     beams: int = 4
     length_penalty: float = 0.6
 
     def check(self) -> None:
-        """Raises ConfigError on a value that cannot be. The defaults are those of Vaswani et al., section 6.1."""
+        """Raises ConfigError on a value that cannot be."""
         if self.beams < 1:
             raise ConfigError.of("--beams", self.beams, "keeps no hypothesis", "1 (greedy) or more, such as 4")
         if not 0 <= self.length_penalty < float("inf"):
@@ -47,6 +50,19 @@ class Beam:
     def penalty(self, length: int | Tensor) -> Any:
         """lp(n), of a number or of each one."""
         return ((5 + length) / 6) ** self.length_penalty
+
+
+def beam_of(beams: int | None, length_penalty: float | None) -> Beam:
+    """None: the default. Raises ConfigError on a value that cannot be, or that would have no effect."""
+    standard = Beam()
+    beam = Beam(
+        standard.beams if beams is None else beams,
+        standard.length_penalty if length_penalty is None else length_penalty,
+    )
+    beam.check()
+    if length_penalty is not None and beams == 1:
+        raise ConfigError.of("--length-penalty", length_penalty, "has no effect on one hypothesis", "with --beams 2")
+    return beam
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,14 @@ def load_model(path: Path, device: str = "auto", context: int | None = None) -> 
     return LoadedModel(**vars(loaded), model=model)
 
 
-def load_text(path: Path, device: str, context: int | None, family: str) -> tuple[LoadedText, nn.Module]:
-    """A model of text and what it reads with, of a step folder or of a run's newest checkpoint; in evaluation mode.
+def family_at(path: Path) -> str:
+    """The family of the model in a step folder, or in a run's newest checkpoint."""
+    return Checkpoint(find_checkpoint(path)).config.model.family
+
+
+def load_text(path: Path, device: str, context: int | None, *families: str) -> tuple[LoadedText, nn.Module]:
+    """A model of text of one of these families, and what it reads with: of a step folder or of a run's newest
+    checkpoint, in evaluation mode.
 
     Weights are held as the run's optimizer held them: float64 for a float64 run, float32 for every other.
     `context`: by default the sequence length of the training, because positions beyond it were never trained; at most
@@ -67,8 +73,8 @@ def load_text(path: Path, device: str, context: int | None, family: str) -> tupl
     where = device_of(device)
     checkpoint = Checkpoint(find_checkpoint(path))
     config = checkpoint.config
-    if config.model.family != family:
-        raise CheckpointError(f"{checkpoint.folder} is a {config.model.family}: this needs a {family}")
+    if config.model.family not in families:
+        raise CheckpointError(f"{checkpoint.folder} is a {config.model.family}: this needs a {' or '.join(families)}")
     assert isinstance(config.model, TextTransformer), config.model
     positions = config.model.positions
     if context is not None and not 1 <= context <= positions:

@@ -8,12 +8,16 @@ from pathlib import Path
 
 from meshwright.data.progress import Progress
 from meshwright.errors import ConfigError
+from meshwright.evaluate.beam import Beam, beam_of
+from meshwright.evaluate.bleu import bleu
 from meshwright.evaluate.images import image_accuracy, load_image_model
 from meshwright.evaluate.lambada import cloze_accuracy
 from meshwright.evaluate.masked import load_bert, masked_accuracy
-from meshwright.evaluate.model import load_model
+from meshwright.evaluate.model import family_at, load_model
+from meshwright.evaluate.pairs import pairs_for, target_perplexity
 from meshwright.evaluate.perplexity import text_perplexity
 from meshwright.evaluate.report import Result
+from meshwright.evaluate.sequence import SEQUENCE_FAMILIES, load_sequence
 from meshwright.evaluate.text import stream_for
 
 
@@ -24,8 +28,29 @@ class Question:
     checkpoint: Path
     device: str
     data: str | None = None
+    target: str | None = None
     stride: int | None = None
     context: int | None = None
+    samples: int | None = None
+    beams: int | None = None
+    length_penalty: float | None = None
+
+    @property
+    def options(self) -> dict[str, int | float | str | None]:
+        """Those that not every task reads, as they are spelled."""
+        return {
+            "target": self.target,
+            "stride": self.stride,
+            "context": self.context,
+            "samples": self.samples,
+            "beams": self.beams,
+            "length-penalty": self.length_penalty,
+        }
+
+    @property
+    def beam(self) -> Beam:
+        """Raises ConfigError on values that cannot be."""
+        return beam_of(self.beams, self.length_penalty)
 
 
 Measured = tuple[Path, Result]
@@ -34,7 +59,7 @@ Measured = tuple[Path, Result]
 
 @dataclass(frozen=True)
 class Task:
-    """One measure. `options`: those of stride and context that have an effect; `needs`: what --data must be."""
+    """One measure. `options`: those of a question's that have an effect; `needs`: what --data must be."""
 
     measure: Callable[[Question, Progress], Measured]
     options: tuple[str, ...] = ()
@@ -48,7 +73,7 @@ def measure(name: str, question: Question, progress: Progress) -> Measured:
     task = TASKS[name]
     if task.needs and question.data is None:
         raise ConfigError.of("--task", name, "needs --data", task.needs)
-    for option, value in (("stride", question.stride), ("context", question.context)):
+    for option, value in question.options.items():
         if value is not None and option not in task.options:
             tasks = ", ".join(other for other in TASKS if option in TASKS[other].options)
             raise ConfigError.of(f"--{option}", value, f"has no effect on --task {name}", f"--task {tasks}")
@@ -56,9 +81,27 @@ def measure(name: str, question: Question, progress: Progress) -> Measured:
 
 
 def _perplexity(question: Question, progress: Progress) -> Measured:
+    if family_at(question.checkpoint) in SEQUENCE_FAMILIES:
+        return _target_perplexity(question, progress)
+    if question.target is not None:
+        raise ConfigError.of("--target", question.target, "has no effect on a gpt2", "with a transformer or t5")
     loaded = load_model(question.checkpoint, question.device, question.context)
     stream = stream_for(loaded, question.data, progress)
     return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
+
+
+def _target_perplexity(question: Question, progress: Progress) -> Measured:
+    if question.stride is not None:
+        raise ConfigError.of("--stride", question.stride, "has no effect on an encoder-decoder", "with a gpt2")
+    loaded = load_sequence(question.checkpoint, question.device, question.context)
+    return loaded.folder, target_perplexity(loaded, question.data, question.target, progress)
+
+
+def _bleu(question: Question, progress: Progress) -> Measured:
+    beam = question.beam
+    loaded = load_sequence(question.checkpoint, question.device, question.context)
+    pairs = pairs_for(loaded, question.data, question.target, progress)
+    return loaded.folder, bleu(loaded, pairs, beam, question.samples, progress)
 
 
 def _lambada(question: Question, progress: Progress) -> Measured:
@@ -79,7 +122,8 @@ def _images(question: Question, progress: Progress) -> Measured:
 
 
 TASKS: dict[str, Task] = {
-    "perplexity": Task(_perplexity, ("stride", "context")),
+    "perplexity": Task(_perplexity, ("target", "stride", "context")),
+    "bleu": Task(_bleu, ("target", "context", "samples", "beams", "length-penalty")),
     "lambada": Task(_lambada, ("context",), needs="a jsonl file with `text`, or a passage a line"),
     "masked-lm": Task(_masked, ("context",)),
     "images": Task(_images),

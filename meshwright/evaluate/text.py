@@ -41,17 +41,27 @@ def stream_for(loaded: LoadedText, data: str | None, progress: Progress = silent
     if data is not None:
         folder = Path(data).expanduser()
         return _validation_split(open_packed(folder), loaded, f"validation split of {folder}")
-    if loaded.steps == 0:
-        raise DataError(f"{loaded.folder} was not trained here, so it has no held-out split of its own: give --data")
+    check_trained(loaded)
     corpus = corpus_for(loaded.config.data, cache_folder(), progress)
     name = f"the run's held-out split (data.source={loaded.config.data.source})"
     return _validation_split(corpus, loaded, name)
 
 
-def _validation_split(corpus: PackedCorpus, loaded: LoadedText, name: str) -> TokenStream:
+def check_trained(loaded: LoadedText) -> None:
+    """Raises DataError where no run here held anything out."""
+    if loaded.steps == 0:
+        raise DataError(f"{loaded.folder} was not trained here, so it has no held-out split of its own: give --data")
+
+
+def check_tokenizer(corpus: PackedCorpus, loaded: LoadedText, name: str) -> None:
+    """Raises DataError where a corpus was tokenized with another tokenizer than the model's."""
     if corpus.tokenizer.to_json() != loaded.tokenizer.to_json():
         remedy = "give the text itself as --data"
         raise DataError(f"{name}: was tokenized with another tokenizer than that of {loaded.folder}; {remedy}")
+
+
+def _validation_split(corpus: PackedCorpus, loaded: LoadedText, name: str) -> TokenStream:
+    check_tokenizer(corpus, loaded, name)
     tokens = np.asarray(corpus.tokens("validation"))
     first = np.array([corpus.header.end], dtype=tokens.dtype)
     return TokenStream(np.concatenate([first, tokens]), corpus.header.validation.words, name)

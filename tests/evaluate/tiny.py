@@ -79,3 +79,20 @@ def rigged_checkpoint(folder: Path, follows: dict[int, int], *, positions: int =
         weights["tokens.weight"].data[byte, byte] = 1.0
         weights["head.weight"].data[follows.get(byte, 0), byte] = 1.0
     return save(parts, folder)
+
+
+def sequence_config(
+    family: str, source: Path, *, objective: str = "auto", dtype: str = "float64", **model: object
+) -> Config:
+    """An encoder-decoder over bytes, whose vocabulary has room for two tokens more and the sentinels."""
+    shape = {"layers": 2, "hidden": 16, "heads": 2, "feed_forward": 24, "vocabulary": VOCABULARY + 102, "dropout": 0.1}
+    return Config.model_validate(
+        {
+            "model": {"family": family, **shape, **({"head_width": 6} if family == "t5" else {}), **model},
+            "data": {"source": str(source), "sequence": 40, "validation": 0.2, "objective": objective},
+            "batch": {"global": 12},
+            "precision": {"level": "O0", "dtype": dtype},
+            "optimizer": {"lr": 5e-3, "weight_decay": 0.0, "schedule": {"warmup": 20}},
+            "seed": 3,
+        }
+    )

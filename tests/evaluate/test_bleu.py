@@ -1,0 +1,126 @@
+"""BLEU, perplexity and answers of a Transformer that has learned a rule, as a user asks for them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from meshwright.build import build
+from meshwright.config import Config
+from meshwright.data.pairs import PAIRS
+from meshwright.data.progress import silent
+from meshwright.errors import ConfigError, DataError
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from meshwright.train.loop import Trainer
+from tests.evaluate.test_commands import run, run_json
+from tests.evaluate.tiny import save, sequence_config, tiny_checkpoint
+from tests.workers import run_ranks
+
+COLOURS = ("red", "green", "blue", "white", "black")
+PAIRS_OF_COLOURS = [(f"{a} {b}", f"the {b} and then the {a} one") for a, b in product(COLOURS, COLOURS)]
+
+
+def learn(mesh: Mesh, config: Config, folder: str) -> float:
+    """Train until the rule is known; the last step's loss."""
+    parts = build(config, mesh)
+    opened = PAIRS.open(config, PAIRS.prepare(config, silent))
+    trainer = Trainer(parts, opened.train)
+    loss = 9.0
+    while loss > 0.02 and trainer.step < 300:
+        loss = float(str(trainer.turn(None)[0]["loss"]))
+    save(parts, Path(folder), step=trainer.step)
+    return loss
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has seen three quarters of the pairs; data and caches beside it."""
+    folder = tmp_path_factory.mktemp("colours")
+    source = folder / "pairs.tsv"
+    source.write_text("".join(f"{read}\t{written}\n" for read, written in PAIRS_OF_COLOURS))
+    small = {"layers": 1, "hidden": 32, "dropout": 0.0, "label_smoothing": 0.0}
+    config = sequence_config("transformer", source, dtype="float32", **small)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHWRIGHT_CACHE", str(folder / "cache"))
+        (loss,) = run_ranks(learn, Grid((("data", 1),)), config, str(folder / "run"))
+    assert loss < 0.02
+    return folder
+
+
+def test_bleu_of_what_was_learned_is_whole(learned: Path) -> None:
+    facts = run_json("eval", learned / "run", "--task", "bleu", "--data", learned / "pairs.tsv", "--samples", 9)
+    assert (facts["pairs"], facts["cut"], facts["beams"], facts["length_penalty"]) == (9, 0, 4, 0.6)
+    assert facts["bleu"] > 90, "some of the nine were held out"
+    assert "tok:13a" in facts["signature"]
+    assert "version:" in facts["signature"]
+    (learned / "wrong.jsonl").write_text(
+        "".join(
+            json.dumps({"source": read, "target": written.replace("one", "two")}) + "\n"
+            for read, written in PAIRS_OF_COLOURS
+        )
+    )
+    words = ("eval", learned / "run", "--task", "bleu", "--data", learned / "wrong.jsonl", "--beams", 1)
+    assert 30 < run_json(*words)["bleu"] < 90
+    assert "signature" in run(*words, "--samples", 2)
+
+
+def test_held_out_pairs_are_the_runs_own(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(learned / "cache"))
+    facts = run_json("eval", learned / "run", "--task", "bleu")
+    assert 0 < facts["pairs"] < len(PAIRS_OF_COLOURS) / 2
+    assert "the run's held-out split" in facts["data"]
+    held_out = run_json("eval", learned / "run")
+    assert held_out["samples"] == facts["pairs"]
+    seen = run_json("eval", learned / "run", "--data", learned / "pairs.tsv")
+    assert seen["samples"] == len(PAIRS_OF_COLOURS)
+    assert seen["loss_per_token"] < held_out["loss_per_token"]
+
+
+def test_generate_answers(learned: Path) -> None:
+    assert run("generate", learned / "run", "--prompt", "red blue") == "the blue and then the red one\n"
+    facts = run_json("generate", learned / "run", "--prompt", "red blue", "--beams", 1, "--tokens", 8)
+    assert facts["text"] == "the blue"
+
+
+def test_a_source_beyond_the_context_is_cut(learned: Path) -> None:
+    (learned / "long.tsv").write_text("red blue" + " " * 40 + "x\tthe blue and then the red one\n")
+    facts = run_json("eval", learned / "run", "--task", "bleu", "--data", learned / "long.tsv")
+    assert (facts["pairs"], facts["cut"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (("eval", "--task", "bleu", "--stride", 2), "--stride=2 has no effect on --task bleu"),
+        (("eval", "--task", "bleu", "--samples", 0), "--samples=0 asks for nothing"),
+        (("eval", "--task", "bleu", "--beams", 0), "--beams=0 keeps no hypothesis"),
+        (("eval", "--stride", 2), "--stride=2 has no effect on an encoder-decoder"),
+        (("eval", "--beams", 2), "--beams=2 has no effect on --task perplexity; valid: --task bleu"),
+        (("generate", "--prompt", "a", "--temperature", 0.5), "--temperature=0.5 has no effect on a transformer"),
+        (("generate", "--prompt", "a", "--temperature", 0.5, "--top-k", 3), "has no effect on a transformer"),
+    ],
+)
+def test_mistakes(learned: Path, words: tuple[object, ...], message: str) -> None:
+    command, *options = words
+    data = ("--data", learned / "pairs.tsv") if command == "eval" else ()
+    with pytest.raises(ConfigError, match=message):
+        run(command, learned / "run", *options, *data)
+
+
+def test_options_of_another_family(tmp_path: Path) -> None:
+    step = tiny_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="--beams=2 has no effect on a gpt2"):
+        run("generate", step, "--prompt", "a", "--beams", 2)
+    with pytest.raises(ConfigError, match="--target=b has no effect on a gpt2"):
+        run("eval", step, "--data", "a", "--target", "b")
+
+
+def test_without_sacrebleu(learned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    with pytest.raises(DataError, match=r"BLEU needs sacrebleu.*pip install 'meshwright\[translation\]'"):
+        run("eval", learned / "run", "--task", "bleu", "--data", learned / "pairs.tsv")
