@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
-from meshwright.subgraph.branches import Branches
 from torch import Tensor, nn
 
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.ours import open_layout, reference_config, steps_of
 from meshwright.bucket import assign_rooms, make_buckets
-from meshwright.build import Parts, build
+from meshwright.build import Parts, build_kit
+from meshwright.config import Config
 from meshwright.config.layout import Subgraph
 from meshwright.data_parallel.allreduce import AllReduce
 from meshwright.data_parallel.strategy import Synchroniser
@@ -28,6 +27,9 @@ from meshwright.optim.in_place import InPlace
 from meshwright.optim.optimizer import Optimizer
 from meshwright.pipeline.passes import Accumulation
 from meshwright.shard import Initial, initialise, shard_specs
+from meshwright.stages import Stages
+from meshwright.subgraph.branches import Branches
+from meshwright.tensor.kit import Kit
 from meshwright.tensor.serial import SerialLinear
 
 
@@ -80,23 +82,23 @@ def train(place: Place, *, separate_heads: int, head_width: int, **options: Opti
     settings = config.layout.tensor
     assert isinstance(settings, Subgraph), settings
     with open_layout(config) as mesh:
-        parts = build(config, mesh)
-        model = parts.module
-        assert isinstance(model, GPT), model
+        kit = build_kit(config, mesh)
+        model = GPT(config.model, kit)
         for block in model.blocks.values():
             block.attention = SeparateHeads(
                 mesh, config.model.hidden, separate_heads, head_width, settings, config.micro
             )
-        yield steps_of(_rebuilt(parts))
+        yield steps_of(_parts(config, mesh, kit, model))
 
 
-def _rebuilt(parts: Parts) -> Parts:
-    """The same run of the changed model."""
-    config, mesh, model = parts.config, parts.mesh, parts.model
-    initialise(parts.module, mesh, config.seed)
-    buckets = make_buckets(parts.module.named_parameters(), shard_specs(parts.module), mesh, config.layout.data.bucket)
-    assign_rooms(parts.module, buckets)
+def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
+    """What `meshwright.build` makes of a model that it knows."""
+    initialise(model, mesh, config.seed)
+    specs = shard_specs(model)
+    buckets = make_buckets(model.named_parameters(), specs, mesh, config.layout.data.bucket)
+    assign_rooms(model, buckets)
     strategy = Synchroniser(buckets, mesh, AllReduce())
-    optimizer = Optimizer(config, strategy.slots, mesh, InPlace)
+    stages = Stages((model.stretch,), specs, ())
     passes = Accumulation(model, strategy, mesh.device)
-    return replace(parts, strategy=strategy, optimizer=optimizer, passes=passes)
+    optimizer = Optimizer(config, strategy.slots, mesh, InPlace)
+    return Parts(config, mesh, kit, model, model, stages, strategy, passes, optimizer)
