@@ -30,6 +30,8 @@ class Opened:
     held_out: Samples | None
     """None where the run does not validate."""
     tokenizer: str | None
+    notes: tuple[str, ...] = ()
+    """What a user should know of them: said when a run begins."""
 
 
 class Dataset(Protocol):

@@ -204,6 +204,8 @@ class _Run:
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         layout = self.config.layout
         display.say(f"{layout.world_size} ranks: {layout.summary}; writing to {self.out}")
+        for note in self.data.notes:
+            display.say(note)
         for name in unfinished:
             display.say(f"removed a checkpoint that was never finished: {name}")
         if attempt:
