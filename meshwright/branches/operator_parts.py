@@ -90,9 +90,9 @@ def _alike(flops: int, count: int) -> tuple[float, ...]:
 
 
 def _common_path(paths: tuple[str, ...]) -> str:
-    """The innermost module that holds all of them."""
+    """The innermost module that holds all of them; of the model itself, from the first to the last."""
     parts = [path.split(".") for path in paths]
     common = 0
     while all(len(path) > common and path[common] == parts[0][common] for path in parts):
         common += 1
-    return ".".join(parts[0][:common])
+    return ".".join(parts[0][:common]) or f"{paths[0]} ... {paths[-1]}"

@@ -61,7 +61,10 @@ def render(found: Findings) -> None:
     )
     if found.layouts:
         console.print(_layouts(found))
-    console.print("Bounds: against one rank, as if sending took no time.")
+    console.print(
+        "Bounds: against one rank, as if sending took no time; dealt by cost, also where the sub-grids do not divide "
+        "the branches and a layout would be refused."
+    )
 
 
 def _regions(found: Findings) -> Table:

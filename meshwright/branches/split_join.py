@@ -14,7 +14,8 @@ from meshwright.branches.graph import BATCH, Graph
 from meshwright.branches.region import Region
 
 SUMS = frozenset({"add", "add_"})
-CONCATS = frozenset({"cat", "stack"})
+NAMES = dict.fromkeys(SUMS, "sum") | {"cat": "concat", "stack": "concat", "scaled_dot_product_attention": "attention"}
+"""Of joins, where they have names of their own."""
 SLICES = frozenset({"select", "slice", "narrow", "getitem", "chunk", "split", "split_with_sizes", "unbind"})
 
 
@@ -99,7 +100,7 @@ def _region(graph: Graph, split: int, join: int, pieces: list[set[int]]) -> Regi
     """Of the pieces that compute."""
     branches = [piece for piece in pieces if graph.flops_of(piece) > 0]
     joined = graph.operators[join]
-    leave = "sum" if joined.name in SUMS else "concat" if joined.name in CONCATS else joined.name
+    leave = NAMES.get(joined.name, joined.name)
     flops = tuple(map(graph.flops_of, branches))
     names = tuple(_name(graph, piece) for piece in branches)
     return Region("split/join", joined.path, _enter(graph, split, branches), leave, flops, names)
