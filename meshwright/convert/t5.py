@@ -27,9 +27,14 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 
+import tokenizers
+
 from meshwright.config.models import T5
 from meshwright.convert.family import Family, Pair, Shape, alike, grouped, shapes_of, transposed
 from meshwright.convert.settings import Settings, as_text
+from meshwright.data.pairs_batch import specials_with_room
+from meshwright.data.specials import SEQUENCE_PADDING, with_t5_specials
+from meshwright.data.tokenizer import parse_tokenizer
 from meshwright.models.t5 import T5Model
 
 _TABLE = "shared.weight"
@@ -124,8 +129,21 @@ def _files(model: T5, tokenizer: str | None, dtype: str) -> dict[str, str]:
         "initializer_factor": 1.0,
         "torch_dtype": dtype,
     }
-    texts = {"config.json": as_text(settings)}
-    return texts if tokenizer is None else texts | {"tokenizer.json": tokenizer}
+    if tokenizer is None:
+        return {"config.json": as_text(settings)}
+    specials = specials_with_room(model, parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json"))
+    ids = {"pad_token_id": specials.padding, "decoder_start_token_id": specials.start, "eos_token_id": specials.end}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.positions,
+        "pad_token": SEQUENCE_PADDING,
+        "eos_token": tokenizers.Tokenizer.from_str(tokenizer).id_to_token(specials.end),
+    }
+    return {
+        "config.json": as_text(settings | ids),
+        "tokenizer.json": with_t5_specials(tokenizer, specials),
+        "tokenizer_config.json": as_text(about),
+    }
 
 
 T5_FAMILY = Family(

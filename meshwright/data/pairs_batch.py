@@ -23,7 +23,7 @@ from meshwright.config.data_rules import SENTINELS, objective_of
 from meshwright.config.models import T5, EncoderDecoder
 from meshwright.data.specials import SequenceSpecials, sequence_specials
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, DataError
 
 
 def specials_for(config: Config, tokenizer: Tokenizer) -> SequenceSpecials:
@@ -37,6 +37,19 @@ def specials_for(config: Config, tokenizer: Tokenizer) -> SequenceSpecials:
         rule = f"is smaller than the {size} tokens of the corpus' tokenizer with the model's own"
         raise ConfigError.of("model.vocabulary", model.vocabulary, rule, f"{size} or more")
     return specials
+
+
+def specials_with_room(model: EncoderDecoder, tokenizer: Tokenizer) -> SequenceSpecials:
+    """Those of a model that no run here has trained: with the sentinels where its vocabulary has room for them.
+
+    Raises DataError where it has none for the others.
+    """
+    for sentinels in (SENTINELS, 0):
+        specials = sequence_specials(tokenizer, starts_with_padding=isinstance(model, T5), sentinels=sentinels)
+        if specials.vocabulary_size <= model.vocabulary:
+            return specials
+    size = specials.vocabulary_size
+    raise DataError(f"the tokenizer has {size} tokens with the model's own, and the model knows {model.vocabulary}")
 
 
 def sequence_batch(

@@ -13,7 +13,7 @@ are appended in this order, so a model over it needs as many tokens more. A text
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import tokenizers
@@ -88,17 +88,34 @@ def with_specials(text: str, specials: Specials) -> str:
 
     A text that has them all is returned as it is. Raises DataError where the library would give them other ids.
     """
-    library = tokenizers.Tokenizer.from_str(text)
-    if all(library.token_to_id(name) is not None for name in NAMES):
-        return text
-    library.add_special_tokens(list(NAMES))
-    wanted = (specials.padding, specials.first, specials.separator, specials.mask)
-    found = tuple(library.token_to_id(name) for name in NAMES)
-    if found != wanted:
-        raise DataError(f"the tokenizer gives {', '.join(NAMES)} the ids {found}, and the model has them as {wanted}")
-    library.post_processor = processors.TemplateProcessing(
+    ids = dict(zip(NAMES, (specials.padding, specials.first, specials.separator, specials.mask), strict=True))
+    template = processors.TemplateProcessing(
         single=f"{FIRST} $A {SEPARATOR}",
         pair=f"{FIRST} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
         special_tokens=[(FIRST, specials.first), (SEPARATOR, specials.separator)],
     )
+    return _with_tokens(text, ids, template)
+
+
+def with_t5_specials(text: str, specials: SequenceSpecials) -> str:
+    """As `with_specials`: padding and sentinels, and an end token behind each text."""
+    ids = {SEQUENCE_PADDING: specials.padding}
+    ids |= {SENTINEL.format(number): sentinel for number, sentinel in enumerate(specials.sentinels)}
+    end = tokenizers.Tokenizer.from_str(text).id_to_token(specials.end)
+    template = processors.TemplateProcessing(
+        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, specials.end)]
+    )
+    return _with_tokens(text, ids, template)
+
+
+def _with_tokens(text: str, ids: Mapping[str, int], template: processors.PostProcessor) -> str:
+    library = tokenizers.Tokenizer.from_str(text)
+    if all(library.token_to_id(name) is not None for name in ids):
+        return text
+    library.add_special_tokens(list(ids))
+    found = [library.token_to_id(name) for name in ids]
+    if found != list(ids.values()):
+        wanted = list(ids.values())
+        raise DataError(f"the tokenizer gives {', '.join(ids)} the ids {found}, and the model has them as {wanted}")
+    library.post_processor = template
     return str(library.to_str(pretty=True)) + "\n"

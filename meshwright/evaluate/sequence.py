@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from meshwright.batch import IGNORED, Batch, to_device
-from meshwright.data.pairs_batch import sequence_batch, specials_for
+from meshwright.config.models import EncoderDecoder
+from meshwright.data.pairs_batch import sequence_batch, specials_for, specials_with_room
 from meshwright.data.progress import Progress, silent
 from meshwright.data.specials import SENTINEL, SequenceSpecials
 from meshwright.evaluate.beam import Answer, Beam, beam_search
@@ -51,7 +52,10 @@ def load_sequence(path: Path, device: str = "auto", context: int | None = None) 
     """The Transformer or T5 of a step folder, or of a run's newest checkpoint. Raises as `load_text`."""
     loaded, model = load_text(path, device, context, *SEQUENCE_FAMILIES)
     assert isinstance(model, EncoderDecoderChain)
-    return LoadedSequence(**vars(loaded), model=model, specials=specials_for(loaded.config, loaded.tokenizer))
+    config, tokenizer = loaded.config, loaded.tokenizer
+    assert isinstance(config.model, EncoderDecoder), config.model
+    specials = specials_for(config, tokenizer) if loaded.steps else specials_with_room(config.model, tokenizer)
+    return LoadedSequence(**vars(loaded), model=model, specials=specials)
 
 
 def source_ids(loaded: LoadedSequence, text: str) -> list[int]:

@@ -15,7 +15,10 @@ from meshwright.checkpoint import Checkpoint, load_weights
 from meshwright.config.models import T5
 from meshwright.config.schema import Config, Data, Precision
 from meshwright.convert import export_folder, import_folder
-from meshwright.errors import CheckpointError
+from meshwright.convert.t5 import T5_FAMILY
+from meshwright.data.tokenizer import byte_tokenizer
+from meshwright.errors import CheckpointError, DataError
+from meshwright.generate import Request, generate
 from meshwright.mesh import solo_mesh
 from meshwright.models.t5 import T5Model
 from meshwright.shard import shard_specs
@@ -100,6 +103,33 @@ def test_export_loads_in_transformers_with_the_same_logits(tmp_path: Path) -> No
     ours, theirs = our_logits(step), their_logits(model.eval())
     assert ours.dtype == theirs.dtype == torch.float64
     torch.testing.assert_close(theirs, ours, rtol=1e-11, atol=1e-11)
+
+
+def test_exported_tokenizer_and_model_go_together(tmp_path: Path) -> None:
+    """300 tokens have room for a padding behind the 257, and for no sentinels; 360 for both."""
+    our_checkpoint(tmp_path)
+    export_folder(tmp_path, tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("ab")["input_ids"] == [*b"ab", 256]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (257, 256, 258)
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "hf")
+    assert model.generation_config.decoder_start_token_id == 257
+    import_folder(tmp_path / "hf", tmp_path / "again")
+    for text in ("ab", "xyz"):
+        theirs = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=5, do_sample=False)[0]
+        ours = generate(tmp_path / "again", Request(text, tokens=5, beams=1), "cpu")
+        assert "".join(ours.parts) == tokenizer.decode(theirs, skip_special_tokens=True)
+    text = byte_tokenizer().to_json()
+    larger = T5(family="t5", vocabulary=360)
+    (tmp_path / "tokenizer.json").write_text(T5_FAMILY.files(larger, text, "float32")["tokenizer.json"])
+    spans = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert spans("a<extra_id_0>b<extra_id_99>")["input_ids"] == [97, 258, 98, 357, 256]
+    assert (
+        T5_FAMILY.files(larger, (tmp_path / "tokenizer.json").read_text(), "float32")["tokenizer.json"]
+        == (tmp_path / "tokenizer.json").read_text()
+    )
+    with pytest.raises(DataError, match="has 258 tokens with the model's own, and the model knows 257"):
+        T5_FAMILY.files(T5(family="t5", vocabulary=257), text, "float32")
 
 
 def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
