@@ -71,8 +71,7 @@ class EncoderDecoderChain(Chain):
         return (self.embed(source, 0), self.embed(target, 0), *biases)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        passed: Hidden = block(hidden, _seen(batch["source_mask"]))
-        return passed
+        return cast(EncoderBlock | DecoderBlock, block).advance(hidden, _seen(batch["source_mask"]))
 
     def end(self, hidden: Hidden) -> Tensor:
         # A stage is asked for the gradient of all that it was given, also of what none of its blocks reads.
@@ -90,7 +89,7 @@ class EncoderDecoderChain(Chain):
         """The memory [B, S, H] of source tokens [B, S]. Of a whole model on one device."""
         h, seen, bias = self.embed(source, 0), _seen(source_mask), self.source_bias(source.shape[1])
         for index in range(self.num_encoders):
-            h = cast(EncoderBlock, self.blocks[str(index)]).encode(h, seen, *bias)
+            h = self.blocks[str(index)](h, seen, *bias)
         return h
 
     def decode(self, target: Tensor, memory: Tensor, source_mask: Tensor, cache: DecoderCache | None = None) -> Tensor:
@@ -102,7 +101,7 @@ class EncoderDecoderChain(Chain):
         (bias,) = self.target_bias(start, target.shape[1]) or (None,)
         h, seen = self.embed(target, start), _seen(source_mask)
         for index in range(self.num_encoders, 2 * self.num_encoders):
-            h = cast(DecoderBlock, self.blocks[str(index)]).decode(h, memory, seen, bias, cache)
+            h = self.blocks[str(index)](h, memory, seen, bias, cache)
         return self.normed(h)
 
 

@@ -183,11 +183,12 @@ class EncoderBlock(Block):
         self.feed_forward = FeedForward(recipe, kit)
         self.final_norm = recipe.norm() if last and recipe.norm_first else None
 
-    def forward(self, hidden: Hidden, seen: Tensor) -> Hidden:
+    def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
+        """What passes from block to block."""
         h, target, *biases = hidden
-        return (self.encode(h, seen, *biases[:1]), target, *biases)
+        return (self(h, seen, *biases[:1]), target, *biases)
 
-    def encode(self, h: Tensor, seen: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, h: Tensor, seen: Tensor, bias: Tensor | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         h = self.add(h, self.attention_norm, lambda x: self.attention(x, seen, bias, None))
         h = self.add(h, self.feed_forward_norm, self.feed_forward)
@@ -205,12 +206,12 @@ class DecoderBlock(Block):
         self.feed_forward_norm = recipe.norm()
         self.feed_forward = FeedForward(recipe, kit)
 
-    def forward(self, hidden: Hidden, seen: Tensor) -> Hidden:
+    def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
+        """What passes from block to block."""
         memory, h, *biases = hidden
-        bias = biases[1] if biases else None
-        return (memory, self.decode(h, memory, seen, bias), *biases)
+        return (memory, self(h, memory, seen, *biases[1:]), *biases)
 
-    def decode(
+    def forward(
         self, h: Tensor, memory: Tensor, seen: Tensor, bias: Tensor | None = None, cache: DecoderCache | None = None
     ) -> Tensor:
         """[B, T, H] -> [B, T, H], with memory [B, S, H]."""
