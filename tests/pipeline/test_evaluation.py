@@ -54,6 +54,8 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any] | None]] = {
     "2 stages x 2 replicas": (2, 2, None),
     "2 stages, 1-D": (2, 1, ONE_D[0]),
     "2 stages, 2-D": (2, 1, BLOCKS[1]),
+    "sub-graphs": (1, 1, {"kind": "subgraph", "size": 2, "branch": "attention-core"}),
+    "2 stages, sub-graphs, common one": (2, 1, {"kind": "subgraph", "size": 2, "common": "one"}),
 }
 
 
@@ -98,8 +100,12 @@ def test_its_checkpoint_can_be_asked(staged: Path, tmp_path: Path) -> None:
     assert len(text) <= 3
 
 
-def test_verify_holds(corpus: Path) -> None:
-    verdict = verify(config_of(corpus, 2), steps=2)
+COMMON_ONE = {"kind": "subgraph", "size": 2, "common": "one", "branch": "block"}
+
+
+@pytest.mark.parametrize("tensor", [None, pytest.param(COMMON_ONE, marks=pytest.mark.long)], ids=str)
+def test_verify_holds(tensor: dict[str, Any] | None, corpus: Path) -> None:
+    verdict = verify(config_of(corpus, 2, tensor=tensor), steps=2)
     verdict.check()
     names = {row.name for row in verdict.rows if row.kind == "gradient"}
     assert {"tokens.weight", "blocks.0.attention.query_key_value.bias", "blocks.2.feed_forward.contract.bias"} <= names
