@@ -274,6 +274,11 @@ def test_half_precision_on_stages(precision: dict[str, str]) -> None:
         assert losses == pytest.approx(serial()[0], rel=0.02)
 
 
+def test_recomputed_blocks_equal_serial() -> None:
+    tree = laid_out(SUBGRAPHS[4]).model_dump(mode="json", by_alias=True)
+    check(run(parse_config(tree | {"memory": {"recompute": {"every": 2}}})), serial())
+
+
 def planned() -> tuple[Config, Mesh, Any]:
     config = laid_out(WHOLE, 1, 3, partition=(1, 1, 1))
     mesh = planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes)
