@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshwright.errors import ConfigError
 from meshwright.subgraph.deal import Deal, deal
 
-COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=7)
+COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 
 def longest(hands: Deal, costs: list[int]) -> int:
