@@ -53,7 +53,11 @@ class Findings:
 
 def find_branches(config: Config, grids: Sequence[int]) -> Findings:
     """Trace the run's model and find its branches. `grids`: numbers of sub-grids to deal them over."""
-    model = trace_model(config)
+    return findings_of(trace_model(config), grids)
+
+
+def findings_of(model: TracedModel, grids: Sequence[int]) -> Findings:
+    """What a traced model has."""
     joins = find_split_joins(model.graph)
     groups = _grouped(model, (*joins.regions, *find_operator_parts(model.graph)), grids)
     total = model.graph.total_flops
@@ -62,7 +66,7 @@ def find_branches(config: Config, grids: Sequence[int]) -> Findings:
         dealt = [(group.region.flops, len(group.places)) for group in groups if value in group.cut_by]
         if dealt:
             layouts[value] = {size: bound(total, dealt, size) for size in grids}
-    return Findings(config.micro, total, model.graph.longest_flops, joins.lone, groups, layouts)
+    return Findings(model.rows, total, model.graph.longest_flops, joins.lone, groups, layouts)
 
 
 def parse_grids(text: str) -> tuple[int, ...]:

@@ -97,8 +97,10 @@ class TracedBranches:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """`pairs`: the paths of the linears of pairs, and where the model asked for them."""
+    """Of a microbatch of `rows` samples. `pairs`: the paths of the linears of pairs, and where the model asked for
+    them."""
 
+    rows: int
     graph: Graph
     pairs: dict[str, Literal["branches", "slices"]]
 
@@ -117,4 +119,4 @@ def trace_model(config: Config) -> TracedModel:
     batch = empty_batch(config, kit, model.inside, kit.mesh.device)
     graph = trace(model, batch, dict.fromkeys(model.labels, 1.0))
     paths = {module: path for path, module in model.named_modules()}
-    return TracedModel(graph, {paths[layer]: where for layer, where in kit.pairs.items()})
+    return TracedModel(config.micro, graph, {paths[layer]: where for layer, where in kit.pairs.items()})

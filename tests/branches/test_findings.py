@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.branches.findings import Findings, Group, find_branches, parse_grids
-from meshwright.branches.model import trace_model
+from meshwright.branches.findings import Findings, Group, findings_of, parse_grids
+from meshwright.branches.model import TracedModel, trace_model
 from meshwright.branches.operator_parts import find_operator_parts
-from meshwright.branches.report import flops_text, place_text
+from meshwright.branches.report import flops_text, place_text, render
 from meshwright.cli import app
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
@@ -20,7 +21,8 @@ from meshwright.families import family_of
 
 B, T, H, N, V, LAYERS = 4, 128, 256, 1024, 20800, 2
 
-FAMILIES: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2-mini": {"layers": LAYERS},
     "bert-tiny": {"layers": 1},
     "vit-digits": {"layers": 1},
     "transformer-tiny": {"layers": 1},
@@ -29,9 +31,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(name: str, **fields: Any) -> Config:
+def config_of(name: str) -> Config:
     data = {"source": "digits"} if name in ("vit-digits", "resnext-tiny") else {"sequence": T}
-    return parse_config({"model": {"base": name, **fields}, "data": data, "batch": {"global": B}})
+    return parse_config({"model": {"base": name, **MODELS[name]}, "data": data, "batch": {"global": B}})
+
+
+@cache
+def traced(name: str) -> TracedModel:
+    return trace_model(config_of(name))
 
 
 def group_at(found: Findings, where: str, num_branches: int) -> Group:
@@ -40,7 +47,7 @@ def group_at(found: Findings, where: str, num_branches: int) -> Group:
 
 
 def test_gpt2_mini_in_closed_form() -> None:
-    found = find_branches(config_of("gpt2-mini", layers=LAYERS), (2, 3))
+    found = findings_of(traced("gpt2-mini"), (2, 3))
     core, attention = 4 * B * T * T * H, 4 * B * T * T * H + 8 * B * T * H * H
     feed_forward = 4 * B * T * H * N + B * T * N
     assert len(found.groups) == 3
@@ -58,7 +65,7 @@ def test_gpt2_mini_in_closed_form() -> None:
 
 
 def test_bounds_of_layouts_by_hand() -> None:
-    found = find_branches(config_of("gpt2-mini", layers=LAYERS), (2, 3))
+    found = findings_of(traced("gpt2-mini"), (2, 3))
     total = found.total_flops
     core, attention, feed_forward = (group.total_flops for group in found.groups)
     dealt = {"attention-core": [core / 8], "attention": [attention / 8], "block": [attention / 8, feed_forward / N]}
@@ -70,11 +77,10 @@ def test_bounds_of_layouts_by_hand() -> None:
         assert bounds[3].all_ranks == pytest.approx(total / ((total - whole[value]) / 3 + thirds), rel=1e-12)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_pair_of_a_model_is_found_by_itself(name: str) -> None:
     """The linears that are found round branches are those that the models ask the kit for; costs are the family's."""
-    config = config_of(name, **FAMILIES[name])
-    model = trace_model(config)
+    config, model = config_of(name), traced(name)
     regions = find_operator_parts(model.graph)
     cut = [region for region in regions if model.cut_by(region)]
     assert {path for region in cut for path in region.linears} == set(model.pairs)
@@ -88,12 +94,12 @@ def test_every_pair_of_a_model_is_found_by_itself(name: str) -> None:
 
 def test_branches_of_whole_operators() -> None:
     """ResNeXt's shortcut beside its paths; a Transformer's encoder beside the decoder's first steps."""
-    (block,) = [g for g in find_branches(config_of("resnext-tiny"), (2,)).groups if g.places == ("blocks.1",)
-                and g.region.form == "split/join"]  # fmt: skip
+    groups = findings_of(traced("resnext-tiny"), (2,)).groups
+    (block,) = [g for g in groups if g.places == ("blocks.1",) and g.region.form == "split/join"]
     assert (block.region.enter, block.region.leave, block.cut_by) == ("split", "sum", ())
     assert block.region.names[1] == "blocks.1.shortcut.transform ... blocks.1.shortcut.norm"
     assert block.region.flops[1] == 2 * B * 16 * 64 * 128 + B * 16 * 128  # 4 x 4 positions
-    encoder, decoder = find_branches(config_of("transformer-tiny", layers=1), (2,)).groups[0].region.names
+    encoder, decoder = findings_of(traced("transformer-tiny"), (2,)).groups[0].region.names
     assert encoder.endswith("blocks.1.cross.key_value")
     assert decoder.endswith("blocks.1.cross.query")
 
@@ -106,13 +112,18 @@ def test_the_command(tmp_path: Path) -> None:
     facts = json.loads(answer.output)
     assert [region["num_branches"] for region in facts["regions"]] == [8, 8, N]
     assert facts["layouts"]["block"]["4"]["all"] == pytest.approx(4)
-    table = CliRunner().invoke(app, ["branches", str(run)], env={"COLUMNS": "200"})
-    assert "blocks.0.attention.core" in table.output
     with pytest.raises(ConfigError, match="--grids=one is not a number of sub-grids; valid: 2 or more, such as 2,4,8"):
         parse_grids("2,one")
 
 
-def test_words_of_the_tables() -> None:
+def test_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    render(findings_of(traced("gpt2-mini"), (2, 4)))
+    shown = capsys.readouterr().out
+    (row,) = [line for line in shown.splitlines() if "blocks.0-1.attention.core" in line]
+    assert [cell.strip() for cell in row.split("│")[1:4]] == ["blocks.0-1.attention.core", "slice, concat", "8 heads"]
+    assert "4 joins of a value with what one branch alone makes of it" in shown
+    assert "common: all" in shown
     assert place_text(("blocks.0.a", "blocks.1.a", "blocks.3.a")) == "blocks.0-1,3.a"
     assert place_text(("",)) == "-"
     assert [flops_text(x) for x in (12, 1.5e3, 2.25e9)] == ["12", "1.50 k", "2.25 G"]
