@@ -38,7 +38,7 @@ def test_one_bucket_is_of_the_sequences_length() -> None:
 
 
 @pytest.mark.parametrize("buckets", [1, 4])
-def test_every_pair_comes_once_before_any_comes_again(buckets: int) -> None:
+def test_all_pairs_of_a_bucket_come_equally_often(buckets: int) -> None:
     made = order(buckets)
     seen: dict[int, Counter[int]] = {edge: Counter() for edge in made.edges.tolist()}
     for step in range(400):
@@ -46,7 +46,7 @@ def test_every_pair_comes_once_before_any_comes_again(buckets: int) -> None:
         seen[length].update(pairs.tolist())
     assert sum(map(len, seen.values())) == len(LENGTHS), "every pair is of one bucket"
     for counts in seen.values():
-        times = set(counts.values())  # of an epoch's batches some are still to come: one round of the bucket at most
+        times = set(counts.values())  # of the last epoch's batches some are still to come
         assert max(times) - min(times) <= 2
         assert min(times) >= 10
 
