@@ -24,6 +24,7 @@ from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
 from meshwright.topology import Topology, Volume, total
 from meshwright.train.job import resources_of
 from meshwright.train.plan import plan_step
+from meshwright.verify.job import comparable
 from tests.test_order import config_for
 from tests.workers import run_ranks
 
@@ -221,3 +222,9 @@ def test_nodes_are_the_launcher_s() -> None:
     ):
         resources_of(config.model_copy(update={"layout": given}))
     resources_of(config.model_copy(update={"layout": given.model_copy(update={"ranks_per_node": 4})}))
+
+
+def test_what_is_verified_here_may_be_meant_for_other_nodes() -> None:
+    config = config_for("branch-data")
+    given = config.layout.model_copy(update={"ranks_per_node": 2})
+    resources_of(comparable(config.model_copy(update={"layout": given}), as_configured=False))
