@@ -5,9 +5,9 @@ length of its longest pair up to the next multiple of 8, at most `sequence`. The
 longer side, into equal shares; edges that coincide are one bucket. With one bucket all rows have `sequence` tokens.
 
 Training: each bucket goes through its pairs again and again, in another seeded order each time; what does not fill a
-batch begins the next one, so no pair is dropped, and all of a bucket come equally often. In an epoch every bucket has as
-many batches as its pairs fill, to the nearest whole number and one at least; the epoch's batches are in a seeded order,
-another one each time.
+batch begins the next one, so no pair is dropped, and all of a bucket come equally often. In an epoch every bucket has
+as many batches as its pairs fill, to the nearest whole number and one at least; the epoch's batches are in a seeded
+order, another one each time.
 
 | from | comes | by |
 |---|---|---|
