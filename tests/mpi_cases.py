@@ -52,6 +52,8 @@ def cases(num_ranks: int) -> list[Case]:
     listed = [Case("verbs", "tests.comm_cases:run_verbs", (), data)]
     if num_ranks == 4:
         listed.append(Case("subgroups", "tests.comm_cases:run_subgroups", (), (("outer", 2), ("inner", 2))))
+        axes = (("data", 1), ("branch", 4))
+        listed.append(Case("branches", "tests.subgraph.test_branches:over_mpi", (), axes, ("data", "branch")))
         axes = (("data", 2), ("pipe", 2), ("row", 1))
         listed.append(Case("stages-ask", "tests.mesh_cases:ask_by_stage", (), axes))
     if num_ranks == 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from meshwright.mesh import Mesh
 from meshwright.shard import Initial, initialise, num_parameters, shard_specs
 from meshwright.subgraph.branches import Branches, Common, Enter, Leave
 from meshwright.tensor.serial import SerialLinear
+from tests.mpi_workers import Answer
 from tests.workers import run_ranks
 
 TOLERANCE = 1e-12
@@ -151,6 +153,24 @@ def test_equal_to_one_after_another(data: int, size: int) -> None:
         held = [parameter for rank in ranks for parameter in rank[name][2]]
         assert sorted(held) == sorted([*gradients] * data), "each branch lives in one sub-grid"
         assert len(gradients) == 4 * len(case.inner)
+
+
+MESSAGES = ("split-sum-3-unequal", "slice-concat-all-unequal")
+
+
+def over_mpi(mesh: Mesh) -> tuple[None, dict[str, Tensor]]:
+    """What goes by messages, on this rank of four: outputs and gradients of x by case."""
+    results = run_cases(mesh, {name: cases(4)[name] for name in MESSAGES}, 1)
+    return None, {f"{name}-{at}": result[at] for name, result in results.items() for at in (0, 1)}
+
+
+def test_messages_over_mpi(mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
+    alone = {name: replace(cases(4)[name], common="all") for name in MESSAGES}
+    (serial,) = on(1, 1, alone, 1)
+    for name in MESSAGES:
+        for at in (0, 1):
+            parts = [tensors[f"{name}-{at}"] for _, tensors in mpi(4)["branches"]]
+            same(torch.cat(parts), serial[name][at], f"{name}, {at}")
 
 
 TABLE = {
