@@ -34,7 +34,7 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
     ({"kind": "tesseract", "q": 2, "d": 1}, 1),
     ({"kind": "tesseract", "q": 2, "d": 2}, 1),
     ({"kind": "subgraph", "size": 2, "common": "all", "branch": "attention-core"}, 1),
-    ({"kind": "subgraph", "size": 2, "common": "one", "branch": "block"}, 2),
+    ({"kind": "subgraph", "size": 2, "common": "one", "branch": "block"}, 1),
 ]
 
 
