@@ -69,9 +69,9 @@ class _Builder:
         for node in self.nodes:
             if node.op == "placeholder":
                 continue
-            reads = node.all_input_nodes
-            self.of_batch |= {node} & {node for read in reads if read in self.of_batch}
-            self.of_weights |= {node} & {node for read in reads if read in self.of_weights}
+            for derived in (self.of_batch, self.of_weights):
+                if not derived.isdisjoint(node.all_input_nodes):
+                    derived.add(node)
             inputs = self._inputs(node)
             if inputs and _is_floating(node):
                 self.numbers[node] = len(operators)
@@ -132,7 +132,8 @@ def name_of(node: fx.Node) -> str:
     """`add` of aten.add.Tensor."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.overloadpacket.__name__
-    return "getitem" if node.target is operator.getitem else str(node.target)
+    assert node.target is operator.getitem, f"{node}: {node.target} is none of torch's operators"
+    return "getitem"
 
 
 def _path(node: fx.Node) -> str:
