@@ -69,9 +69,14 @@ class Branches(ShardedModule):
         slice, `out_widths` those that they make for a concat; None: all the same. Every output depends on its input
         differentiably, else a rank would be missing in the backward pass.
 
-        Raises ConfigError for branches, rows, widths or a number of common ranks that the axis cannot have.
+        Raises ConfigError for branches, rows, widths or a number of common ranks that the axis cannot have, and for
+        widths of a dim that is not cut.
         """
         super().__init__(mesh)
+        _check_step("enter", enter, ("split", "slice"), "widths", widths)
+        _check_step("leave", leave, ("sum", "concat"), "out_widths", out_widths)
+        if dim == 0:
+            raise ConfigError.of("dim", dim, "is the dim of the rows", "any other")
         self.axis, self.num_rows, self.dim = axis, num_rows, dim
         self.widths, self.out_widths = widths, out_widths
         size, count = mesh.size(axis), len(modules)
@@ -85,9 +90,9 @@ class Branches(ShardedModule):
         self.slices, self.concats = enter == "slice", leave == "concat"
         self.entrance = self._crossing(holders, in_shares if self.slices else None)
         self.exit = self._crossing(holders, out_shares if self.concats else None)
-        for subgrid, hand in enumerate(self.hands):
-            for branch in hand:
-                self.adopt(str(branch), modules[branch], (axis, subgrid))
+        homes = {branch: subgrid for subgrid, hand in enumerate(self.hands) for branch in hand}
+        for branch, module in enumerate(modules):
+            self.adopt(str(branch), module, (axis, homes[branch]))
 
     def _crossing(self, holders: range, shares: Sequence[int] | None) -> Crossing:
         """The segmented collectives where ranks' parts are equal. `shares`: by branch, its part of a dim."""
@@ -172,6 +177,14 @@ def _num_holders(common: Common, size: int) -> int:
     if isinstance(common, int) and 1 <= common <= size:
         return common
     raise ConfigError.of("common", common, f"is no number of ranks of an axis of {size}", f"all, one, or 1 to {size}")
+
+
+def _check_step(field: str, word: str, words: tuple[str, str], widths_field: str, widths: Sequence[int] | None) -> None:
+    """`words`: what the step may be; by the second, a dim is cut."""
+    if word not in words:
+        raise ConfigError.of(field, word, "is no step between common layers and branches", " or ".join(words))
+    if widths is not None and word != words[1]:
+        raise ConfigError.of(widths_field, list(widths), f"have no effect with {field}={word}", f"{field}={words[1]}")
 
 
 def _one_each(field: str, values: Sequence[float], count: int) -> Sequence[float]:

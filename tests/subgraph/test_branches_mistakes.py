@@ -27,6 +27,9 @@ def mistakes(mesh: Mesh) -> list[str]:
         (4, {"widths": (3, 3, 3, 4)}, (2, 12)),
         (4, {}, (2, 13)),
         (4, {}, (3, 12)),
+        (4, {"enter": "copy"}, (2, 12)),
+        (4, {"out_widths": (3, 3, 3, 3)}, (2, 12)),
+        (4, {"dim": 0}, (2, 12)),
         (5, {"leave": "concat", "out_widths": (1, 1, 1, 1, 1), "enter": "split"}, (2, 3)),
     ]
     told = []
@@ -40,7 +43,7 @@ def mistakes(mesh: Mesh) -> list[str]:
 def test_mistakes_are_named() -> None:
     multiples = "valid: multiples of 4: 4, 8, 12, ..."
     for rank, told in enumerate(run_ranks(mistakes, Grid((("data", 1), ("branch", 4))))):
-        assert told[:8] == [
+        assert told[:-1] == [
             f"num_rows=6 rows do not fall into equal parts for the 4 ranks of axis branch; {multiples}",
             "common=5 is no number of ranks of an axis of 4; valid: all, one, or 1 to 4",
             "branches=3 branches are fewer than the 4 sub-grids they are dealt over; valid: 4 or more",
@@ -49,9 +52,12 @@ def test_mistakes_are_named() -> None:
             "widths=13 is not the width 12 of dim -1, which falls to 4 branches; valid: 4 widths, together 12",
             "widths=12 is not the width 13 of dim -1, which falls to 4 branches; valid: 4 widths, together 13",
             f"x=3 rows are not the 2 that rank {rank} holds of num_rows=8; valid: 2",
+            "enter=copy is no step between common layers and branches; valid: split or slice",
+            "out_widths=[3, 3, 3, 3] have no effect with leave=sum; valid: leave=concat",
+            "dim=0 is the dim of the rows; valid: any other",
         ]
         hand = [[0, 1], [2], [3], [4]][rank]
-        assert told[8].startswith(
+        assert told[-1].startswith(
             f"out_widths=(1, 1, 1, 1, 1) are not the widths of the outputs of branches {hand}: [3"
         )
 
