@@ -130,7 +130,10 @@ class ImageNetwork(Network):
 
 
 class ResNeXt(ImageNetwork):
-    """ResNeXt (Xie et al., 2017): bottleneck blocks of `paths` parallel ones, in stages that halve the image."""
+    """ResNeXt (Xie et al., 2017): bottleneck blocks of `paths` parallel ones, in stages that halve the image.
+
+    Norms have a group of channels for each path. Dropout is in front of the classifier.
+    """
 
     family: Literal["resnext"]
     hidden: Positive = 64

@@ -134,8 +134,9 @@ class Summa:
         """The block of rank (j, i)."""
         if self._mirror == self._plane.index:
             return x
-        other = torch.empty_like(x)
-        self._plane.exchange(x.contiguous(), self._mirror, other, self._mirror)
+        mine = x.contiguous()
+        other = torch.empty_like(mine)
+        self._plane.exchange(mine, self._mirror, other, self._mirror)
         return other
 
     def gather(self, who: str, stays: str, block: Tensor) -> Tensor:
