@@ -35,7 +35,6 @@ def serial(model: str) -> Any:
 CASES = [
     ("t5", SEQUENCE[0], 1, 1),
     ("t5", BLOCKS[1], 1, 1),
-    ("t5", subgraph(2, "all", "attention"), 1, 1),
     ("t5", subgraph(2, "one", "block"), 1, 1),
     ("t5", subgraph(4, "all", "block"), 1, 1),
     ("t5", subgraph(4, "one", "attention-core"), 1, 1),
