@@ -61,7 +61,10 @@ STUDIES = {
     "docstrings": Study(
         run="meshwright/configs/runs/docstrings.yaml",
         steps=200,
-        settings=["validation.every=0", "precision.dtype=float64", "model.dropout=0.0", "threads=1"],
+        settings=[
+            *("model.layers=2", "model.hidden=96", "model.heads=4", "model.feed_forward=384", "model.dropout=0.0"),
+            *("data.sequence=64", "batch.global=16", "validation.every=0", "precision.dtype=float64", "threads=1"),
+        ],
         layouts={
             SERIAL: ["layout.data.size=1"],
             "data 2": ["layout.data.size=2"],

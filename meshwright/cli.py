@@ -161,6 +161,11 @@ def data_prepare(
     source: Annotated[str, typer.Option(help="stdlib, a text/jsonl/parquet file, or a folder of these.")] = "stdlib",
     tokenizer: Annotated[str, typer.Option(help="bytes, bpe:SIZE, or a tokenizer.json file.")] = "bytes",
     validation: Annotated[float, typer.Option(help="The share of the text that is held out.")] = 0.05,
+    pairs: Annotated[bool, typer.Option(help="Pairs of texts: a tsv or jsonl file, two files, or stdlib's.")] = False,
+    target: Annotated[str | None, typer.Option(metavar="FILE", help="The second file of pairs, line by line.")] = None,
+    languages: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="FROM TO", help="The keys of a jsonl file's pairs.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize a corpus into packed files that runs read. The same corpus gives the same bytes.
@@ -168,15 +173,21 @@ def data_prepare(
     Example: meshwright data prepare --source wiki.train.txt --tokenizer bpe:8192 --out data/wiki
     """
     from meshwright.data.packed import prepare
+    from meshwright.data.pairs_packed import prepare_pairs
 
     with _progress() as show:
-        corpus = prepare(source, tokenizer, out, validation, show)
+        if pairs or target is not None or languages is not None:
+            corpus = prepare_pairs(source, target, languages, tokenizer, out, validation, show)
+        else:
+            corpus = prepare(source, tokenizer, out, validation, show)
     if as_json:
         print(json.dumps(corpus.header.model_dump()))
         return
     for split in ("train", "validation"):
         facts = corpus.header.facts(split)
-        print(f"{split}: {facts.tokens:,} tokens, {facts.documents:,} documents, {facts.words:,} words")
+        paired = corpus.header.kind == "pairs"
+        count = f"{facts.documents // 2:,} pairs" if paired else f"{facts.documents:,} documents"
+        print(f"{split}: {facts.tokens:,} tokens, {count}, {facts.words:,} words")
     print(f"{out}: vocabulary {corpus.tokenizer.vocabulary_size}; train on it with data.source={out}")
 
 

@@ -7,13 +7,29 @@ one side. One tokenizer is trained on both sides of the train split together.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from meshwright.config.schema import Data
-from meshwright.data.packed import Material
+from meshwright.data.format import PackedCorpus
+from meshwright.data.packed import Material, pack
 from meshwright.data.pairs_source import PairSource, pair_source
 from meshwright.data.progress import Progress
 from meshwright.data.split import Plan, Split, check_unchanged, plan_texts
 from meshwright.errors import DataError
+
+
+def prepare_pairs(
+    source: str,
+    target: str | None,
+    languages: tuple[str, str] | None,
+    tokenizer: str,
+    out: Path,
+    validation: float,
+    progress: Progress,
+) -> PackedCorpus:
+    """As `prepare` (packed.py), of pairs of texts. Raises DataError also where `source` holds none."""
+    material = pair_material(Data(source=source, target=target, languages=languages))
+    return pack(material, tokenizer, out, validation, progress)
 
 
 def pair_material(data: Data) -> Material:

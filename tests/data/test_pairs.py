@@ -16,6 +16,7 @@ from meshwright.data.dataset import TEXT, Opened
 from meshwright.data.format import open_packed
 from meshwright.data.pairs import PAIRS
 from meshwright.data.pairs_batch import specials_for
+from meshwright.data.pairs_packed import prepare_pairs
 from meshwright.data.progress import silent
 from meshwright.data.specials import SequenceSpecials, sequence_specials
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
@@ -200,3 +201,10 @@ def test_a_vocabulary_without_room_for_the_special_tokens(tsv: Path, tmp_path: P
     message = r"model.vocabulary=258 is smaller than the 259 tokens of the corpus' tokenizer with the model's own"
     with pytest.raises(ConfigError, match=message):
         PAIRS.prepare(config, silent)
+
+
+def test_prepared_by_hand_or_by_the_run_is_the_same(tsv: Path, tmp_path: Path) -> None:
+    made = prepare_pairs(str(tsv), None, None, "bytes", tmp_path / "made", 0.2, silent)
+    by_hand, by_run = opened(config_of(tmp_path / "made")), opened(config_of(tsv))
+    assert made.header.kind == "pairs"
+    assert all(torch.equal(x, by_run.train.samples(0, 8)[name]) for name, x in by_hand.train.samples(0, 8).items())
