@@ -32,6 +32,12 @@ BERTS = {"bert-base", "bert-large", "bert-tiny", "megatron-bert-336m", "megatron
 RESNEXTS = {"resnext-50", "resnext-tiny"}
 """Counted in tests/models/test_resnext.py."""
 
+TRANSFORMERS = {"transformer-base", "transformer-big", "transformer-tiny"}
+"""Counted in tests/models/test_transformer.py."""
+
+T5S = {"t5-small", "t5-base", "t5-large", "t5-large-32heads", "t5-tiny"}
+"""Counted in tests/models/test_t5.py."""
+
 
 def num_parameters(model: Model) -> int:
     """GPT-2's count, from its layers: attention 4 H^2 + 4 H, feed-forward 2 H N + N + H, two norms 4 H."""
@@ -42,7 +48,7 @@ def num_parameters(model: Model) -> int:
 
 
 def test_every_shipped_model_is_in_the_table() -> None:
-    assert set(model_names()) == set(PARAMETERS) | VITS | BERTS | RESNEXTS
+    assert set(model_names()) == set(PARAMETERS) | VITS | BERTS | RESNEXTS | TRANSFORMERS | T5S
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
