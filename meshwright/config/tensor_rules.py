@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.config.layout import Megatron, Subgraph, Tesseract, Whole
+from meshwright.config.lengths import lengths_of
 from meshwright.config.models import EncoderDecoder, ResNeXt, TextTransformer, Vit
 from meshwright.config.rule import divisors, listed, rule
 from meshwright.config.schema import Config
@@ -65,7 +66,7 @@ def tensor_divides_tables(config: Config) -> Iterator[Problem]:
         yield from _divides(config, "model.positions", model.positions)
 
 
-@rule("layout.tensor", "data.sequence", "model.image", "model.patch")
+@rule("layout.tensor", "data.sequence", "data.objective", "data.source", "data.target", "model.image", "model.patch")
 def tensor_divides_sequence(config: Config) -> Iterator[Problem]:
     tensor, model = config.layout.tensor, config.model
     if not isinstance(tensor, Megatron) or not tensor.sequence_parallel:
@@ -78,6 +79,9 @@ def tensor_divides_sequence(config: Config) -> Iterator[Problem]:
         yield from _divides(config, "the sequence", model.positions, note)
     else:
         yield from _divides(config, "data.sequence", config.data.sequence, ", as sequence_parallel asks")
+    if isinstance(model, EncoderDecoder) and config.data.sequence % tensor.size == 0:
+        note = " (spans of data.sequence, up to a multiple of 8), as sequence_parallel asks"
+        yield from _divides(config, "the target", lengths_of(config).target, note)
 
 
 @rule("layout.tensor", "batch.global", "batch.micro", "layout.data.size")

@@ -7,7 +7,7 @@
 | target      | [B, T] | a start token, what is written but for its last token; padding          |
 | labels      | [B, T] | what is written, its last token an end token; in the padding -100       |
 
-All int64, and S = T.
+All int64.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from meshwright.batch import IGNORED, Batch
 from meshwright.config import Config
 from meshwright.config.data_rules import SENTINELS, objective_of
+from meshwright.config.lengths import Lengths
 from meshwright.config.models import T5, EncoderDecoder
 from meshwright.data.specials import SequenceSpecials, sequence_specials
 from meshwright.data.tokenizer import Tokenizer
@@ -53,12 +54,15 @@ def specials_with_room(model: EncoderDecoder, tokenizer: Tokenizer) -> SequenceS
 
 
 def sequence_batch(
-    sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], specials: SequenceSpecials, length: int
+    sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], specials: SequenceSpecials, lengths: Lengths
 ) -> Batch:
-    """A batch of ids: of each sample its source and its target, both with their end tokens, padded to `length`."""
-    shape = (len(sources), length)
-    source, source_mask = np.full(shape, specials.padding, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    target, labels = np.full(shape, specials.padding, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+    """A batch of ids: of each sample its source and its target, both with their end tokens, padded to `lengths`."""
+    read_shape, written_shape = (len(sources), lengths.source), (len(targets), lengths.target)
+    source, source_mask = np.full(read_shape, specials.padding, dtype=np.int64), np.zeros(read_shape, dtype=np.int64)
+    target, labels = (
+        np.full(written_shape, specials.padding, dtype=np.int64),
+        np.full(written_shape, IGNORED, dtype=np.int64),
+    )
     target[:, 0] = specials.start
     for row, (read, written) in enumerate(zip(sources, targets, strict=True)):
         source[row, : len(read)] = read

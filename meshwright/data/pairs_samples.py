@@ -10,6 +10,7 @@ import numpy as np
 
 from meshwright.batch import Batch
 from meshwright.config import Config
+from meshwright.config.lengths import Lengths
 from meshwright.data.format import PackedCorpus, document_ends
 from meshwright.data.pairs_batch import sequence_batch, specials_for
 from meshwright.data.pairs_order import PairOrder
@@ -65,7 +66,7 @@ class PairSamples:
 
     def _read(self, pairs: np.ndarray, length: int) -> Batch:
         sides = [[self._side(pair, side) for pair in pairs.tolist()] for side in (0, 1)]
-        return sequence_batch(sides[0], sides[1], self._specials, length)
+        return sequence_batch(sides[0], sides[1], self._specials, Lengths(length, length))
 
     def _side(self, pair: int, side: int) -> np.ndarray:
         """The ids of a text with its end token."""

@@ -12,7 +12,7 @@ sentinel and its span:
 | target | S0 c S1 g h i END |
 
 (The paper's figure has one more sentinel behind the last span; T5's code has not, nor has ours: END says the same.)
-L is the largest for which source and target fit `data.sequence`.
+L is the largest for which source and target fit `data.sequence` (config/lengths.py).
 
 All that is random about a sample comes from the seed and its number: every layout sees the same samples, and resuming
 needs the number alone. An epoch cuts other spans than the one before.
@@ -20,66 +20,29 @@ needs the number alone. An epoch cuts other spans than the one before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from meshwright.batch import Batch
 from meshwright.config import Config
+from meshwright.config.lengths import Lengths, lengths_of, window_of
 from meshwright.data.format import PackedCorpus
 from meshwright.data.pairs_batch import sequence_batch, specials_for
 from meshwright.data.sampler import Sampler
 from meshwright.data.specials import SequenceSpecials
 from meshwright.data.split import Split
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import DataError
 from meshwright.shard import seed_of
-
-CUT_SHARE, MEAN_SPAN = 0.15, 3
-
-
-@dataclass(frozen=True)
-class Window:
-    """A text of `text` tokens, of which `cut` go in `spans` spans."""
-
-    text: int
-
-    @property
-    def cut(self) -> int:
-        return max(1, round(CUT_SHARE * self.text))
-
-    @property
-    def spans(self) -> int:
-        return max(1, round(self.cut / MEAN_SPAN))
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longer of source and target, with sentinels and end."""
-        return max(self.text - self.cut, self.cut) + self.spans + 1
-
-
-def window_of(sequence: int, sentinels: int) -> Window:
-    """The largest window whose source and target fit `sequence`. Raises ConfigError where there is none."""
-    if Window(2).longest > sequence:
-        rule = "has no room for a text and its spans"
-        raise ConfigError.of("data.sequence", sequence, rule, f"{Window(2).longest} or more")
-    window = Window(2)
-    while Window(window.text + 1).longest <= sequence:
-        window = Window(window.text + 1)
-        if window.spans > sentinels:
-            rule = f"holds more spans than there are sentinels, {sentinels}"
-            raise ConfigError.of("data.sequence", sequence, rule, f"{window.longest - 1} or less")
-    return window
 
 
 class SpanSamples:
     """The samples of a stream of documents."""
 
-    def __init__(self, tokens: np.ndarray, specials: SequenceSpecials, sequence: int, seed: int, name: str) -> None:
+    def __init__(self, tokens: np.ndarray, specials: SequenceSpecials, lengths: Lengths, seed: int, name: str) -> None:
         """`tokens` [n]; `name`: what they are, for messages. Raises ConfigError, DataError where no sample fits."""
-        self._tokens, self._specials, self._sequence, self._seed = tokens, specials, sequence, seed
-        self._window = window_of(sequence, len(specials.sentinels))
+        self._tokens, self._specials, self._lengths, self._seed = tokens, specials, lengths, seed
+        self._window = window_of(lengths.source, len(specials.sentinels))
         if len(tokens) < self._window.text:
-            wanted = f"data.sequence={sequence} needs windows of {self._window.text}"
+            wanted = f"data.sequence={lengths.source} needs windows of {self._window.text}"
             raise DataError(f"{name}: has {len(tokens)} tokens, and {wanted}: take a shorter one, or more text")
         self._order = Sampler(len(tokens) // self._window.text + 1, 1, seed)  # a window is one of these
 
@@ -99,7 +62,7 @@ class SpanSamples:
     def _batch(self, rows: list[tuple[int, str]]) -> Batch:
         sides = [self._sample(window, label) for window, label in rows]
         sources, targets = [source for source, _ in sides], [target for _, target in sides]
-        return sequence_batch(sources, targets, self._specials, self._sequence)
+        return sequence_batch(sources, targets, self._specials, self._lengths)
 
     def _sample(self, window: int, label: str) -> tuple[np.ndarray, np.ndarray]:
         """(source, target) of a window, both with their end tokens."""
@@ -129,7 +92,7 @@ def span_samples(config: Config, corpus: PackedCorpus, split: Split) -> SpanSamp
     return SpanSamples(
         np.asarray(corpus.tokens(split)),
         specials_for(config, corpus.tokenizer),
-        config.data.sequence,
+        lengths_of(config),
         config.seed,
         name=f"the {split} split of {corpus.folder}",
     )

@@ -18,6 +18,7 @@ import numpy as np
 
 from meshwright.batch import Batch
 from meshwright.config.data_rules import holds_pairs, objective_of
+from meshwright.config.lengths import Lengths, span_lengths
 from meshwright.config.schema import Data
 from meshwright.data.format import PackedCorpus, document_ends, is_prepared, open_packed
 from meshwright.data.packed import corpus_for
@@ -147,7 +148,7 @@ def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, 
         for first in range(0, len(short), rows):
             part = short[first : first + rows]
             sources, targets = zip(*part, strict=True)
-            yield sequence_batch(sources, targets, loaded.specials, _longer(part[-1]))
+            yield sequence_batch(sources, targets, loaded.specials, Lengths(_longer(part[-1]), _longer(part[-1])))
 
     return found.name, len(short), len(sides) - len(short), batches()
 
@@ -159,7 +160,7 @@ def _longer(pair: list[np.ndarray]) -> int:
 def _span_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: Progress) -> _Read:
     stream = stream_for(loaded, data, progress)
     tokens = stream.tokens[1:]  # as training has them, without an end token in front
-    samples = SpanSamples(tokens, loaded.specials, loaded.context, loaded.config.seed, stream.name)
+    samples = SpanSamples(tokens, loaded.specials, span_lengths(loaded.context), loaded.config.seed, stream.name)
     rows = max(1, BATCH_TOKENS // loaded.context)
     starts = range(0, len(samples), rows)
     batches = (samples.held_out(first, min(rows, len(samples) - first)) for first in starts)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.batch import IGNORED, Batch, to_device
+from meshwright.config.lengths import Lengths
 from meshwright.config.models import EncoderDecoder
 from meshwright.data.pairs_batch import sequence_batch, specials_for, specials_with_room
 from meshwright.data.progress import Progress, silent
@@ -97,7 +98,7 @@ def answers(
         chosen = order[first : first + rows]
         read = [np.array(sources[index]) for index in chosen]
         empty = [np.array([loaded.specials.end])] * len(read)
-        batch = to_device(sequence_batch(read, empty, loaded.specials, len(read[0])), loaded.device)
+        batch = to_device(sequence_batch(read, empty, loaded.specials, Lengths(len(read[0]), 1)), loaded.device)
         limits = torch.tensor([most or min(len(ids) + MORE, loaded.context) for ids in read], device=loaded.device)
         step = _Decoder(loaded, batch)
         given = beam_search(step, loaded.specials.start, loaded.specials.end, limits, beam)

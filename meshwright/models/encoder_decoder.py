@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.batch import Batch, Scales
 from meshwright.config import Config
+from meshwright.config.lengths import lengths_of
 from meshwright.config.models import EncoderDecoder
 from meshwright.model import Costs, Hidden, Stretch
 from meshwright.models.chain import Chain
@@ -112,21 +113,22 @@ def _seen(source_mask: Tensor) -> Tensor:
 
 def products(config: Config, width: int) -> Costs:
     """Multiplications of weights and in attention in a pair's forward pass; `width`: of a block's heads together."""
-    model, sequence = config.model, config.data.sequence
+    model, (read, written) = config.model, lengths_of(config)
     assert isinstance(model, EncoderDecoder), model
-    attention = 4 * model.hidden * width + 2 * sequence * width
-    feed_forward = 2 * model.hidden * model.inner
-    encoder, decoder = sequence * (attention + feed_forward), sequence * (2 * attention + feed_forward)
+    linear, feed_forward = model.hidden * width, 2 * model.hidden * model.inner
+    encoder = read * (4 * linear + 2 * read * width + feed_forward)
+    cross = written * (2 * linear + 2 * read * width) + read * 2 * linear
+    decoder = written * (4 * linear + 2 * written * width + feed_forward) + cross
     layers = (encoder,) * model.layers + (decoder,) * model.layers
-    return Costs(0, layers, sequence * model.padded_vocabulary * model.hidden)
+    return Costs(0, layers, written * model.padded_vocabulary * model.hidden)
 
 
 def tokens_per_sample(config: Config) -> int:
     """Of source and target."""
-    return 2 * config.data.sequence
+    return sum(lengths_of(config))
 
 
 def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The batch's entries without their first dim."""
-    sequence = (config.data.sequence,)
-    return {"source": sequence, "source_mask": sequence, "target": sequence, "labels": sequence}
+    read, written = lengths_of(config)
+    return {"source": (read,), "source_mask": (read,), "target": (written,), "labels": (written,)}

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.batch import IGNORED, Batch
-from meshwright.data.span_corruption import SpanSamples, Window, parts_of, window_of
+from meshwright.config.lengths import Lengths, Window, span_lengths, window_of
+from meshwright.data.span_corruption import SpanSamples, parts_of
 from meshwright.data.specials import SequenceSpecials
 from meshwright.errors import ConfigError, DataError
 
@@ -23,7 +24,8 @@ T = 64
 
 def made(tokens: int = 1000, sequence: int = T, seed: int = 1) -> SpanSamples:
     """Over a stream whose token at a place tells the place (modulo 251)."""
-    return SpanSamples(np.arange(tokens, dtype=np.uint16) % 251, SPECIALS, sequence, seed, "the stream")
+    stream = np.arange(tokens, dtype=np.uint16) % 251
+    return SpanSamples(stream, SPECIALS, span_lengths(sequence), seed, "the stream")
 
 
 def put_back(source: list[int], target: list[int]) -> list[int]:
@@ -63,7 +65,8 @@ def test_source_and_target_make_the_text(sequence: int, first: int) -> None:
 def test_entries() -> None:
     batch = made(sequence=48).samples(0, 3)
     assert list(batch) == ["source", "source_mask", "target", "labels"]
-    assert {(tuple(x.shape), x.dtype) for x in batch.values()} == {((3, 48), torch.int64)}
+    assert [tuple(x.shape) for x in batch.values()] == [(3, 48), (3, 48), (3, 16), (3, 16)]
+    assert {x.dtype for x in batch.values()} == {torch.int64}
     assert (batch["target"][:, 0] == PAD).all()
     counted = batch["labels"] != IGNORED
     assert torch.equal(batch["target"][:, 1:][counted[:, 1:]], batch["labels"][:, :-1][counted[:, 1:]])
@@ -74,9 +77,9 @@ def test_entries() -> None:
 def test_the_papers_sizes() -> None:
     """512 tokens of source need 568 of text, of which 85 go in 28 spans: a target of 114 (T5's public code)."""
     size = window_of(512, 100)
-    assert (size.text, size.cut, size.spans, size.longest) == (568, 85, 28, 512)
-    assert size.cut + size.spans + 1 == 114
-    assert Window(size.text + 1).longest > 512
+    assert (size.text, size.cut, size.spans, size.lengths) == (568, 85, 28, Lengths(512, 114))
+    assert max(Window(size.text + 1).lengths) > 512
+    assert span_lengths(512) == (512, 120)  # a multiple of 8
 
 
 def test_every_way_of_cutting_is_as_likely() -> None:
@@ -116,7 +119,7 @@ def test_held_out_samples_are_the_same_each_time() -> None:
 
 
 def test_sequences_too_short_and_too_long() -> None:
-    least = Window(2).longest
+    least = max(Window(2).lengths)
     with pytest.raises(ConfigError, match=rf"data.sequence={least - 1} has no room .*; valid: {least} or more"):
         made(sequence=least - 1)
     made(sequence=least).samples(0, 3)

@@ -1,0 +1,69 @@
+"""How long an encoder-decoder's sources and targets are: `data.sequence`, and what a text's cut-out spans need.
+
+T5's spans (Raffel et al., 2020, section 3.3.3): of a window of L tokens 15 % are cut out, in spans of 3 on average. L
+is the largest for which source and target fit `data.sequence`; the target is then about a fifth as long as the source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.config.data_rules import BUCKET_MULTIPLE, SENTINELS, objective_of
+from meshwright.config.schema import Config
+from meshwright.errors import ConfigError
+
+CUT_SHARE, MEAN_SPAN = 0.15, 3
+
+
+class Lengths(NamedTuple):
+    """Tokens that sources and targets are padded to."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """A text of `text` tokens, of which `cut` go in `spans` spans."""
+
+    text: int
+
+    @property
+    def cut(self) -> int:
+        return max(1, round(CUT_SHARE * self.text))
+
+    @property
+    def spans(self) -> int:
+        return max(1, round(self.cut / MEAN_SPAN))
+
+    @property
+    def lengths(self) -> Lengths:
+        """Of source and target, with sentinels and end."""
+        return Lengths(self.text - self.cut + self.spans + 1, self.cut + self.spans + 1)
+
+
+def window_of(sequence: int, sentinels: int) -> Window:
+    """The largest window whose source and target fit `sequence`. Raises ConfigError where there is none."""
+    if max(Window(2).lengths) > sequence:
+        rule = "has no room for a text and its spans"
+        raise ConfigError.of("data.sequence", sequence, rule, f"{max(Window(2).lengths)} or more")
+    window = Window(2)
+    while max(Window(window.text + 1).lengths) <= sequence:
+        window = Window(window.text + 1)
+        if window.spans > sentinels:
+            rule = f"holds more spans than there are sentinels, {sentinels}"
+            raise ConfigError.of("data.sequence", sequence, rule, f"{max(window.lengths) - 1} or less")
+    return window
+
+
+def span_lengths(sequence: int) -> Lengths:
+    """Of spans; targets are padded to a multiple of 8, as buckets are. Raises ConfigError as window_of."""
+    target = window_of(sequence, SENTINELS).lengths.target
+    return Lengths(sequence, min(sequence, -(-target // BUCKET_MULTIPLE) * BUCKET_MULTIPLE))
+
+
+def lengths_of(config: Config) -> Lengths:
+    """Of the longest batch of a run's encoder-decoder."""
+    sequence = config.data.sequence
+    return Lengths(sequence, sequence) if objective_of(config) == "pairs" else span_lengths(sequence)
