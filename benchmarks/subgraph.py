@@ -47,7 +47,12 @@ def options_of(form: str, ranks: int, batch: int, heads: int) -> dict[str, Optio
         f"{{family: t5, layers: 2, hidden: {REFERENCE.hidden}, heads: {heads}, head_width: {HEAD_WIDTH}, "
         f"feed_forward: {4 * REFERENCE.hidden}, vocabulary: {REFERENCE.vocabulary}, dropout: 0.0}}"
     )
-    options: dict[str, Option] = {"model": model, "data.sequence": SEQUENCE, "batch.global": batch}
+    options: dict[str, Option] = {
+        "model": model,
+        "data.objective": "pairs",
+        "data.sequence": SEQUENCE,
+        "batch.global": batch,
+    }
     if form == "data parallel":
         return options | {"layout.data.size": ranks}
     fields = {"kind": "subgraph", "size": ranks} | FORMS[form]
