@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,13 @@ def draw(runs: Mapping[str, Lines], picture: Path, *, accuracy: bool) -> None:
             held = [(line["step"], line["validation_accuracy"]) for line in lines if "validation_accuracy" in line]
             right.plot(*zip(*held, strict=True), **options)
         elif name != SERIAL:
-            right.semilogy(range(1, len(lines) + 1), off(lines, runs[SERIAL]), **options)
+            right.semilogy(range(1, len(lines) + 1), list(accumulate(off(lines, runs[SERIAL]), max)), **options)
     left.set(title=f"loss, mean of {WINDOW} steps", xlabel="step")
     if accuracy:
         right.set(title="accuracy on held-out images", xlabel="step", ylim=(0, 1))
     else:
-        right.set(title="distance of the loss from one device's", xlabel="step")
-        left.legend(loc="upper right", frameon=False)
-    right.legend(loc="lower right", frameon=False)
+        right.set(title="greatest distance from one device's loss so far", xlabel="step", ylim=(1e-17, 1e-12))
+    (right if accuracy else left).legend(loc="lower right" if accuracy else "upper right", frameon=False)
     for axes in (left, right):
         _tidy(axes)
     figure.savefig(picture, dpi=110)
