@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from meshwright.branches.bound import Bound
 from meshwright.branches.findings import Findings, Group, unnumbered
+
+WIDTH = 140
+"""Columns, where no terminal says how many there are."""
 
 _FIRST_NUMBER = re.compile(r"\d+")
 
@@ -48,7 +52,7 @@ def _bounds_dict(bounds: dict[int, Bound]) -> dict[str, dict[str, float]]:
 
 def render(found: Findings) -> None:
     """Two tables, and what they leave out."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(
         f"{flops_text(found.total_flops)} FLOP: a microbatch of {found.rows} forward, without layout; products count 2 "
         "a multiplication, other operators 1 an element"
