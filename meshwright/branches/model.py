@@ -64,18 +64,8 @@ class TracedKit(SerialKit):
         self.pairs[layer] = "slices"
         return layer
 
-    def head_loss(
-        self,
-        hidden: int,
-        vocabulary: int,
-        padded: int,
-        initial: Initial,
-        tied: nn.Module | None = None,
-        *,
-        bias: bool = False,
-        smoothing: float = 0.0,
-    ) -> nn.Module:
-        return TracedHead(self.mesh, HeadShape(hidden, vocabulary, padded, initial, bias, smoothing), tied)
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
+        return TracedHead(self.mesh, shape, tied)
 
 
 class TracedBranches:

@@ -23,6 +23,7 @@ from meshwright.model import Costs, Hidden, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
+from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit
 
 NUM_SEGMENTS = 2
@@ -105,12 +106,12 @@ class BERT(Chain):
         if stretch.last:
             self.transform = kit.transform(hidden, hidden, initial)
             self.transform_norm = kit.norm(hidden, model.norm_epsilon)
-            vocabulary, padded = model.vocabulary, model.padded_vocabulary
-            self.head = kit.head_loss(hidden, vocabulary, padded, initial, self.tokens, bias=True)
+            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, bias=True)
+            self.head = kit.head_loss(shape, self.tokens)
             if model.next_sentence:
                 self.pooler = kit.transform(hidden, hidden, initial)
                 answers = model.padded(NUM_ANSWERS)
-                self.next_sentence_head = kit.head_loss(hidden, NUM_ANSWERS, answers, initial, bias=True)
+                self.next_sentence_head = kit.head_loss(HeadShape(hidden, NUM_ANSWERS, answers, initial, bias=True))
 
     def begin(self, batch: Batch) -> Hidden:
         tokens = batch["tokens"]

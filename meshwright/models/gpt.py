@@ -20,6 +20,7 @@ from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
 from meshwright.tensor.gelu import gelu
+from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit
 
 
@@ -110,7 +111,8 @@ class GPT(Chain):
         if stretch.last:
             self.norm = kit.norm(hidden, model.norm_epsilon)
             tied = self.tokens if model.tied else None
-            self.head = kit.head_loss(hidden, model.vocabulary, model.padded_vocabulary, initial, tied)
+            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial)
+            self.head = kit.head_loss(shape, tied)
 
     def begin(self, batch: Batch) -> Hidden:
         return (self._embed(batch["tokens"], 0),)

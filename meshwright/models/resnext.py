@@ -32,6 +32,7 @@ from meshwright.config.models import ResNeXt
 from meshwright.model import Costs, Hidden, Stretch
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
+from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit
 
 KERNEL = 3
@@ -179,7 +180,7 @@ class ResNeXtModel(Chain):
         if stretch.last:
             self.dropout = nn.Dropout(model.dropout)
             channels, rows = shapes[-1].outputs, model.padded(model.classes)
-            self.head = kit.head_loss(channels, model.classes, rows, Initial(0.01), bias=True)
+            self.head = kit.head_loss(HeadShape(channels, model.classes, rows, Initial(0.01), bias=True))
 
     def begin(self, batch: Batch) -> Hidden:
         """[B, S·S, H]."""

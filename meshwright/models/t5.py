@@ -24,6 +24,7 @@ from meshwright.models import encoder_decoder
 from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.encoder_decoder_blocks import Initials, Recipe, encoder_decoder_blocks
 from meshwright.shard import Initial
+from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
 
 
@@ -45,7 +46,8 @@ class T5Model(EncoderDecoderChain):
         if self.stretch.last:
             self.norm = kit.rms_norm(model.hidden, model.norm_epsilon)
             vocabulary, padded, smoothing = model.vocabulary, model.padded_vocabulary, model.label_smoothing
-            self.head = kit.head_loss(model.hidden, vocabulary, padded, table, self.tokens, smoothing=smoothing)
+            head = HeadShape(model.hidden, vocabulary, padded, table, smoothing=smoothing)
+            self.head = kit.head_loss(head, self.tokens)
 
     def embed(self, ids: Tensor, start: int) -> Tensor:
         h: Tensor = self.dropout(self.tokens(ids))

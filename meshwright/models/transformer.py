@@ -19,6 +19,7 @@ from meshwright.models import encoder_decoder
 from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.encoder_decoder_blocks import Initials, Recipe, encoder_decoder_blocks
 from meshwright.shard import Initial
+from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
 
 LONGEST_WAVE = 10000
@@ -40,7 +41,8 @@ class Transformer(EncoderDecoderChain):
         self.blocks = encoder_decoder_blocks(_recipe(model, kit), kit, self.stretch)
         if self.stretch.last:
             vocabulary, padded, smoothing = model.vocabulary, model.padded_vocabulary, model.label_smoothing
-            self.head = kit.head_loss(model.hidden, vocabulary, padded, table, self.tokens, smoothing=smoothing)
+            shape = HeadShape(model.hidden, vocabulary, padded, table, smoothing=smoothing)
+            self.head = kit.head_loss(shape, self.tokens)
 
     def embed(self, ids: Tensor, start: int) -> Tensor:
         rows = self.tokens(ids) * math.sqrt(self.hidden)

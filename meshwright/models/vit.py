@@ -26,6 +26,7 @@ from meshwright.model import Costs, Hidden, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.shard import Initial
+from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit
 
 INITIAL = Initial(0.02)
@@ -92,7 +93,8 @@ class ViT(Chain):
         self.blocks = blocks_of(stretch, lambda _: Block(model, kit))
         if stretch.last:
             self.norm = kit.norm(model.hidden, model.norm_epsilon)
-            self.head = kit.head_loss(model.hidden, model.classes, model.padded(model.classes), INITIAL, bias=True)
+            rows = model.padded(model.classes)
+            self.head = kit.head_loss(HeadShape(model.hidden, model.classes, rows, INITIAL, bias=True))
 
     def begin(self, batch: Batch) -> Hidden:
         """[B, T, H] of the class token and the patches."""

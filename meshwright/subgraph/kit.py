@@ -127,18 +127,7 @@ class SubgraphKit:
     def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return CommonLinear(self.segment, inputs, (outputs,), initial, bias=bias)
 
-    def head_loss(
-        self,
-        hidden: int,
-        vocabulary: int,
-        padded: int,
-        initial: Initial,
-        tied: nn.Module | None = None,
-        *,
-        bias: bool = False,
-        smoothing: float = 0.0,
-    ) -> nn.Module:
-        shape = HeadShape(hidden, vocabulary, padded, initial, bias, smoothing)
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return self._settled(SerialHead(self.mesh, shape, tied, (), ()), AbsentHead)
 
     def local_heads(self, heads: int) -> int:

@@ -14,8 +14,10 @@ holds all of them and the others none (`OneCommon`, D&SP-cSub).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +25,6 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.collectives import Moving, start_cut_sum, start_join, start_trade
 from meshwright.mesh import Mesh
-from meshwright.tensor.boundary import Boundary
 
 ROWS = 0
 """The dim of B."""
@@ -32,46 +33,78 @@ Start = Callable[[Tensor], Moving]
 
 
 class _Cross(torch.autograd.Function):
-    """There in the forward pass, back in the backward pass; both may spoil what they are given."""
+    """There in the forward pass, back in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Start, back: Start) -> Tensor:
         ctx.back = back
-        return there(x.clone(memory_format=torch.contiguous_format)).wait()
+        return there(x).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradient.clone(memory_format=torch.contiguous_format)).wait(), None, None
+        return ctx.back(gradient).wait(), None, None
 
 
-class Segment(Boundary, Protocol):
-    """One of the two forms. `home`: where the common layers live."""
+class Segment(ABC):
+    """A `Boundary` with slices; one of the two forms. `home`: where the common layers live."""
 
-    mesh: Mesh
+    axis: str
+    keeps = True
+    holds: bool
     home: tuple[str, int] | None
 
-    def slice(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part along `dim`, of all rows of x. Differentiable."""
-
-    def concat(self, x: Tensor, dim: int) -> Tensor:
-        """Every rank's x side by side along `dim`, and of that the rows that this rank holds. Differentiable."""
-
-    def rows(self, x: Tensor) -> Tensor:
-        """What this rank holds of all rows."""
-
-
-class AllCommon:
-    """Every rank computes the common layers, on its share of the rows."""
-
-    keeps = True
-    holds = True
-    home: tuple[str, int] | None = None
-
-    def __init__(self, mesh: Mesh, axis: str = "branch") -> None:
+    def __init__(self, mesh: Mesh, axis: str) -> None:
         self.mesh = mesh
         self.axis = axis
         self.split_axes: tuple[str, ...] = (axis,)
+
+    @abstractmethod
+    def start_enter(self, x: Tensor) -> Moving:
+        """All rows of those that ranks hold: [b, ...] -> [B, ...]."""
+
+    @abstractmethod
+    def start_leave(self, x: Tensor) -> Moving:
+        """The sum of every rank's x, rows where they belong: [B, ...] -> [b, ...]; x is contiguous, and lost."""
+
+    @abstractmethod
+    def start_slice(self, x: Tensor, dim: int) -> Moving:
+        """This rank's part along `dim`, of all rows: [b, ..., N] -> [B, ..., N/g]."""
+
+    @abstractmethod
+    def start_concat(self, x: Tensor, dim: int) -> Moving:
+        """Every rank's x side by side along `dim`, rows where they belong: [B, ..., N/g] -> [b, ..., N]."""
+
+    @abstractmethod
+    def rows(self, x: Tensor) -> Tensor:
+        """What this rank holds of all rows."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """As start_enter; differentiable, as are the three below."""
+        return cross(x, self.start_enter, self._start_sum)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return cross(x, self._start_sum, self.start_enter)
+
+    def slice(self, x: Tensor, dim: int) -> Tensor:
+        return cross(x, partial(self.start_slice, dim=dim), partial(self.start_concat, dim=dim))
+
+    def concat(self, x: Tensor, dim: int) -> Tensor:
+        return cross(x, partial(self.start_concat, dim=dim), partial(self.start_slice, dim=dim))
+
+    def _start_sum(self, x: Tensor) -> Moving:
+        """As start_leave, of any x, which is kept."""
+        return self.start_leave(x.clone(memory_format=torch.contiguous_format))
+
+
+class AllCommon(Segment):
+    """Every rank computes the common layers, on its share of the rows."""
+
+    holds = True
+    home = None
+
+    def __init__(self, mesh: Mesh, axis: str = "branch") -> None:
+        super().__init__(mesh, axis)
 
     def start_enter(self, x: Tensor) -> Moving:
         return start_join(x, self.mesh.comm(self.axis), ROWS)
@@ -79,42 +112,26 @@ class AllCommon:
     def start_leave(self, x: Tensor) -> Moving:
         return start_cut_sum(x, self.mesh.comm(self.axis), ROWS)
 
-    def enter(self, x: Tensor) -> Tensor:
-        return cross(x, self.start_enter, self.start_leave)
+    def start_slice(self, x: Tensor, dim: int) -> Moving:
+        return start_trade(x, self.mesh.comm(self.axis), ROWS, dim)
 
-    def leave(self, x: Tensor) -> Tensor:
-        return cross(x, self.start_leave, self.start_enter)
-
-    def slice(self, x: Tensor, dim: int) -> Tensor:
-        return cross(x, self._start_slice(dim), self._start_concat(dim))
-
-    def concat(self, x: Tensor, dim: int) -> Tensor:
-        return cross(x, self._start_concat(dim), self._start_slice(dim))
+    def start_concat(self, x: Tensor, dim: int) -> Moving:
+        return start_trade(x, self.mesh.comm(self.axis), dim, ROWS)
 
     def rows(self, x: Tensor) -> Tensor:
         return x.chunk(self.mesh.size(self.axis))[self.mesh.index(self.axis)]
 
-    def _start_slice(self, dim: int) -> Start:
-        return lambda x: start_trade(x, self.mesh.comm(self.axis), ROWS, dim)
 
-    def _start_concat(self, dim: int) -> Start:
-        return lambda x: start_trade(x, self.mesh.comm(self.axis), dim, ROWS)
-
-
-class OneCommon:
+class OneCommon(Segment):
     """The first rank of a segment computes the common layers; the others carry batches of no rows between them.
 
     `num_rows`: B, which the others cannot see from what they carry.
     """
 
-    keeps = True
-
     def __init__(self, mesh: Mesh, num_rows: int, axis: str = "branch") -> None:
-        self.mesh = mesh
+        super().__init__(mesh, axis)
         self.num_rows = num_rows
-        self.axis = axis
-        self.split_axes: tuple[str, ...] = (axis,)
-        self.home: tuple[str, int] | None = (axis, 0)
+        self.home = (axis, 0)
         self.holds = mesh.index(axis) == 0
 
     def start_enter(self, x: Tensor) -> Moving:
@@ -124,39 +141,20 @@ class OneCommon:
     def start_leave(self, x: Tensor) -> Moving:
         return Moving(self.mesh.comm(self.axis).reduce(x, 0, wait=False), lambda: self.rows(x))
 
-    def enter(self, x: Tensor) -> Tensor:
-        return cross(x, self.start_enter, self.start_leave)
+    def start_slice(self, x: Tensor, dim: int) -> Moving:
+        comm = self.mesh.comm(self.axis)
+        panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()  # [g, B or 0, ..., N/g]
+        part = x.new_empty(self.num_rows, *panels.shape[2:])
+        return Moving(comm.scatter(part, panels, 0, wait=False), lambda: part)
 
-    def leave(self, x: Tensor) -> Tensor:
-        return cross(x, self.start_leave, self.start_enter)
-
-    def slice(self, x: Tensor, dim: int) -> Tensor:
-        return cross(x, self._start_slice(dim), self._start_concat(dim))
-
-    def concat(self, x: Tensor, dim: int) -> Tensor:
-        return cross(x, self._start_concat(dim), self._start_slice(dim))
+    def start_concat(self, x: Tensor, dim: int) -> Moving:
+        comm, at, x = self.mesh.comm(self.axis), dim % x.dim(), x.contiguous()
+        panels = x.new_empty(comm.size, *self.rows(x).shape)
+        work = comm.gather(panels, x, 0, wait=False)
+        return Moving(work, lambda: panels.movedim(0, at).flatten(at, at + 1))
 
     def rows(self, x: Tensor) -> Tensor:
         return x if self.holds else x[:0]
-
-    def _start_slice(self, dim: int) -> Start:
-        def start(x: Tensor) -> Moving:
-            comm = self.mesh.comm(self.axis)
-            panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()  # [g, B or 0, ..., N/g]
-            part = x.new_empty(self.num_rows, *panels.shape[2:])
-            return Moving(comm.scatter(part, panels, 0, wait=False), lambda: part)
-
-        return start
-
-    def _start_concat(self, dim: int) -> Start:
-        def start(x: Tensor) -> Moving:
-            comm, at = self.mesh.comm(self.axis), dim % x.dim()
-            x = x.contiguous()
-            panels = x.new_empty(comm.size, *self.rows(x).shape)
-            work = comm.gather(panels, x, 0, wait=False)
-            return Moving(work, lambda: panels.movedim(0, at).flatten(at, at + 1))
-
-        return start
 
 
 def cross(x: Tensor, there: Start, back: Start) -> Tensor:

@@ -31,8 +31,8 @@ class HeadShape:
     vocabulary: int
     padded: int
     initial: Initial
-    bias: bool
-    smoothing: float
+    bias: bool = False
+    smoothing: float = 0.0
 
 
 class TableHead(ShardedModule):

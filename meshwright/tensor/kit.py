@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.batch import Batch
 from meshwright.shard import Initial
+from meshwright.tensor.head import HeadShape
 
 
 class Head(Protocol):
@@ -97,20 +98,8 @@ class Kit(Pair, Protocol):
         t <= T, as in `Head`. For heads and shortcuts; elsewhere in blocks, use a pair.
         """
 
-    def head_loss(
-        self,
-        hidden: int,
-        vocabulary: int,
-        padded: int,
-        initial: Initial,
-        tied: nn.Module | None = None,
-        *,
-        bias: bool = False,
-        smoothing: float = 0.0,
-    ) -> nn.Module:
-        """A `Head`. `smoothing`: the share of each target that all classes have in equal parts.
-
-        `tied`: the token embedding whose weight it shares; None: a weight of its own."""
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
+        """A `Head`. `tied`: the token embedding whose weight it shares; None: a weight of its own."""
 
     def local_heads(self, heads: int) -> int:
         """How many attention heads (or paths) this rank computes."""

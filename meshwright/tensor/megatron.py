@@ -118,18 +118,7 @@ class MegatronKit:
     def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
         return MegatronPatches(self.mesh, inputs, hidden, initial, self.sequence)
 
-    def head_loss(
-        self,
-        hidden: int,
-        vocabulary: int,
-        padded: int,
-        initial: Initial,
-        tied: nn.Module | None = None,
-        *,
-        bias: bool = False,
-        smoothing: float = 0.0,
-    ) -> nn.Module:
-        shape = HeadShape(hidden, vocabulary, padded, initial, bias, smoothing)
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return MegatronHead(self.mesh, shape, tied, self.sequence)
 
     def local_heads(self, heads: int) -> int:

@@ -136,18 +136,8 @@ class SerialKit:
     def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return SerialLinear(self.mesh, inputs, (outputs,), initial, bias=bias)
 
-    def head_loss(
-        self,
-        hidden: int,
-        vocabulary: int,
-        padded: int,
-        initial: Initial,
-        tied: nn.Module | None = None,
-        *,
-        bias: bool = False,
-        smoothing: float = 0.0,
-    ) -> nn.Module:
-        return SerialHead(self.mesh, HeadShape(hidden, vocabulary, padded, initial, bias, smoothing), tied, (), ())
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
+        return SerialHead(self.mesh, shape, tied, (), ())
 
     def local_heads(self, heads: int) -> int:
         return heads

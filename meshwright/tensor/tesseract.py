@@ -249,18 +249,8 @@ class TesseractKit:
     def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
         return TesseractPatches(self.mesh, inputs, hidden, initial)
 
-    def head_loss(
-        self,
-        hidden: int,
-        vocabulary: int,
-        padded: int,
-        initial: Initial,
-        tied: nn.Module | None = None,
-        *,
-        bias: bool = False,
-        smoothing: float = 0.0,
-    ) -> nn.Module:
-        return TesseractHead(self.mesh, HeadShape(hidden, vocabulary, padded, initial, bias, smoothing), tied)
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
+        return TesseractHead(self.mesh, shape, tied)
 
     def local_heads(self, heads: int) -> int:
         return heads // self.mesh.size("col")

@@ -8,6 +8,7 @@ import torch
 from meshwright.batch import Batch, counts_of, rows_of, scales_of
 from meshwright.build import Parts, build
 from meshwright.config import Config, parse_config
+from meshwright.config.lengths import lengths_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
 from tests.workers import run_ranks
@@ -72,15 +73,17 @@ def vit_batch(config: Config, step: int) -> Batch:
 
 
 def pair_batch(config: Config, step: int) -> Batch:
-    """Random pairs: sources end in padding, targets in labels that do not count."""
+    """Random pairs: sources end in padding, targets in labels that do not count. T5's targets are shorter."""
     generator = torch.Generator().manual_seed(step)
-    shape = (config.batch.global_, config.data.sequence)
-    source, target, labels = (torch.randint(config.model.vocabulary, shape, generator=generator) for _ in range(3))
-    place = torch.arange(shape[1])
-    lengths = torch.randint(1, shape[1] + 1, (2, shape[0], 1), generator=generator)
+    rows, (read, written) = config.batch.global_, lengths_of(config)
+    source, target, labels = (
+        torch.randint(config.model.vocabulary, (rows, length), generator=generator)
+        for length in (read, written, written)
+    )
+    seen, counted = (torch.randint(1, length + 1, (rows, 1), generator=generator) for length in (read, written))
     return {
-        "source": source, "source_mask": (place < lengths[0]).long(), "target": target,
-        "labels": labels.masked_fill(place >= lengths[1], -100),
+        "source": source, "source_mask": (torch.arange(read) < seen).long(), "target": target,
+        "labels": labels.masked_fill(torch.arange(written) >= counted, -100),
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from meshwright.mesh import Mesh
 from meshwright.shard import Initial, initialise
 from meshwright.tensor import cross_entropy
 from meshwright.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses
+from meshwright.tensor.head import HeadShape
 from meshwright.tensor.serial import SerialKit
 from tests.workers import run_ranks
 
@@ -130,7 +131,7 @@ class Tied(nn.Module):
         super().__init__()
         kit = SerialKit(mesh)
         self.table = kit.embedding(PADDED, HIDDEN, Initial(1.0))
-        self.head = kit.head_loss(HIDDEN, VOCABULARY, PADDED, Initial(1.0), self.table, smoothing=0.1)
+        self.head = kit.head_loss(HeadShape(HIDDEN, VOCABULARY, PADDED, Initial(1.0), smoothing=0.1), self.table)
 
 
 def tied_gradient(mesh: Mesh) -> tuple[list[str], Tensor, Tensor, list[int], bool]:

@@ -15,6 +15,7 @@ from meshwright.config import Config
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
 from meshwright.shard import Initial, seed_of, shard_specs
+from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
 from tests.tensor.test_equality import config_for
 from tests.workers import run_ranks
@@ -111,8 +112,8 @@ class SmoothHeads(nn.Module):
 
     def __init__(self, kit: Kit) -> None:
         super().__init__()
-        self.near = kit.head_loss(H, V, 40, DRAWN, bias=True, smoothing=SMOOTHING)
-        self.far = kit.head_loss(H, V, 80, DRAWN, smoothing=SMOOTHING)
+        self.near = kit.head_loss(HeadShape(H, V, 40, DRAWN, bias=True, smoothing=SMOOTHING))
+        self.far = kit.head_loss(HeadShape(H, V, 80, DRAWN, smoothing=SMOOTHING))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return self.near(x, labels, FACTOR) + self.far(x, labels, 3 * FACTOR)
