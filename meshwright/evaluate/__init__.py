@@ -1,4 +1,4 @@
-"""Measures of a trained model: a text's perplexity, LAMBADA's cloze accuracy, images' classes. On one device."""
+"""Measures of a trained model: perplexity, LAMBADA's cloze, masked tokens, BLEU, classes of images. On one device."""
 
 from meshwright.evaluate.images import ImageAccuracy, ImageModel, image_accuracy, load_image_model
 from meshwright.evaluate.lambada import Cloze, cloze_accuracy
