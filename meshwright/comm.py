@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from meshwright.ledger import Ledger
 
 try:
     from torch.distributed import all_gather_single, reduce_scatter_single
@@ -45,49 +46,6 @@ class Done:
 
 
 DONE = Done()
-
-
-@dataclass
-class Traffic:
-    """Calls of one verb and the bytes that this rank sent through them.
-
-    `by_peer`: the same for each member of the group that a call names: by its index a root, a receiver by how many
-    members further on it is.
-    """
-
-    calls: int = 0
-    sent_bytes: int = 0
-    by_peer: defaultdict[int, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
-
-    def add(self, sent_bytes: int) -> None:
-        self.calls += 1
-        self.sent_bytes += sent_bytes
-
-
-@dataclass
-class Ledger:
-    """What this rank has sent, by axis and verb.
-
-    A library's collective is counted as its bandwidth-optimal form sends it, S being the whole payload: all-reduce
-    2(n-1)/n S, reduce-scatter, all-gather and all-to-all (n-1)/n S, broadcast and scatter at the root, reduce and
-    gather at the others. Rounded down to bytes.
-    """
-
-    traffic: defaultdict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
-
-    def record(self, axis: str, verb: str, sent_bytes: int, peer: int | None = None) -> None:
-        """Count a call. `peer`: see `Traffic.by_peer`."""
-        entry = self.traffic[axis, verb]
-        entry.add(sent_bytes)
-        if peer is not None:
-            entry.by_peer[peer].add(sent_bytes)
-
-    def sent_bytes(self) -> dict[str, int]:
-        """Bytes sent so far, by axis."""
-        totals: defaultdict[str, int] = defaultdict(int)
-        for (axis, _), entry in self.traffic.items():
-            totals[axis] += entry.sent_bytes
-        return dict(totals)
 
 
 def size_bytes(x: Tensor) -> int:

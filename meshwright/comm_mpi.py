@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.comm import NAP_SECONDS, Comm, Ledger, Work, size_bytes
+from meshwright.comm import NAP_SECONDS, Comm, Work, size_bytes
+from meshwright.ledger import Ledger
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -24,7 +24,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.comm import NAP_SECONDS, Ledger, size_bytes
+from meshwright.comm import NAP_SECONDS, size_bytes
+from meshwright.ledger import Ledger
 
 Side = Literal["before", "after"]
 """A neighbour on the axis: index - 1 or index + 1. The axis has ends: a side without neighbour is never used."""

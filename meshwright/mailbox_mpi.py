@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import NAP_SECONDS, Ledger
+from meshwright.comm import NAP_SECONDS
 from meshwright.comm_mpi import raw
+from meshwright.ledger import Ledger
 from meshwright.mailbox import AHEAD, Arrival, PackedMailbox, Side
 
 

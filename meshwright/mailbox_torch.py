@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm import Ledger, Work
+from meshwright.comm import Work
+from meshwright.ledger import Ledger
 from meshwright.mailbox import AHEAD, HEADER_BYTES, Arrival, PackedMailbox, Side
 
 JOIN_SECONDS = 0.5

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import Comm, Ledger, LedgerComm, SoloComm, TorchComm
+from meshwright.comm import Comm, LedgerComm, SoloComm, TorchComm
 from meshwright.comm_mpi import MpiComm
 from meshwright.environment import Environment, Rendezvous
 from meshwright.grid import ENDS, Grid
+from meshwright.ledger import Ledger
 from meshwright.mailbox import Mailbox, PlannedMailbox, Side, SoloMailbox
 from meshwright.mailbox_mpi import MpiMailbox
 from meshwright.mailbox_torch import GlooMailbox, Link, NcclMailbox

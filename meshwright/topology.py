@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from meshwright.comm import Traffic
 from meshwright.grid import Grid
+from meshwright.ledger import Traffic
 
 TO_EACH = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 """Messages to each member of the group, a call."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.comm import Ledger
 from meshwright.grid import Grid
+from meshwright.ledger import Ledger
 from tests.comm_cases import DTYPES, PIECE, VERBS, run_subgroups, run_verbs, values
 from tests.mpi_workers import Answer
 from tests.workers import run_ranks

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.comm import Ledger
 from meshwright.environment import Environment, Rendezvous
 from meshwright.grid import Grid
+from meshwright.ledger import Ledger
 from meshwright.mailbox import (
     HEADER_BYTES,
     Arrival,

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright import shard
-from meshwright.comm import Ledger, SoloComm
+from meshwright.comm import SoloComm
 from meshwright.grid import Grid
+from meshwright.ledger import Ledger
 from meshwright.mesh import Mesh, SoloTransport, solo_mesh
 from meshwright.shard import (
     ONES,

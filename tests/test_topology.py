@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from meshwright.build import build
-from meshwright.comm import Comm, Ledger, Traffic
+from meshwright.comm import Comm
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.families import family_of
 from meshwright.grid import Grid
+from meshwright.ledger import Ledger, Traffic
 from meshwright.mesh import Mesh, planned_mesh
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
 from meshwright.topology import Topology, Volume, total

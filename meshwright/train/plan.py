@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.build import Parts, build
-from meshwright.comm import Traffic
 from meshwright.config import Config
 from meshwright.environment import read_environment
 from meshwright.errors import ConfigError
 from meshwright.grid import PIPE, Grid
 from meshwright.launch import joined
+from meshwright.ledger import Traffic
 from meshwright.mesh import planned_mesh
 from meshwright.stages import empty_batch
 from meshwright.topology import Topology, Volume

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.comm import Ledger, SoloComm
+from meshwright.comm import SoloComm
 from meshwright.grid import Grid
+from meshwright.ledger import Ledger
 from meshwright.mesh import Mesh
 from meshwright.shard import Initial, initialise
 from meshwright.tensor import cross_entropy
