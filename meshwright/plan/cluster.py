@@ -1,0 +1,131 @@
+"""A cluster as facts: devices, links, and how much of their peaks programs get. Read from configs/clusters or a file.
+
+A device is what a rank runs on: a GPU, or on a CPU as many cores as a rank has threads. Curves are points (x, y) with
+rising x, between which y is interpolated over log x; beyond them the first or last holds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, field_validator
+
+from meshwright.config.load import CONFIGS, read_yaml
+from meshwright.config.messages import problems_of
+from meshwright.config.section import Positive, Section, Size
+from meshwright.errors import ConfigError
+
+Seconds = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1)]
+Dtype = Literal["float32", "float64", "bf16", "fp16"]
+Backend = Literal["torch", "mpi"]
+
+
+class Device(Section):
+    """`peak`: flops a second by dtype. `efficiency`: the part of it that a matrix product of m x n x k reaches, over the
+    cube root of mnk; `attention`: a fused attention's, where torch has one there; None: it has none, and attends step by
+    step. `bandwidth`: bytes a second of memory over the bytes that a kernel touches. `launch`: seconds before a kernel
+    begins. `elements`: seconds that an element takes on top of its bytes, in kernels of that kind (program.py).
+    """
+
+    kind: Literal["cpu", "cuda"]
+    memory: Size
+    reserved: Annotated[int, Field(ge=0)] = 0
+    """Bytes that the framework and its libraries hold on a device, whatever the run."""
+    peak: dict[Dtype, Rate]
+    efficiency: Curve
+    attention: Annotated[float, Field(gt=0, le=1)] | None = None
+    bandwidth: Curve
+    launch: Seconds = 0.0
+    elements: dict[Literal["special", "random"], Seconds] = {}
+    host_link: Rate
+    """Bytes a second between the device's memory and the host's, each way."""
+    disk: Rate = 1e9
+    """Bytes a second of a node's disk."""
+
+
+class Level(Section):
+    """Links between units: devices at the innermost level, at the next ones what the level before has joined.
+
+    `joins`: how many units make one of the next level; None, on the last level: any number. `latency`: seconds of a
+    message. `bandwidth`: bytes a second out of a unit, each way, shared by all its devices that send at once. `kind`:
+    ring, a unit's links lead to two neighbours, and all-to-all goes the long way; switch: any pair at full bandwidth.
+    """
+
+    joins: Positive | None = None
+    latency: Seconds
+    bandwidth: Rate
+    kind: Literal["ring", "switch"] = "switch"
+
+
+class Measured(Section):
+    """A verb among `ranks` neighbours, as timed: points (bytes of the whole payload, seconds)."""
+
+    verb: str
+    ranks: Positive
+    points: Curve
+
+
+class Links(Section):
+    """`levels`: innermost first. `measured`: where there is any of a verb, it is taken for what it was timed with; what
+    goes beyond it, and other verbs, by the levels. `overlaps`: the part of a collective that goes on while its rank
+    computes."""
+
+    levels: Annotated[tuple[Level, ...], Field(min_length=1)]
+    measured: tuple[Measured, ...] = ()
+    overlaps: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+
+class Cluster(Section):
+    """`cores`: how many ranks of a node compute at once; more take turns. None: each rank has a device of its own."""
+
+    name: str
+    source: str = ""
+    """Where the figures come from."""
+    device: Device
+    devices_per_node: Positive
+    cores: Positive | None = None
+    links: dict[Backend, Links]
+
+    @field_validator("links")
+    @classmethod
+    def some_link(cls, links: dict[Backend, Links]) -> dict[Backend, Links]:
+        if "torch" not in links:
+            raise ValueError("torch is missing: every run can be carried by it")
+        return links
+
+
+def cluster_names() -> list[str]:
+    """The clusters that can be named."""
+    return sorted(path.stem for path in (CONFIGS / "clusters").glob("*.yaml"))
+
+
+def load_cluster(name: str) -> Cluster:
+    """A cluster by its name in configs/clusters, or from a file.
+
+    Raises ConfigError with all mistakes at once, or with the names where there is no such cluster.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / "clusters" / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError.of("--cluster", name, "is no cluster that we have, and no file", ", ".join(cluster_names()))
+    try:
+        return Cluster.model_validate(read_yaml(path))
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, [])) from error
+
+
+def interpolated(curve: Curve, x: float) -> float:
+    """y at x, over log x."""
+    from bisect import bisect_left
+    from math import log
+
+    xs = [point[0] for point in curve]
+    after = bisect_left(xs, x)
+    if after == 0:
+        return curve[0][1]
+    if after == len(curve):
+        return curve[-1][1]
+    (x0, y0), (x1, y1) = curve[after - 1], curve[after]
+    return y0 + (y1 - y0) * log(x / x0) / log(x1 / x0)
