@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from meshwright import cli_plan
+from meshwright.cli_options import AsJson, Overrides, RunFile, progress
 from meshwright.errors import ConfigError, MeshwrightError
 
 app = typer.Typer(
@@ -20,10 +20,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value ...", help="e.g. layout.data.size=4")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
 
 
 def main() -> None:
@@ -42,22 +38,6 @@ def _headed(error: MeshwrightError) -> str:
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         return "\n  ".join([f"{len(error.problems)} mistakes", *map(str, error.problems)])
     return str(error)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, float | None], None]]:
-    """A callback for long work that draws a bar on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def show(text: str, done: float | None) -> None:
-            bar.update(task, description=text, total=None if done is None else 1.0, completed=done or 0.0)
-
-        yield show
 
 
 @app.command()
@@ -91,7 +71,7 @@ def train(
     from meshwright.train.job import train as run_training
 
     traced = traced_steps(trace or (), config)
-    with _progress() as show:
+    with progress() as show:
         from meshwright.families import family_of
 
         family_of(config).dataset.prepare(config, show)  # drawn here; found ready by the job
@@ -118,7 +98,7 @@ def verify(
     from meshwright.verify.job import verify as run_verification
     from meshwright.verify.table import as_dict, render
 
-    with _progress() as show:
+    with progress() as show:
         verdict = run_verification(config, steps=steps, as_configured=as_configured, report=show)
     if as_json:
         print(json.dumps(as_dict(verdict)))
@@ -151,6 +131,10 @@ def branches(
         render(found)
 
 
+for command in cli_plan.COMMANDS:
+    app.command()(command)
+
+
 data_app = typer.Typer(help="Corpora.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 
@@ -175,7 +159,7 @@ def data_prepare(
     from meshwright.data.packed import prepare
     from meshwright.data.pairs_packed import prepare_pairs
 
-    with _progress() as show:
+    with progress() as show:
         if pairs or target is not None or languages is not None:
             corpus = prepare_pairs(source, target, languages, tokenizer, out, validation, show)
         else:
@@ -238,7 +222,7 @@ def evaluate(
     from meshwright.evaluate.tasks import Question, measure
 
     question = Question(checkpoint, device, data, target, stride, context, samples, beams, length_penalty)
-    with _progress() as show:
+    with progress() as show:
         folder, result = measure(task, question, show)
     facts = {"checkpoint": str(folder), "task": task, **facts_of(result)}
     print(json.dumps(facts) if as_json else table_of(facts))
@@ -296,7 +280,7 @@ def convert_import(
     """
     from meshwright.convert import import_folder
 
-    with _progress() as show:
+    with progress() as show:
         made = import_folder(source, out, show)
     model = made.model.model_dump()
     facts = {"checkpoint": str(out), "parameters": made.parameters, "tokenizer": made.has_tokenizer, "model": model}
@@ -318,7 +302,7 @@ def convert_export(checkpoint: Source, out: OutFolder, as_json: AsJson = False) 
     """
     from meshwright.convert import export_folder
 
-    with _progress() as show:
+    with progress() as show:
         folder = export_folder(checkpoint, out, show)
     print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
 
