@@ -1,0 +1,99 @@
+"""What a step of a rank really sends and holds, as a prediction names it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.batch import Batch, rows_of
+from meshwright.build import Parts, build
+from meshwright.comm import size_bytes
+from meshwright.config import Config
+from meshwright.data_parallel.strategy import Synchroniser
+from meshwright.families import family_of
+from meshwright.mesh import Mesh
+from meshwright.optim.in_place import InPlace
+from tests.plan.live import LiveBytes
+
+Counts = dict[tuple[str, str], tuple[int, int]]
+"""Calls and bytes by axis and verb."""
+
+WARM_STEPS = 1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of a rank. `states`: in the device's tier. `peak`: the most that was alive above what was there before the
+    step, in its passes and in its optimizer's step. `sent`: in a step, without the norm."""
+
+    weights: int
+    gradients: int
+    states: int
+    peak: int
+    optimizer_peak: int
+    sent: Counts
+
+
+def measured(mesh: Mesh, configs: Sequence[Config]) -> list[Measured]:
+    """Of each config in turn: they share the mesh."""
+    return [_measured(mesh, config) for config in configs]
+
+
+def _measured(mesh: Mesh, config: Config) -> Measured:
+    parts = build(config, mesh)
+    for step in range(WARM_STEPS):
+        _step(parts, step, LiveBytes())
+    live = LiveBytes()
+    sent, peak = _step(parts, WARM_STEPS, live)
+    assert isinstance(parts.strategy, Synchroniser)
+    buckets = parts.strategy.buckets
+    return Measured(
+        weights=sum(size_bytes(bucket.values) for bucket in buckets),
+        gradients=sum(size_bytes(bucket.gradients) for bucket in buckets),
+        states=_state_bytes(parts),
+        peak=peak,
+        optimizer_peak=live.peak,
+        sent=sent,
+    )
+
+
+def _step(parts: Parts, step: int, live: LiveBytes) -> tuple[Counts, int]:
+    """A step of the train loop; what it sent, and its peak until the optimizer begins. All tokens count."""
+    everyone = _batch(parts.config)
+    replica = parts.strategy.share(
+        lambda first, count: rows_of(everyone, slice(first, first + count)), parts.config.replica_batch
+    )
+    batches = parts.microbatches(replica)
+    traffic = parts.mesh.ledger.traffic
+    traffic.clear()
+    with live:
+        parts.passes.train(batches, dict.fromkeys(parts.model.labels, 1e-3), torch.manual_seed)
+        parts.strategy.finish()
+        peak, live.peak = live.peak, live.live
+        sent = {key: (entry.calls, entry.sent_bytes) for key, entry in traffic.items()}
+        parts.optimizer.step(step)
+        traffic.clear()
+        parts.strategy.publish()
+        parts.kit.end_step()
+    for key, entry in traffic.items():
+        calls, size = sent.get(key, (0, 0))
+        sent[key] = calls + entry.calls, size + entry.sent_bytes
+    return sent, peak
+
+
+def _batch(config: Config) -> Batch:
+    shapes = family_of(config).shapes(config)
+    return {name: torch.ones(config.batch.global_, *shape, dtype=torch.long) for name, shape in shapes.items()}
+
+
+def _state_bytes(parts: Parts) -> int:
+    """Masters and moments where they are in the device's memory; of offloaded ones what they are staged in."""
+    held = parts.optimizer.held
+    if parts.config.memory.offload.to != "none":
+        return held.tier.live_bytes
+    assert isinstance(held, InPlace)
+    masters = [master for slot, master in zip(held.slots, held.masters, strict=True) if master is not slot.parameter]
+    moments = [x for state in held.torch.state.values() for x in state.values() if x.dim()]
+    return sum(size_bytes(x) for x in (*masters, *moments))
