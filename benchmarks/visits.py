@@ -1,0 +1,95 @@
+"""Many configs in one team of workers: they are visited in turn, each built anew, so that fifty cost the start of one.
+
+A visit is one untimed step, with which the layout is connected and built, and some timed ones. The harness lets the
+team run one visit at a time, in the order in which the configs were given, and over again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.contender import Contender, Option, Place, Step
+from benchmarks.ours import reference_config, steps_of
+from benchmarks.team import Team
+from meshwright.allocator import keep_freed_memory
+from meshwright.build import build
+from meshwright.config import Config
+from meshwright.environment import Rendezvous, read_environment, rendezvous
+from meshwright.grid import Grid
+from meshwright.mesh import TIMEOUT, open_mesh
+
+Options = dict[str, Option]
+
+
+class Visitor:
+    """A team whose `run` visits the next of its configs. All of them have `ranks` ranks on one `transport`."""
+
+    def __init__(self, configs: Sequence[Options], transport: str, ranks: int, steps: int, folder: Path) -> None:
+        self.steps = steps
+        launcher: Any = "mpi" if transport == "mpi" and ranks > 1 else "torch"
+        options: Options = {"configs": json.dumps(configs), "steps": steps}
+        name = f"{ranks} ranks {transport}"
+        self.team = Team(Contender(name, "benchmarks.visits:visits", options, ranks, launcher), folder)
+
+    def run(self) -> float:
+        """Milliseconds of a step of the next config: the median of a visit's timed ones, on rank 0."""
+        times, _ = self.team.run(1 + self.steps)
+        return statistics.median(times[1:])
+
+    def close(self) -> None:
+        self.team.close()
+
+
+@contextmanager
+def visits(place: Place, *, configs: str, steps: int) -> Iterator[Step]:
+    """The factory: `configs` as JSON, options of the reference model's config each."""
+    keep_freed_memory()
+    made = [reference_config(options) for options in json.loads(configs)]
+    tours = itertools.count()
+    with ExitStack() as team:
+        point = _meeting_point(place, made[0], team)
+        visit = team.enter_context(ExitStack())
+        left, turn = 0, _nothing
+
+        def step() -> float:
+            nonlocal left, turn
+            if not left:
+                visit.close()
+                number = next(tours)
+                turn, left = visit.enter_context(_built(made[number % len(made)], number, point)), 1 + steps
+            left -= 1
+            return turn()
+
+        yield step
+
+
+def _nothing() -> float:
+    return 0.0
+
+
+def _meeting_point(place: Place, config: Config, team: ExitStack) -> Rendezvous:
+    """One store for all visits: a store a visit might be met by who has not left the one before."""
+    point = rendezvous()
+    if place.ranks == 1 or config.layout.transport == "mpi":
+        return point
+    if place.rank == 0:
+        store = torch.distributed.TCPStore(point.address, point.port, None, True, TIMEOUT, wait_for_workers=False)
+        team.callback(lambda: store)  # lives as long as the team
+    return replace(point, hosted=True)
+
+
+@contextmanager
+def _built(config: Config, number: int, point: Rendezvous) -> Iterator[Step]:
+    layout, environment = config.layout, replace(read_environment(), attempt=number)
+    transport, device = layout.transport, torch.device("cpu")
+    with open_mesh(Grid(layout.axes), environment, transport, device, point, layout.token_axes) as mesh:
+        yield steps_of(build(config, mesh))
