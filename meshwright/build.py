@@ -154,7 +154,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     kit = build_kit(config, mesh)
     module = build_model(config, kit, mesh, stretch)
     stages.mark_tied(module)
-    _recompute(config, module)
+    recompute_in(config, module, len(stretch.layers))
     strategy = _build_strategy(config, mesh, module)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
@@ -169,16 +169,22 @@ def _make(config: Config, mesh: Mesh, stretch: Stretch) -> tuple[Chain, Kit]:
     return build_model(config, kit, mesh, stretch), kit
 
 
-def _recompute(config: Config, model: Chain) -> None:
-    """Set which parts of the model keep only what they read."""
+def recompute_in(config: Config, model: Chain, stage_layers: int) -> None:
+    """Set which parts of a model keep only what they read, in a stage of so many layers."""
     setting, layers = config.memory.recompute, model.stretch.layers
     if setting == "selective":
         for module in model.modules():
             if isinstance(module, AttentionCore):
                 module.run = recomputed
     elif setting != "none":
-        every = best_group(len(layers), config.model.num_blocks) if setting == "auto" else setting
-        model.groups, model.run_group = groups_of(layers, every), recomputed
+        model.groups, model.run_group = groups_of(layers, recomputed_group(config, stage_layers)), recomputed
+
+
+def recomputed_group(config: Config, stage_layers: int) -> int:
+    """How many layers are recomputed together in a stage of so many."""
+    setting = config.memory.recompute
+    assert setting not in ("none", "selective"), f"memory.recompute={setting} has no groups"
+    return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
 
 
 def _build_passes(

@@ -206,8 +206,27 @@ class SoloComm(Comm):
         raise AssertionError(f"axis {self.axis} has one rank: nobody to send to")
 
 
+class Watch(Protocol):
+    """Is told of every collective that a planned rank begins, with the bytes of its whole payload; its Work is waited
+    for where the rank would wait. `root`: of a rooted verb; of a send, how many members further on its receiver is."""
+
+    def __call__(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work: ...
+
+
+def unwatched(axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
+    """Nobody looks."""
+    return DONE
+
+
 class LedgerComm(Comm):
     """Writes the ledger and moves nothing: for tensors without numbers (the meta device), of any number of ranks."""
+
+    def __init__(self, axis: str, ranks: Sequence[int], index: int, ledger: Ledger, watch: Watch = unwatched) -> None:
+        super().__init__(axis, ranks, index, ledger)
+        self._watch = watch
+
+    def _begun(self, verb: str, payload_bytes: int, root: int | None = None) -> Work:
+        return self._watch(self.axis, verb, payload_bytes, root) if self.size > 1 else DONE
 
     def receive(self, x: Tensor, source: int) -> None:
         return None
@@ -216,34 +235,34 @@ class LedgerComm(Comm):
         return None
 
     def _all_reduce(self, x: Tensor) -> Work:
-        return DONE
+        return self._begun("all_reduce", size_bytes(x))
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
-        return DONE
+        return self._begun("reduce_scatter", size_bytes(x))
 
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
-        return DONE
+        return self._begun("all_gather", size_bytes(x))
 
     def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        return DONE
+        return self._begun("all_to_all", size_bytes(x))
 
     def _broadcast(self, x: Tensor, root: int) -> Work:
-        return DONE
+        return self._begun("broadcast", size_bytes(x), root)
 
     def _reduce(self, x: Tensor, root: int) -> Work:
-        return DONE
+        return self._begun("reduce", size_bytes(x), root)
 
     def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
-        return DONE
+        return self._begun("gather", self.size * size_bytes(part), root)
 
     def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
-        return DONE
+        return self._begun("scatter", self.size * size_bytes(part), root)
 
     def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
-        return None
+        self._begun("send", size_bytes(x), (to - self.index) % self.size).wait()
 
     def _send(self, x: Tensor, to: int) -> None:
-        return None
+        self._begun("send", size_bytes(x), (to - self.index) % self.size).wait()
 
 
 def _copied(target: Tensor, source: Tensor) -> Work:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -18,9 +20,21 @@ class Traffic:
     sent_bytes: int = 0
     by_peer: defaultdict[int, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
 
-    def add(self, sent_bytes: int) -> None:
-        self.calls += 1
-        self.sent_bytes += sent_bytes
+    def add(self, sent_bytes: int, times: int = 1) -> None:
+        self.calls += times
+        self.sent_bytes += times * sent_bytes
+
+    def scaled(self, times: int) -> Traffic:
+        """So many times as much, by peer as well."""
+        peers = {peer: part.scaled(times) for peer, part in self.by_peer.items()}
+        return Traffic(times * self.calls, times * self.sent_bytes, defaultdict(Traffic, peers))
+
+    def include(self, other: Traffic) -> None:
+        """Add another's."""
+        self.calls += other.calls
+        self.sent_bytes += other.sent_bytes
+        for peer, part in other.by_peer.items():
+            self.by_peer[peer].include(part)
 
 
 @dataclass
@@ -33,13 +47,24 @@ class Ledger:
     """
 
     traffic: defaultdict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+    times: int = 1
+    """How often what happens now is to be counted."""
 
     def record(self, axis: str, verb: str, sent_bytes: int, peer: int | None = None) -> None:
         """Count a call. `peer`: see `Traffic.by_peer`."""
         entry = self.traffic[axis, verb]
-        entry.add(sent_bytes)
+        entry.add(sent_bytes, self.times)
         if peer is not None:
-            entry.by_peer[peer].add(sent_bytes)
+            entry.by_peer[peer].add(sent_bytes, self.times)
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """What happens inside stands for so many of its kind: a plan need not go through all of them."""
+        before, self.times = self.times, self.times * times
+        try:
+            yield
+        finally:
+            self.times = before
 
     def sent_bytes(self) -> dict[str, int]:
         """Bytes sent so far, by axis."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import Comm, LedgerComm, SoloComm, TorchComm
+from meshwright.comm import Comm, LedgerComm, SoloComm, TorchComm, Watch, unwatched
 from meshwright.comm_mpi import MpiComm
 from meshwright.environment import Environment, Rendezvous
 from meshwright.grid import ENDS, Grid
@@ -50,12 +50,15 @@ class SoloTransport:
         return None
 
 
+@dataclass(frozen=True)
 class LedgerTransport:
     """A planned job, of which only this rank is there: what it would send is written down."""
 
+    watch: Watch = unwatched
+
     def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
         ranks = grid.group(rank, *axes)
-        return LedgerComm("+".join(axes), ranks, ranks.index(rank), ledger)
+        return LedgerComm("+".join(axes), ranks, ranks.index(rank), ledger, self.watch)
 
     def mailbox(self, grid: Grid, rank: int, device: torch.device, axis: str, ledger: Ledger) -> Mailbox:
         return PlannedMailbox(axis, ledger) if grid.size(axis) > 1 else SoloMailbox(axis)
@@ -173,13 +176,17 @@ def _number(grid: Grid, axes: tuple[str, ...]) -> int:
 
 @dataclass(frozen=True)
 class Mesh:
-    """`token_axes`: the axes that split the batch's tokens, over which gradients of uncut parameters are summed."""
+    """`token_axes`: the axes that split the batch's tokens, over which gradients of uncut parameters are summed.
+
+    `stands_for`: of a plan, the type of the devices that it is for.
+    """
 
     grid: Grid
     rank: int
     device: torch.device
     transport: Transport
     token_axes: tuple[str, ...] = ("data",)
+    stands_for: str = "cpu"
     ledger: Ledger = field(default_factory=Ledger)
     _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict)
     _mailboxes: dict[str, Mailbox] = field(default_factory=dict)
@@ -202,6 +209,11 @@ class Mesh:
         return self._mailboxes[axis]
 
     @property
+    def device_type(self) -> str:
+        """cpu or cuda, also of a plan, whose tensors have no numbers."""
+        return self.stands_for if self.device.type == "meta" else self.device.type
+
+    @property
     def world(self) -> Comm:
         """All ranks."""
         return self.comm(*self.grid.names)
@@ -219,9 +231,14 @@ def solo_mesh(device: torch.device, names: tuple[str, ...] = ("data", "pipe")) -
     return Mesh(Grid(tuple((name, 1) for name in names)), 0, device, SoloTransport())
 
 
-def planned_mesh(grid: Grid, rank: int, token_axes: tuple[str, ...]) -> Mesh:
-    """A rank's mesh of a job that does not run: tensors have shapes and no numbers, comms only write the ledger."""
-    return Mesh(grid, rank, torch.device("meta"), LedgerTransport(), token_axes)
+def planned_mesh(
+    grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", watch: Watch = unwatched
+) -> Mesh:
+    """A rank's mesh of a job that does not run: tensors have shapes and no numbers, comms only write the ledger.
+
+    `stands_for`: the type of device that it is planned for. `watch`: is told of every collective.
+    """
+    return Mesh(grid, rank, torch.device("meta"), LedgerTransport(watch), token_axes, stands_for)
 
 
 @contextmanager

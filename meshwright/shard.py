@@ -155,7 +155,8 @@ class ShardedModule(nn.Module):
         None then, and fires its hooks all the same. A parameter without a room leaves the adding up to autograd.
         """
         if self.deferred.collects and waits:
-            work = partial(self._add_gradient, name, torch.empty_like(like, device="meta"), write)
+            shape = like.new_empty(()).expand(like.shape)  # of one number
+            work = partial(self._add_gradient, name, shape, write)
             self.deferred.add(self.get_parameter(name), work)
         elif name in self.rooms:
             self._add_gradient(name, like, write, final=False)

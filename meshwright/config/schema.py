@@ -80,14 +80,15 @@ class Memory(Section):
 
     `recompute` (activation checkpointing): none; auto: groups of as many layers as a factor of the stage's layers that
     is nearest to the square root of the network's; {every: n}: of n layers; selective: the attention cores only.
-    `summa`: how operands of 2-D products travel: gathered whole, streamed in q panels, or as free memory allows.
+    `summa`: how operands of 2-D products travel: gather: whole, weights once a step; whole: weights anew for each
+    product; stream: in q panels; auto: as free memory allows.
     """
 
     recompute: Annotated[Literal["none", "auto", "selective"] | Positive, BeforeValidator(parse_every)] = "none"
     offload: Offload = Offload()
 
     empty_cache_every: Count = 0
-    summa: Literal["auto", "gather", "stream"] = "auto"
+    summa: Literal["auto", "gather", "whole", "stream"] = "auto"
 
 
 class Schedule(Section):

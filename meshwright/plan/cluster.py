@@ -24,9 +24,9 @@ Backend = Literal["torch", "mpi"]
 
 
 class Device(Section):
-    """`peak`: flops a second by dtype. `efficiency`: the part of it that a matrix product of m x n x k reaches, over the
-    cube root of mnk; `attention`: a fused attention's, where torch has one there; None: it has none, and attends step by
-    step. `bandwidth`: bytes a second of memory over the bytes that a kernel touches. `launch`: seconds before a kernel
+    """`peak`: flops a second by dtype. `efficiency`: the part of it that a matrix product of m x n x k reaches, over
+    the cube root of mnk; `attention`: a fused attention's, where torch has one there; None: it has none, and attends
+    step by step. `bandwidth`: bytes a second of memory over the bytes that a kernel touches. `launch`: seconds before a kernel
     begins. `elements`: seconds that an element takes on top of its bytes, in kernels of that kind (program.py).
     """
 
@@ -50,14 +50,21 @@ class Level(Section):
     """Links between units: devices at the innermost level, at the next ones what the level before has joined.
 
     `joins`: how many units make one of the next level; None, on the last level: any number. `latency`: seconds of a
-    message. `bandwidth`: bytes a second out of a unit, each way, shared by all its devices that send at once. `kind`:
-    ring, a unit's links lead to two neighbours, and all-to-all goes the long way; switch: any pair at full bandwidth.
+    message. `bandwidth`: bytes a second out of a unit, each way, shared by all its devices that send at once;
+    `device_bandwidth`: what one of them gets of it at most (its own network card's); None: all. `kind`: ring, a unit's
+    links lead to two neighbours, and all-to-all goes the long way; switch: any pair at full bandwidth.
     """
 
     joins: Positive | None = None
     latency: Seconds
     bandwidth: Rate
+    device_bandwidth: Rate | None = None
     kind: Literal["ring", "switch"] = "switch"
+
+    def share(self, num_senders: int, num_devices: int) -> float:
+        """Bytes a second for one of so many that send out of a unit at once, who sends from so many devices."""
+        shared = self.bandwidth / num_senders
+        return shared if self.device_bandwidth is None else min(shared, num_devices * self.device_bandwidth)
 
 
 class Measured(Section):
@@ -76,6 +83,13 @@ class Links(Section):
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]
     measured: tuple[Measured, ...] = ()
     overlaps: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+    @field_validator("levels")
+    @classmethod
+    def nested(cls, levels: tuple[Level, ...]) -> tuple[Level, ...]:
+        if any(level.joins is None for level in levels[:-1]):
+            raise ValueError("only the last level may join any number of units: the others must say `joins`")
+        return levels
 
 
 class Cluster(Section):

@@ -23,7 +23,7 @@ KernelKind = Literal["product", "attention", "special", "random", "element"]
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """`touched_bytes`: read and written. `elements`: of the largest tensor it touches. `side`: of a product of
-    m x n x k the cube root of mnk (of one of a batch)."""
+    m x n x k the cube root of mnk (of one of a batch). `times`: so many of the kind, one after the other."""
 
     kind: KernelKind
     flops: float
@@ -31,18 +31,20 @@ class Kernel:
     elements: int
     dtype: str
     side: float = 0.0
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """A collective begins. `axes`: of its comm (`row`, `data+row`); `payload_bytes`: the whole tensor's, of which
-    ledger.py says who sends what; `root`: of a rooted verb, its index."""
+    ledger.py says who sends what; `root`: of a rooted verb, its index; `times`: so many, one after the other."""
 
     number: int
     axes: str
     verb: str
     payload_bytes: int
     root: int | None = None
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,8 @@ class Program:
 
     @property
     def flops(self) -> float:
-        return sum(event.flops for event in self.events if isinstance(event, Kernel))
+        return sum(event.times * event.flops for event in self.events if isinstance(event, Kernel))
 
     @property
     def touched_bytes(self) -> int:
-        return sum(event.touched_bytes for event in self.events if isinstance(event, Kernel))
+        return sum(event.times * event.touched_bytes for event in self.events if isinstance(event, Kernel))

@@ -21,7 +21,7 @@ place of the label's logit, and nothing more travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,10 @@ from meshwright.comm import Comm
 from meshwright.shard import WriteGradient
 from meshwright.tensor.linear import autocast_dtype
 
-CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20, "meta": 8 * 2**20}
+CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """A chunk's float32 logits [C, V]. 256 rows at V = 8192: fewer make slower products, more gain nothing."""
 
-SLICE_BYTES = {"cpu": 2**19, "cuda": 256 * 2**20, "meta": 2**19}
+SLICE_BYTES = {"cpu": 2**19, "cuda": 256 * 2**20}
 """The part of a chunk that is worked on element by element at a time: a CPU core's cache, all of it on a GPU."""
 
 
@@ -49,12 +49,14 @@ GiveTable = Callable[[Tensor, WriteGradient], Tensor | None]
 class Classes:
     """The classes that this rank holds: rows of a table of `vocabulary` real ones, split over `comm`'s ranks.
 
-    `smoothing`: the share of a token's target that all real classes have in equal parts.
+    `smoothing`: the share of a token's target that all real classes have in equal parts. `device_type`: of the logits,
+    which decides how large chunks are.
     """
 
     vocabulary: int
     comm: Comm
     smoothing: float = 0.0
+    device_type: str = "cpu"
 
     def held(self, table: Tensor) -> int:
         """How many of the table's rows are real classes."""
@@ -70,10 +72,30 @@ class Classes:
         self.comm.all_gather(gathered, mine)
         return gathered
 
+    def alike(self, ranges: Iterable[slice], x: Tensor) -> Iterator[slice]:
+        """The ranges; where x has no numbers one of each length, which counts for all."""
+        if x.device.type != "meta":
+            yield from ranges
+            return
+        kinds: dict[int, list[slice]] = {}
+        for rows in ranges:
+            kinds.setdefault(rows.stop - rows.start, []).append(rows)
+        for same in kinds.values():
+            with self.comm.ledger.repeated(len(same)):
+                yield same[0]
+
     @property
-    def exchange_bytes(self) -> dict[str, int]:
+    def chunk_bytes(self) -> int:
+        return CHUNK_BYTES[self.device_type]
+
+    @property
+    def slice_bytes(self) -> int:
+        return SLICE_BYTES[self.device_type]
+
+    @property
+    def exchange_bytes(self) -> int:
         """Logits whose statistics travel together: alone in the world, those that are still in the cache."""
-        return SLICE_BYTES if self.comm.size == 1 else CHUNK_BYTES
+        return self.slice_bytes if self.comm.size == 1 else self.chunk_bytes
 
 
 def _ranges(start: int, stop: int, row_elements: int, most_bytes: int) -> Iterator[slice]:
@@ -117,10 +139,9 @@ class _ChunkedLoss(torch.autograd.Function):
         if differentiates:
             dweight[held if h.shape[0] else 0 :].zero_()  # what no chunk writes
         dbias = None if bias is None else torch.zeros_like(bias)
-        device = h.device.type
-        for chunk in _ranges(0, h.shape[0], held, CHUNK_BYTES[device]):
+        for chunk in classes.alike(_ranges(0, h.shape[0], held, classes.chunk_bytes), h):
             logits = _logits(h[chunk], table, offsets)  # [C, V/p]
-            for rows in _ranges(chunk.start, chunk.stop, held, classes.exchange_bytes[device]):
+            for rows in classes.alike(_ranges(chunk.start, chunk.stop, held, classes.exchange_bytes), h):
                 part = logits[rows.start - chunk.start : rows.stop - chunk.start]
                 losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes)
             if differentiates:
@@ -160,9 +181,9 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     statistics = logits.new_zeros(logits.shape[0], 3)
     top, sums, picked = statistics.split(1, 1)
     top.fill_(torch.finfo(logits.dtype).min)
-    slices = list(_ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[logits.device.type]))
+    slices = list(_ranges(0, logits.shape[0], logits.shape[1], classes.slice_bytes))
     if logits.shape[1]:
-        for rows in slices:
+        for rows in classes.alike(slices, logits):
             part = logits[rows]
             picked[rows] = part.gather(1, columns[rows]).mul_(certain).masked_fill_(~mine[rows], 0)
             if equal:
@@ -175,7 +196,7 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     losses = total.log().add_(highest).sub_(everyones_picked.sum(0))
     if logits.shape[1]:
         shares = (top - highest).exp_() * factors / total
-        for rows in slices:
+        for rows in classes.alike(slices, logits):
             logits[rows].mul_(shares[rows]).scatter_add_(1, columns[rows], -certain * factors[rows] * mine[rows])
             if equal:
                 logits[rows].sub_(factors[rows], alpha=equal)
@@ -222,7 +243,7 @@ def num_right(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cl
     held, first = classes.held(weight), classes.first(weight)
     table, offsets = weight[:held], None if bias is None else bias[:held]
     right = 0
-    for rows in _ranges(0, h.shape[0], held, CHUNK_BYTES[h.device.type]):
+    for rows in _ranges(0, h.shape[0], held, classes.chunk_bytes):
         best = h.new_full((rows.stop - rows.start, 2), torch.finfo(h.dtype).min, dtype=torch.float64)
         if held:
             values, columns = _logits(h[rows], table, offsets).max(1)

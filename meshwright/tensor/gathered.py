@@ -3,11 +3,11 @@
 | `memory.summa` | operands travel | a gathered weight              | a rank holds besides its blocks |
 |----------------|-----------------|--------------------------------|---------------------------------|
 | gather         | whole           | is kept until the step's end   | q times its weights, an operand |
+| whole          | whole           | is gathered anew each time     | an operand                      |
 | stream         | in q panels     | never exists                   | two panels of an operand        |
 
-auto: as gather if the kept weights take at most a quarter of the free memory; else whole, but gathered anew for each
-product, if the largest weight takes at most an eighth; else as stream. Of the kit's ranks, the one with the least
-memory decides.
+auto: as gather if the kept weights take at most a quarter of the free memory; else as whole, if the largest weight
+takes at most an eighth; else as stream. Of the kit's ranks, the one with the least memory decides.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class TableHead(ShardedModule):
         """`class_cuts`: how classes are cut where logits are made, and so the bias: over one axis or none."""
         super().__init__(mesh)
         comm = mesh.comm(*(axis for _, axis in class_cuts))
-        self.classes = Classes(shape.vocabulary, comm, shape.smoothing)
+        self.classes = Classes(shape.vocabulary, comm, shape.smoothing, mesh.device_type)
         if tied is None:
             spec = ShardSpec((shape.padded, shape.hidden), table_cuts, shape.initial)
             self.weight = self.declare("weight", spec)
