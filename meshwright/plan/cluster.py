@@ -26,8 +26,8 @@ Backend = Literal["torch", "mpi"]
 class Device(Section):
     """`peak`: flops a second by dtype. `efficiency`: the part of it that a matrix product of m x n x k reaches, over
     the cube root of mnk; `attention`: a fused attention's, where torch has one there; None: it has none, and attends
-    step by step. `bandwidth`: bytes a second of memory over the bytes that a kernel touches. `launch`: seconds before a kernel
-    begins. `elements`: seconds that an element takes on top of its bytes, in kernels of that kind (program.py).
+    step by step. `bandwidth`: bytes a second of memory over the bytes that a kernel touches. `launch`: seconds before a
+    kernel begins. `elements`: seconds that an element takes on top of its bytes, in kernels of a kind (program.py).
     """
 
     kind: Literal["cpu", "cuda"]
@@ -39,7 +39,7 @@ class Device(Section):
     attention: Annotated[float, Field(gt=0, le=1)] | None = None
     bandwidth: Curve
     launch: Seconds = 0.0
-    elements: dict[Literal["special", "random"], Seconds] = {}
+    elements: dict[Literal["special", "random"], Seconds] = Field(default_factory=dict)
     host_link: Rate
     """Bytes a second between the device's memory and the host's, each way."""
     disk: Rate = 1e9
