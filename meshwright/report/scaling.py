@@ -1,0 +1,79 @@
+"""Scaling curves, as papers draw them: samples a second over devices on logarithmic axes, and efficiency beside them.
+
+A dashed line is what a strategy would reach if devices cost it nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter, ScalarFormatter
+
+from meshwright.errors import DataError
+
+_INK, _GRID = "#333333", "#e4e4e4"
+_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c36b5", "#e0a800", "#0c8599", "#c2255c", "#5c5f66")
+_MARKS = "osD^vPX*"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A strategy's points, by rising devices: samples a second, and the efficiency against the first, 1 at best."""
+
+    devices: tuple[int, ...]
+    rates: tuple[float, ...]
+    efficiencies: tuple[float, ...]
+
+
+def draw_scaling(lines: Mapping[str, Line], picture: Path, title: str) -> None:
+    """Draw {strategy: line} as a PNG. A strategy without points is named in the legend as having none.
+
+    Raises DataError where no strategy has a point.
+    """
+    everywhere = sorted({count for line in lines.values() for count in line.devices})
+    if not everywhere:
+        raise DataError(f"no point to draw in {picture}")
+    figure = Figure(figsize=(10.5, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    speed, efficiency = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=12, fontweight="bold")
+    _frame(speed, everywhere, "samples a second")
+    _frame(efficiency, everywhere, "efficiency")
+    speed.set_yscale("log")
+    for index, (name, line) in enumerate(lines.items()):
+        colour, mark = _COLOURS[index % len(_COLOURS)], _MARKS[index % len(_MARKS)]
+        label = name if line.devices else f"{name} (none)"
+        width = max(1.3, 3.4 - 0.35 * index)  # lines that lie over each other stay visible
+        look = {"color": colour, "marker": mark, "linewidth": width, "markersize": 4 + width, "mec": "white"}
+        speed.plot(line.devices, line.rates, label=label, **look)
+        efficiency.plot(line.devices, line.efficiencies, **look)
+        if line.devices:
+            ideal = [line.rates[0] * count / line.devices[0] for count in line.devices]
+            speed.plot(line.devices, ideal, color=colour, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.6)
+    highest = max(value for line in lines.values() for value in line.efficiencies)
+    efficiency.set_ylim(0, 1.08 * max(1.0, highest))
+    efficiency.yaxis.set_major_formatter(PercentFormatter(1.0))
+    speed.legend(frameon=False, fontsize=9)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, format="png")
+
+
+def _frame(axes: Axes, devices: list[int], what: str) -> None:
+    axes.set_title(what, loc="left", color=_INK, fontsize=10)
+    axes.set_xlabel("devices", color=_INK)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(devices)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(colors=_INK, length=0, labelsize=8)
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for name, spine in axes.spines.items():
+        spine.set_visible(name == "bottom")
+        spine.set_color(_INK)
