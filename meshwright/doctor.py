@@ -132,10 +132,10 @@ def _python() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    cores, usable, threads = os.cpu_count() or 1, _usable_cores(), torch.get_num_threads()
+    cores, usable, threads = os.cpu_count() or 1, usable_cores(), torch.get_num_threads()
     yield Finding("machine", "cpu_cores", usable, f"{usable} of {cores} may be used here")
     yield Finding("machine", "cpu_threads", threads, f"torch takes {threads} in a lone process")
-    memory = _memory_bytes()
+    memory = memory_bytes()
     yield Finding("machine", "memory_bytes", memory, size_text(memory))
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if names:
@@ -203,7 +203,7 @@ def _mpi_library() -> tuple[str | None, str]:
     return answer.stdout.strip("\0\n ").splitlines()[0].split(", ")[0], ""
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """Cores that this process may run on: fewer than the machine's in many containers and batch jobs."""
     try:
         return len(os.sched_getaffinity(0))
@@ -211,7 +211,7 @@ def _usable_cores() -> int:
         return os.cpu_count() or 1
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """The machine's memory, or the container's limit where that is less."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")

@@ -1,0 +1,114 @@
+"""How long a call takes, and how much time may go into finding out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.comm import Comm
+from meshwright.launch import StopRequest
+
+SAMPLE_SECONDS = 1e-3
+"""Calls that are shorter are timed several at a time."""
+
+Points = list[tuple[float, float]]
+"""(size, seconds of a call)."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured, and for how long: `point_seconds` at each point. `sides`: of products; `dtype_side`: of those
+    in the other dtypes; `lengths`: of the attention's sequences; `stream_bytes`: what a kernel touches; `copy_bytes`:
+    what goes to the host and to the disk; `payloads`: bytes of what is sent; `overlap_bytes`: of the sum beside which
+    products run."""
+
+    point_seconds: float
+    sides: Sequence[int]
+    dtype_side: int
+    lengths: Sequence[int]
+    stream_bytes: Sequence[int]
+    copy_bytes: int
+    payloads: Sequence[int]
+    overlap_bytes: int
+
+
+def effort_of(kind: str, *, quick: bool) -> Effort:
+    """For a `kind` of device, cpu or cuda. A GPU's products are larger before they reach its peak."""
+    larger = 4 if kind == "cuda" else 1
+    if quick:
+        sides, steps = (16, 64, 256, 1024), 8
+        return Effort(
+            point_seconds=0.02,
+            sides=tuple(side * larger for side in sides),
+            dtype_side=256 * larger,
+            lengths=(128, 256),
+            stream_bytes=tuple(2**power for power in range(12, 27, 4)),
+            copy_bytes=2**25,
+            payloads=tuple(2**10 * steps**power for power in range(5)),
+            overlap_bytes=2**22,
+        )
+    return Effort(
+        point_seconds=0.12,
+        sides=tuple(side * larger for side in (16, 32, 64, 128, 256, 512, 1024, 2048)),
+        dtype_side=256 * larger,
+        lengths=(128, 256, 512),
+        stream_bytes=tuple(2**power for power in range(12, 29, 2)),
+        copy_bytes=2**27,
+        payloads=tuple(2**power for power in range(10, 25, 2)),
+        overlap_bytes=2**22,
+    )
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Times calls of this rank alone. `meet`: returns when all ranks are there, and ends them if they are to stop."""
+
+    device: torch.device
+    point_seconds: float
+    meet: Callable[[], None]
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """The median seconds of a call, while the other ranks do the same. The first call is not counted."""
+        self.meet()
+        call()
+        once = self._sample(call, 1)
+        if once > self.point_seconds:
+            return once
+        repeats = math.ceil(SAMPLE_SECONDS / once)
+        samples: list[float] = []
+        end = time.perf_counter() + self.point_seconds
+        while not samples or time.perf_counter() < end:
+            samples.append(self._sample(call, repeats))
+        return statistics.median(samples)
+
+    def _sample(self, call: Callable[[], object], repeats: int) -> float:
+        finish(self.device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        finish(self.device)
+        return (time.perf_counter() - start) / repeats
+
+
+def finish(device: torch.device) -> None:
+    """Return when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def meeting(comm: Comm, device: torch.device, stop: StopRequest) -> Callable[[], None]:
+    """A place where all ranks wait for each other; where any of them was asked to stop, all leave the job."""
+
+    def meet() -> None:
+        asked = torch.tensor([float(stop.requested)], device=device)
+        comm.all_reduce(asked)
+        if asked.item():
+            sys.exit()
+
+    return meet
