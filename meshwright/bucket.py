@@ -98,27 +98,49 @@ def other_axes(grid: Grid, axes: Collection[str], tied: bool) -> tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
+    """What the parameters of a bucket have in common."""
+
     dtype: torch.dtype
     matrix: bool
     sum_axes: tuple[str, ...]
     cut_axes: tuple[str, ...]
+
+    def padded(self, num_elements: int, mesh: Mesh) -> int:
+        """How long a bucket of so many elements is: each of those that sum it can have an equal part."""
+        ranks = len(mesh.grid.group(mesh.rank, *self.sum_axes))
+        return -(-num_elements // ranks) * ranks
+
+
+def arranged(
+    parameters: Iterable[tuple[str, int, torch.dtype]], specs: dict[str, ShardSpec], mesh: Mesh, bucket_bytes: int
+) -> list[tuple[Kind, list[str]]]:
+    """Which parameters (name, elements on this rank, dtype) share a bucket of about `bucket_bytes`, in order of
+    readiness: the reverse of the given order."""
+    open_groups: dict[Kind, list[str]] = {}
+    sizes: dict[Kind, int] = {}
+    full: list[tuple[Kind, list[str]]] = []
+    for name, num_elements, dtype in reversed(list(parameters)):
+        spec = specs[name]
+        kind = Kind(dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes))
+        open_groups.setdefault(kind, []).append(name)
+        sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
+        if sizes[kind] >= bucket_bytes:
+            full.append((kind, open_groups.pop(kind)))
+            del sizes[kind]
+    return [*full, *open_groups.items()]
 
 
 def make_buckets(
     parameters: Iterable[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], mesh: Mesh, bucket_bytes: int
 ) -> list[Bucket]:
     """Move the parameters into buckets of about `bucket_bytes`, in order of readiness."""
-    open_groups: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
-    full: list[tuple[_Kind, list[tuple[str, nn.Parameter]]]] = []
-    for name, parameter in reversed(list(parameters)):
-        spec = specs[name]
-        kind = _Kind(parameter.dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes))
-        group = open_groups.setdefault(kind, [])
-        group.append((name, parameter))
-        if sum(member.numel() for _, member in group) * parameter.element_size() >= bucket_bytes:
-            full.append((kind, open_groups.pop(kind)))
-    return [_make_bucket(kind, group, specs, mesh) for kind, group in [*full, *open_groups.items()]]
+    members = dict(parameters)
+    sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
+    return [
+        _make_bucket(kind, [(name, members[name]) for name in names], specs, mesh)
+        for kind, names in arranged(sizes, specs, mesh, bucket_bytes)
+    ]
 
 
 def assign_rooms(model: nn.Module, buckets: Iterable[Bucket]) -> None:
@@ -129,10 +151,8 @@ def assign_rooms(model: nn.Module, buckets: Iterable[Bucket]) -> None:
             module.rooms = {name: rooms[parameter] for name, parameter in module.named_parameters(recurse=False)}
 
 
-def _make_bucket(kind: _Kind, group: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], mesh: Mesh) -> Bucket:
-    used = sum(parameter.numel() for _, parameter in group)
-    ranks = len(mesh.grid.group(mesh.rank, *kind.sum_axes))
-    padded = -(-used // ranks) * ranks
+def _make_bucket(kind: Kind, group: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], mesh: Mesh) -> Bucket:
+    padded = kind.padded(sum(parameter.numel() for _, parameter in group), mesh)
     values = torch.zeros(padded, dtype=kind.dtype, device=mesh.device)
     gradients = torch.zeros_like(values)
     places, start = [], 0

@@ -208,7 +208,7 @@ def _build_passes(
     return Pipeline(stage, place, rule, mesh.mailbox(PIPE), stages.forms(mesh.index(PIPE)), strategy)
 
 
-def _bucket_bytes(config: Config) -> int:
+def bucket_bytes(config: Config) -> int:
     """What one collective sums: with an offloaded optimizer a chunk, so that it steps one while the next is summed."""
     offload = config.memory.offload
     if offload.to == "none":
@@ -222,6 +222,6 @@ def _build_strategy(config: Config, mesh: Mesh, model: Chain) -> Strategy:
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
         return FullySharded(model, list(model.blocks.children()), specs, mesh, half)
     kind, policy = SYNCHRONISERS[sync]
-    buckets = make_buckets(model.named_parameters(), specs, mesh, _bucket_bytes(config))
+    buckets = make_buckets(model.named_parameters(), specs, mesh, bucket_bytes(config))
     assign_rooms(model, buckets)
     return kind(buckets, mesh, policy())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -127,26 +127,34 @@ def _partition(config: Config, mesh: Mesh, make: MakeModel) -> tuple[int, ...]:
 
 
 def counted(config: Config, mesh: Mesh, make: MakeModel) -> Costs:
+    """What each link of the chain costs: `shared_work` of its parameters."""
+    specs = (shard_specs(make(_planned(mesh, 0), stretch)[0]) for stretch in links(config.model.num_blocks))
+    return shared_work(config, parameters_of(*specs))
+
+
+def parameters_of(begin: dict[str, ShardSpec], layers: dict[str, ShardSpec], end: dict[str, ShardSpec]) -> Costs:
+    """How many parameters each link of the chain has."""
+    blocks: dict[int, list[ShardSpec]] = {}
+    for name, spec in layers.items():
+        blocks.setdefault(int(name.split(".")[1]), []).append(spec)
+    own = tuple(num_parameters(blocks[layer]) for layer in sorted(blocks))
+    return Costs(num_parameters(list(begin.values())), own, num_parameters(list(end.values())))
+
+
+def shared_work(config: Config, parameters: Costs) -> Costs:
     """A microbatch forward and backward and its share of the work on parameters, in products of a forward pass."""
     products, samples = family_of(config).products(config), config.micro
-
-    def weight(specs: Iterable[ShardSpec]) -> float:
-        return PRODUCTS_PER_PARAMETER / 3 / config.num_microbatches * num_parameters(list(specs))
-
-    begin, layers, end = (
-        shard_specs(make(_planned(mesh, 0), stretch)[0]) for stretch in _links(config.model.num_blocks)
-    )
+    weight = PRODUCTS_PER_PARAMETER / 3 / config.num_microbatches
     return Costs(
-        samples * products.begin + weight(begin.values()),
+        samples * products.begin + weight * parameters.begin,
         tuple(
-            samples * product + weight(spec for name, spec in layers.items() if name.startswith(f"blocks.{layer}."))
-            for layer, product in enumerate(products.layers)
+            samples * product + weight * own for product, own in zip(products.layers, parameters.layers, strict=True)
         ),
-        samples * products.end + weight(end.values()),
+        samples * products.end + weight * parameters.end,
     )
 
 
-def _links(num_layers: int) -> tuple[Stretch, Stretch, Stretch]:
+def links(num_layers: int) -> tuple[Stretch, Stretch, Stretch]:
     """The beginning, all layers and the end of the chain, each by itself."""
     nothing = range(0)
     return Stretch(nothing, True, False), Stretch(range(num_layers), False, False), Stretch(nothing, False, True)
@@ -171,7 +179,7 @@ def _link_seconds(config: Config, device: torch.device) -> list[float]:
     Of layers that are alike, in what they read and in their parameters, the first is measured.
     """
     kit = SerialKit(solo_mesh(device))
-    begin, layers, end = _links(config.model.num_blocks)
+    begin, layers, end = links(config.model.num_blocks)
     known: dict[tuple[torch.Size, ...], float] = {}
     seconds: list[float] = []
     hidden: Hidden = ()

@@ -41,7 +41,22 @@ ATTENTIONS = {
 }
 """Fused attentions, at which argument the query is, and their products in those of a forward pass."""
 SPECIAL = frozenset(
-    ["exp", "exp_", "log", "log_", "tanh", "sigmoid", "sigmoid_", "gelu", "gelu_backward", "erf", "_softmax", "_safe_softmax", "_log_softmax", "logsumexp"]
+    [
+        "exp",
+        "exp_",
+        "log",
+        "log_",
+        "tanh",
+        "sigmoid",
+        "sigmoid_",
+        "gelu",
+        "gelu_backward",
+        "erf",
+        "_softmax",
+        "_safe_softmax",
+        "_log_softmax",
+        "logsumexp",
+    ]
 )
 RANDOM = frozenset(["bernoulli", "bernoulli_", "native_dropout", "uniform_", "normal_", "rand_like", "rand"])
 NOTHING = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"])

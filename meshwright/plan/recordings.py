@@ -25,14 +25,14 @@ from meshwright.families import family_of
 from meshwright.grid import PIPE, Grid
 from meshwright.mailbox import Form
 from meshwright.mesh import planned_mesh, solo_mesh
-from meshwright.model import Stretch
+from meshwright.model import Costs, Stretch
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind
 from meshwright.plan.cluster import Device
 from meshwright.plan.program import Program
 from meshwright.plan.recorder import FusedAttention, Recorder
 from meshwright.shard import ShardedModule, ShardSpec, shard_specs
-from meshwright.stages import empty_batch
+from meshwright.stages import empty_batch, links, parameters_of
 from meshwright.tensor.serial import SerialKit
 
 Forms = tuple[Form, ...]
@@ -75,11 +75,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a model is made of, whatever the layout. `alike`: for each layer the first one that is like it; `order`: the
-    place of each parameter in the whole model, by name."""
+    """What a model is made of, whatever the layout. `alike`: for each layer the first of its neighbours that are like it;
+    `order`: the place of each parameter in the whole model, by name; `parameters`: how many each link has.
+    """
 
     alike: tuple[int, ...]
     order: dict[str, int]
+    parameters: Costs
 
 
 def place(microbatch: int, num_microbatches: int) -> int:
@@ -136,9 +138,9 @@ def _what_matters(config: Config) -> tuple[Hashable, ...]:
 
 
 def _outline(config: Config) -> Outline:
-    model = family_of(config).model(config.model, SerialKit(solo_mesh(torch.device("meta"))), None)
-    products = family_of(config).products(config).layers
-    parts: dict[int, list[Hashable]] = {layer: [product] for layer, product in enumerate(products)}
+    family, kit = family_of(config), SerialKit(solo_mesh(torch.device("meta")))
+    model = family.model(config.model, kit, None)
+    parts: dict[int, list[Hashable]] = {layer: [cost] for layer, cost in enumerate(family.products(config).layers)}
     names = [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():
         block = _BLOCK.match(name)
@@ -146,7 +148,8 @@ def _outline(config: Config) -> Outline:
             parts[int(block[1])].append((name[block.end() :], tuple(parameter.shape)))
     first: dict[Hashable, int] = {}
     alike = tuple(first.setdefault(tuple(part), layer) for layer, part in parts.items())
-    return Outline(_contiguous(alike), {name: index for index, name in enumerate(names)})
+    specs = [shard_specs(family.model(config.model, kit, link)) for link in links(config.model.num_blocks)]
+    return Outline(_contiguous(alike), {name: index for index, name in enumerate(names)}, parameters_of(*specs))
 
 
 def _contiguous(alike: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,97 @@
+"""What a rank holds, by part, in bytes; and what its optimizer touches in a step.
+
+| part        | bytes                                                                                             |
+|-------------|---------------------------------------------------------------------------------------------------|
+| weights     | the buckets' values, with their padding                                                           |
+| gradients   | as much                                                                                           |
+| states      | float32 masters of half-precision weights, and moments; with offload the two half-buckets instead |
+| activations | what microbatches in flight keep, at the dearest moment                                           |
+| temporaries | what the dearest task makes beside that; or the optimizer's float32 gradients, if they are more   |
+| framework   | what the cluster says that libraries hold                                                         |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.config import Config
+from meshwright.memory.offload import MOMENTS
+from meshwright.plan.step import Peak
+from meshwright.plan.synchronising import PlannedBucket
+
+SINGLE = 4
+"""Bytes of a float32."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, by part."""
+
+    weights: int
+    gradients: int
+    states: int
+    activations: int
+    temporaries: int
+    framework: int
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.activations + self.temporaries
+
+    @property
+    def fixed(self) -> int:
+        """What a run holds before its first forward pass, once the optimizer has its states."""
+        return self.weights + self.gradients + self.states + self.framework
+
+
+def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, framework_bytes: int) -> Memory:
+    """Of a rank with these buckets, whose tasks hold so much at most."""
+    held = sum(bucket.size_bytes for bucket in buckets)
+    most = max(peak.total_bytes, _widened_bytes(config, buckets))
+    activations = min(peak.activation_bytes, most)
+    return Memory(held, held, state_bytes(config, buckets), activations, most - activations, framework_bytes)
+
+
+def state_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
+    """On the device. Of an offloaded optimizer its staging: AdamW 16 · bucket (memory/staging.py)."""
+    moments = len(MOMENTS[config.optimizer.name])
+    if config.memory.offload.to == "none":
+        return sum(
+            bucket.stepped_elements * (_master_bytes(bucket) + moments * max(SINGLE, bucket.kind.dtype.itemsize))
+            for bucket in buckets
+        )
+    longest = max((bucket.stepped_elements for bucket in buckets), default=0)
+    half = min(config.memory.offload.bucket // 2, longest)
+    return 2 * SINGLE * half * (moments + 2)  # master, moments, gradient
+
+
+def _master_bytes(bucket: PlannedBucket) -> int:
+    return SINGLE if bucket.kind.dtype.itemsize < SINGLE else 0
+
+
+def _widened_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
+    """Float32 gradients of half-precision weights, which states in place make of all of them at once."""
+    if config.memory.offload.to != "none":
+        return 0
+    return sum(bucket.stepped_elements * _master_bytes(bucket) for bucket in buckets)
+
+
+def touched_bytes(config: Config, bucket: PlannedBucket) -> int:
+    """Read and written by the norm and the optimizer's step of a bucket: weight and moments twice, gradients once in the
+    step and once in the norm, and where weights are halves the gradient's widening and the rounding."""
+    moments = len(MOMENTS[config.optimizer.name])
+    size = bucket.kind.dtype.itemsize
+    wide = max(SINGLE, size)
+    each = size + wide * (2 + 2 * moments + 1)
+    if _master_bytes(bucket):
+        each += size + SINGLE + SINGLE + size
+    return bucket.stepped_elements * each
+
+
+def moved_bytes(config: Config, bucket: PlannedBucket) -> int:
+    """Between the device and where an offloaded optimizer's states are, both ways: master and moments."""
+    if config.memory.offload.to == "none":
+        return 0
+    own = _master_bytes(bucket) + SINGLE * len(MOMENTS[config.optimizer.name])
+    return 2 * bucket.stepped_elements * own

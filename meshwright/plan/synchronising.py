@@ -1,0 +1,90 @@
+"""What a data-parallel strategy does with a stage's gradients: its buckets, and the programs that sum and publish them.
+
+The programs are the policies' own (data_parallel/), run on buckets without numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from meshwright.bucket import Bucket, Kind, arranged
+from meshwright.build import SYNCHRONISERS, bucket_bytes
+from meshwright.config import Config
+from meshwright.data_parallel.strategy import Policy, Synchroniser
+from meshwright.errors import ConfigError
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh, planned_mesh
+from meshwright.plan.program import Program
+from meshwright.plan.recorder import Recorder
+from meshwright.plan.recordings import Parameter
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """`names`: of its parameters; `num_elements`: with its padding; `stepped_elements`: those that this rank's
+    optimizer steps."""
+
+    kind: Kind
+    names: tuple[str, ...]
+    num_elements: int
+    stepped_elements: int
+    reduce: Program
+    publish: Program
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_elements * self.kind.dtype.itemsize
+
+
+@dataclass
+class Buckets:
+    """Plans buckets, and remembers the programs of those that are alike."""
+
+    _programs: dict[Hashable, tuple[int, Program, Program]] = field(default_factory=dict)
+
+    def of(self, config: Config, rank: int, parameters: Sequence[Parameter], tied: set[str]) -> list[PlannedBucket]:
+        """A rank's, in the order in which they leave. `tied`: parameters that another stage holds too.
+
+        Raises ConfigError for strategies that are more than sums of buckets.
+        """
+        sync = config.layout.data.sync
+        if sync not in SYNCHRONISERS or SYNCHRONISERS[sync][0] is not Synchroniser:
+            rule = "is not planned: it is no sum of gradients in buckets alone"
+            planned = [name for name, (kind, _) in SYNCHRONISERS.items() if kind is Synchroniser]
+            raise ConfigError.of("layout.data.sync", sync, rule, ", ".join(planned))
+        recorder = Recorder()
+        mesh = planned_mesh(Grid(config.layout.axes), rank, config.layout.token_axes, "cpu", recorder.started)
+        specs = {
+            parameter.name: replace(parameter.spec, tied=True) if parameter.name in tied else parameter.spec
+            for parameter in parameters
+        }
+        sizes = {parameter.name: parameter.num_elements for parameter in parameters}
+        items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in parameters]
+        policy = SYNCHRONISERS[sync][1]()
+        planned = []
+        for kind, names in arranged(items, specs, mesh, bucket_bytes(config)):
+            num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
+            key = sync, kind.dtype, kind.sum_axes, num_elements, config.layout.axes
+            if key not in self._programs:
+                self._programs[key] = _programs(policy, kind, num_elements, mesh, recorder)
+            planned.append(PlannedBucket(kind, tuple(names), num_elements, *self._programs[key]))
+        return planned
+
+
+def _programs(
+    policy: Policy, kind: Kind, num_elements: int, mesh: Mesh, recorder: Recorder
+) -> tuple[int, Program, Program]:
+    """How many elements this rank steps, and what it does to sum and to publish."""
+    values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
+    bucket = Bucket(values, torch.empty_like(values), (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
+    comm = mesh.comm(*kind.sum_axes)
+    start, stop = policy.owned(bucket, comm)
+    with recorder.program(mesh.ledger) as made:
+        policy.reduce(bucket, comm).wait()
+    reduce = made()
+    with recorder.program(mesh.ledger) as made:
+        policy.publish(bucket, comm).wait()
+    return stop - start, reduce, made()
