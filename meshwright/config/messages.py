@@ -9,6 +9,8 @@ import difflib
 import types
 import typing
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 import annotated_types
@@ -24,34 +26,61 @@ from meshwright.errors import Problem
 _KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def problems_of(error: ValidationError, models: Sequence[str]) -> list[Problem]:
-    """One problem a field. `models`: the names that `model` may hold besides a section."""
+def problems_of(error: ValidationError, models: Sequence[str], root: type[BaseModel] = Config) -> list[Problem]:
+    """One problem a field. `models`: the names that `model` may hold besides a section; `root`: what was read."""
     found: dict[tuple[str, ...], Problem] = {}
     for detail in error.errors():
         # A union complains once a branch, about the same field: the annotation says more than the complaints.
-        path, parent = _located(detail["loc"])
-        found.setdefault(path, _problem(path, parent, detail, models))
+        place = _located(detail["loc"], root)
+        found.setdefault(place.path, _problem(place, detail, models))
     return list(found.values())
 
 
-def _located(location: Sequence[int | str]) -> tuple[tuple[str, ...], type[BaseModel]]:
-    """The keys of a pydantic location, without the tags that it adds for unions' branches and list items; and the
-    section that the last key belongs to.
-    """
+@dataclass(frozen=True)
+class _Place:
+    """Where a complaint points to. `path`: the keys; `known`: those that may stand where the last one does; `parent`:
+    the section that the last belongs to, None: another thing; `field`: what is known of the last, None: nothing."""
+
+    path: tuple[str, ...]
+    parent: type[BaseModel] | None
+    known: tuple[str, ...]
+    field: FieldInfo | None
+
+
+def _located(location: Sequence[int | str], root: type[BaseModel]) -> _Place:
+    """The place of a pydantic location, without the tags that it adds for unions' branches and plain lists' items."""
     path: list[str] = []
-    parent: type[BaseModel] = Config
-    branches: dict[str, type[BaseModel]] = {"": Config}
+    known: tuple[str, ...] = ()
+    field: FieldInfo | None = None
+    branches: dict[str, Any] = {"": root}
     for part in map(str, location):
         if len(branches) > 1:  # a tagged union: this part says which
             branches = {"": branches[part]}
             continue
         (parent,) = branches.values()
         path.append(part)
-        field = _field(parent, part)
-        branches = _sections(field.annotation) if field is not None else {}
+        if typing.get_origin(parent) is tuple:
+            field, known = FieldInfo.from_annotation(typing.get_args(parent)[0]), ()
+        elif typing.get_origin(parent) is dict:
+            keys, values = typing.get_args(parent)
+            known = tuple(_choices(keys))
+            field = FieldInfo.from_annotation(values) if part in known else None
+        else:
+            known, field = tuple(_keys(parent)), _field(parent, part)
+        section = parent if typing.get_origin(parent) is None else None
+        place = _Place(tuple(path), section, known, field)
+        branches = {} if field is None else _nested(field.annotation)
         if not branches:
             break
-    return tuple(path), parent
+    return place
+
+
+def _nested(annotation: Any) -> dict[str, Any]:
+    """What has keys of its own inside a field: sections by their tags, a mapping, a list of sections."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is dict or (origin is tuple and _sections(inner[0])):
+        return {"": annotation}
+    return _sections(annotation)
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -74,14 +103,13 @@ def shown(value: object) -> str:
     return str(value)
 
 
-def _problem(path: tuple[str, ...], parent: type[BaseModel], detail: ErrorDetails, models: Sequence[str]) -> Problem:
-    name, value = ".".join(path), shown(detail["input"])
-    field = _field(parent, path[-1])
+def _problem(place: _Place, detail: ErrorDetails, models: Sequence[str]) -> Problem:
+    name, value = ".".join(place.path), shown(detail["input"])
+    field = place.field
     if field is None:
-        known = _keys(parent)
-        return Problem(name, value, "is an unknown key" + nearest(path[-1], known), ", ".join(known))
+        return Problem(name, value, "is an unknown key" + nearest(place.path[-1], place.known), ", ".join(place.known))
     sections = _sections(field.annotation)
-    tag = "family" if parent is Config else "kind"
+    tag = "family" if place.parent is Config else "kind"
     match detail["type"]:
         case "union_tag_invalid":
             given = str(detail["ctx"]["tag"])
@@ -92,13 +120,14 @@ def _problem(path: tuple[str, ...], parent: type[BaseModel], detail: ErrorDetail
             return Problem(f"{name}.{tag}", "nothing", "is missing", ", ".join(sections))
         case "missing" if not isinstance(detail["loc"][-1], int):  # else: an item of a list
             return Problem(name, "nothing", "is missing", _described(field.annotation, field.metadata))
+        case "value_error" if not isinstance(detail["input"], bool):  # a check of ours, which says the rule
+            return Problem(name, value, str(detail["ctx"]["error"]), _described(field.annotation, field.metadata))
     if name == "model":
         return Problem(name, value, "is neither a model's name nor a section", ", ".join(models))
     if sections:
-        keys = dict.fromkeys(key for section in sections.values() for key in _keys(section))
-        return Problem(name, value, "is not a section", "a section with the keys " + ", ".join(keys))
-    index = detail["loc"][-1]
-    item = f"at index {index} " if isinstance(index, int) and detail["type"] != "missing" else ""
+        return Problem(name, value, "is not a section", _described(field.annotation))
+    indices = list(takewhile(lambda part: isinstance(part, int), reversed(detail["loc"])))[::-1]
+    item = f"at index {', '.join(map(str, indices))} " if indices and detail["type"] != "missing" else ""
     return Problem(name, value, item + _rule(field, detail), _described(field.annotation, field.metadata))
 
 
@@ -115,6 +144,8 @@ def _rule(field: FieldInfo, detail: ErrorDetails) -> str:
             return f"is more than {bounds['le']:g}"
         case "less_than":
             return f"is not below {bounds['lt']:g}"
+        case "too_short":
+            return "has too few items"
         case "finite_number":
             return "is not finite"
     text = shown(detail["input"])
@@ -126,8 +157,13 @@ def _rule(field: FieldInfo, detail: ErrorDetails) -> str:
 
 
 def _described(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """The values that a plain field takes: its choices, or its kind and bounds."""
+    """The values that a field takes: its choices, its kind and bounds, a section's keys."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if sections := _sections(annotation):
+        keys = dict.fromkeys(key for section in sections.values() for key in _keys(section))
+        return "a section with the keys " + ", ".join(keys)
+    if origin is dict:
+        return f"a section with some of the keys {_described(inner[0])}"
     if origin is typing.Annotated:
         return _described(inner[0], [*_flat(inner[1:]), *metadata])
     if origin is Literal:

@@ -6,10 +6,11 @@ rising x, between which y is interpolated over log x; beyond them the first or l
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from meshwright.config.load import CONFIGS, read_yaml
 from meshwright.config.messages import problems_of
@@ -18,9 +19,30 @@ from meshwright.errors import ConfigError
 
 Seconds = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
-Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1)]
+
+
+def _rising(curve: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+    if any(after <= before for (before, _), (after, _) in pairwise(curve)):
+        raise ValueError("has points whose first numbers do not rise")
+    return curve
+
+
+Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1), AfterValidator(_rising)]
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
 Backend = Literal["torch", "mpi"]
+Verb = Literal[
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "message",
+]
+"""Of ledger.py, and a pipeline's message."""
 
 
 class Device(Section):
@@ -52,26 +74,30 @@ class Level(Section):
     `joins`: how many units make one of the next level; None, on the last level: any number. `latency`: seconds of a
     message. `bandwidth`: bytes a second out of a unit, each way, shared by all its devices that send at once;
     `device_bandwidth`: what one of them gets of it at most (its own network card's); None: all. `kind`: ring, a unit's
-    links lead to two neighbours, and all-to-all goes the long way; switch: any pair at full bandwidth.
+    links lead to two neighbours, and all-to-all goes the long way; mesh: an equal part of them to each other unit, so
+    that fewer units than `joins` have less; switch: any pair at full bandwidth.
     """
 
     joins: Positive | None = None
     latency: Seconds
     bandwidth: Rate
     device_bandwidth: Rate | None = None
-    kind: Literal["ring", "switch"] = "switch"
+    kind: Literal["ring", "mesh", "switch"] = "switch"
 
-    def share(self, num_senders: int, num_devices: int) -> float:
-        """Bytes a second for one of so many that send out of a unit at once, who sends from so many devices."""
+    def share(self, num_senders: int, num_units: int, num_devices: int) -> float:
+        """Bytes a second out of a unit for one of so many senders at once: a group in so many units, with so many
+        devices in each."""
         shared = self.bandwidth / num_senders
+        if self.kind == "mesh" and self.joins is not None:
+            shared *= (num_units - 1) / (self.joins - 1)
         return shared if self.device_bandwidth is None else min(shared, num_devices * self.device_bandwidth)
 
 
 class Measured(Section):
     """A verb among `ranks` neighbours, as timed: points (bytes of the whole payload, seconds)."""
 
-    verb: str
-    ranks: Positive
+    verb: Verb
+    ranks: Annotated[int, Field(ge=2)]
     points: Curve
 
 
@@ -88,7 +114,9 @@ class Links(Section):
     @classmethod
     def nested(cls, levels: tuple[Level, ...]) -> tuple[Level, ...]:
         if any(level.joins is None for level in levels[:-1]):
-            raise ValueError("only the last level may join any number of units: the others must say `joins`")
+            raise ValueError("has a level before the last that does not say how many units it joins")
+        if any(level.kind == "mesh" and (level.joins or 1) < 2 for level in levels):
+            raise ValueError("has a mesh that does not say how many units it joins")
         return levels
 
 
@@ -107,7 +135,7 @@ class Cluster(Section):
     @classmethod
     def some_link(cls, links: dict[Backend, Links]) -> dict[Backend, Links]:
         if "torch" not in links:
-            raise ValueError("torch is missing: every run can be carried by it")
+            raise ValueError("has no torch, which can carry every run")
         return links
 
 
@@ -127,7 +155,7 @@ def load_cluster(name: str) -> Cluster:
     try:
         return Cluster.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise ConfigError(problems_of(error, [])) from error
+        raise ConfigError(problems_of(error, [], Cluster)) from error
 
 
 def interpolated(curve: Curve, x: float) -> float:

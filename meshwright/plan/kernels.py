@@ -27,7 +27,7 @@ class Kernels:
         self.turns = turns(cluster, ranks_per_node)
 
     def seconds(self, kernel: Kernel) -> float:
-        """Raises ConfigError where nobody knows the device's peak in the kernel's dtype."""
+        """Of one of its `times`. Raises ConfigError where nobody knows the device's peak in the kernel's dtype."""
         known = self._seconds.get(kernel)
         if known is None:
             known = self._seconds[kernel] = self.turns * (self._cluster.device.launch + self._work(kernel))

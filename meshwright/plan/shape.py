@@ -98,7 +98,7 @@ class Tiers:
         unit = range(first, min(first + size, grid.world_size))
         senders = [rank for rank in unit if 0 <= grid.coordinates(rank)[PIPE] + far < grid.size(PIPE)]
         crossing = sum(self.meeting(rank, rank + receiver - sender) == number for rank in senders)
-        span = Span(2, 1, 1, 2, level.latency, level.share(crossing, 1), level.kind == "ring")
+        span = Span(2, 1, 1, 2, level.latency, level.share(crossing, 2, 1), level.kind == "ring")
         return Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
 
     def _even(self, grid: Grid) -> bool:
@@ -140,16 +140,16 @@ class _Group:
         """`sharing`: how many groups send out of a unit of a level."""
         rings = [len(held) if len(held) > 1 else 0 for held in self.held]  # steps of a ring out of units of each level
         crossed: defaultdict[int, list[int]] = defaultdict(list)
-        for level, unit in self.crossed:
-            crossed[level].append(unit)
+        for number, unit in self.crossed:
+            crossed[number].append(unit)
         spans = tuple(
             Span(
-                units=max(map(len, self._inner[number].values())),
+                units=(num_units := max(map(len, self._inner[number].values()))),
                 members=self.members(number),
                 peers=self.members(number + 1) - min(self.held[number][unit] for unit in units),
                 hops=rings[number] - rings[number + 1],
                 latency=level.latency,
-                bandwidth=level.share(max(sharing(number, unit) for unit in units), self.members(number)),
+                bandwidth=level.share(max(sharing(number, unit) for unit in units), num_units, self.members(number)),
                 ring=level.kind == "ring",
             )
             for number, level in enumerate(self._tiers.levels)

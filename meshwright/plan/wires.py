@@ -26,7 +26,7 @@ from math import ceil, exp, log, log2
 
 from meshwright.errors import ConfigError
 from meshwright.grid import Grid
-from meshwright.plan.cluster import Backend, Cluster
+from meshwright.plan.cluster import Backend, Cluster, Curve
 from meshwright.plan.kernels import turns
 from meshwright.plan.shape import Shape, Span, Tiers
 
@@ -49,7 +49,9 @@ class Wires:
         self.overlaps = links.overlaps
         self._cluster, self._grid, self._tiers = cluster, grid, Tiers(links.levels)
         self._tiers.check(grid.world_size)
-        self._measured = {(entry.verb, entry.ranks): entry.points for entry in links.measured}
+        self._measured: dict[tuple[str, int], Curve] = {
+            (entry.verb, entry.ranks): entry.points for entry in links.measured
+        }
         self._shapes: dict[str, list[Shape]] = {}
         self._seconds: dict[tuple[str, str, int], float] = {}
         self._shapes_of_steps: dict[tuple[int, int], Shape] = {}

@@ -72,6 +72,13 @@ def test_on_a_ring_parts_go_farther() -> None:
     assert seconds(ring, "all_reduce", ("data", 8)) == seconds(FLAT, "all_reduce", ("data", 8))
 
 
+def test_on_a_mesh_fewer_have_fewer_links() -> None:
+    mesh = cluster({**INNER, "joins": 4, "kind": "mesh"}, OUTER)
+    assert seconds(mesh, "all_reduce", ("data", 4)) == seconds(NODES, "all_reduce", ("data", 4))
+    assert seconds(mesh, "send", ("data", 2)) == pytest.approx(3 * BIG / B + A)
+    assert Wires(mesh, "torch", Grid((("pipe", 4),))).message(0, 1, BIG) == pytest.approx(3 * BIG / B + A)
+
+
 def test_groups_share_what_leaves_a_node() -> None:
     alone = seconds(NODES, "all_reduce", ("data", 2), ("tensor", 4), over="data+tensor")
     assert alone < seconds(NODES, "all_reduce", ("data", 2), ("tensor", 4))  # four groups of two, each one's own S
