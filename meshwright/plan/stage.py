@@ -7,7 +7,7 @@ another stage leaves, and what came from one stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -121,7 +121,9 @@ class StagePlan:
         if kind is Kind.FORWARD:
             costs[-1] = costs[-1].freeing(order[-1].link.output_bytes - self.incoming_bytes)
         elif kind is Kind.BACKWARD:
-            costs = [cost.freeing(unit.gradient_bytes) for cost, unit in zip(costs, order, strict=True)]
+            given = [*(unit.link.output_bytes for unit in order[1:]), 0]  # which the one before left for it to read
+            freed = [unit.gradient_bytes + read for unit, read in zip(order, given, strict=True)]
+            costs = [cost.freeing(bytes_) for cost, bytes_ in zip(costs, freed, strict=True)]
             costs[0] = costs[0].freeing(-self.outgoing_bytes)  # came with a message, and is counted there
             costs[-1] = costs[-1].freeing(2 * self.incoming_bytes)  # sent before; and what F was given
         return costs
@@ -142,7 +144,9 @@ def plan_stretches(
     order = recordings.outline(config).order
     forms: Forms = ()
     for stretch in stretches:
-        incoming, units, parameters = forms, [], {}
+        incoming = forms
+        units: list[Unit] = []
+        parameters: dict[str, Parameter] = {}
         for run in _runs(config, stretch):
             unit = _unit(config, device, recordings, run, forms)
             forms = unit.link.outgoing
@@ -153,7 +157,7 @@ def plan_stretches(
     return stages
 
 
-def include(total: Sent, more: Sent | dict[tuple[str, str], Traffic], times: int = 1) -> None:
+def include(total: Sent, more: Mapping[tuple[str, str], Traffic], times: int = 1) -> None:
     """Add so many times what is in `more`."""
     for key, entry in more.items():
         total.setdefault(key, Traffic()).include(entry.scaled(times))
