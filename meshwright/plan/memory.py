@@ -78,8 +78,8 @@ def _widened_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
 
 
 def touched_bytes(config: Config, bucket: PlannedBucket) -> int:
-    """Read and written by the norm and the optimizer's step of a bucket: weight and moments twice, gradients once in the
-    step and once in the norm, and where weights are halves the gradient's widening and the rounding."""
+    """Read and written by the norm and the optimizer's step of a bucket: weight and moments twice, gradients once in
+    each, and where weights are halves the gradient's widening and the rounding."""
     moments = len(MOMENTS[config.optimizer.name])
     size = bucket.kind.dtype.itemsize
     wide = max(SINGLE, size)

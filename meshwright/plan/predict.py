@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from meshwright.build import SCHEDULES
 from meshwright.config import Config
 from meshwright.errors import ConfigError
@@ -24,7 +22,7 @@ from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Kind
 from meshwright.plan.cluster import Backend, Cluster
 from meshwright.plan.kernels import Kernels
-from meshwright.plan.memory import SINGLE, Memory, memory_of, moved_bytes, touched_bytes
+from meshwright.plan.memory import Memory, memory_of, moved_bytes, touched_bytes
 from meshwright.plan.program import Kernel, Program
 from meshwright.plan.recordings import Parameter, Recordings, splits
 from meshwright.plan.stage import Cost, Sent, StagePlan, include, microbatch_places, plan_stretches
@@ -243,7 +241,8 @@ class _Run:
     def sums(self, stage: int) -> list[Sum]:
         plan, own = self.stages[stage], self.buckets[stage]
         kind, last = self.kinds[-1], len(microbatch_places(self.config.num_microbatches)) - 1
-        passed, ready = self.tell(), {}
+        passed = self.tell()
+        ready: dict[str, float] = {}
         order = plan.units[::-1]
         for unit, cost in zip(order, plan.costs(kind, last, self.seconds), strict=True):
             passed += cost.seconds

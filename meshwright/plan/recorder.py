@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.comm import Work
 from meshwright.ledger import Ledger, Traffic
 from meshwright.plan.program import Event, Kernel, KernelKind, Program, Start, Wait
+from meshwright.tensor.gelu import gelu_by_slices
 
 aten = torch.ops.aten
 
@@ -136,19 +137,24 @@ class Recorder(TorchDispatchMode):
         self._alive[address] = weakref.ref(storage, gone)
 
 
-class FusedAttention(TorchFunctionMode):
-    """torch's attention as a device's fused kernel, where one fits: what F.scaled_dot_product_attention would choose
-    there."""
+class AsOnDevice(TorchFunctionMode):
+    """What tensors without numbers would not do as a device's do it: attention as its fused kernel, where it has one
+    and that fits, as F.scaled_dot_product_attention would choose; on a CPU our own GELU."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, *, fuses: bool) -> None:
         super().__init__()
         self.device_type = device_type
+        self.fuses = fuses
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function is F.scaled_dot_product_attention:
+        if function is F.scaled_dot_product_attention and self.fuses:
             return self._attend(*args, **(kwargs or {}))
+        if function is F.gelu and kwargs == {"approximate": "tanh"} and self.device_type == "cpu":
+            [x] = args
+            if x.element_size() >= 4:  # as gelu.py decides
+                return gelu_by_slices(x)
         return function(*args, **(kwargs or {}))
 
     def _attend(
@@ -173,10 +179,10 @@ class FusedAttention(TorchFunctionMode):
             return attended
         keeps = torch.is_grad_enabled()
         bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
-        attended = aten._scaled_dot_product_efficient_attention(
+        efficient: Tensor = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, keeps, dropout_p, is_causal, scale=scale
         )[0]
-        return attended
+        return efficient
 
 
 def _kernel(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor], times: int) -> Kernel:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +29,7 @@ from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind
 from meshwright.plan.cluster import Device
 from meshwright.plan.program import Program
-from meshwright.plan.recorder import FusedAttention, Recorder
+from meshwright.plan.recorder import AsOnDevice, Recorder
 from meshwright.shard import ShardedModule, ShardSpec, shard_specs
 from meshwright.stages import empty_batch, links, parameters_of
 from meshwright.tensor.serial import SerialKit
@@ -75,7 +74,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a model is made of, whatever the layout. `alike`: for each layer the first of its neighbours that are like it;
+    """What a model is made of, whatever the layout. `alike`: for each layer the first of its like neighbours;
     `order`: the place of each parameter in the whole model, by name; `parameters`: how many each link has.
     """
 
@@ -180,13 +179,13 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
         if isinstance(module, ShardedModule):
             module.deferred = deferred
     stage = Stage(model, stretch, deferred)
-    fused = FusedAttention(device.kind) if device.attention is not None else nullcontext()
+    on_device = AsOnDevice(device.kind, fuses=device.attention is not None)
     programs: dict[Kind, list[Program]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
     scales, count = dict.fromkeys(model.labels, 1.0), min(config.num_microbatches, DISTINCT)
     for index in range(count):
         batch = empty_batch(config, kit, model.inside, mesh.device)
         given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)
-        with fused, recorder.program(mesh.ledger) as made:
+        with on_device, recorder.program(mesh.ledger) as made:
             outgoing = stage.forward(index, given, batch, scales)
         programs[Kind.FORWARD].append(made())
         forms = () if stretch.last else tuple(Form(tuple(x.shape), x.dtype) for x in outgoing)
@@ -194,7 +193,7 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
         del outgoing
         output_bytes = held - recorder.live_bytes
         gradients = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
-        with fused, recorder.program(mesh.ledger) as made:
+        with on_device, recorder.program(mesh.ledger) as made:
             returned = stage.backward(index, gradients, defers=splits(config))
         programs[Kind.BACKWARD].append(made())
         del returned, gradients, given

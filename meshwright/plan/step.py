@@ -5,8 +5,8 @@ writes them has passed the links of their parameters, and travel one after the o
 optimizer begins when all gradients are there and the norm is known; an offloaded one that does not need the norm takes
 each bucket as it comes.
 
-A step of many microbatches is the same thing over and over in its middle: beyond MOST_TASKS it is run with fewer, twice,
-and what one microbatch adds is taken so many times.
+A step of many microbatches is the same thing over and over in its middle: beyond MOST_TASKS it is run with fewer,
+twice, and what one microbatch adds is taken so many times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.plan.recordings import place, splits
 from meshwright.plan.stage import Cost
 from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 
-MOST_TASKS = 20_000
+MOST_TASKS = 8_000
 
 ONE_BY_ONE = Rule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: 1)
 """Whole models: a microbatch after the other."""
@@ -89,7 +89,7 @@ def _depth(rule: Rule, stages: int, count: int) -> int:
     """How many microbatches pass before the middle of a step looks the same: as many as are in flight, of which a limit
     that grows with the step is no measure."""
     limit = rule.limit(0, stages, count)
-    return stages if limit == count else limit + stages
+    return stages if limit == count else max(limit, stages)
 
 
 def _run(rule: Rule, stages: int, some: int, count: int, costs: TaskCosts, latency: Latency) -> Passes:
@@ -161,8 +161,9 @@ class Step:
 def finish(
     passes: Passes, sums: Sequence[Sequence[Sum]], norm_seconds: float, *, streams: bool, overlaps: float
 ) -> Step:
-    """The step's end. `sums`: each stage's buckets, in the order in which they leave; `norm_seconds`: of the collectives
-    that all ranks join in before the optimizer; `streams`: whether it steps a bucket as soon as that is summed."""
+    """The step's end. `sums`: each stage's buckets, in the order in which they leave; `norm_seconds`: of the
+    collectives that all ranks join in before the optimizer; `streams`: whether it steps a bucket as soon as it is there.
+    """
     arrived = [_arrivals(span, own, overlaps) for span, own in zip(passes.last, sums, strict=True)]
     ends = [times[-1] if times else span.end_seconds for times, span in zip(arrived, passes.last, strict=True)]
     all_summed = max(passes.seconds, *ends)
@@ -201,14 +202,10 @@ def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
     for one in sums:
         begin = max(free, last.start_seconds + one.ready)
         beside = min(one.reduce, overlaps * max(0.0, last.end_seconds - begin))
-        free = begin + one.reduce if beside == one.reduce and overlaps == 1 else _after(last, begin, one.reduce, beside)
+        ended = begin + beside / overlaps if overlaps else begin
+        free = ended if beside == one.reduce else max(begin, last.end_seconds) + one.reduce - beside
         times.append(free)
     return times
-
-
-def _after(last: Span, begin: float, seconds: float, beside: float) -> float:
-    """The end of what was begun at a moment, of which so much was done when the last task ended."""
-    return max(begin, last.end_seconds) + seconds - beside
 
 
 def _walked(begin: float, sums: Sequence[Sum]) -> float:

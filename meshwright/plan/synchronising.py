@@ -64,14 +64,14 @@ class Buckets:
         sizes = {parameter.name: parameter.num_elements for parameter in parameters}
         items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in parameters]
         policy = SYNCHRONISERS[sync][1]()
-        planned = []
+        buckets = []
         for kind, names in arranged(items, specs, mesh, bucket_bytes(config)):
             num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
             key = sync, kind.dtype, kind.sum_axes, num_elements, config.layout.axes
             if key not in self._programs:
                 self._programs[key] = _programs(policy, kind, num_elements, mesh, recorder)
-            planned.append(PlannedBucket(kind, tuple(names), num_elements, *self._programs[key]))
-        return planned
+            buckets.append(PlannedBucket(kind, tuple(names), num_elements, *self._programs[key]))
+        return buckets
 
 
 def _programs(
