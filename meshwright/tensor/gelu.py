@@ -43,7 +43,10 @@ class _Gelu(torch.autograd.Function):
 
 def gelu(x: Tensor) -> Tensor:
     """Element by element. GPUs and half precision take torch's kernel, which is one pass there and wide inside."""
-    if x.device.type != "cpu" or x.element_size() < 4:
-        return F.gelu(x, approximate="tanh")
+    return F.gelu(x, approximate="tanh") if x.device.type != "cpu" or x.element_size() < 4 else gelu_by_slices(x)
+
+
+def gelu_by_slices(x: Tensor) -> Tensor:
+    """The same as a CPU does it."""
     y: Tensor = _Gelu.apply(x.contiguous())
     return y
