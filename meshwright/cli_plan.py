@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli_options import AsJson, progress
+from meshwright.cli_options import AsJson, Overrides, RunFile, progress
 
 
 def calibrate(
@@ -41,5 +41,46 @@ def calibrate(
         render(cluster, out)
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (calibrate,)
+def compare(
+    run: RunFile,
+    overrides: Overrides = None,
+    layouts: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE ...", help="Layouts that lie over the run's: YAML files, whole run files too."),
+    ] = None,
+    top: Annotated[int | None, typer.Option(min=1, help="The planner's so many fastest layouts that fit.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Predict with its facts: a name or a file; cluster.yaml, if it is here.")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="With --top: ranks to plan for; all devices here.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each run; the first two are not timed.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each layout is run, in turns.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="A new folder for the page; out/NAME-OF-RUN-compared.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run layouts in turns on this machine: time, memory, bytes sent and losses, measured beside predicted.
+
+    Example: meshwright compare run.yaml --layouts rows.yaml stages.yaml --cluster here.yaml --rounds 3
+    """
+    from meshwright.compare.ask import Asked, entries_of, split_words
+    from meshwright.compare.job import PAGE, Order, check
+    from meshwright.compare.job import compare as run_comparison
+    from meshwright.compare.predicted import Foresight
+    from meshwright.compare.table import as_dict, render
+
+    words, files = split_words(overrides or (), layouts or ())
+    foresight = Foresight.on(cluster)
+    order = Order(run.stem, out or Path("out") / f"{run.stem}-compared", steps, rounds)
+    with progress() as show:
+        entries = entries_of(Asked(run, words, files, top, devices), foresight, show)
+        made = run_comparison(entries, order, foresight, show)
+    if as_json:
+        print(json.dumps(as_dict(made)))
+    else:
+        render(made)
+        print(f"written: {order.out / PAGE}")
+    check(made, order.out)
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (calibrate, compare)
 """In the order in which the help lists them."""

@@ -22,7 +22,8 @@ FLOORS: dict[str, int] = {
     # 3: a kit made of the tensor room's layers; models, written against the kit.
     "subgraph": 3, "models": 3,
     # 4: what makes a run of the parts.
-    "branches": 4, "calibrate": 4, "families": 4, "stages": 4, "build": 4, "checkpoint": 4, "convert": 4, "data": 4,
+    "branches": 4, "calibrate": 4, "compare": 4,
+    "families": 4, "stages": 4, "build": 4, "checkpoint": 4, "convert": 4, "data": 4,
     "doctor": 4, "evaluate": 4, "generate": 4, "launch": 4, "plan": 4, "report": 4, "train": 4, "verify": 4,
     # On top.
     "cli": 5, "cli_options": 5, "cli_plan": 5, "__init__": 5,

@@ -1,0 +1,144 @@
+"""One run of one layout: a job of its own ranks, through the launcher, with the steps that `meshwright train` makes.
+
+Left in its folder: metrics.jsonl, with a line a step as train writes it; rank-R.json, what each rank held and sent.
+No checkpoint is written and nothing is validated in between, so that a step is a step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.build import build
+from meshwright.compare.held import Held, count_sent, held_by
+from meshwright.config import Config, dump_config, parse_config
+from meshwright.environment import Environment
+from meshwright.families import family_of
+from meshwright.grid import PIPE, Grid
+from meshwright.launch import Job, StopRequest
+from meshwright.train.job import Resources, open_layout, run_ranks, worker_device
+from meshwright.train.loop import Trainer
+from meshwright.train.metrics import MetricsWriter, peak_memory_bytes
+
+WORKER = "meshwright.compare.run:worker"
+
+Sent = dict[tuple[str, str], tuple[int, int]]
+"""(calls, bytes) of a step, by axis and verb."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank held between two steps, the most memory that it ever had, and what it sends in a step."""
+
+    rank: int
+    stage: int
+    held: Held
+    peak_bytes: int
+    sent: Sent
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """By axis."""
+        totals: dict[str, int] = {}
+        for (axis, _), (_, sent_bytes) in self.sent.items():
+            totals[axis] = totals.get(axis, 0) + sent_bytes
+        return totals
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind. `seconds`, `losses`, `phases`: of every step, in order; `phases` are rank 0's."""
+
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    phases: tuple[dict[str, float], ...]
+    ranks: tuple[RankFacts, ...]
+
+
+def here(config: Config) -> Config:
+    """The config as it is run: all ranks on this machine, and none of them started again."""
+    layout = config.layout.model_copy(update={"ranks_per_node": "auto"})
+    return config.model_copy(update={"layout": layout, "restarts": 0})
+
+
+def run(config: Config, data: Path, folder: Path, steps: int, resources: Resources) -> Run:
+    """Make `steps` steps of a layout from its first weights on, in a new folder, and read what they left.
+
+    Raises LaunchError and Interrupted as the launcher does.
+    """
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    arguments = {
+        "config": config.model_dump(mode="json", by_alias=True),
+        "out": str(folder.absolute()),
+        "data": str(data),
+        "steps": steps,
+        "transport": resources.transport,
+        "device": resources.device,
+    }
+    run_ranks(config, Job(WORKER, arguments), resources)
+    return read_run(folder, config.layout.world_size)
+
+
+def worker(
+    environment: Environment,
+    stop: StopRequest,
+    *,
+    config: dict[str, Any],
+    out: str,
+    data: str,
+    steps: int,
+    transport: str,
+    device: str,
+) -> None:
+    """One rank."""
+    settings, folder = parse_config(config), Path(out)
+    where = worker_device(device, environment)
+    with open_layout(settings.layout, environment, transport, where) as mesh:
+        parts = build(settings, mesh, folder)
+        train = family_of(settings).dataset.open(settings, Path(data)).train
+        trainer = Trainer(parts, train)
+        metrics = MetricsWriter(folder, 0, tensorboard=False) if mesh.rank == 0 else None
+        for _ in range(steps):
+            line, stopping = trainer.turn(stop)
+            if metrics is not None:
+                metrics.write(line)
+            if stopping:
+                return
+        if metrics is not None:
+            metrics.close()
+        held, peak_bytes = held_by(parts), peak_memory_bytes(mesh.device)
+        sent = count_sent(parts, train, trainer.samples)
+        facts = RankFacts(mesh.rank, mesh.index(PIPE), held, peak_bytes, sent)
+        (folder / f"rank-{mesh.rank}.json").write_text(json.dumps(_as_json(facts)))
+
+
+def _as_json(facts: RankFacts) -> dict[str, Any]:
+    return asdict(facts) | {"sent": [[*key, *counts] for key, counts in sorted(facts.sent.items())]}
+
+
+def _rank_facts(text: str) -> RankFacts:
+    tree = json.loads(text)
+    sent = {(axis, verb): (calls, sent_bytes) for axis, verb, calls, sent_bytes in tree["sent"]}
+    return RankFacts(tree["rank"], tree["stage"], Held(**tree["held"]), tree["peak_bytes"], sent)
+
+
+def read_run(folder: Path, num_ranks: int) -> Run:
+    """What a run that came to its end has left in its folder."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return Run(
+        losses=tuple(float(line["loss"]) for line in lines),
+        seconds=tuple(float(line["step_seconds"]) for line in lines),
+        phases=tuple(line["phase_seconds"] for line in lines),
+        ranks=tuple(_rank_facts((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)),
+    )
+
+
+def first_ranks(config: Config) -> Sequence[int]:
+    """The first rank of each stage: of whom a prediction speaks."""
+    grid = Grid(config.layout.axes)
+    origin = grid.coordinates(0)
+    return [grid.rank(origin | {PIPE: stage}) for stage in range(grid.size(PIPE))]
