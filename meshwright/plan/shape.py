@@ -6,10 +6,12 @@ ranks meet at the innermost level whose next unit holds both, and send over that
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import dropwhile
 
 from meshwright.errors import ConfigError
 from meshwright.grid import ENDS, PIPE, Grid
@@ -79,12 +81,18 @@ class Tiers:
         """The different shapes that the groups over these axes have: one, where numbers of ranks and of devices in a
         unit divide each other."""
         offsets = grid.group(0, *axes)
+        if len(offsets) == 1:
+            return [Shape(1, (), close=True)]
         if ENDS not in axes and self._even(grid):
             groups = [_Group(self, offsets)]
-            sharing = [min(size, grid.world_size) // groups[0].members(n) for n, size in enumerate(self.sizes)]
+            sharing = [size // groups[0].members(n) for n, size in enumerate(self.sizes)]
             return [groups[0].shape(lambda level, unit: sharing[level])]
         kept = {*axes, PIPE} if ENDS in axes else set(axes)
         firsts = grid.group(0, *(name for name in grid.names if name not in kept))
+        # What lies between multiples of both a block of whole groups and the outermost unit repeats.
+        inward = dropwhile(lambda axis: axis[0] not in kept, grid.axes)
+        window = math.lcm(math.prod(size for _, size in inward), self.sizes[-1])
+        firsts = tuple(first for first in firsts if first < window)
         groups = [_Group(self, [first + offset for offset in offsets]) for first in firsts]
         crossing = Counter((level, unit) for group in groups for level, unit in group.crossed)
         return list(dict.fromkeys(group.shape(lambda level, unit: crossing[level, unit]) for group in groups))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -223,3 +224,31 @@ def test_more_ranks_take_no_less(levels: tuple[dict[str, Any], ...], verb: str, 
     numbers = [*range(1, unit + 1), *(unit * nodes for nodes in ((2, 4, 6, 8) if len(levels) > 2 else (2, 3, 4, 5)))]
     times = [seconds(cluster(*levels), verb, ("data", ranks), payload=payload) for ranks in numbers]
     assert all(fewer <= more * (1 + 1e-9) for fewer, more in pairwise(times)), times
+
+
+def counted(grid: Grid, axes: str, levels: tuple[dict[str, Any], ...]) -> float:
+    """Seconds of a ring's step: of all units at all levels the one whose links the most groups leave by."""
+    groups, slowest, size = grid.groups(*axes.split("+")), 0.0, 1
+    if "ends" in axes:  # the stages between have nothing to say
+        groups = [ranks for ranks in groups if grid.coordinates(ranks[0])["pipe"] == 0]
+    for level in levels:
+        unit, upper = size, size * level.get("joins", grid.world_size)
+        size = upper
+        leaving = Counter(
+            number
+            for ranks in groups
+            for number in {rank // unit for rank in ranks}
+            if any(rank // unit != number and rank // upper == number * unit // upper for rank in ranks)
+        )
+        for count in leaving.values():
+            slowest = max(slowest, level["latency"] + BIG * count / level["bandwidth"])
+    return slowest
+
+
+@given(GRIDS, st.sampled_from(LEVELS))
+def test_links_are_shared_by_all_who_cross(sizes: list[int], levels: tuple[dict[str, Any], ...]) -> None:
+    """What is said of groups that lie alike, and of blocks that repeat, is what counting all of them says."""
+    grid = Grid(tuple(zip(("data", "pipe", "tensor"), sizes, strict=True)))
+    for axes in ("data", "pipe", "tensor", "data+tensor", "data+pipe", "ends", "data+ends"):
+        expected = pytest.approx(counted(grid, axes, levels))
+        assert Wires(cluster(*levels), "torch", grid).collective(axes, "send", BIG) == expected, axes
