@@ -14,7 +14,6 @@ ranks than cores, the times have in them that ranks take turns.
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,14 +21,14 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.calibrate.timing import Effort, Points, finish
+from meshwright.calibrate.timing import Effort, Points, finish, undisturbed
 from meshwright.comm import Comm
 from meshwright.grid import PIPE
 from meshwright.launch import StopRequest
 from meshwright.mailbox import Form, Mailbox, Side, alike
 from meshwright.mesh import Mesh
 
-ROUNDS = 5
+ROUNDS = 8
 MOST_CALLS = 1000
 ELEMENT_BYTES = 4
 
@@ -47,10 +46,10 @@ class Conversation:
     stop: StopRequest
 
     def seconds(self, call: Call) -> float:
-        """The median over some rounds of the seconds of a call, as this rank sees them."""
+        """Seconds of a call in an undisturbed round, as this rank sees them."""
         self._round(call, 2)  # connections, buffers
         calls = self.agreed(self._round(call, 2))
-        return statistics.median(self._round(call, calls) for _ in range(ROUNDS))
+        return undisturbed([self._round(call, calls) for _ in range(ROUNDS)])
 
     def agreed(self, once: float) -> int:
         """How many calls of about `once` seconds make a round. Ends the rank where the job is to stop."""
@@ -140,10 +139,10 @@ class Exchange:
         self.epoch = 0
 
     def seconds(self, conversation: Conversation, payload: int) -> float:
-        """Of one way, the median over some rounds."""
+        """Of one way, in an undisturbed round."""
         self._there_and_back(conversation, payload, 2)
         calls = conversation.agreed(self._there_and_back(conversation, payload, 2))
-        return statistics.median(self._there_and_back(conversation, payload, calls) for _ in range(ROUNDS)) / 2
+        return undisturbed([self._there_and_back(conversation, payload, calls) for _ in range(ROUNDS)]) / 2
 
     def _there_and_back(self, conversation: Conversation, payload: int, calls: int) -> float:
         x = torch.zeros(payload, dtype=torch.uint8, device=conversation.device)

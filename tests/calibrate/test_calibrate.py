@@ -9,7 +9,7 @@ import torch
 
 from meshwright.calibrate.job import Machine, calibrate, parse_ranks, this_machine
 from meshwright.calibrate.report import render, text_of
-from meshwright.calibrate.timing import Effort, Timer, effort_of
+from meshwright.calibrate.timing import Effort, Timer, effort_of, undisturbed
 from meshwright.config.load import read_yaml
 from meshwright.errors import ConfigError
 from meshwright.launch import Transport
@@ -95,7 +95,12 @@ def test_a_quick_calibration_measures_less(kind: str) -> None:
         assert [list(each) for each in points] == [sorted(each) for each in points]
 
 
-def test_a_timer_takes_the_median_of_what_it_times() -> None:
+def test_what_disturbs_some_samples_does_not_show() -> None:
+    assert undisturbed([5.0, 1.0, 9.0, 1.1, 1.2, 30.0, 2.0, 1.3]) == 1.2
+    assert undisturbed([7.0]) == 7.0
+
+
+def test_a_timer_warms_up_and_repeats_short_calls() -> None:
     met: list[int] = []
     calls: list[int] = []
     timer = Timer(torch.device("cpu"), 0.01, lambda: met.append(len(calls)))
