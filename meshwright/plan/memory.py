@@ -5,8 +5,8 @@
 | weights     | the buckets' values, with their padding                                                           |
 | gradients   | as much                                                                                           |
 | states      | float32 masters of half-precision weights, and moments; with offload the two half-buckets instead |
-| activations | what microbatches in flight keep, at the dearest moment                                           |
-| temporaries | what the dearest task makes beside that; or the optimizer's float32 gradients, if they are more   |
+| activations | the most that microbatches in flight keep                                                         |
+| temporaries | what tasks make beside that at the dearest moment; or the optimizer's float32 gradients            |
 | framework   | what the cluster says that libraries hold                                                         |
 """
 

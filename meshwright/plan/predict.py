@@ -14,7 +14,7 @@ from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.grid import PIPE, Grid
 from meshwright.ledger import Traffic
-from meshwright.mailbox import FURTHER
+from meshwright.mailbox import AHEAD, FURTHER
 from meshwright.model import Stretch
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.schedule import MESSAGE_DRIVEN
@@ -153,7 +153,7 @@ class Planner:
 
 def predict(config: Config, cluster: Cluster, recordings: Recordings | None = None) -> Prediction:
     """A run on a cluster. `recordings`: of earlier predictions for the same kind of device. Raises as Planner does."""
-    return Planner(cluster, recordings or Recordings()).predict(config)
+    return Planner(cluster, Recordings() if recordings is None else recordings).predict(config)
 
 
 def check(config: Config) -> None:
@@ -204,7 +204,8 @@ class _Run:
         passes = run_passes(config, self.cost, self.latency)
         device = self.cluster.device
         memory = tuple(
-            memory_of(config, own, peak, device.reserved) for own, peak in zip(self.buckets, passes.peaks, strict=True)
+            memory_of(config, own, peak.beside(self.posted_bytes(stage)), device.reserved)
+            for own, peak, stage in zip(self.buckets, passes.peaks, self.stages, strict=True)
         )
         streams = config.memory.offload.to != "none" and config.optimizer.clip is None
         streams = streams and config.precision.dtype != "fp16"  # whose loss scale waits for the norm
@@ -226,6 +227,11 @@ class _Run:
     @property
     def agrees(self) -> bool:
         return len(self.stages) > 1 and self.grid.size(*(self.peers.split("+") if self.peers else ())) > 1
+
+    def posted_bytes(self, stage: StagePlan) -> int:
+        """Of the messages that are waited for from both sides: their memory is there before they come (mailbox.py)."""
+        ahead = min(AHEAD[self.cluster.device.kind], self.config.num_microbatches)
+        return ahead * (stage.incoming_bytes + stage.outgoing_bytes)
 
     def latency(self, start: int, end: int) -> float:
         lower = min(start, end)

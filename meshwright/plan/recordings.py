@@ -102,6 +102,10 @@ class Recordings:
         self._links: dict[Hashable, Link] = {}
         self._outlines: dict[Hashable, Outline] = {}
 
+    def __len__(self) -> int:
+        """How many links it knows."""
+        return len(self._links)
+
     def outline(self, config: Config) -> Outline:
         key = config.model, config.data
         if key not in self._outlines:

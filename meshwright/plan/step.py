@@ -37,10 +37,14 @@ Latency = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a stage's tasks hold: microbatches' activations when it begins its dearest task, and all of it."""
+    """The most that a stage's tasks keep between them, for microbatches in flight; and the most there is at any time."""
 
     activation_bytes: int
     total_bytes: int
+
+    def beside(self, other_bytes: int) -> Peak:
+        """Beside what is there all the time."""
+        return replace(self, total_bytes=self.total_bytes + other_bytes)
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,13 @@ def run_passes(config: Config, costs: TaskCosts, latency: Latency) -> Passes:
     """All microbatches of a step."""
     stages, count = config.layout.pipeline.size, config.num_microbatches
     rule = rule_of(config)
-    most = max(MOST_TASKS // (stages * (3 if splits(config) else 2)), 2 * _depth(rule, stages, count) + 2, 8)
+    most = max(MOST_TASKS // (stages * (3 if splits(config) else 2)), 4 * _depth(rule, stages, count) + 4)
     if count <= most:
         return _run(rule, stages, count, count, costs, latency)
-    longer, shorter = (_run(rule, stages, some, count, costs, latency) for some in (most, most // 2))
-    return _prolonged(longer, shorter, count - most, most - most // 2)
+    fewer = 3 * most // 4  # both are long enough to have come to the middle
+    longer, shorter = (_run(rule, stages, some, count, costs, latency) for some in (most, fewer))
+    fills = rule.limit(0, stages, count) == count
+    return _prolonged(longer, shorter, count - most, most - fewer, fills=fills)
 
 
 def _depth(rule: Rule, stages: int, count: int) -> int:
@@ -120,16 +126,18 @@ def _run(rule: Rule, stages: int, some: int, count: int, costs: TaskCosts, laten
 
 
 def _peak(costs: Sequence[Cost]) -> Peak:
-    live, peak = 0, Peak(0, 0)
+    live = kept = most = 0
     for cost in costs:
-        if live + cost.peak_bytes > peak.total_bytes:
-            peak = Peak(live, live + cost.peak_bytes)
+        most = max(most, live + cost.peak_bytes)
         live += cost.kept_bytes
-    return peak
+        kept = max(kept, live)
+    return Peak(kept, most)
 
 
-def _prolonged(longer: Passes, shorter: Passes, more: int, difference: int) -> Passes:
-    """With so many more microbatches, of which `difference` are between the two."""
+def _prolonged(longer: Passes, shorter: Passes, more: int, difference: int, *, fills: bool) -> Passes:
+    """With so many more microbatches, of which `difference` are between the two. `fills`: each may take more memory;
+    else a limit has been reached.
+    """
 
     def beyond(long: float, short: float) -> float:
         return more * (long - short) / difference
@@ -139,13 +147,15 @@ def _prolonged(longer: Passes, shorter: Passes, more: int, difference: int) -> P
         replace(span, start_seconds=span.start_seconds + seconds, end_seconds=span.end_seconds + seconds)
         for span in longer.last
     )
-    peaks = tuple(
-        Peak(
-            long.activation_bytes + round(beyond(long.activation_bytes, short.activation_bytes)),
-            long.total_bytes + round(beyond(long.total_bytes, short.total_bytes)),
+    peaks = longer.peaks
+    if fills:
+        peaks = tuple(
+            Peak(
+                long.activation_bytes + round(beyond(long.activation_bytes, short.activation_bytes)),
+                long.total_bytes + round(beyond(long.total_bytes, short.total_bytes)),
+            )
+            for long, short in zip(longer.peaks, shorter.peaks, strict=True)
         )
-        for long, short in zip(longer.peaks, shorter.peaks, strict=True)
-    )
     return Passes(longer.seconds + seconds, longer.timeline, last, peaks)
 
 
@@ -162,7 +172,7 @@ def finish(
     passes: Passes, sums: Sequence[Sequence[Sum]], norm_seconds: float, *, streams: bool, overlaps: float
 ) -> Step:
     """The step's end. `sums`: each stage's buckets, in the order in which they leave; `norm_seconds`: of the
-    collectives that all ranks join in before the optimizer; `streams`: whether it steps a bucket as soon as it is there.
+    collectives that all ranks join in before the optimizer; `streams`: whether it steps a bucket when it has come.
     """
     arrived = [_arrivals(span, own, overlaps) for span, own in zip(passes.last, sums, strict=True)]
     ends = [times[-1] if times else span.end_seconds for times, span in zip(arrived, passes.last, strict=True)]
