@@ -36,8 +36,8 @@ FURTHER: dict[Side, int] = {"before": -1, "after": 1}
 
 HEADER_BYTES = 16
 ALIGNMENT_BYTES = 16
-AHEAD = 4
-"""Receives that are posted at a time, for each side."""
+AHEAD = {"cpu": 4, "cuda": 1}
+"""Receives that are posted at a time, for each side, by the type of device: a GPU is occupied by one that waits."""
 
 
 @dataclass(frozen=True)

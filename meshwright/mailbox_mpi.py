@@ -24,7 +24,7 @@ class MpiMailbox(PackedMailbox):
     """`comm` is an mpi4py communicator of its own, in which `neighbours` have these ranks."""
 
     def __init__(
-        self, axis: str, neighbours: Mapping[Side, int], ledger: Ledger, comm: Any, ahead: int = AHEAD
+        self, axis: str, neighbours: Mapping[Side, int], ledger: Ledger, comm: Any, ahead: int = AHEAD["cpu"]
     ) -> None:
         super().__init__(axis, tuple(neighbours), ledger, torch.device("cpu"), ahead)
         self.comm = comm

@@ -80,7 +80,7 @@ class Waiter:
 class GlooMailbox(PackedMailbox):
     """On host memory."""
 
-    def __init__(self, axis: str, links: Mapping[Side, Link], ledger: Ledger, ahead: int = AHEAD) -> None:
+    def __init__(self, axis: str, links: Mapping[Side, Link], ledger: Ledger, ahead: int = AHEAD["cpu"]) -> None:
         super().__init__(axis, tuple(links), ledger, torch.device("cpu"), ahead)
         self.links = links
         self._inbox: SimpleQueue[Arrival | None] = SimpleQueue()  # None: look at the failures
@@ -147,7 +147,7 @@ class NcclMailbox(PackedMailbox):
     """On GPU memory. Not tried yet: two GPUs were never at hand."""
 
     def __init__(self, axis: str, links: Mapping[Side, Link], ledger: Ledger, device: torch.device) -> None:
-        super().__init__(axis, tuple(links), ledger, device, ahead=1)
+        super().__init__(axis, tuple(links), ledger, device, AHEAD["cuda"])
         self.links = links
         self._receives: dict[Side, deque[Underway]] = {side: deque() for side in links}
         self._sends: dict[Side, deque[Underway]] = {side: deque() for side in links}

@@ -26,14 +26,14 @@ WARM_STEPS = 1
 @dataclass(frozen=True)
 class Measured:
     """Bytes of a rank. `states`: in the device's tier. `peak`: the most that was alive above what was there before the
-    step, in its passes and in its optimizer's step. `sent`: in a step, without the norm."""
+    step. `sent`: in a step, without the norm. `tasks`: a stage's, as F0, in the order in which it did them."""
 
     weights: int
     gradients: int
     states: int
     peak: int
-    optimizer_peak: int
     sent: Counts
+    tasks: tuple[str, ...]
 
 
 def measured(mesh: Mesh, configs: Sequence[Config]) -> list[Measured]:
@@ -46,21 +46,21 @@ def _measured(mesh: Mesh, config: Config) -> Measured:
     for step in range(WARM_STEPS):
         _step(parts, step, LiveBytes())
     live = LiveBytes()
-    sent, peak = _step(parts, WARM_STEPS, live)
+    sent = _step(parts, WARM_STEPS, live)
     assert isinstance(parts.strategy, Synchroniser)
     buckets = parts.strategy.buckets
     return Measured(
         weights=sum(size_bytes(bucket.values) for bucket in buckets),
         gradients=sum(size_bytes(bucket.gradients) for bucket in buckets),
         states=_state_bytes(parts),
-        peak=peak,
-        optimizer_peak=live.peak,
+        peak=live.peak,
         sent=sent,
+        tasks=tuple(span.name for span in parts.passes.spans),
     )
 
 
-def _step(parts: Parts, step: int, live: LiveBytes) -> tuple[Counts, int]:
-    """A step of the train loop; what it sent, and its peak until the optimizer begins. All tokens count."""
+def _step(parts: Parts, step: int, live: LiveBytes) -> Counts:
+    """A step of the train loop; what it sent. All tokens count."""
     everyone = _batch(parts.config)
     replica = parts.strategy.share(
         lambda first, count: rows_of(everyone, slice(first, first + count)), parts.config.replica_batch
@@ -71,7 +71,6 @@ def _step(parts: Parts, step: int, live: LiveBytes) -> tuple[Counts, int]:
     with live:
         parts.passes.train(batches, dict.fromkeys(parts.model.labels, 1e-3), torch.manual_seed)
         parts.strategy.finish()
-        peak, live.peak = live.peak, live.live
         sent = {key: (entry.calls, entry.sent_bytes) for key, entry in traffic.items()}
         parts.optimizer.step(step)
         traffic.clear()
@@ -80,7 +79,7 @@ def _step(parts: Parts, step: int, live: LiveBytes) -> tuple[Counts, int]:
     for key, entry in traffic.items():
         calls, size = sent.get(key, (0, 0))
         sent[key] = calls + entry.calls, size + entry.sent_bytes
-    return sent, peak
+    return sent
 
 
 def _batch(config: Config) -> Batch:
@@ -89,10 +88,10 @@ def _batch(config: Config) -> Batch:
 
 
 def _state_bytes(parts: Parts) -> int:
-    """Masters and moments where they are in the device's memory; of offloaded ones what they are staged in."""
+    """Masters and moments on the device; of offloaded ones what they are staged in. Counts of steps are left out."""
     held = parts.optimizer.held
     if parts.config.memory.offload.to != "none":
-        return held.tier.live_bytes
+        return held.tier.live_bytes - size_bytes(held._count)
     assert isinstance(held, InPlace)
     masters = [master for slot, master in zip(held.slots, held.masters, strict=True) if master is not slot.parameter]
     moments = [x for state in held.torch.state.values() for x in state.values() if x.dim()]
