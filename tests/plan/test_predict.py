@@ -1,4 +1,4 @@
-"""A prediction is composed of links that were recorded one by one: it must be what planning the whole run would count."""
+"""A prediction is composed of links that were recorded one by one: it must be what planning the run whole counts."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ MODEL = {
     "dropout": 0.0,
 }
 MESSAGE_DRIVEN = {"size": 2}
-LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {}, "none"),
-    ({"kind": "megatron", "size": 2}, MESSAGE_DRIVEN, "none"),
-    ({"kind": "megatron", "size": 4, "sequence_parallel": True}, {"size": 3, "schedule": "1f1b"}, "auto"),
-    ({"kind": "tesseract", "q": 2, "d": 1}, {"size": 2, "schedule": "gpipe"}, "selective"),
-    ({"kind": "tesseract", "q": 2, "d": 2}, {}, "none"),
-    ({"kind": "subgraph", "size": 2, "branch": "block"}, MESSAGE_DRIVEN, "auto"),
-    ({"kind": "subgraph", "size": 4, "common": "one"}, {"size": 2, "schedule": "axonn"}, "none"),
+LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({}, {}, "none", "zero1"),
+    ({"kind": "megatron", "size": 2}, MESSAGE_DRIVEN, "none", "allreduce"),
+    ({"kind": "megatron", "size": 4, "sequence_parallel": True}, {"size": 3, "schedule": "1f1b"}, "auto", "ring"),
+    ({"kind": "tesseract", "q": 2, "d": 1}, {"size": 2, "schedule": "gpipe"}, "selective", "rooted"),
+    ({"kind": "tesseract", "q": 2, "d": 2}, {}, "none", "zero1"),
+    ({"kind": "subgraph", "size": 2, "branch": "block"}, MESSAGE_DRIVEN, "auto", "allreduce"),
+    ({"kind": "subgraph", "size": 4, "common": "one"}, {"size": 2, "schedule": "axonn"}, "none", "zero1"),
 ]
 
 
@@ -62,8 +62,7 @@ def sent(traffic: Any) -> dict[tuple[str, str], tuple[int, int]]:
     return {key: (entry.calls, entry.sent_bytes) for key, entry in traffic.items() if entry.calls}
 
 
-@pytest.mark.parametrize("sync", ["allreduce", "zero1"])
-@pytest.mark.parametrize(("tensor", "pipeline", "recompute"), LAYOUTS)
+@pytest.mark.parametrize("tensor, pipeline, recompute, sync", LAYOUTS)
 def test_traffic_and_weights_are_those_of_the_whole_run(
     tensor: dict[str, Any], pipeline: dict[str, Any], recompute: str, sync: str
 ) -> None:
@@ -115,7 +114,7 @@ def test_offload_leaves_the_staging_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "field"),
+    "more, field",
     [
         ({"sync": "server-loss"}, "layout.data.sync"),
         ({"precision": {"level": "O1", "dtype": "bf16"}}, "precision.level"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,4 +75,4 @@ def test_an_offloaded_optimizer_streams() -> None:
 def test_more_overlap_is_never_slower(parts: list[tuple[float, float, float]]) -> None:
     sums = [Sum(ready, reduce, 0.0, steps, 0.0) for ready, reduce, steps in sorted(parts)]
     made = [finish(passes(), [sums], 0.0, streams=False, overlaps=share).seconds for share in (0.0, 0.3, 0.7, 1.0)]
-    assert all(after <= before + 1e-9 for before, after in zip(made, made[1:], strict=False))
+    assert all(after <= before + 1e-9 for before, after in pairwise(made))

@@ -15,7 +15,7 @@ def seconds(start: Start) -> float:
 
 
 @pytest.mark.parametrize(
-    ("steps", "overlaps", "expected"),
+    "steps, overlaps, expected",
     [
         ([1.0, A, Wait(1), 1.0], 1.0, 5.0),  # waited for at once
         ([1.0, A, 2.0, Wait(1), 1.0], 1.0, 5.0),  # two of its three seconds under a product
