@@ -1,0 +1,44 @@
+"""SUPER: the speed-up of the best D&SP layout over pure data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from meshwright.config import Config
+from meshwright.config.load import CONFIGS, read_yaml
+from meshwright.plan.predict import Planner
+from validation.case import Finding, Row
+from validation.paper import Line, Paper
+
+SPEEDUP = "speed-up"
+
+
+def compare(paper: Paper) -> Finding:
+    """A row a line."""
+    planner = Planner(paper.cluster)
+    return Finding(tuple(_row(paper, line, planner) for line in paper.tables["super"]))
+
+
+def _row(paper: Paper, line: Line, planner: Planner) -> Row:
+    replicas = planner.predict(_config(paper, line, {"data": {"size": int(line["gpus"])}})).seconds
+    best = min(planner.predict(config).seconds for config in _subgraphs(paper, line))
+    label = f"{line['model']}, {line['experiment']}, {line['heads']} heads"
+    return Row(label, SPEEDUP, float(line["speedup"]), replicas / best)
+
+
+def _subgraphs(paper: Paper, line: Line) -> Iterator[Config]:
+    """Heads dealt over all GPUs; common layers on all of them or on one."""
+    for common, branch in product(("all", "one"), ("attention-core", "attention", "block")):
+        tensor = {"kind": "subgraph", "size": int(line["ways"]), "common": common, "branch": branch}
+        yield _config(paper, line, {"tensor": tensor})
+
+
+def _config(paper: Paper, line: Line, layout: dict[str, Any]) -> Config:
+    """Work a head stays what it is in the model; a batch that is not published is a sequence a GPU."""
+    model, heads = read_yaml(CONFIGS / "models" / f"{line['model']}.yaml"), int(line["heads"])
+    wider = heads / model["heads"]
+    widths = {key: int(model[key] * wider) for key in ("hidden", "feed_forward") if key in model}
+    batch = int(line["global_batch"] or line["gpus"])
+    return paper.config({"model": model | widths | {"heads": heads}, "batch": {"global": batch}, "layout": layout})

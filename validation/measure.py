@@ -1,0 +1,45 @@
+"""What rows ask of a prediction."""
+
+from __future__ import annotations
+
+from meshwright.config import Config
+from meshwright.config.models import TextTransformer
+from meshwright.plan.predict import Prediction
+from meshwright.train.phases import DATA_PARALLEL
+
+
+def forward_seconds(prediction: Prediction) -> float:
+    """Of all microbatches of the first stage."""
+    return _task_seconds(prediction, "forward")
+
+
+def backward_seconds(prediction: Prediction) -> float:
+    """The same, with the weights' gradients and the wait for their sums."""
+    tasks = _task_seconds(prediction, "backward") + _task_seconds(prediction, "weight")
+    return tasks + prediction.phases[DATA_PARALLEL]
+
+
+def total_memory_bytes(prediction: Prediction) -> int:
+    """On all devices, without what the framework holds: what torch's allocator counts."""
+    ranks_of_a_stage = prediction.config.layout.world_size // len(prediction.memory)
+    return ranks_of_a_stage * sum(memory.total - memory.framework for memory in prediction.memory)
+
+
+def paper_flops(config: Config) -> float:
+    """Floating-point operations of a step of GPT by the papers' formula, which counts recomputation whether there is
+    any or not: 96 b s l h² (1 + s/(6h) + V/(16 l h)) (Narayanan et al., SC 2021, equation 3)."""
+    model, batch, sequence = config.model, config.batch.global_, config.data.sequence
+    assert isinstance(model, TextTransformer), "the formula is of GPT"
+    layers, hidden = model.layers, model.hidden
+    rest = 1 + sequence / (6 * hidden) + model.vocabulary / (16 * layers * hidden)
+    return 96 * batch * sequence * layers * hidden**2 * rest
+
+
+def paper_tflops(prediction: Prediction) -> float:
+    """Tflop/s a device, by that formula."""
+    return paper_flops(prediction.config) / prediction.config.layout.world_size / prediction.seconds / 1e12
+
+
+def _task_seconds(prediction: Prediction, category: str) -> float:
+    tasks = prediction.timeline.tasks
+    return sum(span.seconds for span in tasks if span.stage == 0 and span.category == category)

@@ -1,0 +1,78 @@
+"""Megatron-LM: flop/s a GPU of GPT on DGX-A100 (SC 2021); an iteration and weak scaling of GPT-2 on DGX-2H (2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.config import Config
+from meshwright.errors import ConfigError
+from meshwright.plan.predict import Planner, Prediction
+from validation.case import Finding, Row
+from validation.measure import paper_tflops
+from validation.paper import Line, Paper
+
+TFLOPS, SECONDS, SHARE = "Tflop/s a GPU", "s an iteration", "share of one GPU's flop/s"
+MICRO = (1, 2, 4, 8, 16)
+
+
+def compare_2021(paper: Paper) -> Finding:
+    """A row a line; the microbatch is not published: the one that we would take."""
+    planner = Planner(paper.cluster)
+    return Finding(tuple(_row_2021(paper, line, planner) for line in paper.tables["megatron_sc21"]))
+
+
+def _row_2021(paper: Paper, line: Line, planner: Planner) -> Row:
+    best = fastest(paper, line, planner)
+    label = f"{line['params_b']} B, {line['gpus']} GPUs, microbatch {best.config.micro}"
+    return Row(label, TFLOPS, float(line["tflops_per_gpu"]), paper_tflops(best))
+
+
+def fastest(paper: Paper, line: Line, planner: Planner) -> Prediction:
+    """The fastest microbatch that fits."""
+    predictions = [planner.predict(config) for config in _by_micro(paper, line)]
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    assert fitting, f"{line['params_b']} B does not fit with any microbatch"
+    return min(fitting, key=lambda prediction: prediction.seconds)
+
+
+def _by_micro(paper: Paper, line: Line) -> Iterator[Config]:
+    tensor, stages, gpus = int(line["tensor"]), int(line["pipe"]), int(line["gpus"])
+    model = {"layers": int(line["layers"]), "hidden": int(line["hidden"]), "heads": int(line["heads"])}
+    layout = {
+        "data": {"size": gpus // tensor // stages},
+        "pipeline": {"size": stages, "partition": [model["layers"] // stages] * stages},
+        "tensor": _tensor(tensor),
+    }
+    for micro in MICRO:
+        batch = {"global": int(line["batch"]), "micro": micro}
+        try:
+            yield paper.config({"model": model, "batch": batch, "layout": layout})
+        except ConfigError:  # it does not divide a replica's batch
+            continue
+
+
+def _tensor(size: int) -> dict[str, Any]:
+    return {"kind": "megatron", "size": size} if size > 1 else {"kind": "none"}
+
+
+def compare_2019(paper: Paper) -> Finding:
+    """One GPU, by two releases of their code, and weak scaling."""
+    planner, lines = Planner(paper.cluster), paper.tables["megatron_2019"]
+    predictions = [planner.predict(_config_2019(paper, line)) for line in lines]
+    rows = []
+    for line, prediction in zip(lines, predictions, strict=True):
+        label = f"{line['model']}, {line['gpus']} GPUs, code of {line['code']}"
+        if line["share"]:
+            share = paper_tflops(prediction) / paper_tflops(predictions[0])
+            rows.append(Row(label, SHARE, float(line["share"]), share))
+        else:
+            rows.append(Row(label, SECONDS, float(line["seconds"]), prediction.seconds))
+    return Finding(tuple(rows))
+
+
+def _config_2019(paper: Paper, line: Line) -> Config:
+    layout = {"data": {"size": int(line["data"])}, "tensor": _tensor(int(line["tensor"]))}
+    micro = int(line["batch"]) // int(line["data"])
+    batch = {"global": int(line["batch"]), "micro": micro}
+    return paper.config({"model": {"base": line["model"]}, "batch": batch, "layout": layout})

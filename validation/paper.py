@@ -1,0 +1,75 @@
+"""A paper as data: papers/NAME.yaml says on which cluster and with which run it was measured; csv files hold its
+tables.
+
+| key           | what it says                                                                          |
+|---------------|---------------------------------------------------------------------------------------|
+| title, source | what it is                                                                            |
+| cluster       | a name of meshwright/configs/clusters                                                 |
+| fitted        | laid over that cluster's file, where the paper's programs go at another pace than ours |
+| run           | the run that all its rows share                                                       |
+| tables        | csv files beside it; lines that begin with # say where the numbers come from          |
+| assumed       | what the paper does not say and we took, a sentence each                              |
+| limit         | the mean error that docs/validation.md admits, which a test holds                     |
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.config import Config, parse_config
+from meshwright.config.load import read_yaml
+from meshwright.plan.cluster import Cluster, load_cluster
+
+PAPERS = Path(__file__).resolve().parent / "papers"
+
+Line = Mapping[str, str]
+"""A line of a table: column -> text."""
+
+
+@dataclass(frozen=True)
+class Paper:
+    """See the module. `tables`: by the file's name without its ending; `has_fit`: whether there is a fitted cluster."""
+
+    name: str
+    title: str
+    source: str
+    cluster: Cluster
+    run: dict[str, Any]
+    tables: dict[str, tuple[Line, ...]]
+    assumed: tuple[str, ...]
+    limit: float
+    has_fit: bool
+
+    def config(self, changes: Mapping[str, Any]) -> Config:
+        """The paper's run with these sections over its own. Raises ConfigError where that is no legal run."""
+        return parse_config(merged(self.run, changes))
+
+
+def load_paper(name: str, *, fitted: bool = True) -> Paper:
+    """By its file's name. `fitted`: on the cluster as the paper's programs found it, where the file tells of that."""
+    tree = read_yaml(PAPERS / f"{name}.yaml")
+    tables = {Path(file).stem: read_table(PAPERS / file) for file in tree.pop("tables")}
+    cluster, changes, assumed = load_cluster(tree.pop("cluster")), tree.pop("fitted", {}), tuple(tree.pop("assumed"))
+    if fitted:
+        cluster = Cluster.model_validate(merged(cluster.model_dump(), changes))
+    return Paper(name=name, cluster=cluster, tables=tables, assumed=assumed, has_fit=bool(changes), **tree)
+
+
+def read_table(path: Path) -> tuple[Line, ...]:
+    """The lines of a csv file, without its comments."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return tuple(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree with another one laid over it; sections are merged, other values replaced."""
+    result = deepcopy(dict(tree))
+    for key, value in changes.items():
+        below = result.get(key)
+        result[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return result

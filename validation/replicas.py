@@ -1,0 +1,47 @@
+"""Bai: minutes of data-parallel strategies on four and eight V100, over those of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.plan.predict import Planner
+from validation.case import Finding, Row
+from validation.paper import Line, Paper
+
+MINUTES = "minutes"
+
+SYNC = {"baseline": "allreduce", "dps": "allreduce", "horovod": "ring"}
+"""Theirs -> ours. SPS is our server-loss, which the planner does not plan: its line has no row."""
+PER_DEVICE = 4
+"""Sequences a device and step."""
+
+
+def compare(paper: Paper) -> Finding:
+    """A row a line; the baseline gives the minutes of a predicted second a sequence, since the novel's length is not
+    published."""
+    planner = Planner(paper.cluster)
+    lines = [line for line in paper.tables["bai_10m"] if line["strategy"] != "sps"]
+    seconds = [_seconds_per_sequence(paper, line, planner) for line in lines]
+    scale = float(lines[0]["minutes"]) / seconds[0]
+    rows = [
+        Row(_label(line), MINUTES, float(line["minutes"]), scale * one, counts=line is not lines[0])
+        for line, one in zip(lines, seconds, strict=True)
+    ]
+    return Finding(tuple(rows))
+
+
+def _seconds_per_sequence(paper: Paper, line: Line, planner: Planner) -> float:
+    strategy, _, apex = line["strategy"].partition("-")
+    gpus = int(line["gpus"])
+    batch = PER_DEVICE * gpus
+    changes: dict[str, Any] = {
+        "batch": {"global": batch},
+        "layout": {"data": {"size": gpus, "sync": SYNC[strategy]}},
+    }
+    if apex:
+        changes["precision"] = {"level": "O2", "dtype": "fp16"}
+    return planner.predict(paper.config(changes)).seconds / batch
+
+
+def _label(line: Line) -> str:
+    return f"{line['strategy']}, {line['gpus']} GPUs on {line['nodes']}"

@@ -1,0 +1,54 @@
+"""Tesseract, Table 1: seconds a sequence, forward and backward, of 1-D, 2-D and 2.5-D tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.plan.predict import Planner
+from validation.case import Claim, Finding, Row
+from validation.measure import backward_seconds, forward_seconds
+from validation.paper import Line, Paper
+
+FORWARD, BACKWARD = "forward, s/sequence", "backward, s/sequence"
+
+
+def compare(paper: Paper) -> Finding:
+    """Two rows a line of the table."""
+    planner, rows = Planner(paper.cluster), []
+    for line in paper.tables["tesseract_strong"]:
+        prediction = planner.predict(paper.config(changes_of(line)))
+        batch = prediction.config.batch.global_
+        label = f"{line['method']} [{line['shape']}]"
+        forward, backward = forward_seconds(prediction) / batch, backward_seconds(prediction) / batch
+        rows.append(Row(label, FORWARD, float(line["forward_s"]), forward))
+        rows.append(Row(label, BACKWARD, float(line["backward_s"]), backward))
+    return Finding(tuple(rows), (_order(rows),))
+
+
+def changes_of(line: Line) -> dict[str, Any]:
+    """The run of a line. Where the batch cannot be split over the rows of a shape, the next one that can."""
+    tensor, memory = _tensor(line["shape"]), {}
+    if tensor["kind"] == "tesseract":
+        memory = {"summa": "stream"}  # panel by panel, as in the papers
+    parts = tensor["q"] * tensor["d"] if tensor["kind"] == "tesseract" else 1
+    batch = -(-int(line["batch"]) // parts) * parts
+    model = {"hidden": int(line["hidden"]), "heads": int(line["heads"])}
+    return {"model": model, "batch": {"global": batch}, "layout": {"tensor": tensor}, "memory": memory}
+
+
+def _tensor(shape: str) -> Mapping[str, Any]:
+    """`16`, `4x4`, `4x4x2`."""
+    sizes = [int(size) for size in shape.split("x")]
+    if len(sizes) == 1:
+        return {"kind": "megatron", "size": sizes[0]}
+    return {"kind": "tesseract", "q": sizes[0], "d": sizes[2] if len(sizes) > 2 else 1}
+
+
+def _order(rows: list[Row]) -> Claim:
+    """Of the methods at 64 GPUs, by the whole time of a sequence."""
+    names = ("tesseract [4x4x4]", "optimus [8x8]", "megatron [64]")
+    totals = {name: sum(row.predicted for row in rows if row.label == name) for name in names}
+    found = sorted(names, key=totals.__getitem__)
+    text = "at 64 GPUs: " + " < ".join(names)
+    return Claim(text, tuple(found) == names, ", ".join(f"{name} {totals[name]:.3f} s" for name in found))
