@@ -37,7 +37,7 @@ Latency = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a stage's tasks keep between them, for microbatches in flight; the most that there is at any time."""
+    """The most that a stage's tasks keep for microbatches in flight, and the most that there is at any time."""
 
     activation_bytes: int
     total_bytes: int

@@ -67,7 +67,8 @@ class Buckets:
         buckets = []
         for kind, names in arranged(items, specs, mesh, bucket_bytes(config)):
             num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
-            key = sync, kind.dtype, kind.sum_axes, num_elements, config.layout.axes
+            index = mesh.comm(*kind.sum_axes).index  # a root does more than the others
+            key = sync, kind.dtype, kind.sum_axes, index, num_elements, config.layout.axes
             if key not in self._programs:
                 self._programs[key] = _programs(policy, kind, num_elements, mesh, recorder)
             buckets.append(PlannedBucket(kind, tuple(names), num_elements, *self._programs[key]))
