@@ -27,7 +27,7 @@ from meshwright.plan.program import Kernel, Program
 from meshwright.plan.recordings import Parameter, Recordings, splits
 from meshwright.plan.stage import Cost, Sent, StagePlan, include, microbatch_places, plan_stretches
 from meshwright.plan.step import Sum, finish, run_passes
-from meshwright.plan.synchronising import Buckets, PlannedBucket
+from meshwright.plan.synchronising import Buckets, PlannedBucket, share_program
 from meshwright.plan.timing import Pace
 from meshwright.plan.wires import Wires
 from meshwright.stages import shared_work
@@ -238,11 +238,13 @@ class _Run:
         return self.wires.message(self.rank(start), self.rank(end), self.stages[lower].outgoing_bytes)
 
     def norm(self) -> float:
-        """Seconds of the small all-reduces and the pulse between backward pass and optimizer."""
+        """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
+        server deals them out, the pulse, the norm."""
         world = "+".join(self.grid.names)
         if self.grid.world_size == 1:
             return 0.0
-        return self.wires.collective(world, "all_reduce", 8) + self.wires.collective(world, "all_gather", 1024)
+        told = self.seconds(share_program(self.config))
+        return told + self.wires.collective(world, "all_reduce", 8) + self.wires.collective(world, "all_gather", 1024)
 
     def sums(self, stage: int) -> list[Sum]:
         plan, own = self.stages[stage], self.buckets[stage]

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from meshwright.batch import Batch
 from meshwright.bucket import Bucket, Kind, arranged
 from meshwright.build import SYNCHRONISERS, bucket_bytes
 from meshwright.config import Config
-from meshwright.data_parallel.strategy import Policy, Synchroniser
+from meshwright.data_parallel.parameter_server import ServerLoss
+from meshwright.data_parallel.strategy import Policy
 from meshwright.errors import ConfigError
+from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh, planned_mesh
 from meshwright.plan.program import Program
@@ -51,9 +54,9 @@ class Buckets:
         Raises ConfigError for strategies that are more than sums of buckets.
         """
         sync = config.layout.data.sync
-        if sync not in SYNCHRONISERS or SYNCHRONISERS[sync][0] is not Synchroniser:
-            rule = "is not planned: it is no sum of gradients in buckets alone"
-            planned = [name for name, (kind, _) in SYNCHRONISERS.items() if kind is Synchroniser]
+        planned = [name for name, (kind, _) in SYNCHRONISERS.items() if kind is not ServerLoss]
+        if sync not in planned:
+            rule = "is not planned: it is more than sums of gradients in buckets"
             raise ConfigError.of("layout.data.sync", sync, rule, ", ".join(planned))
         recorder = Recorder()
         mesh = planned_mesh(Grid(config.layout.axes), rank, config.layout.token_axes, "cpu", recorder.started)
@@ -73,6 +76,21 @@ class Buckets:
                 self._programs[key] = _programs(policy, kind, num_elements, mesh, recorder)
             buckets.append(PlannedBucket(kind, tuple(names), num_elements, *self._programs[key]))
         return buckets
+
+
+def share_program(config: Config) -> Program:
+    """How rank 0 gets its part of a step's batch: from itself, or where it is the server, which scatters it."""
+    recorder = Recorder()
+    mesh = planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes, "cpu", recorder.started)
+    kind, policy = SYNCHRONISERS[config.layout.data.sync]
+    shapes = family_of(config).shapes(config)
+
+    def load(first: int, count: int) -> Batch:
+        return {name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}
+
+    with recorder.program(mesh.ledger) as made:
+        kind([], mesh, policy()).share(load, config.replica_batch)
+    return made()
 
 
 def _programs(

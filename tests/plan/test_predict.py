@@ -117,6 +117,7 @@ def test_offload_leaves_the_staging_on_the_device() -> None:
     "more, field",
     [
         ({"sync": "server-loss"}, "layout.data.sync"),
+        ({"sync": "fsdp"}, "layout.data.sync"),
         ({"precision": {"level": "O1", "dtype": "bf16"}}, "precision.level"),
         ({"precision": {"level": "O0", "dtype": "float64"}}, "precision.dtype"),
     ],
@@ -124,6 +125,13 @@ def test_offload_leaves_the_staging_on_the_device() -> None:
 def test_what_cannot_be_planned_is_refused(more: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         predict(config_for({}, {}, "none", **more), CLUSTER)
+
+
+def test_a_server_is_slower_than_a_ring() -> None:
+    """It sends the model to everyone, takes all gradients, and steps alone."""
+    server, ring = (predict(config_for({}, {}, "none", sync=sync), CLUSTER) for sync in ("server-gradient", "ring"))
+    assert server.seconds > ring.seconds
+    assert server.traffic[0]["data", "broadcast"].sent_bytes == server.memory[0].weights
 
 
 def test_a_partition_measured_at_the_start_is_refused() -> None:
