@@ -53,10 +53,10 @@ def compare(entries: Sequence[Entry], order: Order, foresight: Foresight, report
     _make_folder(order.out)
     data = family_of(entries[0].config).dataset.prepare(entries[0].config, report)
     rows = []
-    for entry in entries:
+    for entry, own in zip(entries, resources, strict=True):
         report(f"predicting {entry.name}", None)
         predicted, why = foresight.of(entry.config)
-        rows.append(Row(entry, predicted=predicted, unpredicted=why))
+        rows.append(Row(entry, predicted=predicted, unpredicted=why, threads=own.threads if own.device == "cpu" else 1))
     bench = _Bench(order, data, resources, rows, report)
     stopped = bench.measure()
     made = Comparison(

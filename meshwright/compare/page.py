@@ -14,6 +14,9 @@ from meshwright.compare.result import WARMUP_STEPS, Comparison, Pair, Row, held_
 from meshwright.compare.table import agreement, megabytes, milliseconds, pair_text, percent, sentences, why_not
 from meshwright.train.phases import PHASES
 
+BESIDE = ("activations", "temporaries", "framework")
+"""Parts of a predicted memory that no rank can tell apart."""
+
 STYLE = """
 :root { color-scheme: light; --ink: #1f2933; --faint: #6b7785; --line: #e6e9ed; --blue: #2b6cb0; }
 * { box-sizing: border-box; }
@@ -126,16 +129,24 @@ def _phases(made: Comparison) -> str:
             for phase in PHASES
         ]
         rows.append(("", [_name(row), *cells]))
-    return _table(["layout" + _legend(made), *(phase.replace("_", " ") for phase in PHASES)], rows)
+    legend = " (measured / predicted)" if made.predicted else ""
+    return _table([f"layout{legend}", *(phase.replace("_", " ") for phase in PHASES)], rows)
 
 
 def _held(made: Comparison) -> str:
+    """And what a prediction adds to it, which nothing measures by part."""
     rows = []
     for row in made.measured:
         held = held_pairs(row)
-        stage = f"stage {held['weights'].stage}" if len(row.stages) > 1 else "its first rank"
-        rows.append(("", [_name(row), stage, *(escape(pair_text(pair)) for pair in held.values())]))
-    return _table(["layout" + _legend(made), "of", "weights", "gradients", "states"], rows)
+        stage = held["weights"].stage
+        cells = [_name(row), f"stage {stage}" if len(row.stages) > 1 else "its first rank"]
+        cells += [escape(pair_text(pair)) for pair in held.values()]
+        if made.predicted:
+            memory = row.predicted.stages[stage].memory if row.predicted is not None else {}
+            cells += [megabytes(memory[part]) if part in memory else "-" for part in BESIDE]
+        rows.append(("", cells))
+    foreseen = [f"{part}, predicted" for part in BESIDE] if made.predicted else []
+    return _table(["layout" + _legend(made), "of", "weights", "gradients", "states", *foreseen], rows)
 
 
 def _sent(made: Comparison) -> str:

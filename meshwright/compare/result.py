@@ -50,7 +50,7 @@ class Predicted:
 class Row:
     """A layout. `runs`: of each round that it finished. `failure`: why it has no more of them, else empty.
 
-    `unpredicted`: why nothing was predicted of it, where nothing was.
+    `unpredicted`: why nothing was predicted of it, where nothing was. `threads`: CPU threads of each of its ranks.
     """
 
     entry: Entry
@@ -58,6 +58,7 @@ class Row:
     predicted: Predicted | None = None
     unpredicted: str = ""
     failure: str = ""
+    threads: int = 1
 
     @property
     def name(self) -> str:

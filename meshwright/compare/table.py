@@ -41,6 +41,7 @@ def _row_dict(made: Comparison, row: Row) -> dict[str, Any]:
         "origin": row.entry.origin,
         "layout": config.layout.summary,
         "ranks": config.layout.world_size,
+        "threads": row.threads,
         "micro": config.micro,
         "failure": row.failure or None,
         "unpredicted": row.unpredicted or None,
@@ -151,6 +152,11 @@ def sentences(made: Comparison) -> list[str]:
     if made.mean_error is not None:
         said.append(f"Predicted steps ({made.cluster}) are off by {made.mean_error:.1%} on average.")
     said += [made.unpredicted] if made.unpredicted else _unpredicted(made)
+    wide = [row.name for row in made.predicted if row.threads > 1]
+    if wide:
+        said.append(
+            f"A rank of {', '.join(wide)} has several threads, and was predicted on one core; threads=1 is alike."
+        )
     if len(rows) > 1:
         said.append(_losses_sentence(made))
     said += [f"{row.name} failed: {row.failure.splitlines()[0]}" for row in made.rows if row.failure]

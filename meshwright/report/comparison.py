@@ -94,6 +94,7 @@ def _draw_bars(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
                 linewidth=1, zorder=2,
             )  # fmt: skip
             error = f"  ({bar.predicted / bar.measured - 1:+.1%})" if bar.measured else ""
+            error = "  (equal)" if bar.predicted == bar.measured else error
             _write(axes, bar.predicted, place + offset, f"{bar.predicted:,.4g}{error}", largest)
     axes.set_xlim(0, 1.42 * largest)
     axes.set_yticks(range(len(names)), names, fontsize=9.5)
