@@ -41,17 +41,20 @@ SUBGRAPHS = [
 TOLERANCE = 0.1
 
 HALVES = {"precision": {"level": "O2", "dtype": "bf16"}}
-BATCH = {"batch": {"global": 48, "micro": 8}}
+
+
+def batch(data: int) -> dict[str, int]:
+    return {"global": 24 * data, "micro": 8}
 
 
 def synced(sync: str, data: int = 2, tensor: dict[str, Any] = WHOLE, **changes: Any) -> Config:
-    """Six microbatches, on two replicas three."""
-    layout = {"layout": {"data": {"size": data, "sync": sync, "bucket": 8192}, "tensor": tensor}}
-    return config_for("gpt2", tensor, data, **(BATCH | layout | changes))
+    """Three microbatches a replica."""
+    layout = {"data": {"size": data, "sync": sync, "bucket": 8192}, "tensor": tensor}
+    return config_for("gpt2", tensor, data, **({"batch": batch(data), "layout": layout} | changes))
 
 
 def summa(tensor: dict[str, Any], form: str) -> Config:
-    return config_for("gpt2", tensor, memory={"summa": form}, **BATCH)
+    return config_for("gpt2", tensor, memory={"summa": form}, batch=batch(1))
 
 
 OFFLOADED = {"offload": {"to": "host", "bucket": 4096, "chunk": 2}}
@@ -63,20 +66,53 @@ FEW = {
         synced("zero1", memory={"recompute": "selective"}, **HALVES),
         synced("allreduce", memory=OFFLOADED, layout={"data": {"size": 2}}, **HALVES),
     ],
-    "1-D": [synced("allreduce", 1, MEGATRON)],
     "1-D cut": [synced("allreduce", 1, CUT)],
-    "2-D": [summa(FLAT, form) for form in ("gather", "whole", "stream")],
+    "2-D": [summa(FLAT, form) for form in ("gather", "stream")],
     "2.5-D": [summa(DEEP, "gather")],
-    "sub-graphs": [synced("allreduce", 1, tensor) for tensor in SUBGRAPHS],
+    "sub-graphs": [synced("allreduce", 1, tensor) for tensor in (SUBGRAPHS[0], SUBGRAPHS[-1])],
     **{schedule: [pipelined("gpt2", 2, schedule, WHOLE)] for schedule in SCHEDULES},
     "1-D pipe": [pipelined("gpt2", 3, "1f1b", MEGATRON)],
 }
 """Configs of one grid and the same token axes together; one with stages alone, for mailboxes are opened once."""
 
+KITS = {"1-D": MEGATRON, "1-D cut": CUT, "2-D": FLAT, "2.5-D": DEEP}
+KITS |= {f"sub-graphs {tensor['common']} {tensor['branch']}": tensor for tensor in SUBGRAPHS}
+
+MANY = {
+    "1-D": [synced("allreduce", 1, MEGATRON)],
+    "2-D whole": [summa(FLAT, "whole")],
+    "2.5-D stream": [summa(DEEP, "stream")],
+    "sub-graphs": [synced("allreduce", 1, tensor) for tensor in SUBGRAPHS],
+    **{f"{name} x 2": [synced(sync, 2, tensor) for sync in SYNCS] for name, tensor in KITS.items()},
+    **{f"{name} halves": [synced("zero1", 2, tensor, **HALVES)] for name, tensor in KITS.items()},
+    **{
+        f"{name} {schedule}": [pipelined("gpt2", 2, schedule, tensor, batch={"global": 16, "micro": 4})]
+        for (name, tensor), schedule in product(KITS.items(), SCHEDULES)
+    },
+    **{
+        f"{model} {name}": [config_for(model, tensor, batch=batch(1))]
+        for model, name in product(
+            ("untied", "bert", "vit", "transformer", "t5"), ("1-D", "2-D", "sub-graphs all block")
+        )
+        for tensor in (KITS[name],)
+    },
+    "data 2 x pipe 2": [pipelined("gpt2", 2, "1f1b", WHOLE, 2)],
+    "data 2 x pipe 2 x 1-D": [pipelined("gpt2", 2, "message-driven", CUT, 2)],
+    "data 2 x pipe 2 x 2-D": [pipelined("gpt2", 2, "message-driven", FLAT, 2, batch={"global": 24, "micro": 4})],
+    **{f"bert pipe {schedule}": [pipelined("bert", 3, schedule, WHOLE)] for schedule in SCHEDULES},
+}
+"""The same; 16 ranks at most."""
+
 
 @pytest.mark.parametrize("name", FEW)
 def test_counts_what_runs_do(name: str) -> None:
     check(FEW[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MANY)
+def test_counts_what_more_runs_do(name: str) -> None:
+    check(MANY[name])
 
 
 def check(configs: Sequence[Config]) -> None:
