@@ -66,7 +66,9 @@ def effort_of(kind: str, *, quick: bool) -> Effort:
 
 @dataclass(frozen=True)
 class Timer:
-    """Times calls of this rank alone. `meet`: returns when all ranks are there, and ends them if they are to stop."""
+    """Times calls of this rank alone, which compute and do not wait: on a CPU it counts what the rank has of its core,
+    not what another process takes of it. `meet`: returns when all ranks are there, and ends them if they are to stop.
+    """
 
     device: torch.device
     point_seconds: float
@@ -87,12 +89,13 @@ class Timer:
         return undisturbed(samples)
 
     def _sample(self, call: Callable[[], object], repeats: int) -> float:
+        clock = time.perf_counter if self.device.type == "cuda" else time.thread_time
         finish(self.device)
-        start = time.perf_counter()
+        start = clock()
         for _ in range(repeats):
             call()
         finish(self.device)
-        return (time.perf_counter() - start) / repeats
+        return (clock() - start) / repeats
 
 
 def undisturbed(samples: Sequence[float]) -> float:
