@@ -60,6 +60,10 @@ SPECIAL = frozenset(
     ]
 )
 RANDOM = frozenset(["bernoulli", "bernoulli_", "native_dropout", "uniform_", "normal_", "rand_like", "rand"])
+LOOKUPS = frozenset(["embedding", "gather", "index", "index_select"])
+"""They read as much of their first tensor as they make."""
+UPDATES = frozenset(["index_put_", "index_add_", "scatter_", "scatter_add_"])
+"""They read and write as much of their first tensor as the last one has."""
 NOTHING = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"])
 """They take memory and no time."""
 
@@ -186,11 +190,21 @@ class AsOnDevice(TorchFunctionMode):
 
 
 def _kernel(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor], times: int) -> Kernel:
-    touched = sum(_size_bytes(x) for x in given) + sum(_size_bytes(x) for x in made)
-    largest = max((x.numel() for x in (*given, *made)), default=0)
+    moved = _moved(name, given, made)
+    touched = sum(_size_bytes(x) for x in moved)
+    largest = max((x.numel() for x in moved), default=0)
     dtype = _DTYPES.get((made or given)[0].dtype, "float32") if made or given else "float32"
     flops, side = _products(name, args)
     return Kernel(_kind(name), flops, touched, largest, dtype, side, times)
+
+
+def _moved(name: str, given: list[Tensor], made: list[Tensor]) -> list[Tensor]:
+    """What is read and written, as tensors of these sizes."""
+    if name in LOOKUPS:
+        return [*given[1:], *made, *made]
+    if name in UPDATES:
+        return [*given[1:], *given[-1:], *given[-1:]]
+    return [*given, *made]
 
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -184,5 +184,14 @@ def test_a_product_has_the_side_of_one_matrix() -> None:
     assert {round(kernel.side, 6) for kernel in products} == expected
 
 
+def test_a_look_up_touches_its_rows_and_not_the_table() -> None:
+    config = config_for(SIZE_ONE["none"])
+    assert isinstance(config.model, Gpt2)
+    begin, _, _ = links_of(config)
+    rows, table = config.micro * config.data.sequence, config.model.padded_vocabulary
+    most = max(kernel.touched_bytes for kernel in kernels_of(begin.programs[Kind.FORWARD][0]))
+    assert rows * config.model.hidden * 4 <= most < table * config.model.hidden * 4
+
+
 def flops_of(program: Program, kind: str) -> float:
     return sum(count * kernel.flops for kernel, count in kernels_of(program).items() if kernel.kind == kind)
