@@ -82,5 +82,49 @@ def compare(
     check(made, order.out)
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (calibrate, compare)
+def plan(
+    run: RunFile,
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="One of meshwright/configs/clusters, or a file of calibrate.")
+    ],
+    devices: Annotated[int, typer.Option(min=1, help="On how many of its devices.")],
+    overrides: Overrides = None,
+    top: Annotated[int, typer.Option(min=1, help="How many of the fastest are shown.")] = 5,
+    out: Annotated[Path, typer.Option(help="The run file to write, with the fastest; must be new.")] = Path(
+        "plan.yaml"
+    ),
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="The fastest one's step for Perfetto, and as a picture.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the layouts of a run that are the fastest on a cluster, of all that are legal and fit.
+
+    The run file's layout, microbatch, recomputation and offload are free; what a key=value word sets stays.
+
+    Example: meshwright plan run.yaml layout.data.sync=zero1 --cluster dgx-a100 --devices 64 --out best.yaml
+    """
+    from meshwright.config import load_config
+
+    config = load_config(run, overrides or ())
+    from meshwright.plan.cluster import load_cluster
+    from meshwright.plan.output import check_new, write_run, write_timeline
+    from meshwright.plan.report import as_dict, render
+    from meshwright.plan.search import search
+    from meshwright.plan.space import fixed_fields
+
+    described = load_cluster(cluster)
+    check_new(out)
+    with progress() as show:
+        found = search(config, described, devices, top, fixed=fixed_fields(overrides or ()), report=show)
+    write_run(found.predictions[0], out)
+    written = [out] if trace is None else [out, trace, write_timeline(found.predictions[0], trace)]
+    if as_json:
+        print(json.dumps(as_dict(found) | {"written": list(map(str, written))}))
+    else:
+        render(found)
+        print("written: " + ", ".join(map(str, written)))
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (plan, calibrate, compare)
 """In the order in which the help lists them."""

@@ -1,0 +1,236 @@
+"""What the search asks before it predicts: what a layout holds at least, and how long a step takes at least.
+
+Held: the real kit's parameters in the real buckets, with nothing computed. A step: as predict.py has it, but with a
+bound in place of the simulated pipeline. With f, b, w the seconds of a stage's tasks, of m microbatches:
+
+| stage s                                   | ends at least at                                                        |
+|-------------------------------------------|-------------------------------------------------------------------------|
+| after those ahead have made one F         | f_0 + ... + f_(s-1) + m (f_s + b_s + w_s)                               |
+| after a later stage t has ended its last B | f_0 + ... + f_(t-1) + m (f_t + b_t) + b_(t-1) + ... + b_s + w_s        |
+
+The first stage holds as many microbatches as its limit lets it, and no fewer than there are stages, before it ends one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from meshwright.build import build_kit, build_model
+from meshwright.config import Config
+from meshwright.grid import PIPE, Grid
+from meshwright.mesh import Mesh, planned_mesh
+from meshwright.model import Stretch
+from meshwright.pipeline.partition import ranges_of
+from meshwright.pipeline.span import Span, Timeline
+from meshwright.pipeline.task import Kind
+from meshwright.plan.cluster import Cluster
+from meshwright.plan.memory import Memory, memory_of
+from meshwright.plan.predict import Planner, Prediction, _Run
+from meshwright.plan.recordings import Parameter, splits
+from meshwright.plan.scaled import Scaled
+from meshwright.plan.stage import Cost, StagePlan
+from meshwright.plan.step import Passes, Peak, Sum, finish, rule_of
+from meshwright.shard import shard_specs
+
+NOTHING = Peak(0, 0)
+
+SURE = 0.9
+"""The part of a rough estimate that is taken for certain."""
+
+
+@dataclass(frozen=True)
+class Least:
+    """Of a step: seconds, and the memory of the rank that holds most of those that were looked at."""
+
+    seconds: float
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What is there besides tasks, of the stage that holds most: its memory, its buckets' ways, the norm's seconds."""
+
+    stage: int
+    held: Memory
+    sums: tuple[Sum, ...]
+    norm: float
+    overlaps: float
+
+
+def streams(config: Config) -> bool:
+    """Whether an optimizer steps each bucket as it comes; fp16's loss scale waits for the norm."""
+    return config.memory.offload.to != "none" and config.optimizer.clip is None and config.precision.dtype != "fp16"
+
+
+class Estimates:
+    """For layouts of one run on one cluster; remembers what they have in common."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.planner = Planner(cluster)
+        self._links: dict[Hashable, dict[int, list[Parameter]]] = {}
+        self._rests: dict[Hashable, _Rest] = {}
+        self._partitions: dict[Hashable, tuple[int, ...]] = {}
+        self.scaled = Scaled(self.planner)
+
+    def predict(self, config: Config) -> Prediction:
+        return self.planner.predict(config)
+
+    def held(self, config: Config) -> Memory:
+        """Of the stage that holds most: weights, gradients, states."""
+        return self._rest_of(config).held
+
+    def rough(self, config: Config) -> Least:
+        """By tasks scaled from recordings of two sizes of microbatch. Groups that are recomputed go forward again, half
+        of them at least; what they keep is not told."""
+        count = config.num_microbatches
+        links, runs = self.scaled.links(config), ranges_of(self._partition(config))
+        alike, last = self.planner.recordings.outline(config).alike, config.model.num_blocks
+        stages = [[links[alike[layer]] for layer in run] for run in runs]
+        stages[0] = [links[-1], *stages[0]]
+        stages[-1] = [*stages[-1], links[last]]
+        forward = [sum(link.forward for link in stage) for stage in stages]
+        again = 0.0 if config.memory.recompute in ("none", "selective") else 0.5
+        backward = [sum(link.backward + again * link.forward for link in stage) for stage in stages]
+        nothing = [0.0] * len(stages)  # how much of it is for weights, and need not be waited for, is not told
+        tasks = (nothing, backward) if splits(config) else (backward, nothing)
+        total, _, _ = least_ends(count, forward, *tasks)
+        rest = self._rest_of(config)
+        fullest = rest.stage
+        end = sum(forward[:fullest]) + count * (forward[fullest] + backward[fullest])
+        task = Span(0, "", "", end - backward[fullest], end, count - 1)
+        step = finish(
+            Passes(total, Timeline(1, ()), (task,), (NOTHING,)),
+            [rest.sums], rest.norm, streams=streams(config), overlaps=rest.overlaps,
+        )  # fmt: skip
+        told = config.memory.recompute == "none" and config.layout.tensor.kind != "tesseract"
+        kept = sum(link.kept_bytes for link in stages[0]) if told else 0.0
+        activations = int(SURE * _flying(config, 0, len(stages)) * kept)
+        return Least(SURE * step.seconds, replace(rest.held, activations=activations))
+
+    def least(self, config: Config) -> Least:
+        """With recordings."""
+        config = self.planner.resolved(config)
+        stages = self.planner.stages(config)
+        ends = stages if len(stages) == 1 else [stages[0], stages[-1]]
+        run = _Run(self.planner, config, ends)
+        passes = _least_passes(config, stages, run)
+        sums = [run.sums(stage) for stage in range(len(ends))]
+        step = finish(passes, sums, run.norm(), streams=streams(config), overlaps=run.wires.overlaps)
+        reserved = self.planner.cluster.device.reserved
+        memory = [memory_of(config, own, peak, reserved) for own, peak in zip(run.buckets, passes.peaks, strict=True)]
+        return Least(step.seconds, max(memory, key=lambda of: of.total))
+
+    def _rest_of(self, config: Config) -> _Rest:
+        layout = config.layout
+        runs = self._partition(config)
+        key = layout.tensor, layout.axes, layout.data, runs, config.memory.offload
+        if key not in self._rests:
+            self._rests[key] = self._rest(config, runs)
+        return self._rests[key]
+
+    def _rest(self, config: Config, partition: tuple[int, ...]) -> _Rest:
+        links, runs = self._parameters(config), ranges_of(partition)
+        alike = self.planner.recordings.outline(config).alike
+        stages = [
+            [replace(each, name=f"{layer}.{each.name}") for layer in run for each in links[alike[layer]]]
+            for run in runs
+        ]
+        stages[0] = links[-1] + stages[0]
+        names = {each.name for each in stages[-1]}
+        stages[-1] += [each for each in links[len(alike)] if each.name not in names]
+        sizes = [sum(each.num_elements for each in stage) for stage in stages]
+        stage = sizes.index(max(sizes))
+        run = _Run(
+            self.planner, config, [StagePlan(Stretch(runs[stage], False, False), (), tuple(stages[stage]), (), ())]
+        )
+        held = memory_of(config, run.buckets[0], NOTHING, self.planner.cluster.device.reserved)
+        sums = tuple(run.sum(bucket, 0.0) for bucket in run.buckets[0])
+        return _Rest(stage, held, sums, run.norm(), run.wires.overlaps)
+
+    def _partition(self, config: Config) -> tuple[int, ...]:
+        key = config.layout.pipeline.size, config.layout.pipeline.partition, config.micro, config.num_microbatches
+        if key not in self._partitions:
+            self._partitions[key] = self.planner.partition(config)
+        return self._partitions[key]
+
+    def _parameters(self, config: Config) -> dict[int, list[Parameter]]:
+        """Of the first of each layers that are alike; of the beginning under -1, of the end under their number."""
+        layout, count = config.layout, config.model.num_blocks
+        if layout.tensor not in self._links:
+            grid = Grid(tuple((name, 1 if name in ("data", PIPE) else size) for name, size in layout.axes))
+            mesh = planned_mesh(grid, 0, layout.token_axes)
+            firsts = sorted(set(self.planner.recordings.outline(config).alike))
+            stretches = {-1: Stretch(range(0), True, False), count: Stretch(range(0), False, True)}
+            stretches |= {first: Stretch(range(first, first + 1), False, False) for first in firsts}
+            self._links[layout.tensor] = {
+                place: _parameters_of(config, mesh, stretch) for place, stretch in stretches.items()
+            }
+        return self._links[layout.tensor]
+
+
+def least_ends(
+    count: int, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
+) -> tuple[float, float, float]:
+    """When all stages, the first, the last have done their tasks of `count` microbatches, at least."""
+    ahead = list(accumulate(forward, initial=0.0))
+    behind = list(accumulate(backward, initial=0.0))
+    stages = range(len(forward))
+    busy = [ahead[s] + count * (forward[s] + backward[s] + weight[s]) for s in stages]
+    turned = max(ahead[s] + count * (forward[s] + backward[s]) + behind[s] for s in stages)
+    first = max(busy[0], turned + weight[0])
+    return max(first, *busy), first, busy[-1]
+
+
+def _parameters_of(config: Config, mesh: Mesh, stretch: Stretch) -> list[Parameter]:
+    model = build_model(config, build_kit(config, mesh), mesh, stretch)
+    specs = shard_specs(model)
+    return [
+        Parameter(name, parameter.numel(), parameter.dtype, specs[name]) for name, parameter in model.named_parameters()
+    ]
+
+
+def _least_passes(config: Config, stages: Sequence[StagePlan], run: _Run) -> Passes:
+    """The first and the last stage's last tasks as early as can be, and the least that they hold."""
+    count, kinds = config.num_microbatches, run.kinds
+    which = min(1, count - 1)
+    known: dict[Hashable, dict[Kind, Cost]] = {}
+    tasks: list[dict[Kind, Cost]] = []
+    for stage in stages:
+        key = tuple((id(unit.link.programs), unit.layers) for unit in stage.units)
+        if key not in known:
+            known[key] = {kind: stage.cost(kind, which, run.seconds) for kind in kinds}
+        tasks.append(known[key])
+
+    def seconds(kind: Kind) -> list[float]:
+        return [own[kind].seconds if kind in own else 0.0 for own in tasks]
+
+    total, first, end = least_ends(count, seconds(Kind.FORWARD), seconds(Kind.BACKWARD), seconds(Kind.WEIGHT))
+    ends = [first] if len(stages) == 1 else [first, end]
+    outer = tasks[:1] if len(stages) == 1 else [tasks[0], tasks[-1]]
+    last = tuple(
+        Span(index, "", "", end - own[kinds[-1]].seconds, end, count - 1)
+        for index, (end, own) in enumerate(zip(ends, outer, strict=True))
+    )
+    peaks = tuple(_least_peak(config, index, len(stages), own) for index, own in zip((0, len(stages) - 1), outer))
+    return Passes(total, Timeline(len(outer), ()), last, peaks)
+
+
+def _flying(config: Config, stage: int, num_stages: int) -> int:
+    """Microbatches that a stage holds at least when it goes backward for the first time."""
+    count, pipeline = config.num_microbatches, config.layout.pipeline
+    if pipeline.schedule == "message-driven" and pipeline.limit == "auto":
+        return 1
+    limit = min(rule_of(config).limit(stage, num_stages, count), count)
+    return limit if pipeline.schedule == "gpipe" and num_stages > 1 else min(limit, num_stages - stage)
+
+
+def _least_peak(config: Config, stage: int, num_stages: int, tasks: dict[Kind, Cost]) -> Peak:
+    """While it goes backward for the first time."""
+    flying = _flying(config, stage, num_stages)
+    live = flying * tasks[Kind.FORWARD].kept_bytes
+    dearest = max(
+        live - tasks[Kind.FORWARD].kept_bytes + tasks[Kind.FORWARD].peak_bytes, live + tasks[Kind.BACKWARD].peak_bytes
+    )
+    return Peak(live, dearest)
