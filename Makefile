@@ -2,6 +2,7 @@
 #: make test         the tests
 #: make test-long    all tests, every tensor layout for 20 steps: an hour on 2 cores
 #: make check        what CI runs: format, lint, types, tests
+#: make validate     the planner's predictions beside published results (2 minutes)
 #:
 #: PYTHON=python3.12        another interpreter (>= 3.11)
 #: PIP_ARGS="..."           more words for `pip install`: an index with CPU builds of torch, a proxy
@@ -21,7 +22,7 @@ CREATED := $(VENV)/.created
 RUNNABLE := $(VENV)/.runnable
 TESTABLE := $(VENV)/.testable
 
-.PHONY: help quickstart test test-long check format clean
+.PHONY: help quickstart test test-long check validate format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -70,6 +71,9 @@ check: $(TESTABLE)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+validate: $(RUNNABLE)
+	$(BIN)/python -m validation
 
 format: $(TESTABLE)
 	$(BIN)/ruff format .

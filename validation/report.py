@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -10,30 +11,52 @@ from rich.table import Table
 from validation.case import Finding
 from validation.paper import Paper
 
-_CONSOLE = Console(highlight=False, width=120)
+
+@dataclass(frozen=True)
+class Result:
+    """A paper and what was found. `unfitted`: the mean error by the cluster's own file, where the paper has fitted what
+    is shown."""
+
+    paper: Paper
+    finding: Finding
+    unfitted: float | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is as docs/validation.md says."""
+        return self.finding.mean_error <= self.paper.limit and all(claim.holds for claim in self.finding.claims)
 
 
-def show(paper: Paper, finding: Finding) -> None:
-    """A row each; the claims; what was assumed."""
-    table = Table("", "", "published", "predicted", "error", title=f"{paper.title} ({paper.cluster.name})")
+def show(result: Result) -> None:
+    """A row each; the claims; what was assumed. An error in brackets does not count."""
+    console, paper, finding = _console(), result.paper, result.finding
+    fitted = ", fitted" if paper.has_fit else ""
+    table = Table("", "", "published", "predicted", "error", title=f"{paper.title} ({paper.cluster.name}{fitted})")
     for row in finding.rows:
-        error = f"{row.error:+.1%}" if row.counts else "taken"
+        error = f"{row.error:+.1%}" if row.counts else f"({row.error:+.1%})"
         table.add_row(row.label, row.quantity, f"{row.published:,.4g}", f"{row.predicted:,.4g}", error)
-    _CONSOLE.print(table)
+    console.print(table)
     for name, mean in finding.by_quantity().items():
-        _CONSOLE.print(f"  mean error of {name}: {mean:.1%}")
+        console.print(f"  mean error, {name}: {mean:.1%}")
     for claim in finding.claims:
-        _CONSOLE.print(f"  {'holds' if claim.holds else 'DOES NOT HOLD'}: {claim.text} (found: {claim.found})")
+        console.print(f"  {'holds' if claim.holds else 'DOES NOT HOLD'}: {claim.text}; found: {claim.found}")
     for sentence in paper.assumed:
-        _CONSOLE.print(f"  assumed: {sentence}")
-    _CONSOLE.print()
+        console.print(f"  assumed: {sentence}")
+    console.print()
 
 
-def summary(found: Mapping[str, Finding]) -> None:
+def summary(results: Sequence[Result]) -> None:
     """The mean absolute percentage error of each paper."""
-    table = Table("paper", "rows", "mean error", "claims that hold")
-    for name, finding in found.items():
+    table = Table("paper", "rows", "mean error", "admitted", "by the cluster's file", "claims that hold")
+    for result in results:
+        finding = result.finding
         rows = sum(row.counts for row in finding.rows)
-        held = sum(claim.holds for claim in finding.claims)
-        table.add_row(name, str(rows), f"{finding.mean_error:.1%}", f"{held} of {len(finding.claims)}")
-    _CONSOLE.print(table)
+        held = f"{sum(claim.holds for claim in finding.claims)} of {len(finding.claims)}" if finding.claims else "-"
+        unfitted = "the same" if result.unfitted is None else f"{result.unfitted:.1%}"
+        admitted = f"{result.paper.limit:.0%}"
+        table.add_row(result.paper.name, str(rows), f"{finding.mean_error:.1%}", admitted, unfitted, held)
+    _console().print(table)
+
+
+def _console() -> Console:
+    return Console(highlight=False, markup=False, width=120)
