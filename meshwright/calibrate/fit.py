@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from meshwright.calibrate.kernels import CURVE_DTYPE
 from meshwright.calibrate.timing import Points
 from meshwright.plan.cluster import Device, Level, Links, Measured, interpolated
 
@@ -35,10 +34,12 @@ def merged(ranks: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
 
 
 def device_of(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, Points]) -> Device:
-    """A device from the points of measure_device."""
-    curve = CURVE_DTYPE[kind]
+    """A device from the points of measure_device. The curve is that of the dtype with the most points; the peaks of
+    others are what gives their rates by the same curve.
+    """
     launch = points["launch"][0][1]
     products = {name.removeprefix("product "): _rates(name, points) for name in points if name.startswith("product ")}
+    curve = max(products, key=lambda name: len(products[name]))
     peak = max(rate for _, rate in products[curve])
     efficiency = tuple((side, rounded(rate / peak)) for side, rate in products[curve])
     peaks = {name: rounded(rates[-1][1] / interpolated(efficiency, rates[-1][0])) for name, rates in products.items()}

@@ -34,9 +34,6 @@ from torch.nn.attention import SDPBackend
 from meshwright.build import DTYPES
 from meshwright.calibrate.timing import Effort, Points, Timer
 
-CURVE_DTYPE = {"cpu": "float32", "cuda": "bf16"}
-"""In which the efficiency curve is measured: what runs on such a device mostly compute in."""
-
 BATCH_FLOPS = {"cpu": 2**22, "cuda": 2**32}
 """Products of less are timed in a batch of so much, beside which a launch is nothing."""
 
@@ -60,7 +57,7 @@ SPECIAL: tuple[Callable[[Tensor], Tensor], ...] = (
 def measure_device(effort: Effort, timer: Timer, folder: Path) -> dict[str, Points]:
     """All points of this rank's device. `folder`: whose disk is measured."""
     device = timer.device
-    curve = CURVE_DTYPE[device.type]
+    curve = curve_dtype(device)
     tiny = torch.ones(4, 4, device=device)
     points: dict[str, Points] = {
         "launch": [(1, _chain_seconds(timer, 4))],
@@ -79,6 +76,13 @@ def measure_device(effort: Effort, timer: Timer, folder: Path) -> dict[str, Poin
     points["host link"] = [_host_copy(effort, timer)]
     points["disk"] = [_disk(effort, timer, folder)]
     return points
+
+
+def curve_dtype(device: torch.device) -> str:
+    """In which products of all sides are timed: what runs on such a device mostly compute in."""
+    if device.type == "cpu":
+        return "float32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def _chain_seconds(timer: Timer, num_elements: int) -> float:

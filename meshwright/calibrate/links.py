@@ -28,7 +28,7 @@ from meshwright.launch import StopRequest
 from meshwright.mailbox import Form, Mailbox, Side, alike
 from meshwright.mesh import Mesh
 
-ROUNDS = 8
+ROUNDS = 5
 MOST_CALLS = 1000
 ELEMENT_BYTES = 4
 

@@ -16,6 +16,9 @@ from meshwright.launch import StopRequest
 SAMPLE_SECONDS = 1e-3
 """Calls that are shorter are timed several at a time."""
 
+WARM_UPS = 2
+"""Libraries choose their code at the first call, and the heap still grows at the second."""
+
 Points = list[tuple[float, float]]
 """(size, seconds of a call)."""
 
@@ -41,15 +44,14 @@ def effort_of(kind: str, *, quick: bool) -> Effort:
     """For a `kind` of device, cpu or cuda. A GPU's products are larger before they reach its peak."""
     larger = 4 if kind == "cuda" else 1
     if quick:
-        sides, steps = (16, 64, 256, 1024), 8
         return Effort(
             point_seconds=0.02,
-            sides=tuple(side * larger for side in sides),
+            sides=tuple(side * larger for side in (16, 64, 256, 1024)),
             dtype_side=256 * larger,
             lengths=(128, 256),
             stream_bytes=tuple(2**power for power in range(12, 27, 4)),
             copy_bytes=2**25,
-            payloads=tuple(2**10 * steps**power for power in range(5)),
+            payloads=tuple(2**power for power in range(10, 23, 4)),
             overlap_bytes=2**22,
         )
     return Effort(
@@ -75,9 +77,10 @@ class Timer:
     meet: Callable[[], None]
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Seconds of an undisturbed call, while the other ranks do the same. The first call is not counted."""
+        """Seconds of an undisturbed call, while the other ranks do the same. The first calls are not counted."""
         self.meet()
-        call()
+        for _ in range(WARM_UPS):
+            call()
         once = self._sample(call, 1)
         if once > self.point_seconds:
             return once
