@@ -126,5 +126,53 @@ def plan(
         print("written: " + ", ".join(map(str, written)))
 
 
-COMMANDS: tuple[Callable[..., None], ...] = (plan, calibrate, compare)
+def scale(
+    run: RunFile,
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="One of meshwright/configs/clusters, or a file of calibrate.")
+    ],
+    devices: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of devices.")],
+    overrides: Overrides = None,
+    mode: Annotated[
+        str, typer.Option(help="strong: the run's global batch; weak: that of the fewest devices, growing with them.")
+    ] = "strong",
+    strategies: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="data, zero1, megatron, tesseract, subgraph, pipeline, best.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder for the curves: PNG, CSV, JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict how strategies scale: the fastest layout of each that fits, on more and more devices.
+
+    What a key=value word sets of a layout stays, in all of them.
+
+    Example: meshwright scale run.yaml --cluster dgx-a100 --devices 4,16,64,256 --mode weak --out out/weak
+    """
+    from meshwright.config import load_config
+
+    config = load_config(run, overrides or ())
+    from meshwright.plan.cluster import load_cluster
+    from meshwright.plan.output import check_new
+    from meshwright.plan.scale import STRATEGIES, Question, Search, parse_devices, parse_mode, parse_strategies
+    from meshwright.plan.scale import scale as find_scaling
+    from meshwright.plan.scale_report import as_dict, render, write
+    from meshwright.plan.space import fixed_fields
+
+    names = tuple(STRATEGIES) if strategies is None else parse_strategies(strategies)
+    described, given = load_cluster(cluster), fixed_fields(overrides or ())
+    question = Question(config, described, parse_devices(devices), parse_mode(mode), names, given)
+    if out is not None:
+        check_new(out)
+    with progress() as show:
+        made = find_scaling(question, Search(described, show))
+    written = [] if out is None else write(made, out)
+    if as_json:
+        print(json.dumps(as_dict(made) | {"written": list(map(str, written))}))
+        return
+    render(made)
+    if written:
+        print("written: " + ", ".join(map(str, written)))
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (plan, scale, calibrate, compare)
 """In the order in which the help lists them."""
