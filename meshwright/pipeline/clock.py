@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.pipeline.engine import StageProcess, stage_process
 from meshwright.pipeline.schedule import Rule
@@ -22,25 +22,38 @@ Latency = Callable[[int, int, Task], float]
 """latency(from, to, message): the seconds from the end of the task that sends it to its arrival. Asked once for each
 message."""
 
+Pace = Callable[[int], float]
+"""pace(busy): how fast the tasks of so many stages go at once; at 1 they take the seconds that they cost."""
 
-def simulate(num_stages: int, num_microbatches: int, rule: Rule, costs: Costs, latency: Latency) -> Timeline:
+
+def undisturbed(busy: int) -> float:
+    """Each stage has devices of its own."""
+    return 1.0
+
+
+def simulate(
+    num_stages: int, num_microbatches: int, rule: Rule, costs: Costs, latency: Latency, pace: Pace = undisturbed
+) -> Timeline:
     """The spans of one step. Sends never wait, and a link carries any number of messages at once; messages may
-    overtake.
+    overtake. A task's pace changes when other stages begin or end theirs.
 
     What happens at the same moment is all known to a stage that decides at that moment. An AssertionError tells of a
     schedule under which the stages wait for each other for ever.
     """
-    return _Simulation(num_stages, num_microbatches, rule, costs, latency).run()
+    return _Simulation(num_stages, num_microbatches, rule, costs, latency, pace).run()
 
 
 @dataclass
 class _Stage:
-    """A stage as the clock sees it: what it does, and the messages that it has not been given yet."""
+    """A stage as the clock sees it: what it does, and the messages that it has not been given yet. Of its task: where
+    its span is in the list, and the event that ends it as things stand."""
 
     process: StageProcess
     action: Task | Wait | None = WAIT
     busy: bool = False
     inbox: list[Arrival] = field(default_factory=list)
+    span: int = 0
+    ending: _Event | None = None
 
 
 @dataclass(frozen=True, order=True)
@@ -56,10 +69,13 @@ class _Event:
 class _Simulation:
     """The state of one run of the clock."""
 
-    def __init__(self, num_stages: int, num_microbatches: int, rule: Rule, costs: Costs, latency: Latency) -> None:
+    def __init__(
+        self, num_stages: int, num_microbatches: int, rule: Rule, costs: Costs, latency: Latency, pace: Pace
+    ) -> None:
         views = [rule.view(stage, num_stages, num_microbatches) for stage in range(num_stages)]
         self.stages = [_Stage(stage_process(view, rule.schedule)) for view in views]
-        self.kinds, self.costs, self.latency = rule.kinds, costs, latency
+        self.kinds, self.costs, self.latency, self.pace = rule.kinds, costs, latency, pace
+        self.rate = 1.0
         self.events: list[_Event] = []
         self.num_events = 0
         self.spans: list[Span] = []
@@ -67,6 +83,7 @@ class _Simulation:
     def run(self) -> Timeline:
         for index, stage in enumerate(self.stages):
             self.begin(0.0, index, next(stage.process, None))
+        self.keep_pace(0.0)
         while self.events:
             time = self.events[0].time
             free: set[int] = set()
@@ -74,6 +91,7 @@ class _Simulation:
                 free |= self.happen(heapq.heappop(self.events))
             for index in sorted(free):
                 self.resume(time, index)
+            self.keep_pace(time)
         waiting = [f"stage {index}" for index, stage in enumerate(self.stages) if stage.action is not None]
         assert not waiting, f"deadlock: all wait, and no message is under way: {', '.join(waiting)}"
         return Timeline(len(self.stages), tuple(self.spans))
@@ -85,8 +103,11 @@ class _Simulation:
             assert stage.action is not None, f"{event.message} for stage {event.stage}, which is done"
             stage.inbox.append(event.message)
             return set() if stage.busy else {event.stage}
-        stage.busy = False
+        if event is not stage.ending:
+            return set()  # the pace has changed since
+        stage.busy, stage.ending = False, None
         assert isinstance(stage.action, Task), f"stage {event.stage} ended what it did not begin"
+        self.spans[stage.span] = replace(self.spans[stage.span], end_seconds=event.time)
         self.send(event.time, event.stage, stage.action)
         return {event.stage}
 
@@ -97,9 +118,11 @@ class _Simulation:
         if step and 0 <= to < len(self.stages):
             self.push(time + self.latency(index, to, task), to, task)
 
-    def push(self, time: float, index: int, message: Arrival | None) -> None:
-        heapq.heappush(self.events, _Event(time, self.num_events, index, message))
+    def push(self, time: float, index: int, message: Arrival | None) -> _Event:
+        event = _Event(time, self.num_events, index, message)
+        heapq.heappush(self.events, event)
         self.num_events += 1
+        return event
 
     def resume(self, time: float, index: int) -> None:
         """Give a stage its messages, and begin what it decides."""
@@ -115,6 +138,16 @@ class _Simulation:
         stage = self.stages[index]
         stage.action, stage.busy = action, isinstance(action, Task)
         if isinstance(action, Task):
-            end = time + self.costs(index, action)
+            end = time + self.costs(index, action) / self.rate
+            stage.span, stage.ending = len(self.spans), self.push(end, index, None)
             self.spans.append(task_span(index, action, time, end))
-            self.push(end, index, None)
+
+    def keep_pace(self, time: float) -> None:
+        """Go on at the pace of as many stages as are busy now."""
+        before, self.rate = self.rate, self.pace(sum(stage.busy for stage in self.stages))
+        if self.rate == before:
+            return
+        for index, stage in enumerate(self.stages):
+            if stage.ending is not None:
+                left = (stage.ending.time - time) * before
+                stage.ending = self.push(time + left / self.rate, index, None)

@@ -26,6 +26,10 @@ class Kernels:
         self._seconds: dict[Kernel, float] = {}
         self.turns = turns(cluster, ranks_per_node)
 
+    def gain(self, ranks: int) -> float:
+        """How much faster they go while only so many of the node's ranks compute: the others leave them their cores."""
+        return self.turns / turns(self._cluster, ranks)
+
     def seconds(self, kernel: Kernel) -> float:
         """Of one of its `times`. Raises ConfigError where nobody knows the device's peak in the kernel's dtype."""
         known = self._seconds.get(kernel)

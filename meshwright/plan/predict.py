@@ -201,7 +201,8 @@ class _Run:
 
     def prediction(self) -> Prediction:
         config = self.config
-        passes = run_passes(config, self.cost, self.latency)
+        ranks = self.grid.world_size // len(self.stages)
+        passes = run_passes(config, self.cost, self.latency, lambda busy: self.pace.kernels.gain(busy * ranks))
         device = self.cluster.device
         memory = tuple(
             memory_of(config, own, peak.beside(self.posted_bytes(stage)), device.reserved)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.build import SCHEDULES
 from meshwright.config import Config
-from meshwright.pipeline.clock import simulate
+from meshwright.pipeline.clock import Pace, simulate, undisturbed
 from meshwright.pipeline.schedule import WHOLE, Rule, forward_first
 from meshwright.pipeline.span import Span, Timeline, phase_span
 from meshwright.pipeline.task import Kind, Task
@@ -78,15 +78,15 @@ def rule_of(config: Config) -> Rule:
     return rule if pipeline.limit == "auto" else rule.limited(pipeline.limit)
 
 
-def run_passes(config: Config, costs: TaskCosts, latency: Latency) -> Passes:
-    """All microbatches of a step."""
+def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed) -> Passes:
+    """All microbatches of a step. `costs`: while all stages are at work; `pace`: how much faster fewer of them are."""
     stages, count = config.layout.pipeline.size, config.num_microbatches
     rule = rule_of(config)
     most = max(MOST_TASKS // (stages * (3 if splits(config) else 2)), 4 * _depth(rule, stages, count) + 4)
     if count <= most:
-        return _run(rule, stages, count, count, costs, latency)
+        return _run(rule, stages, count, count, costs, latency, pace)
     fewer = 3 * most // 4  # both are long enough to have come to the middle
-    longer, shorter = (_run(rule, stages, some, count, costs, latency) for some in (most, fewer))
+    longer, shorter = (_run(rule, stages, some, count, costs, latency, pace) for some in (most, fewer))
     fills = rule.limit(0, stages, count) == count
     return _prolonged(longer, shorter, count - most, most - fewer, fills=fills)
 
@@ -98,7 +98,7 @@ def _depth(rule: Rule, stages: int, count: int) -> int:
     return stages if limit == count else max(limit, stages)
 
 
-def _run(rule: Rule, stages: int, some: int, count: int, costs: TaskCosts, latency: Latency) -> Passes:
+def _run(rule: Rule, stages: int, some: int, count: int, costs: TaskCosts, latency: Latency, pace: Pace) -> Passes:
     """So many microbatches, whose places are those of a step of `count`."""
     known: dict[tuple[int, Kind, int], Cost] = {}
 
@@ -110,7 +110,12 @@ def _run(rule: Rule, stages: int, some: int, count: int, costs: TaskCosts, laten
         return known[key]
 
     timeline = simulate(
-        stages, some, rule, lambda stage, task: cost(stage, task).seconds, lambda start, end, task: latency(start, end)
+        stages,
+        some,
+        rule,
+        lambda stage, task: cost(stage, task).seconds,
+        lambda start, end, task: latency(start, end),
+        pace,
     )
     of_stage: list[list[Span]] = [[] for _ in range(stages)]
     for span in timeline.spans:  # in the order in which they begin

@@ -105,3 +105,19 @@ def test_each_cost_and_latency_is_asked_once() -> None:
     simulate(3, 4, MESSAGE_DRIVEN, lambda *a: costs.append(a) or 1.0, lambda *a: sent.append(a) or 0.5)
     assert len(costs) == len(set(costs)) == 3 * 4 * 3
     assert len(sent) == len(set(sent)) == 2 * 4 * 2
+
+
+def test_stages_that_share_a_core_take_turns() -> None:
+    """One core: a step takes the sum of its tasks, and a lone stage does not wait for it."""
+    costs = work(True, lambda stage, name: 1.0 + stage)
+    timeline = simulate(3, 4, MESSAGE_DRIVEN, costs, lambda a, b, message: 0.0, lambda busy: 1 / max(1, busy))
+    assert timeline.total_seconds == pytest.approx(3 * 4 * (1 + 2 + 3))
+
+
+def test_a_task_goes_faster_while_its_neighbour_waits() -> None:
+    """Two stages on one core. F0 of the first is alone for 1 s. Then its F1 and the other's F0, of 1 s each, take 2."""
+    timeline = simulate(
+        2, 2, FORWARD_ONLY, lambda stage, task: 1.0, lambda a, b, message: 0.0, lambda busy: 1 / max(1, busy)
+    )
+    ends = {(span.stage, span.name): span.end_seconds for span in timeline.spans}
+    assert ends == pytest.approx({(0, "F0"): 1.0, (0, "F1"): 3.0, (1, "F0"): 3.0, (1, "F1"): 4.0})
