@@ -5,7 +5,8 @@
 | weights, gradients | the flat memory of the buckets, padding too |
 | states | the optimizer's tensors that are no weights; master weights of half-precision ones |
 
-Of an offloaded optimizer the states are what passes through the device: its staging (memory/staging.py).
+Of an offloaded optimizer the states are what passes through the device: its staging (memory/staging.py), without the
+one number that counts its steps.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from torch import Tensor
 from meshwright.batch import Batch, Samples, to_device
 from meshwright.build import Parts
 from meshwright.memory.offload import Offloaded
+
+COUNT_BYTES = 4
+"""Of the step's number, which torch's AdamW wants as a tensor."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ def held_by(parts: Parts) -> Held:
     weights = storages(slot.parameter.detach() for slot in slots)
     gradients = storages(slot.parameter.grad for slot in slots if slot.parameter.grad is not None)
     if isinstance(parts.optimizer.held, Offloaded):
-        states = parts.optimizer.held.tier.live_bytes
+        states = parts.optimizer.held.tier.live_bytes - COUNT_BYTES
     else:
         kept = (tensor for index in range(len(slots)) for tensor in parts.optimizer.states(index).values())
         states = sum(size for address, size in storages(kept).items() if address not in weights)

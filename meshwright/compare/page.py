@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from meshwright.compare.layouts import OWN
-from meshwright.compare.result import WARMUP_STEPS, Comparison, Pair, Row, held_pairs, sent_by_one, sent_pairs
+from meshwright.compare.result import Comparison, Pair, Row, held_pairs, sent_by_one, sent_pairs
 from meshwright.compare.table import agreement, megabytes, milliseconds, pair_text, percent, sentences, why_not
 from meshwright.train.phases import PHASES
 
@@ -73,8 +73,7 @@ def html_of(made: Comparison, picture: bytes) -> str:
 
 def _facts(made: Comparison) -> str:
     foreseen = f"predicted for {made.cluster}" if made.cluster else "not predicted"
-    steps = f"{made.rounds} rounds of {made.steps} steps, the first {WARMUP_STEPS} of each not timed"
-    return f"Measured on {made.device}, {foreseen}; {steps}."
+    return f"Measured on {made.device}, {foreseen}; {made.effort}."
 
 
 def _said(lines: Iterable[str]) -> str:

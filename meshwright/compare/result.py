@@ -158,6 +158,12 @@ class Comparison:
     interrupted: str = ""
 
     @property
+    def effort(self) -> str:
+        """What was timed, in words."""
+        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        return f"{rounds} of {self.steps} steps, of which the first {WARMUP_STEPS} are not timed"
+
+    @property
     def measured(self) -> list[Row]:
         """The layouts that have run, in the order in which they were given."""
         return [row for row in self.rows if row.runs]

@@ -101,7 +101,7 @@ def render(made: Comparison) -> None:
 
 def _times(made: Comparison) -> Table:
     foreseen = bool(made.predicted)
-    title = f"{made.title}: {made.steps - WARMUP_STEPS} timed steps in each of {made.rounds} rounds, on {made.device}"
+    title = f"{made.title}, on {made.device}: {made.effort}"
     table = Table(Column("layout", overflow="fold"), "ranks", "ms a step", title=title)
     for name in ("predicted", "error") if foreseen else ():
         table.add_column(name)
