@@ -25,12 +25,13 @@ from meshwright.model import Stretch
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.span import Span, Timeline
 from meshwright.pipeline.task import Kind
+from meshwright.plan.bounds import least_seconds
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.memory import Memory, memory_of
 from meshwright.plan.predict import Planner, Prediction, _Run
 from meshwright.plan.recordings import Parameter, splits
 from meshwright.plan.scaled import Scaled
-from meshwright.plan.stage import Cost, StagePlan
+from meshwright.plan.stage import Cost, StagePlan, microbatch_places
 from meshwright.plan.step import Passes, Peak, Sum, finish, rule_of
 from meshwright.shard import shard_specs
 
@@ -50,10 +51,8 @@ class Least:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What is there besides tasks, of the stage that holds most: its memory, its buckets' ways, the norm's seconds."""
+    """What comes after the tasks, of the stage that holds most: its buckets' ways, the norm's seconds."""
 
-    stage: int
-    held: Memory
     sums: tuple[Sum, ...]
     norm: float
     overlaps: float
@@ -71,15 +70,20 @@ class Estimates:
         self.planner = Planner(cluster)
         self._links: dict[Hashable, dict[int, list[Parameter]]] = {}
         self._rests: dict[Hashable, _Rest] = {}
+        self._held: dict[Hashable, tuple[int, Memory]] = {}
         self._partitions: dict[Hashable, tuple[int, ...]] = {}
         self.scaled = Scaled(self.planner)
 
     def predict(self, config: Config) -> Prediction:
         return self.planner.predict(config)
 
+    def glance(self, config: Config) -> float:
+        """Seconds at least, by its products and its pipeline."""
+        return least_seconds(config, self.planner.cluster)
+
     def held(self, config: Config) -> Memory:
         """Of the stage that holds most: weights, gradients, states."""
-        return self._rest_of(config).held
+        return self._fullest(config)[1]
 
     def rough(self, config: Config) -> Least:
         """By tasks scaled from recordings of two sizes of microbatch. Groups that are recomputed go forward again, half
@@ -97,7 +101,7 @@ class Estimates:
         tasks = (nothing, backward) if splits(config) else (backward, nothing)
         total, _, _ = least_ends(count, forward, *tasks)
         rest = self._rest_of(config)
-        fullest = rest.stage
+        fullest, held = self._fullest(config)
         end = sum(forward[:fullest]) + count * (forward[fullest] + backward[fullest])
         task = Span(0, "", "", end - backward[fullest], end, count - 1)
         step = finish(
@@ -107,7 +111,7 @@ class Estimates:
         told = config.memory.recompute == "none" and config.layout.tensor.kind != "tesseract"
         kept = sum(link.kept_bytes for link in stages[0]) if told else 0.0
         activations = int(SURE * _flying(config, 0, len(stages)) * kept)
-        return Least(SURE * step.seconds, replace(rest.held, activations=activations))
+        return Least(SURE * step.seconds, replace(held, activations=activations))
 
     def least(self, config: Config) -> Least:
         """With recordings."""
@@ -122,35 +126,49 @@ class Estimates:
         memory = [memory_of(config, own, peak, reserved) for own, peak in zip(run.buckets, passes.peaks, strict=True)]
         return Least(step.seconds, max(memory, key=lambda of: of.total))
 
+    def _fullest(self, config: Config) -> tuple[int, Memory]:
+        """The stage, and what it holds. The order of the axes does not matter."""
+        layout = config.layout
+        key = layout.tensor, layout.data, self._partition(config), config.memory.offload
+        if key not in self._held:
+            usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
+            stage, parameters = self._parameters_of_fullest(usual)
+            buckets = self.planner._buckets.of(usual, 0, parameters, set())
+            self._held[key] = stage, memory_of(usual, buckets, NOTHING, self.planner.cluster.device.reserved)
+        return self._held[key]
+
     def _rest_of(self, config: Config) -> _Rest:
         layout = config.layout
-        runs = self._partition(config)
-        key = layout.tensor, layout.axes, layout.data, runs, config.memory.offload
+        key = layout.tensor, layout.axes, layout.data, self._partition(config), config.memory.offload
         if key not in self._rests:
-            self._rests[key] = self._rest(config, runs)
+            _, parameters = self._parameters_of_fullest(config)
+            stage = StagePlan(Stretch(range(0), False, False), (), tuple(parameters), (), ())
+            run = _Run(self.planner, config, [stage])
+            sums = tuple(run.sum(bucket, 0.0) for bucket in run.buckets[0])
+            self._rests[key] = _Rest(sums, run.norm(), run.wires.overlaps)
         return self._rests[key]
 
-    def _rest(self, config: Config, partition: tuple[int, ...]) -> _Rest:
-        links, runs = self._parameters(config), ranges_of(partition)
+    def _parameters_of_fullest(self, config: Config) -> tuple[int, list[Parameter]]:
+        """The stage with the most, and its parameters."""
+        links, runs = self._parameters(config), ranges_of(self._partition(config))
         alike = self.planner.recordings.outline(config).alike
-        stages = [
-            [replace(each, name=f"{layer}.{each.name}") for layer in run for each in links[alike[layer]]]
-            for run in runs
-        ]
-        stages[0] = links[-1] + stages[0]
-        names = {each.name for each in stages[-1]}
-        stages[-1] += [each for each in links[len(alike)] if each.name not in names]
-        sizes = [sum(each.num_elements for each in stage) for stage in stages]
+
+        def size(place: int) -> int:
+            return sum(each.num_elements for each in links[place])
+
+        sizes = [sum(size(alike[layer]) for layer in run) for run in runs]
+        sizes[0] += size(-1)
+        sizes[-1] += size(len(alike))  # a tied table of one stage is counted twice, and held once
         stage = sizes.index(max(sizes))
-        run = _Run(
-            self.planner, config, [StagePlan(Stretch(runs[stage], False, False), (), tuple(stages[stage]), (), ())]
-        )
-        held = memory_of(config, run.buckets[0], NOTHING, self.planner.cluster.device.reserved)
-        sums = tuple(run.sum(bucket, 0.0) for bucket in run.buckets[0])
-        return _Rest(stage, held, sums, run.norm(), run.wires.overlaps)
+        held = {each.name: each for each in links[-1]} if stage == 0 else {}
+        for layer in runs[stage]:
+            held |= {f"{layer} {each.name}": replace(each, name=f"{layer} {each.name}") for each in links[alike[layer]]}
+        if stage == len(runs) - 1:
+            held |= {each.name: each for each in links[len(alike)]}
+        return stage, list(held.values())
 
     def _partition(self, config: Config) -> tuple[int, ...]:
-        key = config.layout.pipeline.size, config.layout.pipeline.partition, config.micro, config.num_microbatches
+        key = config.layout.pipeline.size, config.layout.pipeline.partition, config.replica_batch
         if key not in self._partitions:
             self._partitions[key] = self.planner.partition(config)
         return self._partitions[key]
@@ -194,13 +212,13 @@ def _parameters_of(config: Config, mesh: Mesh, stretch: Stretch) -> list[Paramet
 def _least_passes(config: Config, stages: Sequence[StagePlan], run: _Run) -> Passes:
     """The first and the last stage's last tasks as early as can be, and the least that they hold."""
     count, kinds = config.num_microbatches, run.kinds
-    which = min(1, count - 1)
+    places = range(len(microbatch_places(count)))
     known: dict[Hashable, dict[Kind, Cost]] = {}
     tasks: list[dict[Kind, Cost]] = []
     for stage in stages:
         key = tuple((id(unit.link.programs), unit.layers) for unit in stage.units)
         if key not in known:
-            known[key] = {kind: stage.cost(kind, which, run.seconds) for kind in kinds}
+            known[key] = {kind: _cheapest([stage.cost(kind, which, run.seconds) for which in places]) for kind in kinds}
         tasks.append(known[key])
 
     def seconds(kind: Kind) -> list[float]:
@@ -215,6 +233,15 @@ def _least_passes(config: Config, stages: Sequence[StagePlan], run: _Run) -> Pas
     )
     peaks = tuple(_least_peak(config, index, len(stages), own) for index, own in zip((0, len(stages) - 1), outer))
     return Passes(total, Timeline(len(outer), ()), last, peaks)
+
+
+def _cheapest(costs: Sequence[Cost]) -> Cost:
+    """The least in everything of a task at the places of a step."""
+    return Cost(
+        min(cost.seconds for cost in costs),
+        min(cost.kept_bytes for cost in costs),
+        min(cost.peak_bytes for cost in costs),
+    )
 
 
 def _flying(config: Config, stage: int, num_stages: int) -> int:

@@ -71,6 +71,7 @@ class Planner:
     _buckets: Buckets = field(default_factory=Buckets)
     _paces: dict[int, Pace] = field(default_factory=dict)
     _partitions: dict[tuple[object, int], tuple[int, ...]] = field(default_factory=dict)
+    _wires: dict[tuple[Backend, tuple[tuple[str, int], ...]], Wires] = field(default_factory=dict)
 
     def predict(self, config: Config) -> Prediction:
         """Raises ConfigError for what cannot be planned: sync fsdp and the parameter servers, O1, a partition that is
@@ -86,6 +87,12 @@ class Planner:
         if ranks not in self._paces:
             self._paces[ranks] = Pace(Kernels(self.cluster, ranks))
         return self._paces[ranks]
+
+    def wires(self, config: Config) -> Wires:
+        key = self.backend(config), config.layout.axes
+        if key not in self._wires:
+            self._wires[key] = Wires(self.cluster, key[0], Grid(key[1]))
+        return self._wires[key]
 
     def resolved(self, config: Config) -> Config:
         """With the decisions that a run takes when it begins."""
@@ -182,7 +189,7 @@ class _Run:
     def __init__(self, planner: Planner, config: Config, stages: list[StagePlan]) -> None:
         self.config, self.cluster, self.stages = config, planner.cluster, stages
         self.grid = Grid(config.layout.axes)
-        self.wires = Wires(planner.cluster, planner.backend(config), self.grid)
+        self.wires = planner.wires(config)
         self.pace = planner.pace(config)
         self.kinds = (Kind.FORWARD, Kind.BACKWARD, *([Kind.WEIGHT] if splits(config) else []))
         self.peers = "+".join(name for name, _ in self.grid.axes if name in dict(config.layout.tensor.axes))

@@ -15,7 +15,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from meshwright.config import Config
-from meshwright.grid import Grid
 from meshwright.model import Stretch
 from meshwright.pipeline.task import Kind
 from meshwright.plan.predict import Planner
@@ -68,7 +67,7 @@ class Scaled:
         )
         key = layout.tensor, config.micro, strides
         if key not in self._rough:
-            wires = Wires(self.planner.cluster, self.planner.backend(config), Grid(layout.axes))
+            wires = self.planner.wires(config)
             pace, links = self._tasks_of(config)
             self._rough[key] = {place: _rough(pace, wires, tasks) for place, tasks in links.items()}
         return self._rough[key]

@@ -27,7 +27,6 @@ from meshwright.config.layout import Layout
 from meshwright.data.progress import Progress as Report
 from meshwright.data.progress import silent
 from meshwright.errors import ConfigError, Problem
-from meshwright.plan.bounds import least_seconds
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.estimates import Estimates, Least
 from meshwright.plan.predict import Memory, Prediction
@@ -36,8 +35,8 @@ from meshwright.plan.text import layout_text, parts_text
 
 Keep = Callable[[Layout], bool]
 
-LOOKS = 24
-"""Of a strategy that has none among the fastest, how many layouts are looked at for one that fits."""
+LOOKS = 6
+"""Of a strategy that has none among the fastest, how many layouts are predicted until one fits."""
 
 
 class Models(Protocol):
@@ -45,6 +44,9 @@ class Models(Protocol):
 
     def held(self, config: Config) -> Memory:
         """Of the fullest rank, what it holds whatever it does: weights, gradients, states."""
+
+    def glance(self, config: Config) -> float:
+        """Seconds that a step takes at least, told from no recordings."""
 
     def rough(self, config: Config) -> Least:
         """What it holds and how long a step takes at least, told from few recordings."""
@@ -165,7 +167,7 @@ class _Hunt:
                 self.too_full += 1
                 self._does_not_fit(Loser(strategy_of(config), config, held, counted=False))
             else:
-                self.queue.append((least_seconds(config, self.job.cluster), number, 0, config))
+                self.queue.append((self.models.glance(config), number, 0, config))
         heapq.heapify(self.queue)
 
     def run(self) -> None:
@@ -231,14 +233,11 @@ class _Hunt:
 
     def _loser(self, strategy: str) -> Loser:
         """A strategy's fastest; where none has been predicted, the first that fits of those with the least bounds."""
-        mine = [entry for entry in self.queue if strategy_of(entry[-1]) == strategy]
-        heapq.heapify(mine)
-        self.queue, others = mine, self.queue
-        looks = 0
-        while self.queue and strategy not in self.fastest and (looks < LOOKS or strategy not in self.closest):
-            self._look(*heapq.heappop(self.queue))
-            looks += 1
-        self.queue = others
+        mine = sorted(entry for entry in self.queue if strategy_of(entry[-1]) == strategy)
+        for *_, config in mine[:LOOKS]:
+            if strategy in self.fastest:
+                break
+            self._predict(config)
         if strategy not in self.fastest:
             return self.closest[strategy]
         prediction = self.fastest[strategy]
