@@ -186,14 +186,16 @@ class Search:
         try:
             found = search(config, self.cluster, devices, 1, fixed=fixed, keep=keep, models=models, report=report)
         except ConfigError as error:
-            return Gap(_reason(error))
+            return Gap(_reason(error, devices))
         return found.predictions[0]
 
 
-def _reason(error: ConfigError) -> str:
+def _reason(error: ConfigError, devices: int) -> str:
     """Of a search that found nothing: what refused the layouts, or what the closest lacks."""
     first, *others = error.problems
-    return "; ".join(map(str, others or [first]))
+    if first.field != "--devices":
+        return str(error)
+    return "; ".join(map(str, others)) or f"{devices} devices make no layout of this kind"
 
 
 def scale(question: Question, find: Find) -> Scaling:
