@@ -1,11 +1,11 @@
 """What the links between ranks do: every verb of a Comm and a mailbox's messages, timed as a job's ranks meet them.
 
-| verb                                                  | payload, bytes of                              |
-|-------------------------------------------------------|------------------------------------------------|
-| all_reduce, broadcast, reduce                         | the tensor                                     |
-| reduce_scatter, all_gather, all_to_all, gather, scatter | all members' parts together                  |
-| send                                                  | what each sends to the next of the ring        |
-| message                                               | what goes to a neighbour's mailbox             |
+| verb                                                    | payload, bytes of                |
+|---------------------------------------------------------|----------------------------------|
+| all_reduce, broadcast, reduce                           | the tensor                       |
+| reduce_scatter, all_gather, all_to_all, gather, scatter | all members' parts together      |
+| send                                                    | what each sends to the next one  |
+| message                                                 | what goes to a neighbour         |
 
 Rooted verbs take another root at each call, so that none begins before the last one has arrived. Where there are more
 ranks than cores, the times have in them that ranks take turns.
