@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.compare.layouts import Entry, from_files
+from meshwright.compare.layouts import Entry, from_files, told_apart
 from meshwright.compare.predicted import Foresight
 from meshwright.config import load_config
 from meshwright.data.progress import Progress, silent
@@ -53,4 +53,4 @@ def entries_of(asked: Asked, foresight: Foresight, report: Progress = silent) ->
         return entries
     devices = asked.devices or torch.cuda.device_count() or usable_cores()
     config = load_config(asked.run, asked.words)
-    return [*entries, *foresight.best(config, devices, asked.top, fixed_fields(asked.words), report)]
+    return told_apart([*entries, *foresight.best(config, devices, asked.top, fixed_fields(asked.words), report)])

@@ -132,7 +132,9 @@ def _folder_name(place: int, name: str) -> str:
 
 def _checked(entries: Sequence[Entry], order: Order) -> list[Resources]:
     """What each layout runs on. Raises ConfigError, under the layout's name, where this machine cannot run it."""
-    assert entries, "nothing to compare"
+    names = [entry.name for entry in entries]
+    assert names, "nothing to compare"
+    assert len(set(names)) == len(names), f"two layouts of one name: {names}"
     if not WARMUP_STEPS < order.steps <= entries[0].config.steps:
         rule = f"is no number of steps: the first {WARMUP_STEPS} are not timed"
         raise ConfigError.of("--steps", order.steps, rule, f"{WARMUP_STEPS + 1} to the run's {entries[0].config.steps}")

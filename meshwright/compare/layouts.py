@@ -14,9 +14,11 @@ data, batch.global, optimizer, seed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
             entries.append(Entry(name, config, str(path)))
     if problems:
         raise ConfigError(problems)
-    return _told_apart(entries)
+    return told_apart(entries)
 
 
 def from_planner(configs: Iterable[Config]) -> list[Entry]:
@@ -139,13 +141,15 @@ def _in(where: str, problem: Problem) -> Problem:
     return Problem(f"{where}: {problem.field}", problem.value, problem.rule, problem.valid)
 
 
-def _told_apart(entries: Sequence[Entry]) -> list[Entry]:
-    """Two of the same name are numbered."""
-    names = [entry.name for entry in entries]
-    seen: dict[str, int] = {}
+def told_apart(entries: Sequence[Entry]) -> list[Entry]:
+    """Those of a name that another has too are numbered, past numbers that others have."""
+    names = Counter(entry.name for entry in entries)
+    taken = {name for name, times in names.items() if times == 1}
     told = []
     for entry in entries:
-        seen[entry.name] = seen.get(entry.name, 0) + 1
-        name = f"{entry.name}-{seen[entry.name]}" if names.count(entry.name) > 1 else entry.name
-        told.append(Entry(name, entry.config, entry.origin))
+        name = entry.name
+        if names[name] > 1:
+            name = next(made for number in count(1) if (made := f"{entry.name}-{number}") not in taken)
+            taken.add(name)
+        told.append(replace(entry, name=name))
     return told

@@ -182,9 +182,10 @@ def test_rounds_turn_around_and_a_dead_layout_is_left_out(
         return run((1.0, 1.0, 0.5), (5.0, 4.0, 3.0), ranks)
 
     monkeypatch.setattr(job, "run", pretend)
-    made = compare([*entries, *entries[:1]], Order("tiny", tmp_path / "out", steps=3, rounds=2), Foresight(None))
+    again = Entry("again", entries[0].config, "again.yaml")
+    made = compare([*entries, again], Order("tiny", tmp_path / "out", steps=3, rounds=2), Foresight(None))
     assert started == [
-        "1-replicas/round-1", "2-stages/round-1", "3-replicas/round-1", "3-replicas/round-2", "1-replicas/round-2",
+        "1-replicas/round-1", "2-stages/round-1", "3-again/round-1", "3-again/round-2", "1-replicas/round-2",
     ]  # fmt: skip
     assert [len(row.runs) for row in made.rows] == [2, 0, 2]
     with pytest.raises(LaunchError, match=r"1 of 3 layouts failed; .*\nstages: rank 1 was killed by SIGKILL"):

@@ -51,6 +51,8 @@ def test_without_a_layout_the_runs_stands(run: Path) -> None:
 def test_several_in_a_file_have_names_or_numbers(run: Path) -> None:
     text = "layouts:\n  - {name: x, layout: {}}\n  - {layout: {}}\n  - {name: x, layout: {}}"
     assert [entry.name for entry in layouts(run, text)] == ["x-1", "some-2", "x-2"]
+    text = "layouts: [{name: x}, {name: x-1}, {name: x}]"
+    assert [entry.name for entry in layouts(run, text)] == ["x-2", "x-1", "x-3"]
 
 
 def test_the_command_lines_words_come_last(run: Path) -> None:
