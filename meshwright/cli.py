@@ -58,9 +58,10 @@ def train(
 
     Example: meshwright train run.yaml layout.data.size=2 optimizer.lr=1e-3 --out out/first
     """
-    from meshwright.config import load_config
+    from meshwright.plan.auto import load_run
 
-    config = load_config(run, overrides or ())
+    with progress() as show:
+        config = load_run(run, overrides or (), show)
     from meshwright.train.trace import planned_trace, traced_steps
 
     if explain:
@@ -92,9 +93,10 @@ def verify(
 
     Example: meshwright verify run.yaml layout.data.size=4 layout.data.sync=ring
     """
-    from meshwright.config import load_config
+    from meshwright.plan.auto import load_run
 
-    config = load_config(run, overrides or ())
+    with progress() as show:
+        config = load_run(run, overrides or (), show)
     from meshwright.verify.job import verify as run_verification
     from meshwright.verify.table import as_dict, render
 

@@ -26,8 +26,8 @@ from meshwright.plan.wires import Wires
 SIZES = 2, 4
 """Samples of the recordings, in those of the smallest microbatch that the tensor section can cut."""
 
-COUNT = 2
-"""Microbatches of a recorded step: the last one finds weights gathered."""
+GATHERING = "tesseract"
+"""The kind of tensor section whose first microbatch gathers weights: of it a second one is recorded too."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def _alone(config: Config, micro: int) -> Config:
         "data": config.layout.data.model_copy(update={"size": 1}),
         "pipeline": config.layout.pipeline.model_copy(update={"size": 1}),
     }
-    batch = config.batch.model_copy(update={"global_": COUNT * micro, "micro": micro})
+    count = 2 if config.layout.tensor.kind == GATHERING else 1
+    batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
     memory = config.memory.model_copy(update={"recompute": "none"})
     if memory.summa == "auto":
         memory = memory.model_copy(update={"summa": "gather"})

@@ -1,0 +1,86 @@
+"""`layout: auto` in a run file: the planner decides, when the command begins.
+
+| what           | from                                                                                     |
+|----------------|------------------------------------------------------------------------------------------|
+| the cluster    | `plan: {cluster: NAME or FILE}`; without it cluster.yaml, which `calibrate` has written  |
+| the devices    | the launcher's ranks (torchrun, srun, mpirun); `plan: {devices: N}`; GPUs here, or cores |
+| ranks per node | those that start here                                                                    |
+
+What a `key=value` word sets stays. Every rank plans for itself, and all find the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.config import Config, load_config, parse_config
+from meshwright.config.load import read_yaml
+from meshwright.data.progress import Progress as Report
+from meshwright.data.progress import silent
+from meshwright.errors import ConfigError
+
+AUTO = "auto"
+CALIBRATED = Path("cluster.yaml")
+"""What `meshwright calibrate` writes."""
+KEYS = ("cluster", "devices")
+
+
+def load_run(path: Path, overrides: Sequence[str] = (), report: Report = silent) -> Config:
+    """load_config, of which `layout: auto` has become a layout. Raises ConfigError as that and search.py do."""
+    tree = read_yaml(path)
+    if tree.get("layout") != AUTO:
+        return load_config(path, overrides)
+    del tree["layout"]
+    asked = _asked(tree.pop("plan", {}))
+    config = parse_config(tree, overrides)
+    from meshwright.environment import read_environment
+    from meshwright.launch import joined
+    from meshwright.plan.cluster import load_cluster
+    from meshwright.plan.search import search
+    from meshwright.plan.space import fixed_fields
+
+    environment = read_environment()
+    devices = environment.world_size if joined() else asked.get("devices") or _devices_here(config)
+    here = environment.local_world_size if joined() else devices
+    layout = config.layout.model_copy(update={"ranks_per_node": here})
+    fixed = fixed_fields(overrides) | {"layout.ranks_per_node"}
+    cluster = load_cluster(asked.get("cluster") or _calibrated())
+    found = search(config.model_copy(update={"layout": layout}), cluster, devices, 1, fixed=fixed, report=report)
+    return found.predictions[0].config
+
+
+def _asked(section: Any) -> dict[str, Any]:
+    """The `plan` section."""
+    if not isinstance(section, dict):
+        raise ConfigError.of("plan", section, "is no section", "{cluster: NAME or FILE, devices: N}")
+    for key, value in section.items():
+        if key not in KEYS:
+            raise ConfigError.of(f"plan.{key}", value, "is an unknown key", ", ".join(KEYS))
+    devices = section.get("devices", 1)
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise ConfigError.of("plan.devices", devices, "is not a whole number", "a whole number >= 1")
+    if not isinstance(section.get("cluster", ""), str):
+        raise ConfigError.of("plan.cluster", section["cluster"], "is no text", "a cluster's name or file")
+    return section
+
+
+def _calibrated() -> str:
+    from meshwright.plan.cluster import cluster_names
+
+    if not CALIBRATED.is_file():
+        rule = "says nothing of where to run: layout: auto asks for plan: {cluster: ...}, or for cluster.yaml here"
+        valid = f"meshwright calibrate (writes {CALIBRATED}), or {', '.join(cluster_names())}"
+        raise ConfigError.of("plan.cluster", "none", rule, valid)
+    return str(CALIBRATED)
+
+
+def _devices_here(config: Config) -> int:
+    """GPUs, where the run would use them; else cores."""
+    import torch
+
+    if config.device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return len(os.sched_getaffinity(0))
