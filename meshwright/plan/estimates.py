@@ -132,10 +132,17 @@ class Estimates:
         key = layout.tensor, layout.data, self._partition(config), config.memory.offload
         if key not in self._held:
             usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
-            stage, parameters = self._parameters_of_fullest(usual)
-            buckets = self.planner._buckets.of(usual, 0, parameters, set())
-            self._held[key] = stage, memory_of(usual, buckets, NOTHING, self.planner.cluster.device.reserved)
+            self._held[key] = self._held_by(usual, *self._parameters_of_fullest(usual))
         return self._held[key]
+
+    def _held_by(self, config: Config, stage: int, parameters: list[Parameter]) -> tuple[int, Memory]:
+        """Where weights and gradients alone are too much, nobody needs to know of buckets."""
+        device = self.planner.cluster.device
+        weights = sum(parameter.num_elements * parameter.dtype.itemsize for parameter in parameters)
+        if 2 * weights + device.reserved > device.memory:
+            return stage, Memory(weights, weights, 0, 0, 0, device.reserved)
+        buckets = self.planner._buckets.of(config, 0, parameters, set())
+        return stage, memory_of(config, buckets, NOTHING, device.reserved)
 
     def _rest_of(self, config: Config) -> _Rest:
         layout = config.layout

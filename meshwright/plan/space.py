@@ -187,14 +187,14 @@ def _replicas(config: Config, job: Job) -> list[int]:
 
 
 def _orders(config: Config, job: Job) -> Iterator[tuple[str, ...] | str]:
-    """auto, and each order that puts other ranks together, on a node or on any other unit of the cluster's links."""
+    """auto, and each order that puts other ranks together on a node."""
     usual = config.layout.model_copy(update={"order": "auto"}).axes
     sizes = dict(usual)
     blocks = (("data",), ("pipe",), tuple(name for name, _ in config.layout.tensor.axes))
-    units = _units(config, job)
-    seen: set[tuple[tuple[int, ...], ...]] = set()
+    nodes = config.layout.ranks_per_node
+    seen: set[tuple[int, ...]] = set()
     for order in (tuple(name for name, _ in usual), *map(_joined, permutations(blocks))):
-        together = tuple(_together([(name, sizes[name]) for name in order], unit) for unit in units)
+        together = _together([(name, sizes[name]) for name in order], job.devices if nodes == "auto" else nodes)
         if together not in seen:
             yield "auto" if not seen else tuple(name for name in order if sizes[name] > 1)
         seen.add(together)
@@ -202,18 +202,6 @@ def _orders(config: Config, job: Job) -> Iterator[tuple[str, ...] | str]:
 
 def _joined(blocks: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(name for block in blocks for name in block)
-
-
-def _units(config: Config, job: Job) -> list[int]:
-    """How many neighbours make a unit of the cluster's links, at each level that the job is spread over."""
-    nodes = config.layout.ranks_per_node
-    units = set() if nodes == "auto" else {nodes}
-    for links in job.cluster.links.values():
-        size = 1
-        for level in links.levels:
-            size *= level.joins or job.devices
-            units.add(size)
-    return sorted(unit for unit in units if 1 < unit < job.devices)
 
 
 def _together(axes: list[tuple[str, int]], unit: int) -> tuple[int, ...]:
