@@ -78,5 +78,7 @@ class Stage:
 
 
 def _gradient(x: Tensor) -> Tensor:
-    assert x.grad is not None, "a stage whose output does not depend on its input"
-    return x.grad
+    """Taken from x, which may have to live until W, while its gradient is freed when it is sent."""
+    gradient, x.grad = x.grad, None
+    assert gradient is not None, "a stage whose output does not depend on its input"
+    return gradient

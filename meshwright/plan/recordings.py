@@ -11,6 +11,7 @@ the last layer of a group need not be computed again to its end.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
@@ -56,13 +57,16 @@ class Parameter:
 @dataclass(frozen=True)
 class Link:
     """`programs`: of each task, by the microbatch's place in the step (`place`). `outgoing`: what it gives to the next
-    link; `output_bytes`: of that, what is freed when nobody reads it.
+    link; `output_bytes`: of that, what is freed when nobody reads it. `kept_input_bytes`, `kept_gradient_bytes`: what W
+    needs of what the link was given, and of the gradient that the next one gave back; the rest is freed after B.
     """
 
     programs: dict[Kind, tuple[Program, ...]]
     parameters: tuple[Parameter, ...]
     outgoing: Forms
     output_bytes: int
+    kept_input_bytes: int
+    kept_gradient_bytes: int
 
     def moved(self, layers: int) -> Link:
         """The same link so many layers further on."""
@@ -200,7 +204,9 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
         with on_device, recorder.program(mesh.ledger) as made:
             returned = stage.backward(index, gradients, defers=splits(config))
         programs[Kind.BACKWARD].append(made())
+        watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, gradients)]
         del returned, gradients, given
+        kept_input, kept_gradient = (sum(_alive_bytes(ref()) for ref in refs) for refs in watched)
         if splits(config):
             with recorder.program(mesh.ledger) as made:
                 stage.weights(index, final=index == count - 1)
@@ -208,4 +214,9 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
     parameters = tuple(
         Parameter(name, parameter.numel(), parameter.dtype, specs[name]) for name, parameter in model.named_parameters()
     )
-    return Link({kind: tuple(made) for kind, made in programs.items()}, parameters, forms, output_bytes)
+    made_by_kind = {kind: tuple(made) for kind, made in programs.items()}
+    return Link(made_by_kind, parameters, forms, output_bytes, kept_input, kept_gradient)
+
+
+def _alive_bytes(storage: torch.UntypedStorage | None) -> int:
+    return 0 if storage is None else storage.nbytes()

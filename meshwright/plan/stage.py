@@ -86,10 +86,12 @@ class Unit:
         """Of its parameters."""
         return [parameter.name for parameter in self.parameters]
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Of what it gives to the next link."""
-        return sum(form.size_bytes for form in self.link.outgoing)
+    def freed(self, kind: Kind, read_bytes: int) -> int:
+        """After B, or where its W needs them after that: what it was given to read, so many bytes, and the gradient
+        that came back from the next link."""
+        gradient_bytes = sum(form.size_bytes for form in self.link.outgoing)
+        waits = min(read_bytes, self.link.kept_input_bytes), min(gradient_bytes, self.link.kept_gradient_bytes)
+        return sum(waits) if kind is Kind.WEIGHT else read_bytes + gradient_bytes - sum(waits)
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,12 @@ class StagePlan:
         costs = [unit.cost(kind, which, seconds) for unit in order]
         if kind is Kind.FORWARD:
             costs[-1] = costs[-1].freeing(order[-1].link.output_bytes - self.incoming_bytes)
-        elif kind is Kind.BACKWARD:
-            given = [*(unit.link.output_bytes for unit in order[1:]), 0]  # which the one before left for it to read
-            freed = [unit.gradient_bytes + read for unit, read in zip(order, given, strict=True)]
-            costs = [cost.freeing(bytes_) for cost, bytes_ in zip(costs, freed, strict=True)]
+            return costs
+        given = [*(unit.link.output_bytes for unit in order[1:]), self.incoming_bytes]
+        costs = [cost.freeing(unit.freed(kind, read)) for cost, unit, read in zip(costs, order, given, strict=True)]
+        if kind is Kind.BACKWARD:
             costs[0] = costs[0].freeing(-self.outgoing_bytes)  # came with a message, and is counted there
-            costs[-1] = costs[-1].freeing(2 * self.incoming_bytes)  # sent before; and what F was given
+            costs[-1] = costs[-1].freeing(self.incoming_bytes)  # made here, and sent
         return costs
 
     def sent(self, kind: Kind, which: int) -> Sent:
