@@ -68,11 +68,11 @@ def test_losses_are_held_against_the_first_ones_step_by_step_in_every_round() ->
     made = comparison(reference, other)
     assert made.difference(other) == pytest.approx(1e-5 / 3)
     assert made.agrees(other)
-    assert "All losses agree with a's to 3.3e-06, step by step." in sentences(made)
+    assert "All losses agree with those of a to 3.3e-06, step by step." in sentences(made)
     strays = Row(entry("c"), (*other.runs, run((1, 1, 1, 1), far, [rank(0)])))
     made = comparison(reference, strays)
     assert made.difference(strays) == pytest.approx(0.1)
-    assert any(line.startswith("Losses of c differ from a's by more than rounding") for line in sentences(made))
+    assert any(line.startswith("Losses of c differ from those of a by more than rounding") for line in sentences(made))
 
 
 def test_what_is_no_number_does_not_agree() -> None:
