@@ -190,5 +190,5 @@ def _method(made: Comparison) -> list[str]:
         "Peak: on a CPU the process's resident memory, with Python and torch in it; on a GPU what torch has allocated.",
         "Weights, gradients and states are the buckets and the optimizer of a stage's first rank, padding too. What is "
         "sent is the ledger of its passes, gradient sums and published weights, without the norm and the pulse.",
-        f"Losses are held against the first run of {made.measured[0].name}; the difference is the greatest of all steps.",
+        f"Losses are held against the first run of {made.measured[0].name}; of all differences the greatest counts.",
     ]

@@ -174,7 +174,8 @@ def _losses_sentence(made: Comparison) -> str:
         return "Losses need not agree: model.dropout is on, and no two layouts share its masks."
     apart = [row.name for row in others if not made.agrees(row)]
     if apart:
-        return f"Losses of {', '.join(apart)} differ from those of {first.name} by more than rounding: see `meshwright verify`."
+        names = ", ".join(apart)
+        return f"Losses of {names} differ from those of {first.name} by more than rounding: see `meshwright verify`."
     return f"All losses agree with those of {first.name} to {made.difference(worst):.1e}, step by step."
 
 
