@@ -32,7 +32,7 @@ from meshwright.plan.predict import Planner, Prediction, _Run
 from meshwright.plan.recordings import Parameter, splits
 from meshwright.plan.scaled import Scaled
 from meshwright.plan.stage import Cost, StagePlan, microbatch_places
-from meshwright.plan.step import Passes, Peak, Sum, finish, rule_of
+from meshwright.plan.step import Passes, Peak, finish, rule_of
 from meshwright.shard import shard_specs
 
 NOTHING = Peak(0, 0)
@@ -51,11 +51,24 @@ class Least:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What comes after the tasks, of the stage that holds most: its buckets' ways, the norm's seconds."""
+    """What comes after the tasks, of the stage that holds most: the seconds of its buckets."""
 
-    sums: tuple[Sum, ...]
+    reduce: float
+    steps: float
+    publish: float
     norm: float
     overlaps: float
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Through a step's tasks, at least: when all have ended, when each stage has; each one's last backward pass; what
+    a microbatch keeps on the first."""
+
+    total: float
+    ends: tuple[float, ...]
+    last: tuple[float, ...]
+    kept_bytes: float
 
 
 def streams(config: Config) -> bool:
@@ -69,6 +82,7 @@ class Estimates:
     def __init__(self, cluster: Cluster) -> None:
         self.planner = Planner(cluster)
         self._links: dict[Hashable, dict[int, list[Parameter]]] = {}
+        self._ways: dict[Hashable, _Way] = {}
         self._rests: dict[Hashable, _Rest] = {}
         self._held: dict[Hashable, tuple[int, Memory]] = {}
         self._partitions: dict[Hashable, tuple[int, ...]] = {}
@@ -88,30 +102,37 @@ class Estimates:
     def rough(self, config: Config) -> Least:
         """By tasks scaled from recordings of two sizes of microbatch. Groups that are recomputed go forward again, half
         of them at least; what they keep is not told."""
-        count = config.num_microbatches
-        links, runs = self.scaled.links(config), ranges_of(self._partition(config))
-        alike, last = self.planner.recordings.outline(config).alike, config.model.num_blocks
-        stages = [[links[alike[layer]] for layer in run] for run in runs]
-        stages[0] = [links[-1], *stages[0]]
-        stages[-1] = [*stages[-1], links[last]]
-        forward = [sum(link.forward for link in stage) for stage in stages]
-        again = 0.0 if config.memory.recompute in ("none", "selective") else 0.5
-        backward = [sum(link.backward + again * link.forward for link in stage) for stage in stages]
-        nothing = [0.0] * len(stages)  # how much of it is for weights, and need not be waited for, is not told
-        tasks = (nothing, backward) if splits(config) else (backward, nothing)
-        total, _, _ = least_ends(count, forward, *tasks)
+        way = self._way(config)
         rest = self._rest_of(config)
         fullest, held = self._fullest(config)
-        end = sum(forward[:fullest]) + count * (forward[fullest] + backward[fullest])
-        task = Span(0, "", "", end - backward[fullest], end, count - 1)
-        step = finish(
-            Passes(total, Timeline(1, ()), (task,), (NOTHING,)),
-            [rest.sums], rest.norm, streams=streams(config), overlaps=rest.overlaps,
-        )  # fmt: skip
-        told = config.memory.recompute == "none" and config.layout.tensor.kind != "tesseract"
-        kept = sum(link.kept_bytes for link in stages[0]) if told else 0.0
-        activations = int(SURE * _flying(config, 0, len(stages)) * kept)
-        return Least(SURE * step.seconds, replace(held, activations=activations))
+        end = way.ends[fullest]
+        summed = end + max(0.0, rest.reduce - rest.overlaps * way.last[fullest])
+        seconds = max(way.total, summed) + rest.norm + (0.0 if streams(config) else rest.steps) + rest.publish
+        activations = int(SURE * _flying(config, 0, len(way.ends)) * way.kept_bytes)
+        return Least(SURE * seconds, replace(held, activations=activations))
+
+    def _way(self, config: Config) -> _Way:
+        """Through the tasks."""
+        layout, again, split = config.layout, config.memory.recompute not in ("none", "selective"), splits(config)
+        strides = self.scaled.strides(config)
+        partition, count = self._partition(config), config.num_microbatches
+        key = layout.tensor, strides, partition, config.micro, count, again, config.memory.recompute == "none", split
+        if key not in self._ways:
+            links, runs = self.scaled.links(config), ranges_of(partition)
+            alike, last = self.planner.recordings.outline(config).alike, config.model.num_blocks
+            stages = [[links[alike[layer]] for layer in run] for run in runs]
+            stages[0] = [links[-1], *stages[0]]
+            stages[-1] = [*stages[-1], links[last]]
+            forward = [sum(link.forward for link in stage) for stage in stages]
+            backward = [sum(link.backward + again * link.forward / 2 for link in stage) for stage in stages]
+            nothing = [0.0] * len(stages)  # how much of it is for weights, and need not be waited for, is not told
+            total, _, _ = least_ends(count, forward, *((nothing, backward) if split else (backward, nothing)))
+            ahead = accumulate(forward, initial=0.0)
+            ends = tuple(before + count * (f + b) for before, f, b in zip(ahead, forward, backward, strict=False))
+            told = config.memory.recompute == "none" and layout.tensor.kind != "tesseract"
+            kept = sum(link.kept_bytes for link in stages[0]) if told else 0.0
+            self._ways[key] = _Way(total, ends, tuple(backward), kept)
+        return self._ways[key]
 
     def least(self, config: Config) -> Least:
         """With recordings."""
@@ -151,8 +172,14 @@ class Estimates:
             _, parameters = self._parameters_of_fullest(config)
             stage = StagePlan(Stretch(range(0), False, False), (), tuple(parameters), (), ())
             run = _Run(self.planner, config, [stage])
-            sums = tuple(run.sum(bucket, 0.0) for bucket in run.buckets[0])
-            self._rests[key] = _Rest(sums, run.norm(), run.wires.overlaps)
+            sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
+            self._rests[key] = _Rest(
+                sum(one.reduce for one in sums),
+                sum(max(one.steps, one.lane) for one in sums),
+                sum(one.publish for one in sums),
+                run.norm(),
+                run.wires.overlaps,
+            )
         return self._rests[key]
 
     def _parameters_of_fullest(self, config: Config) -> tuple[int, list[Parameter]]:

@@ -3,7 +3,7 @@
 The operations of a link are the same whatever the microbatch's samples; each one's floating-point operations, bytes,
 elements and payload are those of its samples plus those of its weights, which two recordings tell apart. So are its
 repetitions, where it goes through samples in chunks. A product's side is as the cube root of its operations. Where two
-recordings differ in more than that (other chunks, another way for operands of 2-D products), nothing is told of it.
+recordings differ in more than that, nothing is told of the link.
 
 Recomputation is left out here: it adds to a backward pass, and takes from what is kept.
 """
@@ -26,8 +26,9 @@ from meshwright.plan.wires import Wires
 SIZES = 2, 4
 """Samples of the recordings, in those of the smallest microbatch that the tensor section can cut."""
 
-GATHERING = "tesseract"
-"""The kind of tensor section whose first microbatch gathers weights: of it a second one is recorded too."""
+FITTED = "tesseract"
+"""The kind of tensor section whose operations depend on a microbatch's size (what stays, what travels): it is recorded
+for each. Its first microbatch gathers weights, so that of it a second one is recorded too."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,21 @@ class Scaled:
 
     def links(self, config: Config) -> dict[int, Rough]:
         """The beginning under -1, the first of each layers that are alike, the end under their number."""
-        layout = config.layout
-        names = {name for name, _ in layout.tensor.axes}
-        strides = tuple(
-            (name, size, math.prod(after for _, after in layout.axes[index + 1 :]))
-            for index, (name, size) in enumerate(layout.axes)
-            if name in names
-        )
-        key = layout.tensor, config.micro, strides
+        key = config.layout.tensor, config.micro, self.strides(config)
         if key not in self._rough:
             wires = self.planner.wires(config)
             pace, links = self._tasks_of(config)
             self._rough[key] = {place: _rough(pace, wires, tasks) for place, tasks in links.items()}
         return self._rough[key]
+
+    def strides(self, config: Config) -> Hashable:
+        """How far apart the ranks are that share a layer."""
+        axes, names = config.layout.axes, {name for name, _ in config.layout.tensor.axes}
+        return tuple(
+            (name, size, math.prod(after for _, after in axes[index + 1 :]))
+            for index, (name, size) in enumerate(axes)
+            if name in names
+        )
 
     def _tasks_of(self, config: Config) -> tuple[Pace, dict[int, _Tasks]]:
         key = config.layout.tensor, config.micro
@@ -82,10 +85,13 @@ class Scaled:
 
     def _recorded(self, config: Config) -> dict[int, tuple[Link, Link]]:
         tensor = config.layout.tensor
-        if tensor not in self._links:
-            small, large = (self._record(_alone(config, size * smallest(config))) for size in SIZES)
-            self._links[tensor] = {place: (small[place], large[place]) for place in small}
-        return self._links[tensor]
+        fitted = tensor.kind == FITTED
+        sizes = (config.micro,) * 2 if fitted else tuple(size * smallest(config) for size in SIZES)
+        key = tensor, sizes
+        if key not in self._links:
+            small, large = (self._record(_alone(config, size)) for size in sizes)
+            self._links[key] = {place: (small[place], large[place]) for place in small}
+        return self._links[key]
 
     def _record(self, config: Config) -> dict[int, Link]:
         recordings, device = self.planner.recordings, self.planner.cluster.device
@@ -130,7 +136,7 @@ def _alone(config: Config, micro: int) -> Config:
         "data": config.layout.data.model_copy(update={"size": 1}),
         "pipeline": config.layout.pipeline.model_copy(update={"size": 1}),
     }
-    count = 2 if config.layout.tensor.kind == GATHERING else 1
+    count = 2 if config.layout.tensor.kind == FITTED else 1
     batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
     memory = config.memory.model_copy(update={"recompute": "none"})
     if memory.summa == "auto":
