@@ -17,9 +17,9 @@ from typing import Any, Literal, cast
 
 import torch
 
-from meshwright.calibrate.fit import device_of, links_of, merged
+from meshwright.calibrate.fit import device_of, links_of, merged, rounded
 from meshwright.calibrate.kernels import measure_device
-from meshwright.calibrate.links import measure_links, measure_overlap
+from meshwright.calibrate.links import measure_links, measure_overlap, measure_turns
 from meshwright.calibrate.report import writer_of
 from meshwright.calibrate.timing import Effort, Points, Timer, meeting
 from meshwright.data.progress import Progress, silent
@@ -92,8 +92,11 @@ def calibrate(out: Path, machine: Machine, effort: Effort, report: Progress = si
         memory = memory_bytes() // machine.devices if machine.kind == "cpu" else each[0]["memory"]
         device = device_of(machine.kind, memory, merged([of["points"] for of in each]))
         links: dict[Transport, Links] = {}
+        turns: list[tuple[float, float]] = []
         for backend in machine.backends:
             answers = {ranks: runs.launch("links", ranks, backend)[0] for ranks in machine.ranks}
+            if machine.kind == "cpu":  # of the last one, which a run takes by itself
+                turns = [(float(ranks), rounded(answer["turns"])) for ranks, answer in sorted(answers.items())]
             if answers:
                 links[backend] = links_of(
                     {ranks: answer["points"] for ranks, answer in answers.items()}, answers[min(answers)]["overlaps"]
@@ -106,6 +109,7 @@ def calibrate(out: Path, machine: Machine, effort: Effort, report: Progress = si
             device=device,
             devices_per_node=machine.devices,
             cores=machine.devices if machine.kind == "cpu" else None,
+            turns=tuple(turns) or None,
             links=cast(Any, links),
         )
         write(cluster)
@@ -179,7 +183,8 @@ def links_worker(
     with open_mesh(Grid(((PIPE, environment.world_size),)), environment, transport, where, rendezvous()) as mesh:
         points: Mapping[str, Points] = measure_links(asked, mesh, stop)
         overlaps = measure_overlap(asked, mesh, stop) if overlap else None
-        _leave(out, environment, {"points": points, "overlaps": overlaps})
+        turns = measure_turns(asked, mesh, stop) if device == "cpu" else None
+        _leave(out, environment, {"points": points, "overlaps": overlaps, "turns": turns})
 
 
 def _leave(out: str, environment: Environment, found: Mapping[str, object]) -> None:

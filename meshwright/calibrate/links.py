@@ -31,6 +31,11 @@ from meshwright.mesh import Mesh
 ROUNDS = 5
 MOST_CALLS = 1000
 ELEMENT_BYTES = 4
+WORK_SECONDS = 5e-3
+MEETING_BYTES = 2**20
+"""About what a rank computes between two collectives of tensor parallelism, and what they sum."""
+TURNS_ROUNDS = 10
+"""Points' time that is spent on how ranks take turns: how cores are dealt out changes from call to call."""
 
 Call = Callable[[int], object]
 """The i-th call of a row of calls."""
@@ -105,6 +110,35 @@ def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
     work_seconds = conversation.seconds(lambda _: compute())
     hidden = alone + work_seconds - conversation.seconds(beside)
     return min(1.0, max(0.0, hidden / alone))
+
+
+def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
+    """How many times as long a rank's work takes among all of them as its own processor time, where they sum
+    MEETING_BYTES after every WORK_SECONDS of it: cores are dealt out unevenly, and all wait for the last. For CPUs.
+    """
+    comm = mesh.comm(PIPE)
+    conversation = Conversation(comm, mesh.device, TURNS_ROUNDS * effort.point_seconds, stop)
+    x = torch.zeros(MEETING_BYTES // ELEMENT_BYTES)
+    a, b = (torch.randn(effort.dtype_side, effort.dtype_side) for _ in range(2))
+
+    def processor_seconds(products: int) -> float:
+        start = time.process_time()
+        for _ in range(products):
+            torch.matmul(a, b)
+        return (time.process_time() - start) / products
+
+    wanted = torch.tensor([math.ceil(WORK_SECONDS / processor_seconds(TURNS_ROUNDS))])
+    comm.broadcast(wanted, root=0)
+    products = int(wanted.item())
+
+    def work_and_meet(_: int) -> None:
+        for _ in range(products):
+            torch.matmul(a, b)
+        comm.all_reduce(x)
+
+    own = undisturbed([processor_seconds(products) for _ in range(TURNS_ROUNDS)])
+    meeting = conversation.seconds(lambda _: comm.all_reduce(x))
+    return max(1.0, (conversation.seconds(work_and_meet) - meeting) / (products * own))
 
 
 def _verbs(comm: Comm, device: torch.device, wanted_bytes: int) -> Iterator[tuple[str, int, Call]]:

@@ -121,7 +121,11 @@ class Links(Section):
 
 
 class Cluster(Section):
-    """`cores`: how many ranks of a node compute at once; more take turns. None: each rank has a device of its own."""
+    """`cores`: how many ranks of a node compute at once; more take turns. None: each rank has a device of its own.
+
+    `turns`: points (ranks of a node, how many times as long the work of each takes as that of a lone rank), where they
+    meet every few milliseconds; with more ranks, in proportion. None: as if cores were dealt out without loss.
+    """
 
     name: str
     source: str = ""
@@ -129,6 +133,7 @@ class Cluster(Section):
     device: Device
     devices_per_node: Positive
     cores: Positive | None = None
+    turns: Curve | None = None
     links: dict[Backend, Links]
 
     @field_validator("links")

@@ -60,5 +60,12 @@ class Kernels:
 
 
 def turns(cluster: Cluster, ranks_per_node: int) -> float:
-    """How many ranks share a core, where cores are shared at all."""
-    return 1.0 if cluster.cores is None else max(1.0, ranks_per_node / cluster.cores)
+    """How many times as long as a lone rank one takes, where ranks share cores: no less than their share of these."""
+    if cluster.cores is None:
+        return 1.0
+    dealt = max(1.0, ranks_per_node / cluster.cores)
+    if cluster.turns is None or ranks_per_node < 2:
+        return dealt
+    lone = () if cluster.turns[0][0] <= 1 else ((1.0, 1.0),)
+    beyond = max(1.0, ranks_per_node / cluster.turns[-1][0])
+    return max(dealt, beyond * interpolated((*lone, *cluster.turns), ranks_per_node))

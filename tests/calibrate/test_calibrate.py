@@ -47,6 +47,9 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, capsys: pytest.Cap
     assert [side for side, _ in made.device.efficiency] == [16, 64]
     assert max(part for _, part in made.device.efficiency) == 1.0
     check(made, "torch", 3)
+    assert made.turns is not None
+    [(ranks, times)] = made.turns
+    assert (ranks, times >= 1) == (3, True)
     render(made, out)
     assert "all_to_all" in capsys.readouterr().out
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.plan.kernels import Kernels
+from meshwright.plan.kernels import Kernels, turns
 from meshwright.plan.program import Kernel
 from tests.plan.clusters import FLAT, cluster
 
@@ -69,3 +69,11 @@ def test_no_fused_attention_where_there_is_none() -> None:
     device = FLAT.device.model_copy(update={"attention": None})
     with pytest.raises(AssertionError, match="made-up has no fused attention"):
         Kernels(FLAT.model_copy(update={"device": device}), 1).seconds(Kernel("attention", 1e9, 1, 1, "fp16"))
+
+
+def test_turns_as_they_were_measured_but_no_less_than_the_share_of_a_core() -> None:
+    shared = FLAT.model_copy(update={"cores": 2, "turns": ((2.0, 1.2), (4.0, 3.0))})
+    assert [turns(shared, ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([1.0, 1.2, 3.0, 6.0])
+    lucky = shared.model_copy(update={"turns": ((4.0, 1.5),)})
+    assert [turns(lucky, ranks) for ranks in (2, 4)] == pytest.approx([1.25, 2.0])
+    assert turns(shared.model_copy(update={"cores": None}), 4) == 1
