@@ -55,9 +55,10 @@ def synced(sync: str, data: int = 2, tensor: dict[str, Any] = WHOLE, **changes: 
     return config_for("gpt2", tensor, data, **({"batch": batch(data), "layout": layout} | changes))
 
 
-def summa(tensor: dict[str, Any], form: str, samples: int = 8) -> Config:
-    """A tied table's gradient, which autograd keeps in no bucket, counts twice: it must be small beside activations."""
-    return config_for("gpt2", tensor, memory={"summa": form}, batch={"global": 3 * samples, "micro": samples})
+def summa(tensor: dict[str, Any], form: str, samples: int = 8, microbatches: int = 2) -> Config:
+    """A tied table's gradient is planned for, which a whole model has room for: it must be small beside the rest."""
+    sizes = {"global": microbatches * samples, "micro": samples}
+    return config_for("gpt2", tensor, memory={"summa": form}, batch=sizes)
 
 
 OFFLOADED = {"offload": {"to": "host", "bucket": 4096, "chunk": 2}}
@@ -83,8 +84,8 @@ KITS |= {f"sub-graphs {tensor['common']} {tensor['branch']}": tensor for tensor 
 
 MANY = {
     "1-D": [synced("allreduce", 1, MEGATRON)],
-    "2-D whole": [summa(FLAT, "whole")],
-    "2.5-D stream": [summa(DEEP, "stream", samples=16)],
+    "2-D": [summa(FLAT, form, microbatches=3) for form in ("gather", "whole", "stream")],
+    "2.5-D": [summa(DEEP, form, 16, 3) for form in ("gather", "stream")],
     "sub-graphs": [synced("allreduce", 1, tensor) for tensor in SUBGRAPHS],
     **{f"{name} x 2": [synced(sync, 2, tensor, **GATHER) for sync in SYNCS] for name, tensor in KITS.items()},
     **{f"{name} halves": [synced("zero1", 2, tensor, **GATHER, **HALVES)] for name, tensor in KITS.items()},
