@@ -60,8 +60,7 @@ def train(
     """
     from meshwright.plan.auto import load_run
 
-    with progress() as show:
-        config = load_run(run, overrides or (), show)
+    config = load_run(run, overrides or (), progress)
     from meshwright.train.trace import planned_trace, traced_steps
 
     if explain:
@@ -95,8 +94,7 @@ def verify(
     """
     from meshwright.plan.auto import load_run
 
-    with progress() as show:
-        config = load_run(run, overrides or (), show)
+    config = load_run(run, overrides or (), progress)
     from meshwright.verify.job import verify as run_verification
     from meshwright.verify.table import as_dict, render
 

@@ -12,7 +12,8 @@ What a `key=value` word sets stays. Every rank plans for itself, and all find th
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,14 @@ CALIBRATED = Path("cluster.yaml")
 """What `meshwright calibrate` writes."""
 KEYS = ("cluster", "devices")
 
+Bar = Callable[[], AbstractContextManager[Report]]
 
-def load_run(path: Path, overrides: Sequence[str] = (), report: Report = silent) -> Config:
-    """load_config, of which `layout: auto` has become a layout. Raises ConfigError as that and search.py do."""
+
+def load_run(path: Path, overrides: Sequence[str] = (), bar: Bar = lambda: nullcontext(silent)) -> Config:
+    """load_config, of which `layout: auto` has become a layout. `bar`: gives what a search reports to, while it lasts.
+
+    Raises ConfigError as load_config and search do.
+    """
     tree = read_yaml(path)
     if tree.get("layout") != AUTO:
         return load_config(path, overrides)
@@ -48,7 +54,9 @@ def load_run(path: Path, overrides: Sequence[str] = (), report: Report = silent)
     layout = config.layout.model_copy(update={"ranks_per_node": here})
     fixed = fixed_fields(overrides) | {"layout.ranks_per_node"}
     cluster = load_cluster(asked.get("cluster") or _calibrated())
-    found = search(config.model_copy(update={"layout": layout}), cluster, devices, 1, fixed=fixed, report=report)
+    config = config.model_copy(update={"layout": layout})
+    with bar() as report:
+        found = search(config, cluster, devices, 1, fixed=fixed, report=report)
     return found.predictions[0].config
 
 
