@@ -102,7 +102,7 @@ def measure(wanted: Sequence[Case], rounds: int, steps: int) -> list[float]:
                 for index in members:
                     found[index].append(visitor.run())
                     progress.advance(measuring)
-    return [min(times) for times in found]
+    return [statistics.median(times) for times in found]
 
 
 def outcomes_of(wanted: Sequence[Case], measured: Sequence[float], cluster: Cluster) -> Iterator[Outcome]:
