@@ -24,6 +24,7 @@ from meshwright.deferred import Deferred
 from meshwright.families import family_of
 from meshwright.grid import PIPE, Grid
 from meshwright.mailbox import Form
+from meshwright.memory.recompute import recomputed
 from meshwright.mesh import planned_mesh, solo_mesh
 from meshwright.model import Costs, Stretch
 from meshwright.pipeline.stage import Stage
@@ -57,14 +58,16 @@ class Parameter:
 @dataclass(frozen=True)
 class Link:
     """`programs`: of each task, by the microbatch's place in the step (`place`). `outgoing`: what it gives to the next
-    link; `output_bytes`: of that, what is freed when nobody reads it. `kept_input_bytes`, `kept_gradient_bytes`: what W
-    needs of what the link was given, and of the gradient that the next one gave back; the rest is freed after B.
+    link; `output_bytes`: of that, what is freed when nobody reads it. `holds_input`: whether its backward pass reads
+    what the link was given, or only what was made of it. `kept_input_bytes`, `kept_gradient_bytes`: what W needs of
+    that, and of the gradient that the next link gave back; the rest is freed after B.
     """
 
     programs: dict[Kind, tuple[Program, ...]]
     parameters: tuple[Parameter, ...]
     outgoing: Forms
     output_bytes: int
+    holds_input: bool
     kept_input_bytes: int
     kept_gradient_bytes: int
 
@@ -193,10 +196,13 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
     for index in range(count):
         batch = empty_batch(config, kit, model.inside, mesh.device)
         given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)
-        with on_device, recorder.program(mesh.ledger) as made:
+        saved: set[int] = set()
+        with on_device, _seeing(saved), recorder.program(mesh.ledger) as made:
             outgoing = stage.forward(index, given, batch, scales)
         programs[Kind.FORWARD].append(made())
         forms = () if stretch.last else tuple(Form(tuple(x.shape), x.dtype) for x in outgoing)
+        recomputes = model.run_group is recomputed and len(stretch.layers) > 0
+        holds_input = recomputes or any(x.untyped_storage()._cdata in saved for x in given)
         held = recorder.live_bytes
         del outgoing
         output_bytes = held - recorder.live_bytes
@@ -215,7 +221,17 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
         Parameter(name, parameter.numel(), parameter.dtype, specs[name]) for name, parameter in model.named_parameters()
     )
     made_by_kind = {kind: tuple(made) for kind, made in programs.items()}
-    return Link(made_by_kind, parameters, forms, output_bytes, kept_input, kept_gradient)
+    return Link(made_by_kind, parameters, forms, output_bytes, holds_input, kept_input, kept_gradient)
+
+
+def _seeing(saved: set[int]) -> torch.autograd.graph.saved_tensors_hooks:
+    """While entered, the storages that autograd keeps are added to the set."""
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.add(x.untyped_storage()._cdata)
+        return x
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
 
 
 def _alive_bytes(storage: torch.UntypedStorage | None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 
 from meshwright.build import recomputed_group
 from meshwright.config import Config
@@ -122,8 +123,13 @@ class StagePlan:
         costs = [unit.cost(kind, which, seconds) for unit in order]
         if kind is Kind.FORWARD:
             costs[-1] = costs[-1].freeing(order[-1].link.output_bytes - self.incoming_bytes)
-            return costs
-        given = [*(unit.link.output_bytes for unit in order[1:]), self.incoming_bytes]
+            dropped = [
+                0,
+                *(0 if unit.link.holds_input else before.link.output_bytes for before, unit in pairwise(order)),
+            ]
+            return [cost.freeing(input_bytes) for cost, input_bytes in zip(costs, dropped, strict=True)]
+        given = [before.link.output_bytes if unit.link.holds_input else 0 for unit, before in pairwise(order)]
+        given.append(self.incoming_bytes)
         costs = [cost.freeing(unit.freed(kind, read)) for cost, unit, read in zip(costs, order, given, strict=True)]
         if kind is Kind.BACKWARD:
             costs[0] = costs[0].freeing(-self.outgoing_bytes)  # came with a message, and is counted there
