@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshwright.pipeline.engine import StageProcess, stage_process
 from meshwright.pipeline.schedule import Rule
-from meshwright.pipeline.span import Span, Timeline, task_span
+from meshwright.pipeline.span import Timeline, task_span
 from meshwright.pipeline.task import WAIT, Arrival, Kind, Task, Wait
 
 Costs = Callable[[int, Task], float]
@@ -45,25 +46,24 @@ def simulate(
 
 @dataclass
 class _Stage:
-    """A stage as the clock sees it: what it does, and the messages that it has not been given yet. Of its task: where
-    its span is in the list, and the event that ends it as things stand."""
+    """A stage as the clock sees it: what it does, and the messages that it has not been given yet. Of its task: its
+    place among all that have begun, and the event that ends it as things stand."""
 
     process: StageProcess
     action: Task | Wait | None = WAIT
     busy: bool = False
     inbox: list[Arrival] = field(default_factory=list)
-    span: int = 0
+    place: int = 0
     ending: _Event | None = None
 
 
-@dataclass(frozen=True, order=True)
-class _Event:
+class _Event(NamedTuple):
     """At `time`, a message for `stage`, or the end of its task where `message` is None. `number` breaks ties."""
 
     time: float
     number: int
-    stage: int = field(compare=False)
-    message: Arrival | None = field(compare=False)
+    stage: int
+    message: Arrival | None
 
 
 class _Simulation:
@@ -78,7 +78,8 @@ class _Simulation:
         self.rate = 1.0
         self.events: list[_Event] = []
         self.num_events = 0
-        self.spans: list[Span] = []
+        self.begun: list[tuple[int, Task, float]] = []
+        self.ended: list[float] = []
 
     def run(self) -> Timeline:
         for index, stage in enumerate(self.stages):
@@ -94,7 +95,8 @@ class _Simulation:
             self.keep_pace(time)
         waiting = [f"stage {index}" for index, stage in enumerate(self.stages) if stage.action is not None]
         assert not waiting, f"deadlock: all wait, and no message is under way: {', '.join(waiting)}"
-        return Timeline(len(self.stages), tuple(self.spans))
+        spans = (task_span(*begun, ended) for begun, ended in zip(self.begun, self.ended, strict=True))
+        return Timeline(len(self.stages), tuple(spans))
 
     def happen(self, event: _Event) -> set[int]:
         """Take in one event; the stage that it lets go on, if any."""
@@ -107,15 +109,16 @@ class _Simulation:
             return set()  # the pace has changed since
         stage.busy, stage.ending = False, None
         assert isinstance(stage.action, Task), f"stage {event.stage} ended what it did not begin"
-        self.spans[stage.span] = replace(self.spans[stage.span], end_seconds=event.time)
+        self.ended[stage.place] = event.time
         self.send(event.time, event.stage, stage.action)
         return {event.stage}
 
     def send(self, time: float, index: int, task: Task) -> None:
         """What a task sends when it ends."""
-        step = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: 0}[task.kind]
-        to = index + step
-        if step and 0 <= to < len(self.stages):
+        if task.kind is Kind.WEIGHT:
+            return
+        to = index + (1 if task.kind is Kind.FORWARD else -1)
+        if 0 <= to < len(self.stages):
             self.push(time + self.latency(index, to, task), to, task)
 
     def push(self, time: float, index: int, message: Arrival | None) -> _Event:
@@ -139,11 +142,14 @@ class _Simulation:
         stage.action, stage.busy = action, isinstance(action, Task)
         if isinstance(action, Task):
             end = time + self.costs(index, action) / self.rate
-            stage.span, stage.ending = len(self.spans), self.push(end, index, None)
-            self.spans.append(task_span(index, action, time, end))
+            stage.place, stage.ending = len(self.begun), self.push(end, index, None)
+            self.begun.append((index, action, time))
+            self.ended.append(end)
 
     def keep_pace(self, time: float) -> None:
         """Go on at the pace of as many stages as are busy now."""
+        if self.pace is undisturbed:
+            return
         before, self.rate = self.rate, self.pace(sum(stage.busy for stage in self.stages))
         if self.rate == before:
             return

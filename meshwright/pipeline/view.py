@@ -7,7 +7,8 @@ not show here until its turn (engine.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from meshwright.pipeline.task import Arrival, Kind, Task
 
@@ -54,7 +55,9 @@ class View:
 
     def num_done(self, kind: Kind) -> int:
         """How many tasks of this kind are done."""
-        return {Kind.FORWARD: self.forwards, Kind.BACKWARD: self.backwards, Kind.WEIGHT: self.weights}[kind]
+        if kind is Kind.FORWARD:
+            return self.forwards
+        return self.backwards if kind is Kind.BACKWARD else self.weights
 
     @property
     def in_flight(self) -> int:
@@ -92,10 +95,17 @@ class View:
         assert self.ready(task.kind), f"{task} is not ready: {self}"
         assert task == self.next(task.kind), f"{task} out of turn: {self}"
         if task.kind is Kind.FORWARD:
-            return replace(self, forwards=self.forwards + 1, arrivals=self._without(task.kind))
+            return self._with(forwards=self.forwards + 1, arrivals=self._without(task.kind))
         if task.kind is Kind.BACKWARD:
-            return replace(self, backwards=self.backwards + 1, arrivals=self._without(task.kind))
-        return replace(self, weights=self.weights + 1)
+            return self._with(backwards=self.backwards + 1, arrivals=self._without(task.kind))
+        return self._with(weights=self.weights + 1)
+
+    def _with(self, **changes: Any) -> View:
+        """dataclasses.replace, several times as fast: a simulated step has a hundred thousand views."""
+        made = object.__new__(View)
+        made.__dict__.update(self.__dict__)
+        made.__dict__.update(changes)
+        return made
 
     def _without(self, kind: Kind) -> tuple[Kind, ...]:
         """The arrivals less the oldest of this kind, if any: the first stage's F and the last one's B take none."""
@@ -114,8 +124,8 @@ class View:
         if kind is Kind.FORWARD:
             assert not self.is_first, f"an activation at the first stage: {self}"
             assert self.activations < self.num_microbatches, f"one activation too many: {self}"
-            return replace(self, activations=self.activations + 1, arrivals=arrivals)
+            return self._with(activations=self.activations + 1, arrivals=arrivals)
         assert kind is Kind.BACKWARD, f"{kind} is no message"
         assert not self.is_last, f"a gradient at the last stage: {self}"
         assert self.gradients < self.forwards, f"a gradient of a microbatch that was not sent on: {self}"
-        return replace(self, gradients=self.gradients + 1, arrivals=arrivals)
+        return self._with(gradients=self.gradients + 1, arrivals=arrivals)

@@ -6,7 +6,7 @@ holds) is decided here as it would be there, with the cluster's memory for the m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.build import SCHEDULES
@@ -16,6 +16,7 @@ from meshwright.grid import PIPE, Grid
 from meshwright.ledger import Traffic
 from meshwright.mailbox import AHEAD, FURTHER
 from meshwright.model import Stretch
+from meshwright.pipeline.clock import undisturbed
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.schedule import MESSAGE_DRIVEN
 from meshwright.pipeline.span import Timeline
@@ -26,7 +27,7 @@ from meshwright.plan.memory import Memory, memory_of, moved_bytes, touched_bytes
 from meshwright.plan.program import Kernel, Program
 from meshwright.plan.recordings import Parameter, Recordings, splits
 from meshwright.plan.stage import Cost, Sent, StagePlan, include, microbatch_places, plan_stretches
-from meshwright.plan.step import Sum, finish, run_passes
+from meshwright.plan.step import Passes, Sum, finish, run_passes
 from meshwright.plan.synchronising import Buckets, PlannedBucket, share_program
 from meshwright.plan.timing import Pace
 from meshwright.plan.wires import Wires
@@ -71,6 +72,7 @@ class Planner:
     _buckets: Buckets = field(default_factory=Buckets)
     _paces: dict[int, Pace] = field(default_factory=dict)
     _partitions: dict[tuple[object, int], tuple[int, ...]] = field(default_factory=dict)
+    _passes: dict[Hashable, Passes] = field(default_factory=dict)
     _wires: dict[tuple[Backend, tuple[tuple[str, int], ...]], Wires] = field(default_factory=dict)
 
     def predict(self, config: Config) -> Prediction:
@@ -188,6 +190,7 @@ class _Run:
 
     def __init__(self, planner: Planner, config: Config, stages: list[StagePlan]) -> None:
         self.config, self.cluster, self.stages = config, planner.cluster, stages
+        self.known_passes = planner._passes
         self.grid = Grid(config.layout.axes)
         self.wires = planner.wires(config)
         self.pace = planner.pace(config)
@@ -208,8 +211,7 @@ class _Run:
 
     def prediction(self) -> Prediction:
         config = self.config
-        ranks = self.grid.world_size // len(self.stages)
-        passes = run_passes(config, self.cost, self.latency, lambda busy: self.pace.kernels.gain(busy * ranks))
+        passes = self.passes()
         device = self.cluster.device
         memory = tuple(
             memory_of(config, own, peak.beside(self.posted_bytes(stage)), device.reserved)
@@ -222,6 +224,19 @@ class _Run:
         traffic = tuple(self.traffic(stage) for stage in range(len(self.stages)))
         flops = max(self.flops(stage) for stage in self.stages)
         return Prediction(config, self.cluster, step.seconds, step.phases, memory, traffic, step.timeline, flops)
+
+    def passes(self) -> Passes:
+        """The pipeline phase, which other ways to sum gradients and to keep states have in common."""
+        config, layout = self.config, self.config.layout
+        key = (
+            config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
+            config.num_microbatches, layout.tensor, layout.axes, layout.pipeline, layout.transport,
+        )  # fmt: skip
+        if key not in self.known_passes:
+            ranks, kernels = self.grid.world_size // len(self.stages), self.pace.kernels
+            pace = undisturbed if self.cluster.cores is None else lambda busy: kernels.gain(busy * ranks)
+            self.known_passes[key] = run_passes(config, self.cost, self.latency, pace)
+        return self.known_passes[key]
 
     def cost(self, stage: int, kind: Kind, which: int) -> Cost:
         """Of a task, with what its ranks tell each other before it (pipeline.agreed)."""
