@@ -24,6 +24,7 @@ class Kernels:
     def __init__(self, cluster: Cluster, ranks_per_node: int) -> None:
         self._cluster = cluster
         self._seconds: dict[Kernel, float] = {}
+        self.ranks_per_node = ranks_per_node
         self.turns = turns(cluster, ranks_per_node)
 
     def gain(self, ranks: int) -> float:

@@ -66,6 +66,8 @@ class Program:
     kept_bytes: int = 0
     peak_bytes: int = 0
     traffic: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
+    leads: int = 1
+    """Of so many ranks this one alone is at work, but between a verb from it and the next one to it (cSub)."""
 
     @property
     def flops(self) -> float:

@@ -20,6 +20,7 @@ import torch
 from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.build import SCHEDULES, build_kit, build_model, recompute_in
 from meshwright.config import Config
+from meshwright.config.layout import Subgraph
 from meshwright.deferred import Deferred
 from meshwright.families import family_of
 from meshwright.grid import PIPE, Grid
@@ -190,6 +191,8 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
         if isinstance(module, ShardedModule):
             module.deferred = deferred
     stage = Stage(model, stretch, deferred)
+    tensor = layout.tensor
+    leads = tensor.size if isinstance(tensor, Subgraph) and tensor.common == "one" else 1
     on_device = AsOnDevice(device.kind, fuses=device.attention is not None)
     programs: dict[Kind, list[Program]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
     scales, count = dict.fromkeys(model.labels, 1.0), min(config.num_microbatches, DISTINCT)
@@ -199,7 +202,7 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
         saved: set[int] = set()
         with on_device, _seeing(saved), recorder.program(mesh.ledger) as made:
             outgoing = stage.forward(index, given, batch, scales)
-        programs[Kind.FORWARD].append(made())
+        programs[Kind.FORWARD].append(replace(made(), leads=leads))
         forms = () if stretch.last else tuple(Form(tuple(x.shape), x.dtype) for x in outgoing)
         recomputes = model.run_group is recomputed and len(stretch.layers) > 0
         holds_input = recomputes or any(x.untyped_storage()._cdata in saved for x in given)
@@ -209,14 +212,14 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
         gradients = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
         with on_device, recorder.program(mesh.ledger) as made:
             returned = stage.backward(index, gradients, defers=splits(config))
-        programs[Kind.BACKWARD].append(made())
+        programs[Kind.BACKWARD].append(replace(made(), leads=leads))
         watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, gradients)]
         del returned, gradients, given
         kept_input, kept_gradient = (sum(_alive_bytes(ref()) for ref in refs) for refs in watched)
         if splits(config):
             with recorder.program(mesh.ledger) as made:
                 stage.weights(index, final=index == count - 1)
-            programs.setdefault(Kind.WEIGHT, []).append(made())
+            programs.setdefault(Kind.WEIGHT, []).append(replace(made(), leads=leads))
     parameters = tuple(
         Parameter(name, parameter.numel(), parameter.dtype, specs[name]) for name, parameter in model.named_parameters()
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from meshwright.plan.kernels import Kernels
 from meshwright.plan.program import Kernel, Program, Start, Wait
 from meshwright.plan.wires import Wires
+from meshwright.topology import FROM_ROOT, TO_ROOT
 
 Step = float | Start | Wait
 """Seconds of kernels, or what is begun or waited for."""
@@ -30,6 +31,7 @@ class Pace:
             self._condensed(program),
             lambda start: start.times * wires.collective(start.axes, start.verb, start.payload_bytes),
             wires.overlaps,
+            self.kernels.gain(self.kernels.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
         )
 
     def _condensed(self, program: Program) -> tuple[Step, ...]:
@@ -50,19 +52,22 @@ class Pace:
         yield seconds
 
 
-def play(steps: Iterable[Step], collective: Callable[[Start], float], overlaps: float) -> float:
-    """The moment at which the rank is done with all steps, from 0. `collective`: seconds of one that is waited for."""
-    now, free = 0.0, 0.0
-    under_way: dict[int, tuple[float, float]] = {}
+def play(steps: Iterable[Step], collective: Callable[[Start], float], overlaps: float, alone: float = 1.0) -> float:
+    """The moment at which the rank is done with all steps, from 0. `collective`: seconds of one that is waited for;
+    `alone`: how much faster a rank is while those wait that it leads (Program.leads)."""
+    now, free, pace = 0.0, 0.0, alone
+    under_way: dict[int, tuple[float, float, str]] = {}
     for step in steps:
         if isinstance(step, float):
-            now += step
+            now += step / pace
         elif isinstance(step, Start):
             seconds = collective(step)
             free = max(now, free) + overlaps * seconds
-            under_way[step.number] = free, (1 - overlaps) * seconds
+            under_way[step.number] = free, (1 - overlaps) * seconds, step.verb
+            pace = 1.0 if step.verb in FROM_ROOT else pace
         else:
-            hidden, rest = under_way.pop(step.number)
+            hidden, rest, verb = under_way.pop(step.number)
             now = max(now, hidden) + rest
             free = max(free, now if rest else free)
+            pace = alone if verb in TO_ROOT else pace
     return now

@@ -29,3 +29,18 @@ def seconds(start: Start) -> float:
 )
 def test_play(steps: list[Step], overlaps: float, expected: float) -> None:
     assert play(steps, seconds, overlaps) == pytest.approx(expected)
+
+
+def test_a_rank_that_leads_is_faster_while_the_others_wait() -> None:
+    """4 s of its own at twice the pace, a broadcast, 3 s of all, a sum to it beside 1 s of all, 2 s of its own."""
+    steps: list[Step] = [
+        4.0,
+        Start(1, "branch", "broadcast", 8),
+        Wait(1),
+        3.0,
+        Start(2, "branch", "reduce", 8),
+        1.0,
+        Wait(2),
+        2.0,
+    ]
+    assert play(steps, lambda start: 0.5, 0.0, 2.0) == pytest.approx(2 + 0.5 + 3 + 1 + 0.5 + 1)
