@@ -1,44 +1,46 @@
-"""What the search asks before it predicts: what a layout holds at least, and how long a step takes at least.
+"""What the search asks before it predicts: what a layout holds at least, and about how long a step takes.
 
-Held: the real kit's parameters in the real buckets, with nothing computed. A step: as predict.py has it, but with a
-bound in place of the simulated pipeline. With f, b, w the seconds of a stage's tasks, of m microbatches:
+Held: the real kit's parameters in the real buckets, with nothing computed. A step: as predict.py has it, from
+recordings of two sizes of microbatch (scaled.py), and for the simulated pipeline the longest of these. Stage s takes f,
+b, w for its tasks and h for a message, with k microbatches in flight at most, of m:
 
-| stage s                                   | ends at least at                                                        |
-|-------------------------------------------|-------------------------------------------------------------------------|
-| after those ahead have made one F         | f_0 + ... + f_(s-1) + m (f_s + b_s + w_s)                               |
-| after a later stage t has ended its last B | f_0 + ... + f_(t-1) + m (f_t + b_t) + b_(t-1) + ... + b_s + w_s        |
-
-The first stage holds as many microbatches as its limit lets it, and no fewer than there are stages, before it ends one.
+| a step lasts until                                     | seconds                                            |
+|--------------------------------------------------------|----------------------------------------------------|
+| s has done all, begun when those ahead had done one    | sum of f + h ahead of s, m (f + b + w)             |
+| the gradients of its last backward pass have come back | the same without w, sum of b + h ahead of s, w_0   |
+| its limit has let all microbatches pass                | m / k times to the end and back: sum of f + b + 2h |
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
-from meshwright.build import build_kit, build_model
+from meshwright.build import build_kit, build_model, recomputed_group
 from meshwright.config import Config
 from meshwright.grid import PIPE, Grid
 from meshwright.mesh import Mesh, planned_mesh
 from meshwright.model import Stretch
 from meshwright.pipeline.partition import ranges_of
-from meshwright.pipeline.span import Span, Timeline
 from meshwright.pipeline.task import Kind
 from meshwright.plan.bounds import least_seconds
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.memory import Memory, memory_of
 from meshwright.plan.predict import Planner, Prediction, _Run
 from meshwright.plan.recordings import Parameter, splits
-from meshwright.plan.scaled import Scaled
-from meshwright.plan.stage import Cost, StagePlan, microbatch_places
-from meshwright.plan.step import Passes, Peak, finish, rule_of
+from meshwright.plan.scaled import Rough, Scaled
+from meshwright.plan.stage import StagePlan
+from meshwright.plan.step import Peak, rule_of
 from meshwright.shard import shard_specs
 
 NOTHING = Peak(0, 0)
 
-SURE = 0.9
-"""The part of a rough estimate that is taken for certain."""
+SURE = 0.95
+"""The part of an estimate that is taken for certain."""
+
+AGAIN = 0.9
+"""The part of a group's forward pass that is done again at least: its last layer's is cut short."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,11 @@ class _Rest:
 
 @dataclass(frozen=True)
 class _Way:
-    """Through a step's tasks, at least: when all have ended, when each stage has; each one's last backward pass; what
-    a microbatch keeps on the first."""
+    """Through a step's tasks, about: when all have ended; each stage's last task; what microbatches keep at most."""
 
     total: float
-    ends: tuple[float, ...]
     last: tuple[float, ...]
-    kept_bytes: float
+    activation_bytes: float
 
 
 def streams(config: Config) -> bool:
@@ -91,6 +91,20 @@ class Estimates:
     def predict(self, config: Config) -> Prediction:
         return self.planner.predict(config)
 
+    def least_memory(self, config: Config) -> Memory:
+        """Of the stage that holds most, from its own recordings: what it holds at least when it goes backward for the
+        first time."""
+        config = self.planner.resolved(config)
+        stages = self.planner.stages(config)
+        run = _Run(self.planner, config, stages)
+        return max((self._least_memory(run, stage) for stage in run.buckets), key=lambda memory: memory.total)
+
+    def _least_memory(self, run: _Run, stage: int) -> Memory:
+        forward, backward = (run.cost(stage, kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD))
+        live = _flying(run.config, stage, len(run.stages)) * forward.kept_bytes
+        peak = Peak(live, max(live - forward.kept_bytes + forward.peak_bytes, live + backward.peak_bytes))
+        return memory_of(run.config, run.buckets[run.like[stage]], peak, self.planner.cluster.device.reserved)
+
     def glance(self, config: Config) -> float:
         """Seconds at least, by its products and its pipeline."""
         return least_seconds(config, self.planner.cluster)
@@ -99,53 +113,71 @@ class Estimates:
         """Of the stage that holds most: weights, gradients, states."""
         return self._fullest(config)[1]
 
+    def line(self, config: Config) -> float:
+        """Seconds of the pipeline phase, about, which other ways to sum gradients and to keep states have in common."""
+        return SURE * self._way(config).total
+
     def rough(self, config: Config) -> Least:
-        """By tasks scaled from recordings of two sizes of microbatch. Groups that are recomputed go forward again, half
-        of them at least; what they keep is not told."""
+        """By tasks scaled from recordings of two sizes of microbatch."""
         way = self._way(config)
         rest = self._rest_of(config)
-        fullest, held = self._fullest(config)
-        end = way.ends[fullest]
-        summed = end + max(0.0, rest.reduce - rest.overlaps * way.last[fullest])
-        seconds = max(way.total, summed) + rest.norm + (0.0 if streams(config) else rest.steps) + rest.publish
-        activations = int(SURE * _flying(config, 0, len(way.ends)) * way.kept_bytes)
-        return Least(SURE * seconds, replace(held, activations=activations))
+        _, held = self._fullest(config)
+        summed = way.total + max(0.0, rest.reduce - rest.overlaps * max(way.last))
+        seconds = summed + rest.norm + (0.0 if streams(config) else rest.steps) + rest.publish
+        return Least(SURE * seconds, replace(held, activations=int(SURE * way.activation_bytes)))
 
     def _way(self, config: Config) -> _Way:
         """Through the tasks."""
-        layout, again, split = config.layout, config.memory.recompute not in ("none", "selective"), splits(config)
-        strides = self.scaled.strides(config)
+        pipeline, recompute = config.layout.pipeline, config.memory.recompute
         partition, count = self._partition(config), config.num_microbatches
-        key = layout.tensor, strides, partition, config.micro, count, again, config.memory.recompute == "none", split
+        strides = self.scaled.strides(config, PIPE)
+        key = (
+            config.layout.tensor, strides, partition, config.micro, count, recompute, pipeline.schedule, pipeline.limit
+        )  # fmt: skip
         if key not in self._ways:
-            links, runs = self.scaled.links(config), ranges_of(partition)
-            alike, last = self.planner.recordings.outline(config).alike, config.model.num_blocks
-            stages = [[links[alike[layer]] for layer in run] for run in runs]
-            stages[0] = [links[-1], *stages[0]]
-            stages[-1] = [*stages[-1], links[last]]
+            stages = self._stages(config, partition)
+            again = AGAIN if recompute not in ("none", "selective") else 0.0
+            split = splits(config)
             forward = [sum(link.forward for link in stage) for stage in stages]
-            backward = [sum(link.backward + again * link.forward / 2 for link in stage) for stage in stages]
-            nothing = [0.0] * len(stages)  # how much of it is for weights, and need not be waited for, is not told
-            total, _, _ = least_ends(count, forward, *((nothing, backward) if split else (backward, nothing)))
-            ahead = accumulate(forward, initial=0.0)
-            ends = tuple(before + count * (f + b) for before, f, b in zip(ahead, forward, backward, strict=False))
-            told = config.memory.recompute == "none" and layout.tensor.kind != "tesseract"
-            kept = sum(link.kept_bytes for link in stages[0]) if told else 0.0
-            self._ways[key] = _Way(total, ends, tuple(backward), kept)
+            backward = [
+                sum((link.inputs if split else link.backward) + again * link.forward for link in stage)
+                for stage in stages
+            ]
+            weights = [sum(link.weights for link in stage) if split else 0.0 for stage in stages]
+            limits = [rule_of(config).limit(stage, len(stages), count) for stage in range(len(stages))]
+            line = Line(forward, backward, weights, self._hops(config, stages), limits)
+            fullest = {0, partition.index(max(partition))}
+            held = (
+                _flying(config, stage, len(stages)) * self._kept_bytes(config, stages[stage], partition[stage])
+                for stage in fullest
+            )
+            self._ways[key] = _Way(line.seconds(count), tuple(weights if split else backward), max(held))
         return self._ways[key]
 
-    def least(self, config: Config) -> Least:
-        """With recordings."""
-        config = self.planner.resolved(config)
-        stages = self.planner.stages(config)
-        ends = stages if len(stages) == 1 else [stages[0], stages[-1]]
-        run = _Run(self.planner, config, ends)
-        passes = _least_passes(config, stages, run)
-        sums = [run.sums(stage) for stage in range(len(ends))]
-        step = finish(passes, sums, run.norm(), streams=streams(config), overlaps=run.wires.overlaps)
-        reserved = self.planner.cluster.device.reserved
-        memory = [memory_of(config, own, peak, reserved) for own, peak in zip(run.buckets, passes.peaks, strict=True)]
-        return Least(step.seconds, max(memory, key=lambda of: of.total))
+    def _stages(self, config: Config, partition: tuple[int, ...]) -> list[list[Rough]]:
+        """Each stage's links."""
+        links, alike = self.scaled.links(config), self.planner.recordings.outline(config).alike
+        stages = [[links[alike[layer]] for layer in run] for run in ranges_of(partition)]
+        stages[0] = [links[-1], *stages[0]]
+        stages[-1] = [*stages[-1], links[config.model.num_blocks]]
+        return stages
+
+    def _kept_bytes(self, config: Config, stage: Sequence[Rough], num_layers: int) -> float:
+        """What a microbatch leaves on a stage, its layers after one link: of a group that is recomputed one input."""
+        setting = config.memory.recompute
+        if setting == "none":
+            return sum(link.kept_bytes for link in stage)
+        layers = [link for link in stage if link.layer]
+        if setting == "selective":
+            return self.scaled.kept_share(config) * sum(link.kept_bytes for link in layers)
+        return sum(link.outgoing_bytes for link in layers) / max(1, recomputed_group(config, num_layers))
+
+    def _hops(self, config: Config, stages: Sequence[Sequence[Rough]]) -> list[float]:
+        """Seconds of a message from each stage to the next."""
+        grid, wires = Grid(config.layout.axes), self.planner.wires(config)
+        ranks = grid.group(0, PIPE)
+        sizes = [stage[-1].outgoing_bytes for stage in stages[:-1]]
+        return [wires.message(start, end, size) for (start, end), size in zip(pairwise(ranks), sizes, strict=True)]
 
     def _fullest(self, config: Config) -> tuple[int, Memory]:
         """The stage, and what it holds. The order of the axes does not matter."""
@@ -222,17 +254,33 @@ class Estimates:
         return self._links[layout.tensor]
 
 
-def least_ends(
-    count: int, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
-) -> tuple[float, float, float]:
-    """When all stages, the first, the last have done their tasks of `count` microbatches, at least."""
-    ahead = list(accumulate(forward, initial=0.0))
-    behind = list(accumulate(backward, initial=0.0))
-    stages = range(len(forward))
-    busy = [ahead[s] + count * (forward[s] + backward[s] + weight[s]) for s in stages]
-    turned = max(ahead[s] + count * (forward[s] + backward[s]) + behind[s] for s in stages)
-    first = max(busy[0], turned + weight[0])
-    return max(first, *busy), first, busy[-1]
+@dataclass(frozen=True)
+class Line:
+    """A pipeline's stages: seconds of their tasks (no `weights` where B does the work of W), of messages to the next
+    one, limits."""
+
+    forward: list[float]
+    backward: list[float]
+    weights: list[float]
+    hops: list[float]
+    limits: list[int]
+
+    def seconds(self, count: int) -> float:
+        """Of all tasks of so many microbatches: the longest of the table above."""
+        ahead, behind = self._ahead(self.forward), self._ahead(self.backward)
+        there_and_back = ahead[-1] + self.forward[-1] + self.backward[-1] + behind[-1]
+        longest = 0.0
+        for s, limit in enumerate(self.limits):
+            turned = count * (self.forward[s] + self.backward[s])
+            busy = ahead[s] + turned + count * self.weights[s]
+            back = ahead[s] + turned + behind[s] + self.weights[0]
+            passed = count / limit * (there_and_back - ahead[s] - behind[s])
+            longest = max(longest, busy, back, passed)
+        return longest
+
+    def _ahead(self, seconds: list[float]) -> list[float]:
+        """Until a message has come to each stage, through one task of each before it."""
+        return list(accumulate((own + hop for own, hop in zip(seconds, self.hops, strict=False)), initial=0.0))
 
 
 def _parameters_of(config: Config, mesh: Mesh, stretch: Stretch) -> list[Parameter]:
@@ -243,55 +291,11 @@ def _parameters_of(config: Config, mesh: Mesh, stretch: Stretch) -> list[Paramet
     ]
 
 
-def _least_passes(config: Config, stages: Sequence[StagePlan], run: _Run) -> Passes:
-    """The first and the last stage's last tasks as early as can be, and the least that they hold."""
-    count, kinds = config.num_microbatches, run.kinds
-    places = range(len(microbatch_places(count)))
-    known: dict[Hashable, dict[Kind, Cost]] = {}
-    tasks: list[dict[Kind, Cost]] = []
-    for stage in stages:
-        key = tuple((id(unit.link.programs), unit.layers) for unit in stage.units)
-        if key not in known:
-            known[key] = {kind: _cheapest([stage.cost(kind, which, run.seconds) for which in places]) for kind in kinds}
-        tasks.append(known[key])
-
-    def seconds(kind: Kind) -> list[float]:
-        return [own[kind].seconds if kind in own else 0.0 for own in tasks]
-
-    total, first, end = least_ends(count, seconds(Kind.FORWARD), seconds(Kind.BACKWARD), seconds(Kind.WEIGHT))
-    ends = [first] if len(stages) == 1 else [first, end]
-    outer = tasks[:1] if len(stages) == 1 else [tasks[0], tasks[-1]]
-    last = tuple(
-        Span(index, "", "", end - own[kinds[-1]].seconds, end, count - 1)
-        for index, (end, own) in enumerate(zip(ends, outer, strict=True))
-    )
-    peaks = tuple(_least_peak(config, index, len(stages), own) for index, own in zip((0, len(stages) - 1), outer))
-    return Passes(total, Timeline(len(outer), ()), last, peaks)
-
-
-def _cheapest(costs: Sequence[Cost]) -> Cost:
-    """The least in everything of a task at the places of a step."""
-    return Cost(
-        min(cost.seconds for cost in costs),
-        min(cost.kept_bytes for cost in costs),
-        min(cost.peak_bytes for cost in costs),
-    )
-
-
 def _flying(config: Config, stage: int, num_stages: int) -> int:
-    """Microbatches that a stage holds at least when it goes backward for the first time."""
+    """Microbatches that a stage holds when it goes backward for the first time; of a message-driven one most likely."""
     count, pipeline = config.num_microbatches, config.layout.pipeline
     if pipeline.schedule == "message-driven" and pipeline.limit == "auto":
-        return 1
+        return 1  # what memory allows
     limit = min(rule_of(config).limit(stage, num_stages, count), count)
-    return limit if pipeline.schedule == "gpipe" and num_stages > 1 else min(limit, num_stages - stage)
-
-
-def _least_peak(config: Config, stage: int, num_stages: int, tasks: dict[Kind, Cost]) -> Peak:
-    """While it goes backward for the first time."""
-    flying = _flying(config, stage, num_stages)
-    live = flying * tasks[Kind.FORWARD].kept_bytes
-    dearest = max(
-        live - tasks[Kind.FORWARD].kept_bytes + tasks[Kind.FORWARD].peak_bytes, live + tasks[Kind.BACKWARD].peak_bytes
-    )
-    return Peak(live, dearest)
+    fills = num_stages > 1 and (pipeline.schedule == "gpipe" or (pipeline.schedule == "message-driven" and stage == 0))
+    return limit if fills else min(limit, num_stages - stage)

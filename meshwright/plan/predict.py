@@ -185,6 +185,12 @@ def _blocks(parameters: Sequence[Parameter]) -> list[int]:
     ]
 
 
+def _work(stage: StagePlan, tied: set[str]) -> Hashable:
+    """What tells a stage's work from another's: programs, how often, and whether it has a tied parameter."""
+    shared = any(parameter.name in tied for parameter in stage.parameters)
+    return tuple((id(unit.link.programs), unit.layers) for unit in stage.units), shared
+
+
 class _Run:
     """One resolved run on its way to a prediction."""
 
@@ -198,9 +204,14 @@ class _Run:
         self.peers = "+".join(name for name, _ in self.grid.axes if name in dict(config.layout.tensor.axes))
         names = [{parameter.name for parameter in stage.parameters} for stage in stages]
         tied = names[0] & names[-1] if len(stages) > 1 else set()
-        self.buckets = [
-            planner._buckets.of(config, self.rank(stage), own.parameters, tied) for stage, own in enumerate(stages)
-        ]
+        first: dict[Hashable, int] = {}
+        self.like = [first.setdefault(_work(own, tied), stage) for stage, own in enumerate(stages)]
+        """Of each stage the first one that does and holds the same."""
+        self.buckets = {
+            stage: planner._buckets.of(config, self.rank(stage), stages[stage].parameters, tied)
+            for stage in first.values()
+        }
+        self.costs: dict[tuple[int, Kind, int], Cost] = {}
 
     def rank(self, stage: int) -> int:
         """The first of a stage's."""
@@ -214,15 +225,17 @@ class _Run:
         passes = self.passes()
         device = self.cluster.device
         memory = tuple(
-            memory_of(config, own, peak.beside(self.posted_bytes(stage)), device.reserved)
-            for own, peak, stage in zip(self.buckets, passes.peaks, self.stages, strict=True)
+            memory_of(config, self.buckets[like], peak.beside(self.posted_bytes(stage)), device.reserved)
+            for like, peak, stage in zip(self.like, passes.peaks, self.stages, strict=True)
         )
         streams = config.memory.offload.to != "none" and config.optimizer.clip is None
         streams = streams and config.precision.dtype != "fp16"  # whose loss scale waits for the norm
-        sums = [self.sums(stage) for stage in range(len(self.stages))]
-        step = finish(passes, sums, self.norm(), streams=streams, overlaps=self.wires.overlaps)
+        sums = {stage: self.sums(stage) for stage in self.buckets}
+        step = finish(
+            passes, [sums[like] for like in self.like], self.norm(), streams=streams, overlaps=self.wires.overlaps
+        )
         traffic = tuple(self.traffic(stage) for stage in range(len(self.stages)))
-        flops = max(self.flops(stage) for stage in self.stages)
+        flops = max(self.flops(self.stages[stage]) for stage in self.buckets)
         return Prediction(config, self.cluster, step.seconds, step.phases, memory, traffic, step.timeline, flops)
 
     def passes(self) -> Passes:
@@ -240,8 +253,11 @@ class _Run:
 
     def cost(self, stage: int, kind: Kind, which: int) -> Cost:
         """Of a task, with what its ranks tell each other before it (pipeline.agreed)."""
-        cost = self.stages[stage].cost(kind, which, self.seconds)
-        return Cost(self.tell() + cost.seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
+        key = self.like[stage], kind, which
+        if key not in self.costs:
+            cost = self.stages[stage].cost(kind, which, self.seconds)
+            self.costs[key] = Cost(self.tell() + cost.seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
+        return self.costs[key]
 
     def tell(self) -> float:
         """Seconds until a stage's ranks agree on a task."""
@@ -307,7 +323,7 @@ class _Run:
             told = Traffic(tasks, sent)
             told.by_peer[0] = Traffic(tasks, sent)
             include(total, {(self.peers, "broadcast"): told})
-        for bucket in self.buckets[stage]:
+        for bucket in self.buckets[self.like[stage]]:
             include(total, bucket.reduce.traffic)
             include(total, bucket.publish.traffic)
         return total

@@ -33,19 +33,25 @@ for each. Its first microbatch gathers weights, so that of it a second one is re
 
 @dataclass(frozen=True)
 class Rough:
-    """Of a link: seconds forward and backward (all of it), and what a forward pass keeps."""
+    """Of a link: seconds forward, backward, and of a backward pass that leaves weight gradients for later, when nothing
+    is sent under them; of these; what a forward pass keeps, what it gives to the next; whether it is a layer."""
 
     forward: float
     backward: float
+    inputs: float
+    weights: float
     kept_bytes: float
+    outgoing_bytes: int
+    layer: bool
 
 
 @dataclass(frozen=True)
 class _Tasks:
-    """Of a link: the programs of the places of a step, and what a forward pass keeps."""
+    """Of a link: the programs of the places of a step, what a forward pass keeps, what it gives to the next."""
 
     programs: dict[Kind, tuple[Program, ...]]
     kept_bytes: float
+    outgoing_bytes: int
 
 
 class Scaled:
@@ -56,6 +62,7 @@ class Scaled:
         self._links: dict[Hashable, dict[int, tuple[Link, Link]]] = {}
         self._tasks: dict[Hashable, tuple[Pace, dict[int, _Tasks]]] = {}
         self._rough: dict[Hashable, dict[int, Rough]] = {}
+        self._shares: dict[Hashable, float] = {}
 
     def links(self, config: Config) -> dict[int, Rough]:
         """The beginning under -1, the first of each layers that are alike, the end under their number."""
@@ -63,12 +70,30 @@ class Scaled:
         if key not in self._rough:
             wires = self.planner.wires(config)
             pace, links = self._tasks_of(config)
-            self._rough[key] = {place: _rough(pace, wires, tasks) for place, tasks in links.items()}
+            ends = -1, config.model.num_blocks
+            self._rough[key] = {
+                place: _rough(pace, wires, tasks, layer=place not in ends) for place, tasks in links.items()
+            }
         return self._rough[key]
 
-    def strides(self, config: Config) -> Hashable:
-        """How far apart the ranks are that share a layer."""
-        axes, names = config.layout.axes, {name for name, _ in config.layout.tensor.axes}
+    def kept_share(self, config: Config) -> float:
+        """The part of what the first layer keeps that it keeps where attention is computed again."""
+        tensor = config.layout.tensor
+        if tensor not in self._shares:
+            alone = _alone(config, SIZES[0] * smallest(config))
+            again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
+            recordings, device, layer = self.planner.recordings, self.planner.cluster.device, range(1)
+            forms = recordings.link(alone, device, Stretch(range(0), True, False), ()).outgoing
+            kept = [
+                recordings.link(one, device, Stretch(layer, False, False), forms).programs[Kind.FORWARD][-1].kept_bytes
+                for one in (alone, again)
+            ]
+            self._shares[tensor] = kept[1] / kept[0]
+        return self._shares[tensor]
+
+    def strides(self, config: Config, *more: str) -> Hashable:
+        """How far apart the ranks are that share a layer, and those on more axes."""
+        axes, names = config.layout.axes, {*(name for name, _ in config.layout.tensor.axes), *more}
         return tuple(
             (name, size, math.prod(after for _, after in axes[index + 1 :]))
             for index, (name, size) in enumerate(axes)
@@ -114,14 +139,22 @@ def _scaled(small: Link, large: Link, share: float) -> _Tasks:
         for kind in (Kind.FORWARD, Kind.BACKWARD)
     }
     kept = [link.programs[Kind.FORWARD][-1].kept_bytes for link in (small, large)]
-    return _Tasks(programs, max(0.0, kept[0] + share * (kept[1] - kept[0])))
-
-
-def _rough(pace: Pace, wires: Wires, tasks: _Tasks) -> Rough:
-    forward, backward = (
-        min(pace.seconds(program, wires) for program in tasks.programs[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD)
+    given = [sum(form.size_bytes for form in link.outgoing) for link in (small, large)]
+    return _Tasks(
+        programs, max(0.0, kept[0] + share * (kept[1] - kept[0])), round(given[0] + share * (given[1] - given[0]))
     )
-    return Rough(forward, backward, tasks.kept_bytes)
+
+
+def _rough(pace: Pace, wires: Wires, tasks: _Tasks, *, layer: bool) -> Rough:
+    """Half of a backward pass's kernels are for weights."""
+    forward, backward = (
+        min((pace.seconds(program, wires), place) for place, program in enumerate(tasks.programs[kind]))
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
+    program = tasks.programs[Kind.BACKWARD][backward[1]]
+    weights = pace.computing(program) / 2
+    inputs = pace.apart(program, wires) - weights
+    return Rough(forward[0], backward[0], inputs, weights, tasks.kept_bytes, tasks.outgoing_bytes, layer)
 
 
 def smallest(config: Config) -> int:

@@ -1,17 +1,18 @@
 """The search: of all legal layouts the fastest that fit, without predicting the others.
 
-| what is asked of a layout | from                                                            | it is out where      |
-|---------------------------|-----------------------------------------------------------------|----------------------|
-| what it holds anyhow      | parameters in buckets                                           | it does not fit      |
-| the least seconds         | products, the device's best, the bubble (bounds.py)             | the top K are faster |
-| the least of both         | tasks scaled from few recordings, the bubble, sums of gradients | either               |
-| the least of both         | recordings of its own (estimates.py)                            | either               |
-| its prediction            | the simulated step                                              | it does not fit      |
+| what is asked of a layout | from                                                         | it is out where      |
+|---------------------------|--------------------------------------------------------------|----------------------|
+| what it holds anyhow      | parameters in buckets                                        | it does not fit      |
+| the least seconds         | products, the device's best, the bubble (bounds.py)          | the top K are faster |
+| an estimate of the tasks  | those of two sizes, scaled; the bubble (estimates.py)        | the top K are faster |
+| an estimate of all        | that, and sums of gradients; what tasks keep                 | either               |
+| the memory, again         | recordings of its own                                        | it does not fit      |
+| its prediction            | these, and the simulated step                                | it does not fit      |
 
-A layout that computes twice what it might keep waits until it is known whether the one that keeps it fits.
+A layout that computes twice, or moves, what it might keep comes after the one that keeps it: it is slower.
 
 Best first: the layout with the least bound is looked at one row further. When it is not below the K-th fastest
-prediction, nothing that is left can be.
+prediction, nothing that is left can be, as far as an estimate is no more than 1/SURE of the prediction (estimates.py).
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ class Models(Protocol):
     def glance(self, config: Config) -> float:
         """Seconds that a step takes at least, told from no recordings."""
 
-    def rough(self, config: Config) -> Least:
-        """What it holds and how long a step takes at least, told from few recordings."""
+    def line(self, config: Config) -> float:
+        """About how long its tasks take."""
 
-    def least(self, config: Config) -> Least:
-        """The same, from recordings of its own."""
+    def rough(self, config: Config) -> Least:
+        """About what it holds and how long a step takes at least, told from few recordings."""
+
+    def least_memory(self, config: Config) -> Memory:
+        """What it holds at least, of recordings of its own."""
 
     def predict(self, config: Config) -> Prediction: ...
 
@@ -136,7 +140,7 @@ def search(
 
 
 class _Hunt:
-    """A search under way. `queue`: a bound, a number that no two share, the rung of the ladder, the layout."""
+    """A search under way. `queue`: a bound, a number that no two share, the row that it has come to, the layout."""
 
     def __init__(self, job: Job, top: int, models: Models, report: Report) -> None:
         self.job, self.top, self.models, self.report = job, top, models, report
@@ -144,9 +148,8 @@ class _Hunt:
         self.kinds: set[str] = set()
         self.best: list[Prediction] = []
         self.queue: list[tuple[float, int, int, Config]] = []
-        self.ladder = (models.rough, models.least)
+        self.left = self.queue
         self.fitting: set[Config | None] = set()
-        self.bounds: dict[Config | None, float] = {}
         self.fastest: dict[str, Prediction] = {}
         self.closest: dict[str, Loser] = {}
 
@@ -177,7 +180,8 @@ class _Hunt:
 
     def losers(self) -> tuple[Loser, ...]:
         """Of each strategy but the fastest's."""
-        seen = {strategy_of(config) for *_, config in self.queue} | self.fastest.keys() | self.closest.keys()
+        self.left = self.queue
+        seen = {strategy_of(config) for *_, config in self.left} | self.fastest.keys() | self.closest.keys()
         return tuple(self._loser(strategy) for strategy in sorted(seen - {strategy_of(self.best[0].config)}))
 
     def nothing_fits(self) -> ConfigError:
@@ -192,20 +196,21 @@ class _Hunt:
         )
         return ConfigError.of("--cluster", self.job.cluster.name, rule, "more --devices, or a smaller model")
 
-    def _look(self, bound: float, number: int, rung: int, config: Config) -> None:
+    def _look(self, bound: float, number: int, row: int, config: Config) -> None:
         """One row further in the table."""
-        keeping = _keeping(config)
-        if keeping in self.fitting:
-            self.dominated += 1
-        elif (later := self.bounds.get(keeping, 0.0)) > bound:  # what holds for it holds for one that recomputes
-            heapq.heappush(self.queue, (later, number, rung, config))
-        elif rung == len(self.ladder):
-            self._predict(config)
-        else:
-            least = self.ladder[rung](config)
+        if row == 0:
+            self._wait(self.models.line(config), bound, number, row, config)
+        elif row == 1:
+            least = self.models.rough(config)
             if self._has_room(config, least.memory):
-                self.bounds[config] = max(bound, least.seconds)
-                heapq.heappush(self.queue, (self.bounds[config], number, rung + 1, config))
+                self._wait(least.seconds, bound, number, row, config)
+        elif _keeping(config) in self.fitting:
+            self.dominated += 1
+        elif self._has_room(config, self.models.least_memory(config)):
+            self._predict(config)
+
+    def _wait(self, seconds: float, bound: float, number: int, row: int, config: Config) -> None:
+        heapq.heappush(self.queue, (max(bound, seconds), number, row + 1, config))
 
     def _has_room(self, config: Config, memory: Memory) -> bool:
         if memory.total <= self.job.cluster.device.memory:
@@ -233,11 +238,12 @@ class _Hunt:
 
     def _loser(self, strategy: str) -> Loser:
         """A strategy's fastest; where none has been predicted, the first that fits of those with the least bounds."""
-        mine = sorted(entry for entry in self.queue if strategy_of(entry[-1]) == strategy)
-        for *_, config in mine[:LOOKS]:
-            if strategy in self.fastest:
-                break
-            self._predict(config)
+        self.queue = [entry for entry in self.left if strategy_of(entry[-1]) == strategy]
+        heapq.heapify(self.queue)
+        looks = 0
+        while self.queue and strategy not in self.fastest and (looks < LOOKS or strategy not in self.closest):
+            looks += self.queue[0][2] == 2
+            self._look(*heapq.heappop(self.queue))
         if strategy not in self.fastest:
             return self.closest[strategy]
         prediction = self.fastest[strategy]
@@ -246,13 +252,17 @@ class _Hunt:
 
 
 def _keeping(config: Config) -> Config | None:
-    """The layout that keeps what this one computes twice: it is faster. Not so where a stage holds as many microbatches
-    as memory allows."""
+    """The layout that keeps what this one computes twice, or moves to and fro: it is faster. Not so where a stage holds
+    as many microbatches as memory allows."""
     pipeline, memory = config.layout.pipeline, config.memory
-    holds_all = pipeline.size > 1 and pipeline.schedule == "message-driven" and pipeline.limit == "auto"
-    if memory.recompute == "none" or holds_all:
+    if pipeline.size > 1 and pipeline.schedule == "message-driven" and pipeline.limit == "auto":
         return None
-    return config.model_copy(update={"memory": memory.model_copy(update={"recompute": "none"})})
+    if memory.offload.to != "none":
+        offload = memory.offload.model_copy(update={"to": "none"})
+        return config.model_copy(update={"memory": memory.model_copy(update={"offload": offload})})
+    if memory.recompute != "none":
+        return config.model_copy(update={"memory": memory.model_copy(update={"recompute": "none"})})
+    return None
 
 
 def _lack(loser: Loser) -> tuple[bool, int]:

@@ -8,7 +8,7 @@
 | layout.order               | orders of data, pipe and the tensor section's axes that put others together on a node  |
 | batch.micro                | divisors of a replica's samples                                                        |
 | layout.pipeline.schedule   | all four; without stages the run's                                                     |
-| layout.pipeline.limit      | auto; message-driven: 2p too, where there are more microbatches                        |
+| layout.pipeline.limit      | auto; message-driven: 2p, p                                                            |
 | memory.recompute           | none, selective, auto                                                                  |
 | memory.offload.to          | none, host                                                                             |
 | layout.data.sync           | allreduce; zero1 where gradients are summed at all                                     |
@@ -224,11 +224,12 @@ def _schedules(config: Config, job: Job) -> tuple[str, ...]:
     return ("message-driven", "1f1b", "gpipe", "axonn") if pipeline.size > 1 else (pipeline.schedule,)
 
 
-def _limits(config: Config, job: Job) -> Iterator[int | str]:
-    pipeline = config.layout.pipeline
-    yield "auto"
-    if pipeline.size > 1 and pipeline.schedule == "message-driven" and config.num_microbatches > 2 * pipeline.size:
-        yield 2 * pipeline.size
+def _limits(config: Config, job: Job) -> list[int | str]:
+    """Of a message-driven pipeline one round through the stages, and two; numbers, where a run would ask its memory."""
+    stages, count = config.layout.pipeline.size, config.num_microbatches
+    if stages == 1 or config.layout.pipeline.schedule != "message-driven":
+        return ["auto"]
+    return sorted({min(stages, count), min(2 * stages, count)}, reverse=True)
 
 
 def _syncs(config: Config, job: Job) -> tuple[str, ...]:

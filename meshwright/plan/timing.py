@@ -27,10 +27,21 @@ class Pace:
 
     def seconds(self, program: Program, wires: Wires) -> float:
         """Of a program from its beginning to its last kernel or wait."""
+        return self._played(program, wires, wires.overlaps)
+
+    def apart(self, program: Program, wires: Wires) -> float:
+        """The same where nothing is sent under kernels."""
+        return self._played(program, wires, 0.0)
+
+    def computing(self, program: Program) -> float:
+        """Its kernels alone."""
+        return sum(step for step in self._condensed(program) if isinstance(step, float))
+
+    def _played(self, program: Program, wires: Wires, overlaps: float) -> float:
         return play(
             self._condensed(program),
             lambda start: start.times * wires.collective(start.axes, start.verb, start.payload_bytes),
-            wires.overlaps,
+            overlaps,
             self.kernels.gain(self.kernels.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
         )
 
