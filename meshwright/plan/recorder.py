@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.comm import Work
 from meshwright.ledger import Ledger, Traffic
@@ -94,14 +93,14 @@ class Recorder(TorchDispatchMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = op(*args, **(kwargs or {}))
-        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = list(_tensors((result,)))
+        given = [*_tensors(args), *_tensors(kwargs.values() if kwargs else ())]
         given_storages = {x.untyped_storage()._cdata for x in given}
         new = [x for x in made if x.untyped_storage()._cdata not in given_storages]
         for x in new:
             self._follow(x)
-        name = op._schema.name.removeprefix("aten::")
-        if name not in NOTHING and (new or op._schema.is_mutable or not made):
+        name, mutates = _facts(op)
+        if name not in NOTHING and (new or mutates or not made):
             self._events.append(_kernel(name, args, given, made, self._ledger.times))
         return result
 
@@ -187,6 +186,21 @@ class AsOnDevice(TorchFunctionMode):
             query, key, value, bias, keeps, dropout_p, is_causal, scale=scale
         )[0]
         return efficient
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among an operation's arguments or results, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+@cache
+def _facts(op: Any) -> tuple[str, bool]:
+    """An operation's name, and whether it writes to what it is given."""
+    return op._schema.name.removeprefix("aten::"), op._schema.is_mutable
 
 
 def _kernel(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor], times: int) -> Kernel:
