@@ -81,16 +81,17 @@ def everything(run: Config, devices: int) -> Iterator[Config]:
 def _schedules(pipe: int) -> list[tuple[str, Any]]:
     if pipe == 1:
         return [("message-driven", "auto")]
-    return [("message-driven", "auto"), ("message-driven", 2 * pipe), ("1f1b", "auto"), ("gpipe", "auto"),
-            ("axonn", "auto")]  # fmt: skip
+    limits: list[tuple[str, Any]] = [("message-driven", limit) for limit in range(1, 2 * pipe + 1)]
+    return [*limits, ("1f1b", "auto"), ("gpipe", "auto"), ("axonn", "auto")]
 
 
 def has_an_effect(config: Config) -> bool:
-    """A limit above what there is, and shards of what nobody sums, say nothing."""
+    """Rounds through the stages that are cut short by the number of microbatches; shards of what somebody sums."""
     sizes = dict(config.layout.axes)
     summed = any(sizes[axis] > 1 for axis in config.layout.token_axes)
-    limit = config.layout.pipeline.limit
-    return (limit == "auto" or config.num_microbatches > limit) and (summed or config.layout.data.sync == "allreduce")
+    limit, stages, count = config.layout.pipeline.limit, config.layout.pipeline.size, config.num_microbatches
+    rounds = limit == "auto" or limit in (min(stages, count), min(2 * stages, count))
+    return rounds and (summed or config.layout.data.sync == "allreduce")
 
 
 def together(config: Config) -> set[frozenset[tuple[tuple[str, int], ...]]]:
