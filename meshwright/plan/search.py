@@ -17,9 +17,11 @@ prediction, nothing that is left can be, as far as an estimate is no more than 1
 
 from __future__ import annotations
 
+import gc
 import heapq
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -128,15 +130,28 @@ def search(
     job = Job(config, cluster, devices, frozenset(fixed))
     hunt = _Hunt(job, top, models or Estimates(cluster), report)
     refused: dict[str, Problem] = {}
-    hunt.gather(layout for layout in legal_layouts(job, refused) if keep(layout.layout))
-    if not hunt.legal:
-        raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *refused.values()])
-    hunt.run()
-    if not hunt.best:
-        raise hunt.nothing_fits()
-    losers = hunt.losers()
+    with _uncollected():
+        hunt.gather(layout for layout in legal_layouts(job, refused) if keep(layout.layout))
+        if not hunt.legal:
+            raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *refused.values()])
+        hunt.run()
+        if not hunt.best:
+            raise hunt.nothing_fits()
+        losers = hunt.losers()
     absent = {kind: problem for kind, problem in refused.items() if kind not in hunt.kinds}
     return Found(job, tuple(hunt.best), losers, absent, hunt.counts)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's search for cycles, which would go through a hundred thousand layouts again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Hunt:

@@ -82,7 +82,8 @@ def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = 
     """All microbatches of a step. `costs`: while all stages are at work; `pace`: how much faster fewer of them are."""
     stages, count = config.layout.pipeline.size, config.num_microbatches
     rule = rule_of(config)
-    most = max(MOST_TASKS // (stages * (3 if splits(config) else 2)), 4 * _depth(rule, stages, count) + 4)
+    kinds, rounds = (3, 4) if splits(config) else (2, 2)  # where weight gradients fill waits, it takes longer
+    most = max(MOST_TASKS // (stages * kinds), rounds * _depth(rule, stages, count) + 4)
     if count <= most:
         return _run(rule, stages, count, count, costs, latency, pace)
     fewer = 3 * most // 4  # both are long enough to have come to the middle
