@@ -26,9 +26,10 @@ from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.task import Kind
 from meshwright.plan.bounds import least_seconds
 from meshwright.plan.cluster import Cluster
-from meshwright.plan.memory import Memory, memory_of
-from meshwright.plan.predict import Planner, Prediction, _Run
+from meshwright.plan.memory import Memory, memory_of, streams
+from meshwright.plan.predict import Planner, Prediction
 from meshwright.plan.recordings import Parameter, splits
+from meshwright.plan.run import Run
 from meshwright.plan.scaled import Rough, Scaled
 from meshwright.plan.stage import StagePlan
 from meshwright.plan.step import Peak, rule_of
@@ -71,11 +72,6 @@ class _Way:
     activation_bytes: float
 
 
-def streams(config: Config) -> bool:
-    """Whether an optimizer steps each bucket as it comes; fp16's loss scale waits for the norm."""
-    return config.memory.offload.to != "none" and config.optimizer.clip is None and config.precision.dtype != "fp16"
-
-
 class Estimates:
     """For layouts of one run on one cluster; remembers what they have in common."""
 
@@ -96,10 +92,10 @@ class Estimates:
         first time."""
         config = self.planner.resolved(config)
         stages = self.planner.stages(config)
-        run = _Run(self.planner, config, stages)
+        run = Run(self.planner, config, stages)
         return max((self._least_memory(run, stage) for stage in run.buckets), key=lambda memory: memory.total)
 
-    def _least_memory(self, run: _Run, stage: int) -> Memory:
+    def _least_memory(self, run: Run, stage: int) -> Memory:
         forward, backward = (run.cost(stage, kind, 0) for kind in (Kind.FORWARD, Kind.BACKWARD))
         live = _flying(run.config, stage, len(run.stages)) * forward.kept_bytes
         peak = Peak(live, max(live - forward.kept_bytes + forward.peak_bytes, live + backward.peak_bytes))
@@ -194,7 +190,7 @@ class Estimates:
         weights = sum(parameter.num_elements * parameter.dtype.itemsize for parameter in parameters)
         if 2 * weights + device.reserved > device.memory:
             return stage, Memory(weights, weights, 0, 0, 0, device.reserved)
-        buckets = self.planner._buckets.of(config, 0, parameters, set())
+        buckets = self.planner.buckets.of(config, 0, parameters, set())
         return stage, memory_of(config, buckets, NOTHING, device.reserved)
 
     def _rest_of(self, config: Config) -> _Rest:
@@ -203,7 +199,7 @@ class Estimates:
         if key not in self._rests:
             _, parameters = self._parameters_of_fullest(config)
             stage = StagePlan(Stretch(range(0), False, False), (), tuple(parameters), (), ())
-            run = _Run(self.planner, config, [stage])
+            run = Run(self.planner, config, [stage])
             sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
             self._rests[key] = _Rest(
                 sum(one.reduce for one in sums),

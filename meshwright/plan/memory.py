@@ -45,6 +45,13 @@ class Memory:
         return self.weights + self.gradients + self.states + self.framework
 
 
+def streams(config: Config) -> bool:
+    """Whether an optimizer steps each bucket as it comes: an offloaded one that does not wait for the norm, as clipping
+    and fp16's loss scale do."""
+    waits = config.optimizer.clip is not None or config.precision.dtype == "fp16"
+    return config.memory.offload.to != "none" and not waits
+
+
 def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, framework_bytes: int) -> Memory:
     """Of a rank with these buckets, whose tasks hold so much at most."""
     held = sum(bucket.size_bytes for bucket in buckets)

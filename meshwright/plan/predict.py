@@ -12,30 +12,25 @@ from dataclasses import dataclass, field
 from meshwright.build import SCHEDULES
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.grid import PIPE, Grid
+from meshwright.grid import Grid
 from meshwright.ledger import Traffic
-from meshwright.mailbox import AHEAD, FURTHER
 from meshwright.model import Stretch
-from meshwright.pipeline.clock import undisturbed
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.schedule import MESSAGE_DRIVEN
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Kind
 from meshwright.plan.cluster import Backend, Cluster
 from meshwright.plan.kernels import Kernels
-from meshwright.plan.memory import Memory, memory_of, moved_bytes, touched_bytes
-from meshwright.plan.program import Kernel, Program
-from meshwright.plan.recordings import Parameter, Recordings, splits
-from meshwright.plan.stage import Cost, Sent, StagePlan, include, microbatch_places, plan_stretches
-from meshwright.plan.step import Passes, Sum, finish, run_passes
-from meshwright.plan.synchronising import Buckets, PlannedBucket, share_program
+from meshwright.plan.memory import Memory
+from meshwright.plan.recordings import Parameter, Recordings
+from meshwright.plan.run import Run
+from meshwright.plan.stage import StagePlan, plan_stretches
+from meshwright.plan.step import Passes
+from meshwright.plan.synchronising import Buckets
 from meshwright.plan.timing import Pace
 from meshwright.plan.wires import Wires
 from meshwright.stages import shared_work
 from meshwright.tensor.gathered import choose_form
-
-MESSAGE = "message"
-"""The mailboxes' verb in the ledger."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +64,10 @@ class Planner:
 
     cluster: Cluster
     recordings: Recordings = field(default_factory=Recordings)
-    _buckets: Buckets = field(default_factory=Buckets)
+    buckets: Buckets = field(default_factory=Buckets)
     _paces: dict[int, Pace] = field(default_factory=dict)
     _partitions: dict[tuple[object, int], tuple[int, ...]] = field(default_factory=dict)
-    _passes: dict[Hashable, Passes] = field(default_factory=dict)
+    passes: dict[Hashable, Passes] = field(default_factory=dict)
     _wires: dict[tuple[Backend, tuple[tuple[str, int], ...]], Wires] = field(default_factory=dict)
 
     def predict(self, config: Config) -> Prediction:
@@ -80,7 +75,13 @@ class Planner:
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
         check(config)
         config = self.resolved(config)
-        return _Run(self, config, self.stages(config)).prediction()
+        run = Run(self, config, self.stages(config))
+        passes = run.passes()
+        step = run.step(passes)
+        traffic = tuple(run.traffic(stage) for stage in range(len(run.stages)))
+        return Prediction(
+            config, self.cluster, step.seconds, step.phases, run.memory(passes), traffic, step.timeline, run.most_flops
+        )
 
     def pace(self, config: Config) -> Pace:
         ranks = min(config.layout.world_size, self.cluster.devices_per_node)
@@ -183,154 +184,3 @@ def _blocks(parameters: Sequence[Parameter]) -> list[int]:
         for parameter in parameters
         if parameter.name.startswith("blocks.") and {"row", "col"} <= parameter.spec.axes
     ]
-
-
-def _work(stage: StagePlan, tied: set[str]) -> Hashable:
-    """What tells a stage's work from another's: programs, how often, and whether it has a tied parameter."""
-    shared = any(parameter.name in tied for parameter in stage.parameters)
-    return tuple((id(unit.link.programs), unit.layers) for unit in stage.units), shared
-
-
-class _Run:
-    """One resolved run on its way to a prediction."""
-
-    def __init__(self, planner: Planner, config: Config, stages: list[StagePlan]) -> None:
-        self.config, self.cluster, self.stages = config, planner.cluster, stages
-        self.known_passes = planner._passes
-        self.grid = Grid(config.layout.axes)
-        self.wires = planner.wires(config)
-        self.pace = planner.pace(config)
-        self.kinds = (Kind.FORWARD, Kind.BACKWARD, *([Kind.WEIGHT] if splits(config) else []))
-        self.peers = "+".join(name for name, _ in self.grid.axes if name in dict(config.layout.tensor.axes))
-        names = [{parameter.name for parameter in stage.parameters} for stage in stages]
-        tied = names[0] & names[-1] if len(stages) > 1 else set()
-        first: dict[Hashable, int] = {}
-        self.like = [first.setdefault(_work(own, tied), stage) for stage, own in enumerate(stages)]
-        """Of each stage the first one that does and holds the same."""
-        self.buckets = {
-            stage: planner._buckets.of(config, self.rank(stage), stages[stage].parameters, tied)
-            for stage in first.values()
-        }
-        self.costs: dict[tuple[int, Kind, int], Cost] = {}
-
-    def rank(self, stage: int) -> int:
-        """The first of a stage's."""
-        return self.grid.rank(dict.fromkeys(self.grid.names, 0) | {PIPE: stage})
-
-    def seconds(self, program: Program) -> float:
-        return self.pace.seconds(program, self.wires)
-
-    def prediction(self) -> Prediction:
-        config = self.config
-        passes = self.passes()
-        device = self.cluster.device
-        memory = tuple(
-            memory_of(config, self.buckets[like], peak.beside(self.posted_bytes(stage)), device.reserved)
-            for like, peak, stage in zip(self.like, passes.peaks, self.stages, strict=True)
-        )
-        streams = config.memory.offload.to != "none" and config.optimizer.clip is None
-        streams = streams and config.precision.dtype != "fp16"  # whose loss scale waits for the norm
-        sums = {stage: self.sums(stage) for stage in self.buckets}
-        step = finish(
-            passes, [sums[like] for like in self.like], self.norm(), streams=streams, overlaps=self.wires.overlaps
-        )
-        traffic = tuple(self.traffic(stage) for stage in range(len(self.stages)))
-        flops = max(self.flops(self.stages[stage]) for stage in self.buckets)
-        return Prediction(config, self.cluster, step.seconds, step.phases, memory, traffic, step.timeline, flops)
-
-    def passes(self) -> Passes:
-        """The pipeline phase, which other ways to sum gradients and to keep states have in common."""
-        config, layout = self.config, self.config.layout
-        key = (
-            config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
-            config.num_microbatches, layout.tensor, layout.axes, layout.pipeline, layout.transport,
-        )  # fmt: skip
-        if key not in self.known_passes:
-            ranks, kernels = self.grid.world_size // len(self.stages), self.pace.kernels
-            pace = undisturbed if self.cluster.cores is None else lambda busy: kernels.gain(busy * ranks)
-            self.known_passes[key] = run_passes(config, self.cost, self.latency, pace)
-        return self.known_passes[key]
-
-    def cost(self, stage: int, kind: Kind, which: int) -> Cost:
-        """Of a task, with what its ranks tell each other before it (pipeline.agreed)."""
-        key = self.like[stage], kind, which
-        if key not in self.costs:
-            cost = self.stages[stage].cost(kind, which, self.seconds)
-            self.costs[key] = Cost(self.tell() + cost.seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
-        return self.costs[key]
-
-    def tell(self) -> float:
-        """Seconds until a stage's ranks agree on a task."""
-        return self.wires.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
-
-    @property
-    def agrees(self) -> bool:
-        return len(self.stages) > 1 and self.grid.size(*(self.peers.split("+") if self.peers else ())) > 1
-
-    def posted_bytes(self, stage: StagePlan) -> int:
-        """Of the messages that are waited for from both sides: their memory is there before they come (mailbox.py)."""
-        ahead = min(AHEAD[self.cluster.device.kind], self.config.num_microbatches)
-        return ahead * (stage.incoming_bytes + stage.outgoing_bytes)
-
-    def latency(self, start: int, end: int) -> float:
-        lower = min(start, end)
-        return self.wires.message(self.rank(start), self.rank(end), self.stages[lower].outgoing_bytes)
-
-    def norm(self) -> float:
-        """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
-        server deals them out, the pulse, the norm."""
-        world = "+".join(self.grid.names)
-        if self.grid.world_size == 1:
-            return 0.0
-        told = self.seconds(share_program(self.config))
-        return told + self.wires.collective(world, "all_reduce", 8) + self.wires.collective(world, "all_gather", 1024)
-
-    def sums(self, stage: int) -> list[Sum]:
-        plan, own = self.stages[stage], self.buckets[stage]
-        kind, last = self.kinds[-1], len(microbatch_places(self.config.num_microbatches)) - 1
-        passed = self.tell()
-        ready: dict[str, float] = {}
-        order = plan.units[::-1]
-        for unit, cost in zip(order, plan.costs(kind, last, self.seconds), strict=True):
-            passed += cost.seconds
-            ready |= dict.fromkeys(unit.names, passed)
-        return [self.sum(bucket, max(ready[name] for name in bucket.names)) for bucket in own]
-
-    def sum(self, bucket: PlannedBucket, ready: float) -> Sum:
-        device, config = self.cluster.device, self.config
-        rate = device.host_link if config.memory.offload.to == "host" else min(device.host_link, device.disk)
-        touched = touched_bytes(config, bucket)
-        kernel = Kernel("element", 0.0, touched, bucket.stepped_elements, "float32")
-        steps = self.pace.kernels.seconds(kernel) if touched else 0.0
-        reduce, publish = self.seconds(bucket.reduce), self.seconds(bucket.publish)
-        return Sum(ready, reduce, publish, steps, moved_bytes(config, bucket) / rate)
-
-    def traffic(self, stage: int) -> Sent:
-        plan, count = self.stages[stage], self.config.num_microbatches
-        total: Sent = {}
-        for which, times in enumerate(microbatch_places(count)):
-            for kind in self.kinds:
-                include(total, plan.sent(kind, which), times)
-        for side, size in (("after", plan.outgoing_bytes), ("before", plan.incoming_bytes)):
-            if size:
-                part = Traffic(count, count * size)
-                message = Traffic(count, count * size)
-                message.by_peer[FURTHER["after" if side == "after" else "before"]] = part
-                include(total, {(PIPE, MESSAGE): message})
-        if self.agrees:
-            tasks = count * len(self.kinds)
-            sent = tasks * 8 * (self.grid.size(*self.peers.split("+")) - 1)
-            told = Traffic(tasks, sent)
-            told.by_peer[0] = Traffic(tasks, sent)
-            include(total, {(self.peers, "broadcast"): told})
-        for bucket in self.buckets[self.like[stage]]:
-            include(total, bucket.reduce.traffic)
-            include(total, bucket.publish.traffic)
-        return total
-
-    def flops(self, plan: StagePlan) -> float:
-        return sum(
-            times * plan.cost(kind, which, lambda program: 0.0).flops
-            for which, times in enumerate(microbatch_places(self.config.num_microbatches))
-            for kind in self.kinds
-        )
