@@ -104,9 +104,9 @@ def plan(
 
     Example: meshwright plan run.yaml layout.data.sync=zero1 --cluster dgx-a100 --devices 64 --out best.yaml
     """
-    from meshwright.config import load_config
+    from meshwright.plan.auto import load_free
 
-    config = load_config(run, overrides or ())
+    config = load_free(run, overrides or ())
     from meshwright.plan.cluster import load_cluster
     from meshwright.plan.output import check_new, write_run, write_timeline
     from meshwright.plan.report import as_dict, render
@@ -148,9 +148,9 @@ def scale(
 
     Example: meshwright scale run.yaml --cluster dgx-a100 --devices 4,16,64,256 --mode weak --out out/weak
     """
-    from meshwright.config import load_config
+    from meshwright.plan.auto import load_free
 
-    config = load_config(run, overrides or ())
+    config = load_free(run, overrides or ())
     from meshwright.plan.cluster import load_cluster
     from meshwright.plan.output import check_new
     from meshwright.plan.scale import STRATEGIES, Question, Search, parse_devices, parse_mode, parse_strategies

@@ -10,10 +10,10 @@ import torch
 
 from meshwright.compare.layouts import Entry, from_files, told_apart
 from meshwright.compare.predicted import Foresight
-from meshwright.config import load_config
 from meshwright.data.progress import Progress, silent
 from meshwright.doctor import usable_cores
 from meshwright.errors import ConfigError
+from meshwright.plan.auto import load_free
 from meshwright.plan.space import fixed_fields
 
 
@@ -52,5 +52,5 @@ def entries_of(asked: Asked, foresight: Foresight, report: Progress = silent) ->
     if asked.top is None:
         return entries
     devices = asked.devices or torch.cuda.device_count() or usable_cores()
-    config = load_config(asked.run, asked.words)
+    config = load_free(asked.run, asked.words)
     return told_apart([*entries, *foresight.best(config, devices, asked.top, fixed_fields(asked.words), report)])

@@ -25,6 +25,7 @@ from typing import Any
 from meshwright.config import Config, parse_config
 from meshwright.config.load import read_yaml
 from meshwright.errors import ConfigError, Problem
+from meshwright.plan.auto import free_tree
 
 OWN = ("layout", "memory", "precision", "threads")
 """The sections that a layout may have of its own; and batch.micro."""
@@ -46,7 +47,7 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
 
     Raises ConfigError with every mistake of every file, each under its file's name.
     """
-    tree = read_yaml(run)
+    tree = free_tree(run)
     task = _task(task_of(run, overrides))
     entries: list[Entry] = []
     problems: list[Problem] = []
@@ -72,7 +73,7 @@ def from_planner(configs: Iterable[Config]) -> list[Entry]:
 
 def task_of(run: Path, overrides: Sequence[str]) -> Config:
     """The run without a layout: what all layouts compute. Raises ConfigError as load_config does."""
-    tree = {key: value for key, value in read_yaml(run).items() if key not in OWN}
+    tree = {key: value for key, value in free_tree(run).items() if key not in OWN}
     if isinstance(tree.get("batch"), dict):
         tree["batch"] = {key: value for key, value in tree["batch"].items() if key != "micro"}
     kept = [word for word in overrides if word.partition("=")[0].partition(".")[0] not in OWN]

@@ -60,6 +60,20 @@ def load_run(path: Path, overrides: Sequence[str] = (), bar: Bar = lambda: nullc
     return found.predictions[0].config
 
 
+def free_tree(path: Path) -> dict[str, Any]:
+    """A run file's keys, for who looks for layouts itself: `layout: auto` says nothing to it."""
+    tree = read_yaml(path)
+    if tree.get("layout") == AUTO:
+        del tree["layout"]
+        tree.pop("plan", None)
+    return tree
+
+
+def load_free(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """load_config of a free tree."""
+    return parse_config(free_tree(path), overrides)
+
+
 def _asked(section: Any) -> dict[str, Any]:
     """The `plan` section."""
     if not isinstance(section, dict):

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from meshwright.errors import ConfigError
-from meshwright.plan.auto import load_run
+from meshwright.plan.auto import load_free, load_run
 from tests.plan.test_search import TREE
 
 WORDS = ("memory.recompute=none", "memory.offload.to=none", "layout.tensor.kind=none", "layout.pipeline.size=1")
@@ -35,6 +35,12 @@ def test_the_launcher_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = run_file(tmp_path, layout="auto", plan={"cluster": "hal"})
     config = load_run(path, [*WORDS, "batch.micro=2"])
     assert (config.layout.world_size, config.layout.ranks_per_node) == (4, 2)
+
+
+def test_who_looks_for_a_layout_reads_the_rest(tmp_path: Path) -> None:
+    path = run_file(tmp_path, layout="auto", plan={"cluster": "hal"})
+    assert load_free(path, ["batch.micro=2"]).batch.micro == 2
+    assert load_free(path) == load_free(run_file(tmp_path))
 
 
 def test_another_layout_is_left_alone(tmp_path: Path) -> None:
