@@ -34,6 +34,9 @@ SIDES: tuple[Side, Side] = ("before", "after")
 FURTHER: dict[Side, int] = {"before": -1, "after": 1}
 """How many members of the axis further on a neighbour is."""
 
+MESSAGE = "message"
+"""The mailboxes' verb in the ledger."""
+
 HEADER_BYTES = 16
 ALIGNMENT_BYTES = 16
 AHEAD = {"cpu": 4, "cuda": 1}
@@ -176,7 +179,7 @@ class PackedMailbox(ABC):
         assert to in self.sides, f"axis {self.axis}: no neighbour {to}"
         buffer = self._new_buffer(to)
         self._packings[to].pack(buffer, self._epoch, index, tensors)
-        self.ledger.record(self.axis, "message", sum(size_bytes(x) for x in tensors), FURTHER[to])
+        self.ledger.record(self.axis, MESSAGE, sum(size_bytes(x) for x in tensors), FURTHER[to])
         self._dispatch(to, buffer)
 
     def poll(self) -> list[Message]:
@@ -283,7 +286,7 @@ class PlannedMailbox:
         return Message(side, index, tuple(tensors))
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
-        self.ledger.record(self.axis, "message", sum(size_bytes(x) for x in tensors), FURTHER[to])
+        self.ledger.record(self.axis, MESSAGE, sum(size_bytes(x) for x in tensors), FURTHER[to])
         if to == "after" and self._answers:
             self._come.append(self._message("after", index))
 

@@ -21,7 +21,7 @@ from meshwright.calibrate.fit import device_of, links_of, merged, rounded
 from meshwright.calibrate.kernels import measure_device
 from meshwright.calibrate.links import measure_links, measure_overlap, measure_turns
 from meshwright.calibrate.report import writer_of
-from meshwright.calibrate.timing import Effort, Points, Timer, meeting
+from meshwright.calibrate.timing import Effort, Timer, meeting
 from meshwright.data.progress import Progress, silent
 from meshwright.doctor import memory_bytes, usable_cores
 from meshwright.environment import Environment, rendezvous
@@ -133,6 +133,7 @@ class _Runs:
         folder = self.folder / str(self.done)
         folder.mkdir()
         arguments = {
+            "what": what,
             "out": str(folder),
             "disk": str(self.disk),
             "effort": asdict(self.effort),
@@ -140,15 +141,16 @@ class _Runs:
             "device": self.machine.kind,
             "overlap": ranks == min(self.machine.ranks, default=0),
         }
-        launch(Job(f"{__name__}:{what}_worker", arguments), ranks, backend, threads=1)
+        launch(Job(f"{__name__}:worker", arguments), ranks, backend, threads=1)
         self.done += 1
         return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def device_worker(
+def worker(
     environment: Environment,
     stop: StopRequest,
     *,
+    what: str,
     out: str,
     disk: str,
     effort: Mapping[str, Any],
@@ -156,39 +158,20 @@ def device_worker(
     device: str,
     overlap: bool,
 ) -> None:
-    """A rank that measures its device, beside the others of the machine."""
-    where = worker_device(device, environment)
-    asked = Effort(**effort)
-    with open_mesh(Grid((("data", environment.world_size),)), environment, transport, where, rendezvous()) as mesh:
-        timer = Timer(where, asked.point_seconds, meeting(mesh.world, where, stop))
-        points = measure_device(asked, timer, Path(disk))
-        memory = torch.cuda.get_device_properties(where).total_memory if device == "cuda" else 0
-        _leave(out, environment, {"points": points, "memory": memory})
-
-
-def links_worker(
-    environment: Environment,
-    stop: StopRequest,
-    *,
-    out: str,
-    disk: str,
-    effort: Mapping[str, Any],
-    transport: str,
-    device: str,
-    overlap: bool,
-) -> None:
-    """A rank that measures the links to the others."""
-    where = worker_device(device, environment)
-    asked = Effort(**effort)
+    """A rank that measures its device beside the others of the machine, or the links to them."""
+    where, asked = worker_device(device, environment), Effort(**effort)
     with open_mesh(Grid(((PIPE, environment.world_size),)), environment, transport, where, rendezvous()) as mesh:
-        points: Mapping[str, Points] = measure_links(asked, mesh, stop)
-        overlaps = measure_overlap(asked, mesh, stop) if overlap else None
-        turns = measure_turns(asked, mesh, stop) if device == "cpu" else None
-        _leave(out, environment, {"points": points, "overlaps": overlaps, "turns": turns})
-
-
-def _leave(out: str, environment: Environment, found: Mapping[str, object]) -> None:
-    Path(out, f"rank-{environment.rank}.json").write_text(json.dumps(found))
+        if what == "device":
+            timer = Timer(where, asked.point_seconds, meeting(mesh.world, where, stop))
+            memory = torch.cuda.get_device_properties(where).total_memory if device == "cuda" else 0
+            found: dict[str, Any] = {"points": measure_device(asked, timer, Path(disk)), "memory": memory}
+        else:
+            found = {
+                "points": measure_links(asked, mesh, stop),
+                "overlaps": measure_overlap(asked, mesh, stop) if overlap else None,
+                "turns": measure_turns(asked, mesh, stop) if device == "cpu" else None,
+            }
+        Path(out, f"rank-{environment.rank}.json").write_text(json.dumps(found))
 
 
 def source_of(machine: Machine) -> str:

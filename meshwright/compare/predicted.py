@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict
-from pathlib import Path
 
 from meshwright.compare.layouts import Entry, from_planner
 from meshwright.compare.result import Predicted, StagePrediction
 from meshwright.config import Config
 from meshwright.data.progress import Progress, silent
 from meshwright.errors import ConfigError
-from meshwright.plan.cluster import Cluster, load_cluster
+from meshwright.plan.cluster import CALIBRATED, Cluster, load_cluster
 from meshwright.plan.predict import Planner, Prediction
 from meshwright.plan.search import search
-
-CALIBRATED = Path("cluster.yaml")
-"""Where `meshwright calibrate` writes what it has measured, unless it is told otherwise."""
 
 NO_CLUSTER = f"Nothing was predicted: no --cluster, and no {CALIBRATED} here, which `meshwright calibrate` writes."
 

@@ -22,10 +22,9 @@ from meshwright.config.load import read_yaml
 from meshwright.data.progress import Progress as Report
 from meshwright.data.progress import silent
 from meshwright.errors import ConfigError
+from meshwright.plan.cluster import CALIBRATED
 
 AUTO = "auto"
-CALIBRATED = Path("cluster.yaml")
-"""What `meshwright calibrate` writes."""
 KEYS = ("cluster", "devices")
 
 Bar = Callable[[], AbstractContextManager[Report]]

@@ -17,6 +17,9 @@ from meshwright.config.messages import problems_of
 from meshwright.config.section import Positive, Section, Size
 from meshwright.errors import ConfigError
 
+CALIBRATED = Path("cluster.yaml")
+"""Where `meshwright calibrate` writes what it has measured, unless it is told otherwise."""
+
 Seconds = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 

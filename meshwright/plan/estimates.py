@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from meshwright.build import build_kit, build_model, recomputed_group
 from meshwright.config import Config
 from meshwright.grid import PIPE, Grid
-from meshwright.mesh import Mesh, planned_mesh
+from meshwright.mesh import planned_mesh
 from meshwright.model import Stretch
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.task import Kind
@@ -28,12 +28,11 @@ from meshwright.plan.bounds import least_seconds
 from meshwright.plan.cluster import Cluster
 from meshwright.plan.memory import Memory, memory_of, streams
 from meshwright.plan.predict import Planner, Prediction
-from meshwright.plan.recordings import Parameter, splits
+from meshwright.plan.recordings import Parameter, parameters_in, splits
 from meshwright.plan.run import Run
 from meshwright.plan.scaled import Rough, Scaled
 from meshwright.plan.stage import StagePlan
 from meshwright.plan.step import Peak, rule_of
-from meshwright.shard import shard_specs
 
 NOTHING = Peak(0, 0)
 
@@ -77,7 +76,7 @@ class Estimates:
 
     def __init__(self, cluster: Cluster) -> None:
         self.planner = Planner(cluster)
-        self._links: dict[Hashable, dict[int, list[Parameter]]] = {}
+        self._links: dict[Hashable, dict[int, tuple[Parameter, ...]]] = {}
         self._ways: dict[Hashable, _Way] = {}
         self._rests: dict[Hashable, _Rest] = {}
         self._held: dict[Hashable, tuple[int, Memory]] = {}
@@ -159,7 +158,7 @@ class Estimates:
         return stages
 
     def _kept_bytes(self, config: Config, stage: Sequence[Rough], num_layers: int) -> float:
-        """What a microbatch leaves on a stage, its layers after one link: of a group that is recomputed one input."""
+        """What a microbatch leaves on a stage of so many layers: of a group that is recomputed one input."""
         setting = config.memory.recompute
         if setting == "none":
             return sum(link.kept_bytes for link in stage)
@@ -198,7 +197,7 @@ class Estimates:
         key = layout.tensor, layout.axes, layout.data, self._partition(config), config.memory.offload
         if key not in self._rests:
             _, parameters = self._parameters_of_fullest(config)
-            stage = StagePlan(Stretch(range(0), False, False), (), tuple(parameters), (), ())
+            stage = StagePlan((), tuple(parameters), (), ())
             run = Run(self.planner, config, [stage])
             sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
             self._rests[key] = _Rest(
@@ -235,7 +234,7 @@ class Estimates:
             self._partitions[key] = self.planner.partition(config)
         return self._partitions[key]
 
-    def _parameters(self, config: Config) -> dict[int, list[Parameter]]:
+    def _parameters(self, config: Config) -> dict[int, tuple[Parameter, ...]]:
         """Of the first of each layers that are alike; of the beginning under -1, of the end under their number."""
         layout, count = config.layout, config.model.num_blocks
         if layout.tensor not in self._links:
@@ -245,7 +244,8 @@ class Estimates:
             stretches = {-1: Stretch(range(0), True, False), count: Stretch(range(0), False, True)}
             stretches |= {first: Stretch(range(first, first + 1), False, False) for first in firsts}
             self._links[layout.tensor] = {
-                place: _parameters_of(config, mesh, stretch) for place, stretch in stretches.items()
+                place: parameters_in(build_model(config, build_kit(config, mesh), mesh, stretch))
+                for place, stretch in stretches.items()
             }
         return self._links[layout.tensor]
 
@@ -277,14 +277,6 @@ class Line:
     def _ahead(self, seconds: list[float]) -> list[float]:
         """Until a message has come to each stage, through one task of each before it."""
         return list(accumulate((own + hop for own, hop in zip(seconds, self.hops, strict=False)), initial=0.0))
-
-
-def _parameters_of(config: Config, mesh: Mesh, stretch: Stretch) -> list[Parameter]:
-    model = build_model(config, build_kit(config, mesh), mesh, stretch)
-    specs = shard_specs(model)
-    return [
-        Parameter(name, parameter.numel(), parameter.dtype, specs[name]) for name, parameter in model.named_parameters()
-    ]
 
 
 def _flying(config: Config, stage: int, num_stages: int) -> int:

@@ -71,7 +71,7 @@ class Planner:
     _wires: dict[tuple[Backend, tuple[tuple[str, int], ...]], Wires] = field(default_factory=dict)
 
     def predict(self, config: Config) -> Prediction:
-        """Raises ConfigError for what cannot be planned: sync fsdp and the parameter servers, O1, a partition that is
+        """Raises ConfigError for what cannot be planned: sync fsdp and server-loss, O1, a partition that is
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
         check(config)
         config = self.resolved(config)

@@ -16,6 +16,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.build import SCHEDULES, build_kit, build_model, recompute_in
@@ -136,6 +137,14 @@ class Recordings:
         return self._links[key].moved(further)
 
 
+def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
+    """A link's, in the order of registration."""
+    specs = shard_specs(model)
+    return tuple(
+        Parameter(name, parameter.numel(), parameter.dtype, specs[name]) for name, parameter in model.named_parameters()
+    )
+
+
 def _what_matters(config: Config) -> tuple[Hashable, ...]:
     """All of a config that changes a link's programs."""
     layout, recompute = config.layout, config.memory.recompute
@@ -220,11 +229,8 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
             with recorder.program(mesh.ledger) as made:
                 stage.weights(index, final=index == count - 1)
             programs.setdefault(Kind.WEIGHT, []).append(replace(made(), leads=leads))
-    parameters = tuple(
-        Parameter(name, parameter.numel(), parameter.dtype, specs[name]) for name, parameter in model.named_parameters()
-    )
     made_by_kind = {kind: tuple(made) for kind, made in programs.items()}
-    return Link(made_by_kind, parameters, forms, output_bytes, holds_input, kept_input, kept_gradient)
+    return Link(made_by_kind, parameters_in(model), forms, output_bytes, holds_input, kept_input, kept_gradient)
 
 
 def _seeing(saved: set[int]) -> torch.autograd.graph.saved_tensors_hooks:

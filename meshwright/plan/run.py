@@ -10,8 +10,8 @@ from typing import Protocol
 
 from meshwright.config import Config
 from meshwright.grid import PIPE, Grid
-from meshwright.ledger import Traffic
-from meshwright.mailbox import AHEAD, FURTHER
+from meshwright.ledger import Ledger
+from meshwright.mailbox import AHEAD, FURTHER, MESSAGE, Side
 from meshwright.pipeline.clock import undisturbed
 from meshwright.pipeline.task import Kind
 from meshwright.plan.cluster import Cluster
@@ -23,9 +23,6 @@ from meshwright.plan.step import Passes, Step, Sum, finish, run_passes
 from meshwright.plan.synchronising import Buckets, PlannedBucket, share_program
 from meshwright.plan.timing import Pace
 from meshwright.plan.wires import Wires
-
-MESSAGE = "message"
-"""The mailboxes' verb in the ledger."""
 
 
 class Site(Protocol):
@@ -157,23 +154,22 @@ class Run:
         return Sum(ready, reduce, publish, steps, moved_bytes(config, bucket) / rate)
 
     def traffic(self, stage: int) -> Sent:
+        """What the stage's first rank sends in a step: its kit in tasks, messages, agreements, sums."""
         plan, count = self.stages[stage], self.config.num_microbatches
         total: Sent = {}
         for which, times in enumerate(microbatch_places(count)):
             for kind in self.kinds:
                 include(total, plan.sent(kind, which), times)
-        for side, size in (("after", plan.outgoing_bytes), ("before", plan.incoming_bytes)):
-            if size:
-                part = Traffic(count, count * size)
-                message = Traffic(count, count * size)
-                message.by_peer[FURTHER["after" if side == "after" else "before"]] = part
-                include(total, {(PIPE, MESSAGE): message})
+        ledger = Ledger()
+        sizes: dict[Side, int] = {"before": plan.incoming_bytes, "after": plan.outgoing_bytes}
+        with ledger.repeated(count):
+            for side, size in sizes.items():
+                if size:
+                    ledger.record(PIPE, MESSAGE, size, FURTHER[side])
         if self.agrees:
-            tasks = count * len(self.kinds)
-            sent = tasks * 8 * (self.grid.size(*self.peers.split("+")) - 1)
-            told = Traffic(tasks, sent)
-            told.by_peer[0] = Traffic(tasks, sent)
-            include(total, {(self.peers, "broadcast"): told})
+            with ledger.repeated(count * len(self.kinds)):
+                ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
+        include(total, ledger.traffic)
         for bucket in self.buckets[self.like[stage]]:
             include(total, bucket.reduce.traffic)
             include(total, bucket.publish.traffic)

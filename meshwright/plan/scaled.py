@@ -1,4 +1,4 @@
-"""Tasks of a microbatch of any size, from recordings of two sizes: good enough for a bound, and dear only twice.
+"""Tasks of a microbatch of any size, from recordings of two sizes: good enough for an estimate, and dear only twice.
 
 The operations of a link are the same whatever the microbatch's samples; each one's floating-point operations, bytes,
 elements and payload are those of its samples plus those of its weights, which two recordings tell apart. So are its

@@ -73,9 +73,9 @@ class Counts:
     unfit: int
     """With activations and all else they do not."""
     dominated: int
-    """The same layout fits without recomputing."""
+    """The same layout fits without recomputing or moving."""
     too_slow: int
-    """A bound says that they are not among the fastest."""
+    """A bound or an estimate says that they are not among the fastest."""
     predicted: int
 
 

@@ -99,7 +99,6 @@ class Unit:
 class StagePlan:
     """`units`: in the order of the forward pass; `incoming`: from the stage before."""
 
-    stretch: Stretch
     units: tuple[Unit, ...]
     parameters: tuple[Parameter, ...]
     incoming: Forms
@@ -161,7 +160,7 @@ def plan_stretches(
             units.append(unit)
             parameters |= {parameter.name: parameter for parameter in unit.parameters}
         held = sorted(parameters.values(), key=lambda parameter: order[parameter.name])
-        stages.append(StagePlan(stretch, tuple(units), tuple(held), incoming, () if stretch.last else forms))
+        stages.append(StagePlan(tuple(units), tuple(held), incoming, () if stretch.last else forms))
     return stages
 
 

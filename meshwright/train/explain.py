@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.grid import PIPE
+from meshwright.mailbox import MESSAGE
 from meshwright.model import Stretch
 from meshwright.pipeline.trace import write_trace
 from meshwright.report.timeline import draw_timelines
@@ -19,9 +20,6 @@ from meshwright.tensor.tesseract import TesseractLinear
 from meshwright.topology import Volume, total
 from meshwright.train.forecast import UNIT, Forecast, forecast
 from meshwright.train.plan import Plan, plan_every_stage, plan_step
-
-MESSAGE = "message"
-"""The mailboxes' verb in the ledger."""
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
