@@ -66,11 +66,12 @@ test: $(TESTABLE)
 test-long: $(TESTABLE)
 	$(BIN)/python -m pytest --long $(PYTEST_ARGS)
 
+# The quick checks first; then the tests by the README's own command, so that there is one list of them.
 check: $(TESTABLE)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory test
 
 validate: $(RUNNABLE)
 	$(BIN)/python -m validation

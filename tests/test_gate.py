@@ -1,0 +1,22 @@
+"""The gate: what CI runs is `make check`, and its tests are those of `make test`."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def commands(target: str) -> list[str]:
+    """What make would run for a target, without what installs."""
+    shown = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [line for line in shown.stdout.splitlines() if line.startswith(".venv/bin/") and " -m pip " not in line]
+
+
+def test_ci_checks_format_lint_types_and_then_tests() -> None:
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec make check"
+    *checks, tests = commands("check")
+    assert [check.split("/")[-1] for check in checks] == ["ruff format --check .", "ruff check .", "mypy"]
+    assert [tests] == commands("test")
+    assert "pytest" in tests
