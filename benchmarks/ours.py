@@ -76,7 +76,7 @@ def steps_of(parts: Parts) -> Step:
     config = parts.config
     rows_each = config.replica_batch
     steps = itertools.count()
-    parts.strategy.equalise()
+    parts.strategy.make_replicas_equal()
 
     def step() -> float:
         count = next(steps)

@@ -55,7 +55,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def count_sent(parts: Parts, train: Samples, samples: int) -> dict[tuple[str, str], tuple[int, int]]:
     """(calls, bytes) that this rank sends in one step, by axis and verb: passes, the gradients' sums, the weights'
-    publishing. Not the norm and the pulse, which a plan does not count either (plan/predict.py).
+    publishing. Not the norm and the step report, which a plan does not count either (plan/predict.py).
 
     It makes these parts of a step, with the labels' plain sum as loss, and leaves the gradients as they then are: call
     it last.

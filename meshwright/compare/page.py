@@ -189,6 +189,6 @@ def _method(made: Comparison) -> list[str]:
         "A step is the median over all rounds, by rank 0's clock, with the optimizer and without checkpoints.",
         "Peak: on a CPU the process's resident memory, with Python and torch in it; on a GPU what torch has allocated.",
         "Weights, gradients and states are the buckets and the optimizer of a stage's first rank, padding too. What is "
-        "sent is the ledger of its passes, gradient sums and published weights, without the norm and the pulse.",
+        "sent is the ledger of its passes, gradient sums and published weights, without the norm and the step report.",
         f"Losses are held against the first run of {made.measured[0].name}; of all differences the greatest counts.",
     ]

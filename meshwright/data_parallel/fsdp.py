@@ -35,7 +35,7 @@ class FullySharded:
         half: torch.dtype | None,
     ) -> None:
         self.mesh = mesh
-        self._differing = self._equalise(model)
+        self._differing = self._make_replicas_equal(model)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
         device_mesh = self._device_mesh()
         for unit in units:
@@ -95,7 +95,7 @@ class FullySharded:
         yield
         self.model.reshard()
 
-    def equalise(self) -> list[str]:
+    def make_replicas_equal(self) -> list[str]:
         """Compared before the weights were cut: afterwards no two ranks hold the same."""
         return self._differing
 
@@ -113,7 +113,7 @@ class FullySharded:
         elements = rows * (parameter.numel() // parameter.shape[0])
         return (size - 1) * elements * (element_bytes or parameter.element_size())
 
-    def _equalise(self, model: nn.Module) -> list[str]:
+    def _make_replicas_equal(self, model: nn.Module) -> list[str]:
         comm = self.mesh.comm("data")
         differing = []
         for name, parameter in model.named_parameters():

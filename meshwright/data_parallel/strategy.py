@@ -59,7 +59,7 @@ class Strategy(Protocol):
     def whole_weights(self) -> AbstractContextManager[None]:
         """While entered, the model's halves may be called by themselves, without gradients."""
 
-    def equalise(self) -> list[str]:
+    def make_replicas_equal(self) -> list[str]:
         """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
 
 
@@ -136,7 +136,7 @@ class Synchroniser:
     def whole_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def equalise(self) -> list[str]:
+    def make_replicas_equal(self) -> list[str]:
         differing = []
         for bucket in self.buckets:
             comm = self.mesh.comm(*bucket.copy_axes(self.mesh.grid))

@@ -100,7 +100,7 @@ class Optimizer:
         """The weights and the state tensors of slot `index`, each [n] like the slot, by name. Views, not copies."""
         return self.held.tensors(index)
 
-    def equalise(self) -> list[str]:
+    def make_replicas_equal(self) -> list[str]:
         """Compare, by hash, the states that replicas hold alike; broadcast the first's where they differ: which."""
         self.held.adopt()
         differing = []

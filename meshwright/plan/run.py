@@ -126,7 +126,7 @@ class Run:
 
     def norm(self) -> float:
         """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
-        server deals them out, the pulse, the norm."""
+        server deals them out, the step report, the norm."""
         world = "+".join(self.grid.names)
         if self.grid.world_size == 1:
             return 0.0

@@ -1,1 +1,1 @@
-"""The wheel that turns a run's parts: loop, pulse, metrics, and the entry function of a training worker."""
+"""The wheel that turns a run's parts: loop, step report, metrics, and the entry function of a training worker."""

@@ -136,7 +136,7 @@ def _traffic(plan: Plan) -> Table:
     """Calls; bytes and messages (topology.py), of these those to other nodes."""
     table = Table(
         "over", "verb", "calls", "MB", "to other nodes", "messages", "to other nodes",
-        title="What rank 0 sends in a step (without the norm and the pulse)",
+        title="What rank 0 sends in a step (without the norm and the step report)",
     )  # fmt: skip
     for (axis, verb), volume in sorted(plan.volumes.items()):
         table.add_row(axis, verb, f"{plan.traffic[axis, verb].calls:,}", *_cells(volume))

@@ -210,7 +210,7 @@ class _Run:
             display.say(f"removed a checkpoint that was never finished: {name}")
         if attempt:
             display.say(f"restart {attempt} of {self.config.restarts}")
-        for name in (*self.parts.strategy.equalise(), *self.parts.optimizer.equalise()):
+        for name in (*self.parts.strategy.make_replicas_equal(), *self.parts.optimizer.make_replicas_equal()):
             display.say(f"warning: {name} differed between replicas; rank 0's was given to all")
 
     def _validate(self, trainer: Trainer, line: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The wheel: one step after another until the last, a stop request, or an error.
 
-A step: backward passes of this replica's microbatches, one pulse, the optimizer as gradients arrive, publishing.
+A step: backward passes of this replica's microbatches, one step report, the optimizer as gradients arrive, publishing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.train.metrics import (
     work_of,
 )
 from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
-from meshwright.train.pulse import Beat, Pulse
+from meshwright.train.step_report import ReportExchange, StepReport
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Trainer:
         phases.begin(DATA_PARALLEL)
         arrivals: Iterable[int] = parts.strategy.arrivals()
         phases.pause()
-        pulse = Pulse.send(parts.mesh, self._beat(loss, following, stop))
+        exchange = ReportExchange.begin(parts.mesh, self._report(loss, following, stop))
         arrivals = phases.waiting(arrivals)
         if observe is not None:
             arrivals = list(arrivals)  # all are there
@@ -83,14 +83,14 @@ class Trainer:
         parts.strategy.publish()
         parts.kit.end_step()
         phases.pause()
-        beats = pulse.read()
-        replicas = [beats[rank].next_counts for rank in parts.mesh.grid.group(parts.mesh.rank, "data")]
+        reports = exchange.read()
+        replicas = [reports[rank].next_counts for rank in parts.mesh.grid.group(parts.mesh.rank, "data")]
         self._next = Loaded(following, [sum(counts) for counts in zip(*replicas, strict=True)])
         self.step += 1
         self._empty_cache()
         seconds = time.perf_counter() - started
         facts = StepFacts(self.step, result, scale, seconds, phases.seconds())
-        return metrics_line(facts, self.work, beats, parts.mesh.grid), any(beat.stop for beat in beats)
+        return metrics_line(facts, self.work, reports, parts.mesh.grid), any(report.stop for report in reports)
 
     @property
     def spans(self) -> list[Span]:
@@ -125,10 +125,10 @@ class Trainer:
 
         return self.parts.strategy.share(load, self.parts.config.replica_batch)
 
-    def _beat(self, loss: float, following: Batch, stop: StopRequest | None) -> Beat:
+    def _report(self, loss: float, following: Batch, stop: StopRequest | None) -> StepReport:
         mesh = self.parts.mesh
         before, self._sent = self._sent, mesh.ledger.sent_bytes()
-        return Beat(
+        return StepReport(
             loss=loss,
             next_counts=counts_of(following, self.parts.model.labels),
             stop=stop is not None and stop.requested,

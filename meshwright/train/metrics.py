@@ -22,7 +22,7 @@ from meshwright.families import family_of
 from meshwright.grid import PIPE, Grid
 from meshwright.model import Costs
 from meshwright.optim.optimizer import StepResult
-from meshwright.train.pulse import Beat
+from meshwright.train.step_report import StepReport
 
 PAPER_TOKENS = 3e11
 SECONDS_A_DAY = 86400
@@ -115,7 +115,7 @@ def work_of(parts: Parts) -> StepWork:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the loop knows of a step beside the beats. `phase_seconds`: this rank's."""
+    """What the loop knows of a step beside the reports. `phase_seconds`: this rank's."""
 
     step: int
     result: StepResult
@@ -124,42 +124,42 @@ class StepFacts:
     phase_seconds: Mapping[str, float]
 
 
-def metrics_line(facts: StepFacts, work: StepWork, beats: Sequence[Beat], grid: Grid) -> dict[str, Any]:
+def metrics_line(facts: StepFacts, work: StepWork, reports: Sequence[StepReport], grid: Grid) -> dict[str, Any]:
     """A step's metrics. mfu is 'unknown' without a known peak.
 
     sent_bytes: over each axis, and over those sets of axes (`data+depth`) that were used; the sender's that sent most.
     """
-    sent = {axes: max(beat.sent_bytes[index] for beat in beats) for index, axes in enumerate(grid.axis_sets)}
+    sent = {axes: max(report.sent_bytes[index] for report in reports) for index, axes in enumerate(grid.axis_sets)}
     rate = work.flops / facts.step_seconds
     line: dict[str, Any] = {
         "step": facts.step,
-        "loss": sum(beat.loss for beat in beats) / facts.loss_scale,
+        "loss": sum(report.loss for report in reports) / facts.loss_scale,
         "tokens": work.tokens,
         "tokens_per_second": work.tokens / facts.step_seconds,
         "step_seconds": facts.step_seconds,
         "phase_seconds": dict(facts.phase_seconds),
-        "idle_shares": _idle_shares(beats, grid),
+        "idle_shares": _idle_shares(reports, grid),
         "days_for_300g_tokens": PAPER_TOKENS * facts.step_seconds / work.tokens / SECONDS_A_DAY,
         "learning_rate": facts.result.learning_rate,
         "grad_norm": facts.result.gradient_norm,
         "loss_scale": facts.loss_scale,
         "applied": facts.result.applied,
-        "peak_memory_bytes": max(beat.peak_memory_bytes for beat in beats),
+        "peak_memory_bytes": max(report.peak_memory_bytes for report in reports),
         "sent_bytes": {axes: count for axes, count in sent.items() if count or "+" not in axes},
         "flops_per_second": rate,
         "paper_flops_per_second": work.paper_flops / facts.step_seconds,
-        "mfu": rate / (work.peak_flops * len(beats)) if work.peak_flops else "unknown",
-        "utilisation": [_share(beat.busy_seconds, facts.step_seconds) for beat in beats],
+        "mfu": rate / (work.peak_flops * len(reports)) if work.peak_flops else "unknown",
+        "utilisation": [_share(report.busy_seconds, facts.step_seconds) for report in reports],
     }
     return line
 
 
-def _idle_shares(beats: Sequence[Beat], grid: Grid) -> list[float]:
+def _idle_shares(reports: Sequence[StepReport], grid: Grid) -> list[float]:
     """Of each stage: the part of the longest rank's pipeline phase in which it did no task, the mean of its ranks."""
-    total = max(beat.pipeline_seconds for beat in beats)
+    total = max(report.pipeline_seconds for report in reports)
     stages: list[list[float]] = [[] for _ in range(grid.size(PIPE))]
-    for rank, beat in enumerate(beats):
-        stages[grid.index(rank, PIPE)].append(max(0.0, 1 - beat.task_seconds / total))
+    for rank, report in enumerate(reports):
+        stages[grid.index(rank, PIPE)].append(max(0.0, 1 - report.task_seconds / total))
     return [statistics.mean(shares) for shares in stages]
 
 

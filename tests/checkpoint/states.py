@@ -53,7 +53,7 @@ def run_leg(mesh: Mesh, config: Config, source: Path | None, target: Path | None
     parts = build(config, mesh)
     if source is not None:
         assert restore(parts, Checkpoint(source)).step == first
-    assert parts.strategy.equalise() == []
+    assert parts.strategy.make_replicas_equal() == []
     taken_up = held_by(parts)
     losses = []
     for step in range(first, last):

@@ -116,7 +116,7 @@ def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int
 
 def train(mesh: Mesh, config: Config) -> tuple[list[float], dict[str, dict[tuple[int, ...], torch.Tensor]]]:
     parts = build(config, mesh)
-    assert parts.strategy.equalise() == []
+    assert parts.strategy.make_replicas_equal() == []
     first_gradients = None
     losses = []
     for step in range(config.steps):

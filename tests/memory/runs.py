@@ -103,7 +103,7 @@ def outcome(parts: Parts, steps: Sequence[tuple[float, bool]]) -> Outcome:
 
 def run(mesh: Mesh, case: Case, folder: Path) -> Outcome:
     parts = parts_of(mesh, case, folder)
-    assert parts.optimizer.equalise() == []
+    assert parts.optimizer.make_replicas_equal() == []
     return outcome(parts, [train_step(parts, step) for step in range(STEPS)])
 
 

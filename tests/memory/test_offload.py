@@ -95,7 +95,7 @@ def resume(mesh: Mesh, first: Case, second: Case, folder: Path) -> tuple[Outcome
     going_on = parts_of(mesh, second, folder)
     mesh.world.barrier()
     restore(going_on, Checkpoint(folder / "checkpoints" / f"step-{STEPS // 2}"))
-    assert going_on.optimizer.equalise() == []
+    assert going_on.optimizer.make_replicas_equal() == []
     steps += [train_step(going_on, step) for step in range(STEPS // 2, STEPS)]
     return outcome(going_on, steps), run(mesh, first, folder)
 

@@ -60,8 +60,8 @@ def outcome(mesh: Mesh, config: Config, overflows: tuple[tuple[int, int], ...] =
     losses, norms, applied = (list(column) for column in zip(*steps, strict=True))
     sums = torch.tensor(losses, dtype=torch.float64)
     mesh.comm(*config.layout.batch_axes, "pipe").all_reduce(sums)
-    assert parts.strategy.equalise() == []
-    assert parts.optimizer.equalise() == []
+    assert parts.strategy.make_replicas_equal() == []
+    assert parts.optimizer.make_replicas_equal() == []
     weights = {name: parameter.detach().clone() for name, parameter in parts.module.named_parameters()}
     return Outcome(sums.tolist(), norms, applied, parts.optimizer.scaler.scale, weights)
 
@@ -113,9 +113,9 @@ def planted(mesh: Mesh, config: Config) -> tuple[list[str], list[str], list[str]
     if mesh.index("pipe") == mesh.size("pipe") - 1:
         for name in wrong:
             parts.module.get_parameter(name).data.flatten()[-1] += 1
-    found = parts.strategy.equalise()
-    by_masters = parts.optimizer.equalise()
-    again = [*parts.strategy.equalise(), *parts.optimizer.equalise()]
+    found = parts.strategy.make_replicas_equal()
+    by_masters = parts.optimizer.make_replicas_equal()
+    again = [*parts.strategy.make_replicas_equal(), *parts.optimizer.make_replicas_equal()]
     held = dict(parts.module.named_parameters()).get(TIED)
     return found, by_masters, again, None if held is None else held.detach().clone()
 

@@ -20,7 +20,7 @@ from meshwright.grid import Grid
 from meshwright.mesh import Mesh
 from meshwright.optim.optimizer import StepResult
 from meshwright.train.metrics import BusyClock, MetricsWriter, StepFacts, StepWork, metrics_line, peak_flops
-from meshwright.train.pulse import Beat
+from meshwright.train.step_report import StepReport
 from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.workers import run_ranks
 
@@ -130,7 +130,7 @@ def parameter_bytes(config: Config) -> int:
 
 @pytest.mark.parametrize("sync, size, norm", [("allreduce", 3, 0), ("ring", 2, 0), ("zero1", 3, 10)])
 def test_sent_bytes(sync: str, size: int, norm: int, corpus: Path, tmp_path: Path) -> None:
-    """2(n-1)/n of the gradients, and where ranks own parts, the norm's 8 bytes; the pulse over all axes."""
+    """2(n-1)/n of the gradients, and where ranks own parts, the norm's 8 bytes; the step report over all axes."""
     config = config_of(corpus, sync, size, steps=3)
     run(config, tmp_path)
     expected = 2 * (size - 1) * parameter_bytes(config) // size + norm
@@ -234,8 +234,8 @@ def test_busy_clock_counts_work() -> None:
     assert clock.lap() > 0
 
 
-def beat(busy: float = 1.0, pipeline: float = 1.0, tasks: float = 1.0) -> Beat:
-    return Beat(0.5, [8], False, busy, pipeline, tasks, peak_memory_bytes=1, sent_bytes=(3, 0, 0))
+def report(busy: float = 1.0, pipeline: float = 1.0, tasks: float = 1.0) -> StepReport:
+    return StepReport(0.5, [8], False, busy, pipeline, tasks, peak_memory_bytes=1, sent_bytes=(3, 0, 0))
 
 
 FACTS = StepFacts(1, StepResult(1.0, 0.1, applied=True), 1.0, 2.0, {"pipeline": 1.5})
@@ -243,25 +243,30 @@ WORK = StepWork(tokens=6 * 10**6, flops=6.0, paper_flops=8.0, peak_flops=None)
 
 
 def test_utilisation_that_nobody_can_tell() -> None:
-    line = metrics_line(FACTS, WORK, [beat(busy) for busy in (1, math.nan)], Grid((("data", 2), ("pipe", 1))))
+    line = metrics_line(FACTS, WORK, [report(busy) for busy in (1, math.nan)], Grid((("data", 2), ("pipe", 1))))
     assert line["utilisation"] == [0.5, "unknown"]
 
 
 def test_idle_shares_are_of_stages() -> None:
     """Two replicas of two stages, whose longest pipeline phase is 4 seconds."""
-    beats = [beat(pipeline=4, tasks=3), beat(pipeline=3, tasks=2), beat(pipeline=2, tasks=1), beat(pipeline=2, tasks=2)]
-    line = metrics_line(FACTS, WORK, beats, Grid((("data", 2), ("pipe", 2))))
+    reports = [
+        report(pipeline=4, tasks=3),
+        report(pipeline=3, tasks=2),
+        report(pipeline=2, tasks=1),
+        report(pipeline=2, tasks=2),
+    ]
+    line = metrics_line(FACTS, WORK, reports, Grid((("data", 2), ("pipe", 2))))
     assert line["idle_shares"] == [(0.25 + 0.75) / 2, 0.5]
 
 
 def test_estimates() -> None:
     """3 million tokens a second: 1e5 seconds."""
-    line = metrics_line(FACTS, WORK, [beat()], Grid((("data", 1), ("pipe", 1))))
+    line = metrics_line(FACTS, WORK, [report()], Grid((("data", 1), ("pipe", 1))))
     assert line["days_for_300g_tokens"] == pytest.approx(1e5 / 86400)
     assert line["paper_flops_per_second"] == 4.0
     assert line["phase_seconds"] == {"pipeline": 1.5}
 
 
 def test_a_beat_arrives_as_it_was_sent() -> None:
-    sent = Beat(0.5, [8, 9], True, 1.0, 2.0, 3.0, peak_memory_bytes=4, sent_bytes=(5, 6))
-    assert Beat.of(sent.numbers(), 2) == sent
+    sent = StepReport(0.5, [8, 9], True, 1.0, 2.0, 3.0, peak_memory_bytes=4, sent_bytes=(5, 6))
+    assert StepReport.of(sent.numbers(), 2) == sent

@@ -1,4 +1,4 @@
-"""The pulse: the one small collective a step, in which ranks tell each other what all must know.
+"""The step report: the one small collective a step, in which ranks tell each other what all must know.
 
 It leaves when the backward pass is over and is read after the optimizer's step, so that its latency is hidden.
 """
@@ -15,7 +15,7 @@ from meshwright.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Beat:
+class StepReport:
     """What one rank says: its share of the loss, of the next step's counted labels, and how it fares.
 
     `pipeline_seconds`: its forward and backward passes, and the waits between them; `task_seconds`: without the waits.
@@ -36,27 +36,28 @@ class Beat:
         return [float(number) for number in (*head, *self.next_counts, *self.sent_bytes)]
 
     @classmethod
-    def of(cls, numbers: Sequence[float], num_labels: int) -> Beat:
+    def of(cls, numbers: Sequence[float], num_labels: int) -> StepReport:
         loss, stop, busy, pipeline, tasks, peak, *rest = numbers
         counts, sent = list(map(int, rest[:num_labels])), tuple(map(int, rest[num_labels:]))
         return cls(loss, counts, bool(stop), busy, pipeline, tasks, int(peak), sent)
 
 
 @dataclass(frozen=True)
-class Pulse:
-    """Every rank's beat, under way. Counts are float64: exact to 2^53."""
+class ReportExchange:
+    """Every rank's step report, on its way to all. Counts travel as float64: exact to 2^53."""
 
     everyone: torch.Tensor
     work: Work
     num_labels: int
 
     @classmethod
-    def send(cls, mesh: Mesh, beat: Beat) -> Pulse:
-        mine = torch.tensor(beat.numbers(), dtype=torch.float64, device=mesh.device)
+    def begin(cls, mesh: Mesh, report: StepReport) -> ReportExchange:
+        """Send this rank's report to all others, without waiting for theirs."""
+        mine = torch.tensor(report.numbers(), dtype=torch.float64, device=mesh.device)
         everyone = mine.new_empty(mesh.world.size, mine.numel())
-        return cls(everyone, mesh.world.all_gather(everyone, mine, wait=False), len(beat.next_counts))
+        return cls(everyone, mesh.world.all_gather(everyone, mine, wait=False), len(report.next_counts))
 
-    def read(self) -> list[Beat]:
-        """The beats in rank order."""
+    def read(self) -> list[StepReport]:
+        """All reports, in rank order."""
         self.work.wait()
-        return [Beat.of(row, self.num_labels) for row in self.everyone.tolist()]
+        return [StepReport.of(row, self.num_labels) for row in self.everyone.tolist()]

@@ -29,9 +29,9 @@ def plant_in_bucket(
     if mesh.rank == 1:
         parts.module.get_parameter(WRONG).data[-1, -1] += 1
     optimizer = Optimizer(parts.config, parts.strategy.slots, mesh)  # its masters are copies of the wrong weights
-    found = parts.strategy.equalise()
-    optimizer.equalise()
-    again = [*parts.strategy.equalise(), *optimizer.equalise()]
+    found = parts.strategy.make_replicas_equal()
+    optimizer.make_replicas_equal()
+    again = [*parts.strategy.make_replicas_equal(), *optimizer.make_replicas_equal()]
     weights = {name: parameter.detach().clone() for name, parameter in parts.module.named_parameters()}
     masters = [optimizer.states(index)["weight"].clone() for index in range(len(optimizer.slots))]
     return found, again, weights, masters
@@ -47,7 +47,7 @@ def plant_in_fsdp(mesh: Mesh) -> tuple[list[str], Tensor]:
     strategy = FullySharded(model, blocks, shard_specs(model), mesh, None)
     parameter = model.get_parameter(WRONG)
     assert isinstance(parameter, DTensor)
-    return strategy.equalise(), parameter.full_tensor().detach()
+    return strategy.make_replicas_equal(), parameter.full_tensor().detach()
 
 
 def clean(mesh: Mesh, changes: dict) -> Tensor:
