@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +46,16 @@ class Done:
 
 
 DONE = Done()
+
+
+@dataclass(frozen=True)
+class Later:
+    """A verb that runs when it is waited for. All ranks wait for theirs in the same order."""
+
+    run: Callable[[], object]
+
+    def wait(self) -> None:
+        self.run()
 
 
 def size_bytes(x: Tensor) -> int:

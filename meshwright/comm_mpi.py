@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.comm import NAP_SECONDS, Comm, Work, size_bytes
+from meshwright.comm import NAP_SECONDS, Comm, Later, Work, size_bytes
 from meshwright.ledger import Ledger
 
 HALF = (torch.float16, torch.bfloat16)
@@ -32,16 +31,6 @@ def raw(x: Tensor) -> np.ndarray[Any, Any]:
     """The tensor's memory as bytes, for verbs that only move."""
     assert x.is_contiguous(), f"a tensor with gaps, of shape {tuple(x.shape)}: it would be received into a copy"
     return x.detach().view(-1).view(torch.uint8).numpy()
-
-
-@dataclass(frozen=True)
-class Later:
-    """A verb that runs when it is waited for. All ranks wait for theirs in the same order."""
-
-    run: Callable[[], object]
-
-    def wait(self) -> None:
-        self.run()
 
 
 class MpiComm(Comm):

@@ -24,9 +24,15 @@ TIMEOUT_SECONDS = 60
 
 
 def run_ranks(
-    function: Callable[..., Any], grid: Grid, *arguments: Any, token_axes: tuple[str, ...] = ("data",)
+    function: Callable[..., Any],
+    grid: Grid,
+    *arguments: Any,
+    token_axes: tuple[str, ...] = ("data",),
+    timeout: float = TIMEOUT_SECONDS,
 ) -> list[Any]:
     """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller.
+
+    A rank that says nothing for `timeout` seconds after the one before it fails it too, and none is left behind.
 
     A run's grid has a pipe axis: one that does not name it has one stage.
     """
@@ -45,20 +51,19 @@ def run_ranks(
     ]
     for worker in workers:
         worker.start()
-    results, failures = [], []
+    results = []
     try:
         for rank, (receiver, _) in enumerate(pipes):
-            assert receiver.poll(TIMEOUT_SECONDS), f"rank {rank} said nothing for {TIMEOUT_SECONDS} s"
+            assert receiver.poll(timeout), f"rank {rank} said nothing for {timeout} s"
             failed, result = pickle.loads(receiver.recv_bytes())  # noqa: S301 - from our own fork
-            (failures if failed else results).append(result)
-            if failed:
-                break
+            assert not failed, result
+            results.append(result)
+        for worker in workers:
+            worker.join(timeout)
     finally:
         for worker in workers:
-            if failures:
-                worker.terminate()
-            worker.join(TIMEOUT_SECONDS)
-    assert not failures, failures[0]
+            worker.kill()  # a rank that waits for one that is gone waits in gloo, deaf to SIGTERM's handler
+            worker.join()
     return results
 
 

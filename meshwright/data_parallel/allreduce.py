@@ -14,6 +14,7 @@ class AllReduce:
     """One all-reduce a bucket, by the transport's own algorithm."""
 
     replicated = True
+    blocks = False
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         return whole(bucket)

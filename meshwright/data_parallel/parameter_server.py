@@ -31,6 +31,7 @@ class Rooted:
     """The root gathers every rank's gradients, sums them in rank order and broadcasts the sum."""
 
     replicated = True
+    blocks = True  # the root sums between two verbs
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         return whole(bucket)
@@ -51,6 +52,7 @@ class Server:
     """The server owns every bucket; the workers own nothing."""
 
     replicated = False
+    blocks = False
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         return (0, bucket.values.numel()) if comm.index == ROOT else (0, 0)

@@ -32,6 +32,7 @@ class Ring:
     """Ring all-reduce of each bucket."""
 
     replicated = True
+    blocks = True
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         return whole(bucket)

@@ -19,6 +19,7 @@ class Zero1:
     """Rank r owns the r-th slice of every bucket."""
 
     replicated = False
+    blocks = False
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         length = bucket.values.numel() // comm.size

@@ -14,16 +14,20 @@ from torch import Tensor, nn
 
 from meshwright.batch import Batch, LoadRows, Scales
 from meshwright.bucket import Bucket, Slot
-from meshwright.comm import DONE, Comm, Work, same_everywhere
+from meshwright.comm import DONE, Comm, Later, Work, same_everywhere
 from meshwright.deferred import Deferred
 from meshwright.mesh import Mesh
 from meshwright.model import Model
 
 
 class Policy(Protocol):
-    """How one bucket travels: summed to its owners, then published by them. `replicated`: every rank owns all of it."""
+    """How one bucket travels: summed to its owners, then published by them.
+
+    `replicated`: every rank owns all of a bucket. `blocks`: `reduce` returns only when the other ranks have come, too.
+    """
 
     replicated: bool
+    blocks: bool
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         """start, stop of the part that this rank's optimizer steps."""
@@ -69,7 +73,9 @@ class Synchroniser:
     Between steps no parameter has a gradient: autograd then hands over what it has computed instead of adding it to
     zeros, and a bucket is written once a step.
 
-    Sends, a bucket a step: what its policy sends. Buckets start in one fixed order on every rank.
+    Sends, a bucket a step: what its policy sends. Buckets start in one fixed order on every rank: those of a policy that
+    blocks behind the backward pass. Inside it, a last stage would wait in the sum of a tied table for the first, and
+    that one for the gradient which the last has yet to send.
     """
 
     def __init__(self, buckets: list[Bucket], mesh: Mesh, policy: Policy) -> None:
@@ -165,7 +171,13 @@ class Synchroniser:
         """Start the sums of the next buckets in order, as far as they are filled."""
         while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
             index = len(self._works)
-            self._works.append(self.policy.reduce(self.buckets[index], self.comms[index]))
+            self._works.append(self._sum(self.buckets[index], self.comms[index]))
+
+    def _sum(self, bucket: Bucket, comm: Comm) -> Work:
+        """Under way, or where it would block here begun when it is waited for."""
+        if self.policy.blocks:
+            return Later(lambda: self.policy.reduce(bucket, comm).wait())
+        return self.policy.reduce(bucket, comm)
 
 
 def _ended(works: list[Work]) -> Iterator[int]:

@@ -142,7 +142,9 @@ class Run:
         for unit, cost in zip(order, plan.costs(kind, last, self.seconds), strict=True):
             passed += cost.seconds
             ready |= dict.fromkeys(unit.names, passed)
-        return [self.sum(bucket, max(ready[name] for name in bucket.names)) for bucket in own]
+        return [
+            self.sum(bucket, passed if bucket.blocks else max(ready[name] for name in bucket.names)) for bucket in own
+        ]
 
     def sum(self, bucket: PlannedBucket, ready: float) -> Sum:
         device, config = self.cluster.device, self.config

@@ -28,12 +28,13 @@ from meshwright.plan.recordings import Parameter
 @dataclass(frozen=True)
 class PlannedBucket:
     """`names`: of its parameters; `num_elements`: with its padding; `stepped_elements`: those that this rank's
-    optimizer steps."""
+    optimizer steps; `blocks`: it is summed behind the backward pass."""
 
     kind: Kind
     names: tuple[str, ...]
     num_elements: int
     stepped_elements: int
+    blocks: bool
     reduce: Program
     publish: Program
 
@@ -74,7 +75,8 @@ class Buckets:
             key = sync, kind.dtype, kind.sum_axes, index, num_elements, config.layout.axes
             if key not in self._programs:
                 self._programs[key] = _programs(policy, kind, num_elements, mesh, recorder)
-            buckets.append(PlannedBucket(kind, tuple(names), num_elements, *self._programs[key]))
+            stepped, *programs = self._programs[key]
+            buckets.append(PlannedBucket(kind, tuple(names), num_elements, stepped, policy.blocks, *programs))
         return buckets
 
 
