@@ -73,9 +73,9 @@ class Synchroniser:
     Between steps no parameter has a gradient: autograd then hands over what it has computed instead of adding it to
     zeros, and a bucket is written once a step.
 
-    Sends, a bucket a step: what its policy sends. Buckets start in one fixed order on every rank: those of a policy that
-    blocks behind the backward pass. Inside it, a last stage would wait in the sum of a tied table for the first, and
-    that one for the gradient which the last has yet to send.
+    Sends, a bucket a step: what its policy sends. Buckets start in one fixed order on every rank. A policy that blocks
+    sums them behind the backward pass: inside it a last stage would wait, in the sum of a tied table, for the first,
+    and that one for the gradient which the last has yet to send.
     """
 
     def __init__(self, buckets: list[Bucket], mesh: Mesh, policy: Policy) -> None:
