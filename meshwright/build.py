@@ -16,7 +16,6 @@ from meshwright.batch import Batch, rows_of
 from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.config import Config
 from meshwright.data_parallel.allreduce import AllReduce
-from meshwright.data_parallel.fsdp import FullySharded
 from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGradient, ServerLoss
 from meshwright.data_parallel.ring import Ring
 from meshwright.data_parallel.sharded import Zero1
@@ -219,6 +218,8 @@ def bucket_bytes(config: Config) -> int:
 def _build_strategy(config: Config, mesh: Mesh, model: Chain) -> Strategy:
     sync, specs = config.layout.data.sync, shard_specs(model)
     if sync == "fsdp":
+        from meshwright.data_parallel.fsdp import FullySharded  # torch's own imports half of its compiler
+
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
         return FullySharded(model, list(model.blocks.children()), specs, mesh, half)
     kind, policy = SYNCHRONISERS[sync]

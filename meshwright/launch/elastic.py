@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.launch.failure import Death, explain, read_reports
+from meshwright.launch.job import Job
 from meshwright.launch.output import SOCKET, OutputServer, receive_output
 from meshwright.launch.tether import die_with_parent
 from meshwright.launch.worker import run_launched
@@ -53,7 +54,8 @@ def run_elastic(folder: Path, num_ranks: int, restarts: int, threads: int) -> st
         shutdown_timeout=_SHUTDOWN_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
     )
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["meshwright.launch.preload"])
+    module, _, _ = Job.read(folder).entry.partition(":")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["meshwright.launch.preload", module])
     with _quiet(), OutputServer(folder / SOCKET):
         try:
             elastic_launch(config, _worker)(str(folder), threads)

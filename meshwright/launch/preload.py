@@ -1,4 +1,4 @@
-"""Imported once by the process that workers are forked from: what every worker needs, so that each starts at once.
+"""Imported once by the process that workers are forked from, with the job's own module, so that each starts at once.
 
 That process dies with the launcher, and the workers with it. It lives in the terminal's foreground group, so it must
 outlive Ctrl-C and a hang-up, and so must a worker that has not got as far as `run_launched`: the launcher turns both
@@ -8,8 +8,6 @@ into a soft stop.
 from __future__ import annotations
 
 import signal
-
-import torch._dynamo  # noqa: F401  torch's optimizers import it at their first use: a second in every rank
 
 import meshwright.launch.worker  # noqa: F401
 from meshwright.launch.tether import die_with_parent

@@ -1,4 +1,8 @@
-"""States on the device, beside the slots: torch's optimizer over the masters, all slots in one call."""
+"""States on the device, beside the slots: torch's fused step over the masters, all slots in one call.
+
+The step is torch's own function and not its `Optimizer` class, whose constructor imports torch's compiler: two seconds
+of a core in every rank, for nothing that a step needs.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from meshwright.bucket import Slot
 from meshwright.config import Config
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}
 
 
 class InPlace:
@@ -17,11 +25,14 @@ class InPlace:
     streams = False
 
     def __init__(self, config: Config, slots: Sequence[Slot]) -> None:
-        self.config = config
+        self.settings = config.optimizer
         self.slots = slots
         self.masters = [_master(slot.parameter) for slot in slots]
-        self.torch = _torch_optimizer(config, slots, self.masters)
+        self._moments: list[dict[str, Tensor]] = [{} for _ in slots]
+        """By kind, each like its master. The first step makes them, or the checkpoint that is taken up."""
+        self._has_moments = False
 
+    @torch.no_grad()
     def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
         for index in indices:
             parameter, master = self.slots[index].parameter, self.masters[index]
@@ -31,24 +42,46 @@ class InPlace:
             if divisor != 1.0:
                 assert master.grad is not None
                 master.grad.div_(divisor)
-        for group in self.torch.param_groups:
-            group["lr"] = rate
-        self.torch.step()
+        if not self._has_moments:
+            self.prepare(steps_taken)
+        for matrix in (True, False):
+            members = [index for index, slot in enumerate(self.slots) if slot.matrix == matrix]
+            if members:
+                self._step_together(members, self.settings.weight_decay if matrix else 0.0, rate, steps_taken)
         self.refresh()
 
+    def _step_together(self, members: list[int], weight_decay: float, rate: float, steps_taken: int) -> None:
+        """Step slots that have the same weight decay, in one call of torch's fused kernel."""
+        settings = self.settings
+        masters = [self.masters[index] for index in members]
+        weights = [master.detach() for master in masters]
+        gradients = [master.grad for master in masters if master.grad is not None]
+        assert len(gradients) == len(members), "a slot without a gradient"
+        kinds = MOMENTS[settings.name]
+        moments = [[self._moments[index][kind] for index in members] for kind in kinds]
+        if settings.name == "adamw":
+            first, second = moments
+            beta1, beta2 = settings.betas
+            # One a slot: torch adds this step to each.
+            counts = [torch.tensor(float(steps_taken), device=weight.device) for weight in weights]
+            adamw(
+                weights, gradients, first, second, [], counts, fused=True, amsgrad=False, maximize=False,
+                beta1=beta1, beta2=beta2, lr=rate, weight_decay=weight_decay, eps=settings.epsilon,
+            )  # fmt: skip
+        else:
+            sgd(
+                weights, gradients, list(moments[0]) if moments else [None] * len(members), fused=True, nesterov=False,
+                maximize=False, dampening=0.0, momentum=settings.momentum if moments else 0.0, lr=rate,
+                weight_decay=weight_decay,
+            )  # fmt: skip
+
     def tensors(self, index: int) -> dict[str, Tensor]:
-        master = self.masters[index]
-        moments = {key: value for key, value in self.torch.state[master].items() if value.shape == master.shape}
-        return {"weight": master.detach(), **moments}
+        return {"weight": self.masters[index].detach(), **self._moments[index]}
 
     def prepare(self, steps_taken: int) -> None:
-        for master in self.masters:
-            state = self.torch.state[master]
-            if self.config.optimizer.name == "adamw":
-                state["step"] = torch.tensor(float(steps_taken), device=master.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-            elif self.config.optimizer.name == "momentum":
-                state["momentum_buffer"] = torch.zeros_like(master)
+        kinds = MOMENTS[self.settings.name]
+        self._moments = [{kind: torch.zeros_like(master.detach()) for kind in kinds} for master in self.masters]
+        self._has_moments = True
 
     def refresh(self) -> None:
         """Copy the masters into the half-precision weights, and drop the masters' gradients."""
@@ -67,16 +100,3 @@ class InPlace:
 def _master(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter itself, or a float32 copy of a half-precision one."""
     return nn.Parameter(parameter.detach().float()) if parameter.element_size() < 4 else parameter
-
-
-def _torch_optimizer(config: Config, slots: Sequence[Slot], masters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    settings = config.optimizer
-    groups = []
-    for matrix in (True, False):
-        members = [master for slot, master in zip(slots, masters, strict=True) if slot.matrix == matrix]
-        groups.append({"params": members, "weight_decay": settings.weight_decay if matrix else 0.0})
-    groups = [group for group in groups if group["params"]]
-    if settings.name == "adamw":
-        return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.epsilon, fused=True)
-    momentum = settings.momentum if settings.name == "momentum" else 0.0
-    return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, fused=True)

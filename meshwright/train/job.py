@@ -25,7 +25,6 @@ from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.launch import Job, StopRequest, joined, launch, run_worker
 from meshwright.mesh import Mesh, open_mesh
-from meshwright.report.curves import draw_loss
 from meshwright.train.console import RunDisplay
 from meshwright.train.loop import Trainer
 from meshwright.train.metrics import MetricsWriter
@@ -198,6 +197,8 @@ class _Run:
             writer.wait()
             if metrics is not None:
                 metrics.close()
+                from meshwright.report.curves import draw_loss  # matplotlib: a second that the first step need not wait
+
                 draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
                 self._farewell(display, trainer.step)
 

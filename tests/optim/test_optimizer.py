@@ -146,9 +146,8 @@ def snapshot(parts: Parts) -> list[Tensor]:
     """All that a step may change on this rank: states, masters, weights."""
     held = parts.optimizer.held
     assert isinstance(held, InPlace)
-    states = [value.clone() for master in held.masters for value in held.torch.state[master].values()]
-    masters = [master.detach().clone() for master in held.masters]
-    return [*states, *masters, *(parameter.detach().clone() for parameter in parts.module.parameters())]
+    states = [value.clone() for index in range(len(held.slots)) for value in held.tensors(index).values()]
+    return [*states, *(parameter.detach().clone() for parameter in parts.module.parameters())]
 
 
 def overflow_all(mesh: Mesh, level: str) -> dict[str, list[tuple[bool, float, bool]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -90,3 +91,18 @@ def counting_releases(environment: Environment, stop: StopRequest, *, out: str, 
     with patch.object(loop, "release_free_memory", wraps=loop.release_free_memory) as release:
         job.worker(environment, stop, out=out, **arguments)
     Path(out, f"releases-{environment.rank}").write_text(str(release.call_count))
+
+
+def names_modules(environment: Environment, stop: StopRequest, *, out: str, **arguments: Any) -> None:
+    """A run that leaves the names of all modules that its process has imported when its first step is over."""
+    turn = Trainer.turn
+
+    def named(self: Trainer, *parts: Any) -> Any:
+        result = turn(self, *parts)
+        path = Path(out, "modules.txt")
+        if not path.exists():
+            path.write_text("\n".join(sorted(sys.modules)))
+        return result
+
+    with patch.object(Trainer, "turn", named):
+        job.worker(environment, stop, out=out, **arguments)
