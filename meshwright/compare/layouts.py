@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import Config, parse_config
+from meshwright.config import Config, parse_config, parse_run
 from meshwright.config.load import read_yaml
 from meshwright.errors import ConfigError, Problem
 from meshwright.plan.auto import free_tree
@@ -55,7 +55,8 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
         for name, piece in _pieces(path):
             where = str(path) if name == path.stem else f"{path}, {name}"
             try:
-                config = parse_config(over(tree, piece), overrides)
+                laid_over = [field for field, _ in _flat(piece)] + [*({"layout"} & piece.keys())]
+                config = parse_run(over(tree, piece), overrides, laid_over=laid_over)
             except ConfigError as error:
                 problems += [_in(where, problem) for problem in error.problems]
                 continue

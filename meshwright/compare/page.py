@@ -12,6 +12,7 @@ import yaml
 from meshwright.compare.layouts import OWN
 from meshwright.compare.result import Comparison, Pair, Row, held_pairs, sent_by_one, sent_pairs
 from meshwright.compare.table import agreement, megabytes, milliseconds, pair_text, percent, sentences, why_not
+from meshwright.config import dump_tree
 from meshwright.train.phases import PHASES
 
 BESIDE = ("activations", "temporaries", "framework")
@@ -174,7 +175,7 @@ def _legend(made: Comparison) -> str:
 
 def _layout(row: Row) -> str:
     """What a layout has of its own, as a run file says it."""
-    tree = row.entry.config.model_dump(mode="json", by_alias=True)
+    tree = dump_tree(row.entry.config)
     own = {"layout": tree["layout"], "batch": tree["batch"]} | {key: tree[key] for key in OWN if key != "layout"}
     text = escape(yaml.safe_dump(own, sort_keys=False))
     title = f"<strong>{escape(row.name)}</strong>, from {escape(row.entry.origin)}"

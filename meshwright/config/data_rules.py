@@ -105,16 +105,6 @@ def source_exists(config: Config) -> Iterator[Problem]:
         yield Problem("data.source", source, "is no folder", valid)
 
 
-@rule("model.family", "data.tokenizer", "data.sequence")
-def images_have_no_tokens(config: Config) -> Iterator[Problem]:
-    for field, value, unset in (
-        ("data.tokenizer", config.data.tokenizer, Data().tokenizer),
-        ("data.sequence", config.data.sequence, Data().sequence),
-    ):
-        if isinstance(config.model, ImageNetwork) and value != unset:
-            yield Problem(field, value, f"has no effect on a {config.model.family}", "leave it out")
-
-
 @rule("data.tokenizer", "model.vocabulary", "model.family", "data.objective", "data.source", "data.target")
 def tokenizer_fits(config: Config) -> Iterator[Problem]:
     if not isinstance(config.model, TextTransformer):
@@ -140,24 +130,6 @@ def tokenizer_fits(config: Config) -> Iterator[Problem]:
         rule_text += f" and {names}"
     if size > vocabulary:
         yield Problem("model.vocabulary", vocabulary, rule_text, f"{size} or more")
-
-
-@rule("model.family", "data.objective", "data.target", "data.languages", "data.buckets", "data.source")
-def fields_of_pairs_have_an_effect(config: Config) -> Iterator[Problem]:
-    data, unset = config.data, Data()
-    learns = isinstance(config.model, EncoderDecoder)
-    pairs = learns and objective_of(config) == "pairs"
-    who = "data.objective=spans" if learns else f"a {config.model.family}"
-    valid = "leave it out, or data.objective=pairs" if learns else "leave it out, or model.family=transformer, t5"
-    if not learns and data.objective != unset.objective:
-        yield Problem("data.objective", data.objective, f"has no effect on {who}", valid)
-    for field, value, default in (
-        ("data.target", data.target, unset.target),
-        ("data.languages", data.languages and f"[{', '.join(data.languages)}]", unset.languages),
-        ("data.buckets", data.buckets, unset.buckets),
-    ):
-        if not pairs and value != default:
-            yield Problem(field, value, f"has no effect on {who}", valid)
 
 
 @rule("model.family", "data.objective", "data.source", "data.target", "data.languages")
@@ -208,9 +180,7 @@ def buckets_are_cut_evenly(config: Config) -> Iterator[Problem]:
 DATA_RULES = (
     sequence_fits_positions,
     source_exists,
-    images_have_no_tokens,
     tokenizer_fits,
-    fields_of_pairs_have_an_effect,
     pairs_have_a_form,
     buckets_differ_in_length,
     stages_send_one_shape,

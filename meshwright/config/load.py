@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Set
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from meshwright.config.messages import nearest, problems_of, shown
+from meshwright.config.effects import idle_fields, without_effect
+from meshwright.config.messages import nearest, problems_of
 from meshwright.config.rules import broken_rules
 from meshwright.config.schema import Config
+from meshwright.config.section import shown
 from meshwright.errors import ConfigError, Problem
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -29,7 +31,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
     Raises ConfigError with all mistakes at once.
     """
-    return parse_config(read_yaml(Path(path)), overrides)
+    return parse_run(read_yaml(Path(path)), overrides)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -62,30 +64,61 @@ def _where(error: yaml.YAMLError) -> str:
     return " ".join(str(error).split())
 
 
+def parse_run(
+    tree: dict[str, Any],
+    overrides: Iterable[str] = (),
+    *,
+    laid_over: Collection[str] = (),
+    undecided: Collection[str] = (),
+) -> Config:
+    """Check what a user wrote: as parse_config, and all of it must have an effect (effects.py).
+
+    `laid_over`: the fields of the tree that lie over a run file's, as overrides do. `undecided`: sections that a
+    planner will decide: nothing lies idle because of them.
+    """
+    overrides = list(overrides)
+    words = [*laid_over, *(word.partition("=")[0] for word in overrides)]
+    return _parse(tree, overrides, lambda config, mistaken: without_effect(config, mistaken, words, undecided))
+
+
 def parse_config(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Config:
-    """Check a tree of plain values (as YAML gives it) with `key.sub=value` overrides on top."""
+    """Check a tree of plain values that a program made, such as a config's whole dump, with overrides on top."""
+    return _parse(tree, overrides, lambda config, mistaken: ())
+
+
+def _parse(
+    tree: dict[str, Any], overrides: Iterable[str], more: Callable[[Config, Set[str]], Iterable[Problem]]
+) -> Config:
+    """`more`: further problems of a config, given the fields that are mistaken already."""
     tree = deepcopy(tree)
     problems = [problem for word in overrides for problem in _override(tree, word)]
     problems += _resolve_model(tree)
     config, mistakes = _validate(tree)
     problems += mistakes
+    mistaken = {problem.field for problem in problems}
     if config is None:
-        mistaken = {problem.field for problem in problems}
         for field in mistaken:
             _remove(tree, field)
         config, _ = _validate(tree)
-        if config is not None:
-            problems += broken_rules(config, mistaken)
-        raise ConfigError(problems)
-    problems += broken_rules(config, {problem.field for problem in problems})
-    if problems:
+    if config is not None:
+        problems += broken_rules(config, mistaken)
+        problems += more(config, {problem.field for problem in problems})
+    if config is None or problems:
         raise ConfigError(problems)
     return config
 
 
+def dump_tree(config: Config) -> dict[str, Any]:
+    """The resolved config as a run file says it: every field that has an effect."""
+    tree = config.model_dump(mode="json", by_alias=True)
+    for field in idle_fields(config):
+        _remove(tree, field)
+    return tree
+
+
 def dump_config(config: Config) -> str:
     """The resolved config as YAML that load_config reads back."""
-    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False)
+    return yaml.safe_dump(dump_tree(config), sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.config.layout import DataParallel
 from meshwright.config.rule import listed, rule
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
@@ -38,17 +37,8 @@ def offload_buckets_have_two_halves(config: Config) -> Iterator[Problem]:
         yield Problem("memory.offload.bucket", bucket, f"is not a multiple of {BUCKET_MULTIPLE}", f"{near}, 1M")
 
 
-@rule("memory.offload.to", "layout.data.bucket")
-def offload_says_what_is_reduced_at_once(config: Config) -> Iterator[Problem]:
-    to, bucket = config.memory.offload.to, config.layout.data.bucket
-    if to != "none" and bucket != DataParallel().bucket:
-        rule_text = f"has no effect with memory.offload.to={to}, which sums chunk x bucket elements at once"
-        yield Problem("layout.data.bucket", bucket, rule_text, "leave it out, and set memory.offload.chunk")
-
-
 MEMORY_RULES = (
     offload_leaves_half_precision,
     offload_goes_with_buckets,
     offload_buckets_have_two_halves,
-    offload_says_what_is_reduced_at_once,
 )

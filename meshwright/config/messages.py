@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from meshwright.config.models import Transformer
 from meshwright.config.schema import Config
-from meshwright.config.section import parse_size
+from meshwright.config.section import parse_size, shown
 from meshwright.errors import Problem
 
 _KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -87,20 +87,6 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """` (did you mean X?)` where a known word is close to the given one, else nothing."""
     close = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def shown(value: object) -> str:
-    """A value as the user wrote it in YAML: true, null, bare words."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case list() | tuple():
-            return "[" + ", ".join(map(shown, value)) + "]"
-        case dict():
-            return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
-    return str(value)
 
 
 def _problem(place: _Place, detail: ErrorDetails, models: Sequence[str]) -> Problem:

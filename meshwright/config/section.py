@@ -16,6 +16,20 @@ def parse_size(value: object) -> object:
     return value
 
 
+def shown(value: object) -> str:
+    """A value as the user wrote it in YAML: true, null, bare words."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return "[" + ", ".join(map(shown, value)) + "]"
+        case dict():
+            return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import Config, load_config, parse_config
+from meshwright.config import Config, load_config, parse_run
 from meshwright.config.load import read_yaml
 from meshwright.data.progress import Progress as Report
 from meshwright.data.progress import silent
@@ -26,6 +26,8 @@ from meshwright.plan.cluster import CALIBRATED
 
 AUTO = "auto"
 KEYS = ("cluster", "devices")
+DECIDED = ("layout", "batch.micro", "memory")
+"""What the planner decides, so that a run file cannot know what of it will have an effect."""
 
 Bar = Callable[[], AbstractContextManager[Report]]
 
@@ -40,7 +42,7 @@ def load_run(path: Path, overrides: Sequence[str] = (), bar: Bar = lambda: nullc
         return load_config(path, overrides)
     del tree["layout"]
     asked = _asked(tree.pop("plan", {}))
-    config = parse_config(tree, overrides)
+    config = parse_run(tree, overrides, undecided=DECIDED)
     from meshwright.environment import read_environment
     from meshwright.launch import joined
     from meshwright.plan.cluster import load_cluster
@@ -70,7 +72,7 @@ def free_tree(path: Path) -> dict[str, Any]:
 
 def load_free(path: Path, overrides: Sequence[str] = ()) -> Config:
     """load_config of a free tree."""
-    return parse_config(free_tree(path), overrides)
+    return parse_run(free_tree(path), overrides, undecided=DECIDED)
 
 
 def _asked(section: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from meshwright.config import Config
+from meshwright.config import Config, dump_tree
 from meshwright.families import family_of
 from meshwright.plan.memory import Memory
 from meshwright.plan.predict import Prediction
@@ -143,7 +143,7 @@ def _prediction_dict(made: Prediction) -> dict[str, Any]:
 
 def _changed(config: Config) -> dict[str, Any]:
     """What the planner decides."""
-    tree = config.model_dump(mode="json", by_alias=True)
+    tree = dump_tree(config)
     return {section: tree[section] for section in ("layout", "batch", "memory")}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import parse_config
+from meshwright.config import parse_run
 from meshwright.errors import ConfigError
 
 SMALL = {"layers": 2, "hidden": 16, "heads": 2, "feed_forward": 32, "vocabulary": 4096}
@@ -16,7 +16,7 @@ TRANSFORMER, T5 = SMALL | {"family": "transformer"}, SMALL | {"family": "t5"}
 
 def mistakes(model: dict[str, Any], data: dict[str, Any], **tree: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        parse_config({"model": model, "data": data, **tree})
+        parse_run({"model": model, "data": data, **tree})
     return [str(problem) for problem in caught.value.problems]
 
 
@@ -31,9 +31,10 @@ def mistakes(model: dict[str, Any], data: dict[str, Any], **tree: Any) -> list[s
 )
 def test_fields_of_pairs_have_an_effect_on_pairs_alone(field: str, value: object, shown: str) -> None:
     valid = "leave it out, or model.family=transformer, t5"
+    if field != "objective":
+        valid = "leave it out, or data.objective=pairs of a model.family=transformer, t5"
     assert mistakes({}, {field: value}) == [f"data.{field}={shown} has no effect on a gpt2; valid: {valid}"]
     if field != "objective":
-        valid = "leave it out, or data.objective=pairs"
         line = f"data.{field}={shown} has no effect on data.objective=spans; valid: {valid}"
         assert mistakes(TRANSFORMER, {"objective": "spans", field: value}) == [line]
 
@@ -65,15 +66,15 @@ def test_pairs_have_a_form(files: dict[str, str]) -> None:
     (line,) = mistakes(TRANSFORMER, {"source": "/no/such.tsv"})
     assert line.startswith("data.source=/no/such.tsv is no such file or folder")
     for data in ({"source": "stdlib"}, {"source": tsv}, {"source": text, "target": files["b.txt"]}):
-        parse_config({"model": TRANSFORMER, "data": data})
-    parse_config({"model": T5, "data": {"source": jsonl, "languages": ["en", "de"]}})
-    parse_config({"model": T5, "data": {"source": text}})
+        parse_run({"model": TRANSFORMER, "data": data})
+    parse_run({"model": T5, "data": {"source": jsonl, "languages": ["en", "de"]}})
+    parse_run({"model": T5, "data": {"source": text}})
 
 
 def test_buckets_differ_in_length() -> None:
     (line,) = mistakes(TRANSFORMER, {"sequence": 60, "buckets": 9})
     assert line == "data.buckets=9 is more than the multiples of 8 up to data.sequence=60; valid: 1 to 8"
-    parse_config({"model": TRANSFORMER, "data": {"sequence": 60, "buckets": 8}})
+    parse_run({"model": TRANSFORMER, "data": {"sequence": 60, "buckets": 8}})
 
 
 def test_stages_send_messages_of_one_shape() -> None:
@@ -104,4 +105,4 @@ def test_special_tokens_fit_the_vocabulary(model: dict[str, Any], objective: str
     (line,) = mistakes(model | {"vocabulary": size - 1}, data)
     rule = f"is smaller than the 300 tokens of data.tokenizer=bpe:300 and {names}"
     assert line == f"model.vocabulary={size - 1} {rule}; valid: {size} or more"
-    parse_config({"model": model | {"vocabulary": size}, "data": data})
+    parse_run({"model": model | {"vocabulary": size}, "data": data})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import parse_config
+from meshwright.config import parse_run
 from meshwright.errors import ConfigError
 
 O2 = {"level": "O2", "dtype": "bf16"}
@@ -14,7 +14,7 @@ O2 = {"level": "O2", "dtype": "bf16"}
 
 def mistakes(offload: dict[str, Any], **changes: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        parse_config({"memory": {"offload": offload}} | changes)
+        parse_run({"memory": {"offload": offload}} | changes)
     return [str(problem) for problem in caught.value.problems]
 
 
@@ -43,5 +43,5 @@ def test_the_bucket_of_the_layout_has_no_effect() -> None:
 
 
 def test_what_works() -> None:
-    parse_config({"memory": {"offload": {"to": "host", "bucket": "1M"}}, "precision": O2})
-    parse_config({"layout": {"data": {"bucket": 4096}}})
+    parse_run({"memory": {"offload": {"to": "host", "bucket": "1M"}}, "precision": O2})
+    parse_run({"layout": {"data": {"bucket": 4096}}})

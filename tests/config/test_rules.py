@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import data_rules, layout_rules, memory_rules, parse_config, pipeline_rules, rules, tensor_rules
+from meshwright.config import data_rules, layout_rules, memory_rules, parse_run, pipeline_rules, rules, tensor_rules
 from meshwright.config.models import T5, ResNeXt, Vit
 from meshwright.config.rule import Rule, divisors, listed
 from meshwright.config.rules import RULES
@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 
 def mistake(**tree: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        parse_config(tree)
+        parse_run(tree)
     (problem,) = caught.value.problems
     return str(problem)
 
@@ -33,7 +33,7 @@ def test_every_rule_is_listed() -> None:
 
 
 def test_rules_name_fields_that_exist() -> None:
-    tree = parse_config({}).model_dump(by_alias=True)
+    tree = parse_run({}).model_dump(by_alias=True)
     for family in (Vit(family="vit"), T5(family="t5"), ResNeXt(family="resnext")):
         tree["model"] |= family.model_dump()
     for rule in RULES:
@@ -54,13 +54,13 @@ def test_distances_have_buckets() -> None:
     assert line == f"model.distance_max=16 {exact}; valid: 17 or more"
     line = mistake(model={"family": "t5", "distance_buckets": 3})
     assert line == "model.distance_buckets=3 is not enough for near and far, ahead and behind; valid: 4 or more"
-    parse_config({"model": {"family": "t5", "distance_buckets": 4, "distance_max": 3}})
+    parse_run({"model": {"family": "t5", "distance_buckets": 4, "distance_max": 3}})
 
 
 def test_sequence_fits_positions() -> None:
     line = mistake(model={"positions": 128}, data={"sequence": 129})
     assert line == "data.sequence=129 is longer than model.positions=128; valid: 1 to 128"
-    parse_config({"model": {"positions": 128}, "data": {"sequence": 128}})
+    parse_run({"model": {"positions": 128}, "data": {"sequence": 128}})
 
 
 def test_replicas_divide_batch() -> None:
@@ -72,12 +72,12 @@ def test_microbatches_divide_replica() -> None:
     line = mistake(batch={"global": 12, "micro": 4}, layout={"data": {"size": 2}})
     part = "a replica's 6 sequences (batch.global=12 / layout.data.size=2)"
     assert line == f"batch.micro=4 does not divide {part}; valid: 1, 2, 3, 6"
-    config = parse_config({"batch": {"global": 12, "micro": 3}, "layout": {"data": {"size": 2}}})
+    config = parse_run({"batch": {"global": 12, "micro": 3}, "layout": {"data": {"size": 2}}})
     assert (config.replica_batch, config.micro, config.num_microbatches) == (6, 3, 2)
 
 
 def test_micro_auto_is_the_replicas_part() -> None:
-    config = parse_config({"batch": {"global": 12}, "layout": {"data": {"size": 2}}})
+    config = parse_run({"batch": {"global": 12}, "layout": {"data": {"size": 2}}})
     assert (config.micro, config.num_microbatches) == (6, 1)
 
 
@@ -93,7 +93,7 @@ def test_micro_auto_is_the_replicas_part() -> None:
 )
 def test_micro_auto_feeds_the_stages(batch: int, layout: dict[str, Any], micro: int) -> None:
     """Two microbatches a stage where the batch has them, and rows for every rank that splits them."""
-    assert parse_config({"batch": {"global": batch}, "layout": layout}).micro == micro
+    assert parse_run({"batch": {"global": batch}, "layout": layout}).micro == micro
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_partition_is_of_the_layers(partition: list[int], rule: str) -> None:
     line = mistake(layout={"pipeline": {"size": 2, "partition": partition}})
     assert rule in line
     assert line.endswith("2 numbers that add up to 12, or auto, measured")
-    parse_config({"layout": {"pipeline": {"size": 3, "partition": [0, 12, 0]}}})
+    parse_run({"layout": {"pipeline": {"size": 3, "partition": [0, 12, 0]}}})
 
 
 def test_no_stage_in_the_middle_is_empty() -> None:
@@ -162,7 +162,7 @@ def test_a_vit_reads_a_folder(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("no image")
     line = mistake(model=VIT, data={"source": str(tmp_path / "text.txt")})
     assert line.startswith(f"data.source={tmp_path / 'text.txt'} is no folder; valid: digits,")
-    parse_config({"model": VIT, "data": {"source": str(tmp_path)}})
+    parse_run({"model": VIT, "data": {"source": str(tmp_path)}})
 
 
 def test_a_text_model_does_not_read_digits() -> None:
@@ -204,7 +204,7 @@ def test_tokenizer_fits_vocabulary(tokenizer: str, size: int) -> None:
     line = mistake(model={"vocabulary": size - 1}, data={"tokenizer": tokenizer})
     rule = f"is smaller than the {size} tokens of data.tokenizer={tokenizer}"
     assert line == f"model.vocabulary={size - 1} {rule}; valid: {size} or more"
-    parse_config({"model": {"vocabulary": size}, "data": {"tokenizer": tokenizer}})
+    parse_run({"model": {"vocabulary": size}, "data": {"tokenizer": tokenizer}})
 
 
 @pytest.mark.parametrize("tokenizer, size", [("bytes", 257), ("bpe:300", 300)])
@@ -212,13 +212,13 @@ def test_tokenizer_and_berts_own_tokens_fit_vocabulary(tokenizer: str, size: int
     line = mistake(model={"family": "bert", "vocabulary": size + 3}, data={"tokenizer": tokenizer})
     rule = f"is smaller than the {size} tokens of data.tokenizer={tokenizer} and BERT's 4"
     assert line == f"model.vocabulary={size + 3} {rule}; valid: {size + 4} or more"
-    parse_config({"model": {"family": "bert", "vocabulary": size + 4}, "data": {"tokenizer": tokenizer}})
+    parse_run({"model": {"family": "bert", "vocabulary": size + 4}, "data": {"tokenizer": tokenizer}})
 
 
 def test_tokenizer_file_that_exists_passes(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
-    assert parse_config({"data": {"tokenizer": str(path)}}).data.tokenizer == str(path)
+    assert parse_run({"data": {"tokenizer": str(path)}}).data.tokenizer == str(path)
 
 
 @pytest.mark.parametrize("level, dtype, valid", [("O0", "bf16", "float32, float64"), ("O2", "float32", "bf16, fp16")])
@@ -232,7 +232,7 @@ def test_there_is_something_to_shard() -> None:
     assert (
         line == "layout.data.size=1 leaves layout.data.sync=fsdp nothing to shard; valid: 2 or more, or sync=allreduce"
     )
-    parse_config({"layout": {"data": {"sync": "fsdp", "size": 2}}})
+    parse_run({"layout": {"data": {"sync": "fsdp", "size": 2}}})
 
 
 def test_warmup_fits_steps() -> None:

@@ -1,0 +1,216 @@
+"""Fields that have an effect only in some runs. One that a user writes where it has none is a mistake.
+
+A field that is not in this table has an effect in every run (tests/config/test_effects.py names them). What counts is
+what the user wrote, not what differs from the default: `optimizer.momentum: 0.9` beside adamw promises something, even
+though 0.9 is the default. The words that decide nothing (auto, none, null, false) may stand anywhere.
+
+A word on the command line may switch off what the run file sets up: with `layout.pipeline.size=1` the file's
+schedule lies idle, and a sweep over sizes needs one file. A word that lies idle itself is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from meshwright.config.data_rules import objective_of
+from meshwright.config.layout import Tesseract
+from meshwright.config.models import EncoderDecoder, ImageNetwork
+from meshwright.config.schema import Config
+from meshwright.config.section import Section, shown
+from meshwright.errors import Problem
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The `fields` have an effect where `holds`, which the fields `decided_by` decide.
+
+    `because` ends the sentence "has no effect ..."; `instead` is what to do about it, besides leaving the field out.
+    """
+
+    fields: tuple[str, ...]
+    decided_by: tuple[str, ...]
+    holds: Callable[[Config], bool]
+    because: Callable[[Config], str]
+    instead: str = ""
+
+
+def _learns_pairs(config: Config) -> bool:
+    return isinstance(config.model, EncoderDecoder) and objective_of(config) == "pairs"
+
+
+def _sums_gradients(config: Config) -> bool:
+    """Whether any rank shares a gradient with another: replicas, ranks with other tokens, stages with a tied table."""
+    sizes = dict(config.layout.axes)
+    return config.layout.pipeline.size > 1 or math.prod(sizes[axis] for axis in config.layout.token_axes) > 1
+
+
+def _num_axes(config: Config) -> int:
+    return sum(size > 1 for _, size in config.layout.axes)
+
+
+def _learner(config: Config) -> str:
+    """Who has no use for pairs."""
+    spans = isinstance(config.model, EncoderDecoder)
+    return "on data.objective=spans" if spans else f"on a {config.model.family}"
+
+
+TENSOR = "layout.tensor"
+SIZES = ("layout.data.size", "layout.pipeline.size", TENSOR)
+
+EFFECTS = (
+    Effect(
+        ("data.tokenizer", "data.sequence"),
+        ("model.family",),
+        lambda config: not isinstance(config.model, ImageNetwork),
+        lambda config: f"on a {config.model.family}",
+    ),
+    Effect(
+        ("data.objective",),
+        ("model.family",),
+        lambda config: isinstance(config.model, EncoderDecoder),
+        lambda config: f"on a {config.model.family}",
+        "model.family=transformer, t5",
+    ),
+    Effect(
+        ("data.target", "data.languages", "data.buckets"),
+        ("model.family", "data.objective", "data.source"),
+        _learns_pairs,
+        _learner,
+        "data.objective=pairs of a model.family=transformer, t5",
+    ),
+    Effect(
+        ("layout.data.sync",),
+        SIZES,
+        _sums_gradients,
+        lambda config: "where no two ranks have parts of one gradient",
+        "layout.data.size=2 or more",
+    ),
+    Effect(
+        ("layout.data.bucket",),
+        ("layout.data.sync", "memory.offload.to"),
+        lambda config: config.layout.data.sync != "fsdp" and config.memory.offload.to == "none",
+        lambda config: (
+            "with layout.data.sync=fsdp, which sums a layer at once"
+            if config.layout.data.sync == "fsdp"
+            else f"with memory.offload.to={config.memory.offload.to}, which sums chunk x bucket elements at once"
+        ),
+        "another layout.data.sync; with an offload memory.offload.chunk",
+    ),
+    Effect(
+        ("layout.pipeline.schedule", "layout.pipeline.limit", "layout.pipeline.partition"),
+        ("layout.pipeline.size",),
+        lambda config: config.layout.pipeline.size > 1,
+        lambda config: "with layout.pipeline.size=1",
+        "layout.pipeline.size=2 or more",
+    ),
+    Effect(
+        ("layout.tensor.sequence_parallel", "layout.tensor.common", "layout.tensor.branch"),
+        (TENSOR,),
+        lambda config: math.prod(size for _, size in config.layout.tensor.axes) > 1,
+        lambda config: "with layout.tensor.size=1",
+        "layout.tensor.size=2 or more",
+    ),
+    Effect(
+        ("layout.order",),
+        SIZES,
+        lambda config: _num_axes(config) > 1,
+        lambda config: "on a layout that has one axis of more than one rank, or none",
+        "auto",
+    ),
+    Effect(
+        ("precision.loss_scale.initial", "precision.loss_scale.interval"),
+        ("precision.dtype",),
+        lambda config: config.precision.dtype == "fp16",
+        lambda config: f"with precision.dtype={config.precision.dtype}",
+        "precision.dtype=fp16",
+    ),
+    Effect(
+        ("memory.summa",),
+        (TENSOR,),
+        lambda config: isinstance(config.layout.tensor, Tesseract),
+        lambda config: f"with layout.tensor.kind={config.layout.tensor.kind}",
+        "layout.tensor.kind=tesseract",
+    ),
+    Effect(
+        ("memory.offload.bucket", "memory.offload.chunk"),
+        ("memory.offload.to",),
+        lambda config: config.memory.offload.to != "none",
+        lambda config: "with memory.offload.to=none",
+        "memory.offload.to=host, disk",
+    ),
+    Effect(
+        ("optimizer.betas", "optimizer.epsilon"),
+        ("optimizer.name",),
+        lambda config: config.optimizer.name == "adamw",
+        lambda config: f"with optimizer.name={config.optimizer.name}",
+        "optimizer.name=adamw",
+    ),
+    Effect(
+        ("optimizer.momentum",),
+        ("optimizer.name",),
+        lambda config: config.optimizer.name == "momentum",
+        lambda config: f"with optimizer.name={config.optimizer.name}",
+        "optimizer.name=momentum",
+    ),
+    Effect(
+        ("optimizer.schedule.floor",),
+        ("optimizer.schedule.decay",),
+        lambda config: config.optimizer.schedule.decay != "constant",
+        lambda config: "with optimizer.schedule.decay=constant",
+        "optimizer.schedule.decay=linear, cosine",
+    ),
+    Effect(
+        ("validation.batches",),
+        ("validation.every",),
+        lambda config: config.validation.every > 0,
+        lambda config: "with validation.every=0",
+        "validation.every=100",
+    ),
+)
+
+
+def idle_fields(config: Config) -> list[str]:
+    """The fields that have no effect in this run."""
+    return [field for effect in EFFECTS if not effect.holds(config) for field in effect.fields]
+
+
+def without_effect(
+    config: Config, mistaken: Collection[str], words: Collection[str], undecided: Collection[str]
+) -> Iterator[Problem]:
+    """What the user wrote and has no effect.
+
+    `mistaken`: fields that hold no legal value. `words`: the fields that were set on top of the file. `undecided`:
+    sections that somebody else will decide; what they make idle is no mistake yet.
+    """
+    written = dict(_written(config))
+    for effect in EFFECTS:
+        if effect.holds(config) or _meet(effect.decided_by, mistaken) or _meet(effect.decided_by, undecided):
+            continue
+        switched = _meet(effect.decided_by, words)
+        for field in effect.fields:
+            excused = field in mistaken or (switched and not _meet([field], words))
+            if field in written and not _decides_nothing(written[field]) and not excused:
+                valid = "leave it out" + (f", or {effect.instead}" if effect.instead else "")
+                yield Problem(field, shown(written[field]), f"has no effect {effect.because(config)}", valid)
+
+
+def _decides_nothing(value: object) -> bool:
+    return value is None or value is False or value in ("auto", "none")
+
+
+def _meet(fields: Collection[str], others: Collection[str]) -> bool:
+    """Whether any field is one of the others, lies in one, or contains one."""
+    return any((f"{a}.").startswith(f"{b}.") or (f"{b}.").startswith(f"{a}.") for a in fields for b in others)
+
+
+def _written(section: Section, before: str = "") -> Iterator[tuple[str, object]]:
+    """Every field that was given, by its dotted name, with its value."""
+    for name, field in type(section).model_fields.items():
+        if name in section.model_fields_set:
+            value, path = getattr(section, name), before + (field.alias or name)
+            if isinstance(value, Section):
+                yield from _written(value, path + ".")
+            else:
+                yield path, value
