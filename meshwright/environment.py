@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -108,19 +108,44 @@ def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
     return Path("~/.cache/meshwright").expanduser()
 
 
+def enter_local_rank(
+    rank: int, num_ranks: int, attempt: int, port: int, variables: MutableMapping[str, str] = os.environ
+) -> None:
+    """Make this process a rank of a local job, as torchrun would, whose ranks meet at a store on loopback's `port`."""
+    variables.update(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": _LOOPBACK,
+            "MASTER_PORT": str(port),
+        }
+    )
+
+
 def mpi_worker_variables(
-    attempt: int, threads: int, port: int, import_path: Sequence[str], variables: Mapping[str, str] = os.environ
+    attempt: int,
+    threads: int,
+    port: int,
+    import_path: Sequence[str],
+    temporary: Path,
+    variables: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """The environment of an mpiexec that runs local workers, which inherit it.
 
     `threads`: CPU threads a rank, read by OpenMP when torch is imported. `port`: a free one on loopback, for a torch
     process group inside an MPI job. `import_path`: the launcher's sys.path, so that workers import the same code.
+    `temporary`: where Open MPI may leave files.
     """
     own = {
         ATTEMPT: str(attempt),
         "OMP_NUM_THREADS": str(threads),
         "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(port),
+        "TMPDIR": str(temporary),
         "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in import_path),
         # Open MPI refuses root without both; containers often have no other user.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

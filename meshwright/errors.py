@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 class MeshwrightError(Exception):
     """Base of every error that is the user's to mend: the command line prints its text, not a traceback."""
+
+    restartable: ClassVar[bool] = False
+    """Whether the same run, started again from its newest checkpoint, may succeed: then `restarts` apply.
+
+    False for most: a wrong config, a damaged file or a diverging run is the same the next time."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from meshwright.environment import (
     Environment,
     Rendezvous,
     cache_folder,
+    enter_local_rank,
     first_host,
     mpi_worker_variables,
     read_environment,
@@ -136,9 +137,17 @@ def test_cache_folder() -> None:
 
 
 def test_mpi_worker_variables_keep_what_is_there_and_are_read_back() -> None:
-    variables = mpi_worker_variables(2, 3, 4567, ["", "/x"], {"HOME": "/h", "OMP_NUM_THREADS": "9"})
+    variables = mpi_worker_variables(2, 3, 4567, ["", "/x"], Path("/s"), {"HOME": "/h", "OMP_NUM_THREADS": "9"})
+    assert variables["TMPDIR"] == "/s"
     assert variables["HOME"] == "/h"
     assert variables["OMP_NUM_THREADS"] == "3"
     assert variables["PYTHONPATH"] == ".:/x"
     assert read_environment({**variables, **OPEN_MPI}).attempt == 2
     assert rendezvous({**variables, **OPEN_MPI}) == Rendezvous("127.0.0.1", 4567, hosted=False)
+
+
+def test_a_local_rank_reads_what_it_was_made() -> None:
+    variables: dict[str, str] = {}
+    enter_local_rank(1, 3, 2, 4567, variables)
+    assert read_environment(variables) == Environment(1, 3, 1, 3, 2, "torchrun")
+    assert rendezvous(variables) == Rendezvous("127.0.0.1", 4567, hosted=True)

@@ -1,6 +1,6 @@
 """Starting a job's ranks on this machine, stopping them, and saying in one message why they died.
 
-    cli ── launch(job, ...) ──┬─ elastic.py   torch's elastic agent: workers forked from a clean process
+    cli ── launch(job, ...) ──┬─ forked.py    workers forked from a clean process
                               └─ mpiexec.py   Open MPI's mpiexec: `python -m meshwright.launch FOLDER`
     inside a worker: worker.py runs the job's entry function with (environment, stop, **arguments)
 

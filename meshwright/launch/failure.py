@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshwright.errors import LaunchError, MeshwrightError
+from meshwright.launch.stop import STOPPED_EXIT_CODE, attempt_folder
 
 LINGER_SECONDS = 0.5
 """How long a rank that raised stays alive, so that the launcher sees a killed rank before the ranks that it took along.
@@ -23,32 +24,58 @@ Several times the launchers' polling interval."""
 
 
 class Interrupted(LaunchError):
-    """The job stopped because the user asked: by Ctrl-C, SIGTERM or SIGHUP, which is `signal`."""
+    """The job stopped because somebody asked: by Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, which is `signal`.
 
-    def __init__(self, text: str, number: signal.Signals) -> None:
+    `saved`: every rank finished its step and left by itself.
+    """
+
+    def __init__(self, text: str, number: signal.Signals, *, saved: bool = False) -> None:
         self.signal = number
+        self.saved = saved
         super().__init__(text)
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects from a process that a signal ended: 130 for Ctrl-C."""
+        """STOPPED_EXIT_CODE where the run may be queued again, else what a shell expects of a signal's victim.
+
+        Ctrl-C is 130 in any case: a script's loop must end as well.
+        """
+        if self.saved and self.signal != signal.SIGINT:
+            return STOPPED_EXIT_CODE
         return 128 + int(self.signal)
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why an attempt failed. `lost`: a rank was lost, by no fault of the run; `certain`: the next one would, too."""
+
+    text: str
+    lost: bool
+    certain: bool = False
+
+    def again(self, before: Failure | None) -> bool:
+        """Whether starting the job again may help: not where the same exception has come twice, at the same place."""
+        return self.lost or not (self.certain or self == before)
+
+
+@dataclass(frozen=True)
 class Report:
-    """A failed rank's last words. `details`: its traceback; empty for a user's mistake, whose text says all."""
+    """A failed rank's last words. `details`: its traceback; empty for a user's mistake, whose text says all.
+
+    `certain`: the same run, started again, would fail so again.
+    """
 
     rank: int
     nanoseconds: int
     summary: str
     details: str
+    certain: bool = False
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Report:
         """The report on an exception being handled."""
         if isinstance(error, MeshwrightError):
-            return cls(rank, time.time_ns(), str(error), "")
+            return cls(rank, time.time_ns(), str(error), "", certain=not error.restartable)
         if isinstance(error, SystemExit):
             return cls(rank, time.time_ns(), f"it called exit with {error.code!r}", "")
         lines = str(error).strip().splitlines() or [""]
@@ -57,7 +84,7 @@ class Report:
 
     def write(self, folder: Path, attempt: int) -> None:
         """Leave the report where `read_reports` finds it, whole or not at all."""
-        target = _attempt_folder(folder, attempt) / f"rank-{self.rank}.json"
+        target = attempt_folder(folder, attempt) / f"rank-{self.rank}.json"
         target.parent.mkdir(exist_ok=True)
         partial = target.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self)))
@@ -66,6 +93,10 @@ class Report:
     def __str__(self) -> str:
         text = f"rank {self.rank} failed: {self.summary}"
         return f"{text}\n{self.details}" if self.details else text
+
+    @property
+    def failure(self) -> Failure:
+        return Failure(str(self), lost=False, certain=self.certain)
 
 
 @dataclass(frozen=True)
@@ -83,24 +114,20 @@ class Death:
 
 def read_reports(folder: Path, attempt: int) -> list[Report]:
     """The reports of an attempt, earliest first."""
-    reports = [Report(**json.loads(path.read_text())) for path in _attempt_folder(folder, attempt).glob("rank-*.json")]
+    reports = [Report(**json.loads(path.read_text())) for path in attempt_folder(folder, attempt).glob("rank-*.json")]
     return sorted(reports, key=lambda report: report.nanoseconds)
 
 
-def explain(death: Death, reports: list[Report]) -> str:
-    """The message on a job whose first seen dead rank is `death`: that rank if it was killed, else the first exception.
+def explain(death: Death, reports: list[Report]) -> Failure:
+    """Why a job failed whose first seen dead rank is `death`: that rank if it was killed, else the first exception.
 
     An abort is not taken for a cause where another rank has reported: communication libraries abort on a lost peer.
     """
     reported = any(report.rank == death.rank for report in reports)
     aborted = death.status == -signal.SIGABRT
     if reports and (reported or aborted):
-        return str(reports[0])
-    return str(death)
-
-
-def _attempt_folder(folder: Path, attempt: int) -> Path:
-    return folder / f"attempt-{attempt}"
+        return reports[0].failure
+    return Failure(str(death), lost=True)
 
 
 def signal_name(number: int) -> str:

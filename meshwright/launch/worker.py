@@ -11,7 +11,7 @@ from meshwright.allocator import keep_freed_memory
 from meshwright.environment import read_environment
 from meshwright.launch.failure import Report, leave
 from meshwright.launch.job import Job
-from meshwright.launch.stop import STOP_FILE, StopRequest
+from meshwright.launch.stop import STOPPED_EXIT_CODE, FileStop, SignalStop
 
 
 def joined() -> bool:
@@ -22,21 +22,24 @@ def joined() -> bool:
 def run_worker(job: Job, threads: int) -> None:
     """Run `job` as this very process, which another launcher started: the counterpart of `launch` where `joined()`.
 
-    SIGTERM, SIGINT and SIGUSR1 ask for a soft stop. An exception is printed once, with its rank, and ends the process
-    with code 1 without waiting for its peers (MPI's exit handler would), so that the outer launcher ends the job.
+    SIGTERM, SIGINT and SIGUSR1 ask for a soft stop, after which the process exits with STOPPED_EXIT_CODE: Slurm would
+    take 0 for a job that is done. Under torchrun with 0, since it would start a failed rank again. An exception is
+    printed once, with its rank, and ends the process with code 1 without waiting for its peers (MPI's exit handler
+    would), so that the outer launcher ends the job.
     """
     import torch
 
     torch.set_num_threads(threads)
     keep_freed_memory()
     environment = read_environment()
-    stop = StopRequest()
-    stop.listen()
+    stop = SignalStop()
     try:
         job.run(environment, stop)
+        if stop.requested and environment.launcher != "torchrun":
+            sys.exit(STOPPED_EXIT_CODE)
     except BaseException as error:
-        if _asks_for_success(error):
-            return
+        if _asks_to_leave(error):
+            raise
         print(Report.of(environment.rank, error), file=sys.stderr)
         _flush()
         leave()
@@ -44,18 +47,14 @@ def run_worker(job: Job, threads: int) -> None:
 
 def run_launched(folder: Path) -> None:
     """Run the job that our launcher left in `folder`; it waits for this process."""
-    # A terminal sends Ctrl-C and hang-up to the whole process group; the launcher turns them into a soft stop. SIGTERM
-    # is what the launcher sends when another rank has died: no time to lose.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ignore_stop_signals()
     keep_freed_memory()
     environment = read_environment()
     try:
-        Job.read(folder).run(environment, StopRequest(folder / STOP_FILE))
+        Job.read(folder).run(environment, FileStop(folder, environment.attempt))
         _flush()
     except BaseException as error:
-        if _asks_for_success(error):
+        if isinstance(error, SystemExit) and error.code in (None, 0):
             return
         Report.of(environment.rank, error).write(folder, environment.attempt)
         _flush()
@@ -64,8 +63,18 @@ def run_launched(folder: Path) -> None:
         leave()
 
 
-def _asks_for_success(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+def ignore_stop_signals() -> None:
+    """Outlive what asks a job to stop, under our own launcher.
+
+    A terminal sends Ctrl-C and hang-up to the whole process group; Slurm, systemd and docker send SIGTERM to all
+    processes of a job. The launcher turns them into a soft stop. To end us, it sends SIGKILL.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _asks_to_leave(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0, STOPPED_EXIT_CODE)
 
 
 def _flush() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def wait_for_peers(environment: Environment, out: str) -> None:
 
 def wait(environment: Environment, stop: StopRequest, out: str) -> None:
     """Take steps until asked to stop, then take a moment for a checkpoint."""
+    assert not stop.requested
     wait_for_peers(environment, out)
     end = time.monotonic() + PATIENCE_SECONDS
     while not stop.requested and time.monotonic() < end:
@@ -61,9 +63,16 @@ def wait(environment: Environment, stop: StopRequest, out: str) -> None:
 
 
 def wait_deaf(environment: Environment, stop: StopRequest, out: str) -> None:
-    """Never listen."""
+    """Take one step and never end the second."""
+    assert not stop.requested
     wait_for_peers(environment, out)
     time.sleep(PATIENCE_SECONDS)
+
+
+def prepare(environment: Environment, stop: StopRequest, out: str) -> None:
+    """Never get as far as a first step: in a call that returns to Python when it is done."""
+    wait_for_peers(environment, out)
+    threading.Event().wait()
 
 
 def fail(environment: Environment, stop: StopRequest, out: str, how: str) -> None:
@@ -78,6 +87,12 @@ def fail(environment: Environment, stop: StopRequest, out: str, how: str) -> Non
     if how == "exit":
         os._exit(3)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_each_time(environment: Environment, stop: StopRequest, out: str, place: str) -> None:
+    """An unforeseen exception in every attempt: at the `same` place, or each time at `another`."""
+    note(environment, stop, out)
+    raise ValueError(f"in step {environment.attempt if place == 'another' else 7}")
 
 
 def refuse(environment: Environment, stop: StopRequest) -> None:

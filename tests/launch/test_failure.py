@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import DataError
-from meshwright.launch.failure import Death, Report, explain, read_reports
+from meshwright.errors import DataError, DivergedError, MeshwrightError
+from meshwright.launch.failure import Death, Failure, Report, explain, read_reports
 
 
 def report(rank: int, nanoseconds: int, summary: str = "ValueError: x") -> Report:
@@ -40,7 +40,30 @@ def test_reports_come_back_in_the_order_of_time(tmp_path: Path) -> None:
     ],
 )
 def test_explain(death: Death, reports: list[Report], message: str) -> None:
-    assert explain(death, reports) == message
+    assert explain(death, reports).text == message
+
+
+@pytest.mark.parametrize(
+    "failure, before, again",
+    [
+        (Failure("killed", lost=True), Failure("killed", lost=True), True),
+        (Failure("a bug", lost=False), None, True),
+        (Failure("a bug", lost=False), Failure("another", lost=False), True),
+        (Failure("a bug", lost=False), Failure("a bug", lost=False), False),
+        (Failure("a wrong config", lost=False, certain=True), None, False),
+    ],
+)
+def test_what_is_started_again(failure: Failure, before: Failure | None, again: bool) -> None:
+    assert failure.again(before) == again
+
+
+def test_a_mistake_is_certain_unless_its_class_says_otherwise() -> None:
+    class FlippedBit(MeshwrightError):
+        restartable = True
+
+    assert Report.of(0, DivergedError("the loss is nan")).failure.certain
+    assert not Report.of(0, FlippedBit("replica 1 differs")).failure.certain
+    assert not Report.of(0, ValueError("a bug")).failure.certain
 
 
 def test_report_of_a_bug_has_one_line_and_a_traceback() -> None:

@@ -81,8 +81,22 @@ def test_a_process_group_restarts_over_the_launchers_store(tmp_path: Path) -> No
 
 
 def test_restarts_run_out(tmp_path: Path, transport: Transport) -> None:
-    with pytest.raises(LaunchError, match=r"(?s)rank 1 failed: corpus.bin.*restarted 1 time\)"):
-        launch(Job(f"{HERE}:fail", {"out": str(tmp_path), "how": "user"}), 2, transport, restarts=1, threads=1)
+    with pytest.raises(LaunchError, match=r"(?s)rank 1 was killed by signal 9.*restarted 1 time\)"):
+        launch(Job(f"{HERE}:fail", {"out": str(tmp_path), "how": "kill"}), 2, transport, restarts=1, threads=1)
+
+
+def test_a_users_mistake_is_not_tried_again(tmp_path: Path, transport: Transport) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(Job(f"{HERE}:fail", {"out": str(tmp_path), "how": "user"}), 2, transport, restarts=3, threads=1)
+    assert str(caught.value) == "rank 1 failed: corpus.bin is damaged: build it again"
+
+
+@pytest.mark.parametrize("place, attempts", [("same", 2), ("another", 4)])
+def test_an_exception_is_tried_again_until_it_recurs(tmp_path: Path, place: str, attempts: int) -> None:
+    job = Job(f"{HERE}:fail_each_time", {"out": str(tmp_path), "place": place})
+    with pytest.raises(LaunchError, match=rf"(?s)ValueError: in step.*restarted {attempts - 1} time"):
+        launch(job, 1, "torch", restarts=3, threads=1)
+    assert len(read(tmp_path)) == attempts
 
 
 @pytest.mark.parametrize(

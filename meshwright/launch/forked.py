@@ -1,0 +1,93 @@
+"""Local workers for torch's transports: forked from a clean process, watched, and ended together.
+
+Workers are forked from a process that has imported torch and run nothing with it (multiprocessing's fork server): a
+rank starts in a tenth of a second, whatever this process has done. Forked from this one, it could hang without a word
+in its first parallel operation: OpenMP's threads do not survive a fork.
+
+Ranks meet at a store that this process holds open, on a port that the kernel picked. They see the variables that
+torchrun would set. (torch's own elastic agent asks the survivors of a dead rank to leave by SIGTERM, which ours ignore,
+and waits half a minute before it ends them.)
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from meshwright.environment import enter_local_rank
+from meshwright.errors import LaunchError
+from meshwright.launch.failure import Death, Failure, explain, read_reports
+from meshwright.launch.job import Job
+from meshwright.launch.output import SOCKET, receive_output
+from meshwright.launch.session import Session, lock_fork_server_folder
+from meshwright.launch.tether import die_with_parent
+from meshwright.launch.worker import run_launched
+
+_LOOPBACK = "127.0.0.1"
+
+
+def run_forked(session: Session, num_ranks: int, attempt: int, threads: int) -> Failure | None:
+    """Run an attempt at the session's job; why it failed, None where it succeeded."""
+    context = multiprocessing.get_context("forkserver")
+    module, _, _ = Job.read(session.folder).entry.partition(":")
+    context.set_forkserver_preload(["meshwright.launch.preload", module])
+    try:
+        ensure_running()
+        lock_fork_server_folder()
+        store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    except (OSError, RuntimeError) as error:
+        raise LaunchError(f"no worker can be started: {error}") from error
+    arguments = (str(session.folder), num_ranks, attempt, store.port, threads)
+    workers = [context.Process(target=_work, args=(rank, *arguments)) for rank in range(num_ranks)]
+    try:
+        for worker in workers:
+            worker.start()
+        death = _watch(workers)
+    finally:
+        _end(workers)
+    return None if death is None else explain(death, read_reports(session.folder, attempt))
+
+
+def _work(rank: int, folder: str, num_ranks: int, attempt: int, port: int, threads: int) -> None:
+    """One rank. Its parent is the fork server, which dies with the launcher."""
+    die_with_parent(None)
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    if launcher.is_alive():
+        enter_local_rank(rank, num_ranks, attempt, port)
+        receive_output(Path(folder, SOCKET))
+        torch.set_num_threads(threads)
+        run_launched(Path(folder))
+
+
+def _watch(workers: list[ForkServerProcess]) -> Death | None:
+    """The first rank seen to fail, when one has; None when all have succeeded. A killed rank before one that raised."""
+    running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
+    while running:
+        deaths = []
+        for sentinel in wait(list(running)):
+            assert isinstance(sentinel, int)
+            rank = running.pop(sentinel)
+            workers[rank].join()
+            if status := workers[rank].exitcode:
+                deaths.append(Death(rank, status))
+        if deaths:
+            return min(deaths, key=lambda death: (death.status > 0, death.rank))
+    return None
+
+
+def _end(workers: list[ForkServerProcess]) -> None:
+    """Kill those that still run: with a rank of theirs dead they have nothing left to do, and they ignore SIGTERM."""
+    started = [worker for worker in workers if worker.pid is not None]
+    for worker in started:
+        worker.kill()
+    for worker in started:
+        worker.join()
+        worker.close()
