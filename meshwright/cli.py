@@ -23,14 +23,12 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line. A user's mistake is its text on stderr and exit code 1, never a traceback."""
+    """Run the command line. A user's mistake is its text on stderr, never a traceback; in what was asked, code 2."""
     try:
         app()
     except MeshwrightError as error:
-        from meshwright.launch import Interrupted
-
         print(f"meshwright: {_headed(error)}", file=sys.stderr)
-        sys.exit(error.exit_code if isinstance(error, Interrupted) else 1)
+        sys.exit(error.exit_code)
 
 
 def _headed(error: MeshwrightError) -> str:

@@ -15,6 +15,11 @@ class MeshwrightError(Exception):
 
     False for most: a wrong config, a damaged file or a diverging run is the same the next time."""
 
+    @property
+    def exit_code(self) -> int:
+        """What the command ends with."""
+        return 1
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -36,6 +41,11 @@ class ConfigError(MeshwrightError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    @property
+    def exit_code(self) -> int:
+        """As of a command with a wrong option: nothing was begun."""
+        return 2
 
     @classmethod
     def of(cls, field: str, value: object, rule: str, valid: str = "") -> ConfigError:

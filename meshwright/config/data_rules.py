@@ -11,8 +11,9 @@ from typing import Literal
 
 from meshwright.config.layout import Megatron
 from meshwright.config.models import T5, Bert, EncoderDecoder, ImageNetwork, TextTransformer
-from meshwright.config.rule import divisors, listed, rule
+from meshwright.config.rule import listed, rule
 from meshwright.config.schema import Config, Data
+from meshwright.config.section import divisors
 from meshwright.errors import Problem
 
 STDLIB, DIGITS = "stdlib", "digits"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Set
 from copy import deepcopy
 from pathlib import Path
@@ -16,9 +15,11 @@ from meshwright.config.messages import nearest, problems_of
 from meshwright.config.rules import broken_rules
 from meshwright.config.schema import Config
 from meshwright.config.section import shown
+from meshwright.config.yaml_text import MAX_LEVELS, complaint, plain_values
 from meshwright.errors import ConfigError, Problem
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+MAX_BYTES = 2**20
 
 
 def model_names() -> list[str]:
@@ -37,7 +38,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file that holds a mapping. Raises ConfigError where it does not."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        tree = plain_values(_text(path))
     except FileNotFoundError as error:
         raise ConfigError.of("run", path, "is no such file", _shipped_runs()) from error
     except OSError as error:
@@ -45,23 +46,26 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError.of("run", path, "is not UTF-8 text", _shipped_runs()) from error
     except yaml.YAMLError as error:
-        raise ConfigError.of("run", path, f"is no YAML: {_where(error)}") from error
-    if not isinstance(tree, dict | None):
+        raise ConfigError.of("run", path, f"is no YAML: {complaint(error)}") from error
+    if tree is None:
+        raise ConfigError.of("run", path, "is empty", _shipped_runs())
+    if not isinstance(tree, dict):
         raise ConfigError.of("run", path, "holds no `key: value` lines", _shipped_runs())
-    return tree or {}
+    return tree
+
+
+def _text(path: Path) -> str:
+    """All of a file that is no larger than a run needs: /dev/zero has no end."""
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ConfigError.of("run", path, "is larger than 1 MiB", _shipped_runs())
+    return content.decode("utf-8")
 
 
 def _shipped_runs() -> str:
     """What a run file looks like, by example."""
     return "a YAML file such as " + ", ".join(str(path) for path in sorted((CONFIGS / "runs").glob("*.yaml")))
-
-
-def _where(error: yaml.YAMLError) -> str:
-    """The YAML parser's complaint on one line, with the line and column where a person looks for it."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return f"{error.problem} at line {mark.line + 1}, column {mark.column + 1}"
-    return " ".join(str(error).split())
 
 
 def parse_run(
@@ -121,32 +125,17 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(dump_tree(config), sort_keys=False)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats: `3e-4` is a number, not a text. A key given twice is a mistake, not a silent replacement."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
-_FLOAT = r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789"))
-
-
 def _override(tree: dict[str, Any], word: str) -> list[Problem]:
     key, equals, text = word.partition("=")
     if not equals or not key:
         return [Problem("override", word, "is not of the form key.sub=value", "steps=100, optimizer.lr=1e-3")]
     try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError:
-        return [Problem(key, text, "is no YAML value")]
+        value = plain_values(text)
+    except yaml.YAMLError as error:
+        return [Problem(key, shown(text), f"is no YAML value: {complaint(error)}")]
     *parents, last = key.split(".")
+    if len(parents) > MAX_LEVELS:
+        return [Problem(shown(key), shown(text), "is nested deeper than any key")]
     node = tree
     for parent in parents:
         child = node.get(parent)

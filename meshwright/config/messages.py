@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from meshwright.config.models import Transformer
 from meshwright.config.schema import Config
-from meshwright.config.section import parse_size, shown
+from meshwright.config.section import LARGEST, parse_size, shown
 from meshwright.errors import Problem
 
 _KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -176,6 +176,8 @@ def _bound(item: object) -> str:
             return f">= {ge}"
         case annotated_types.Gt(gt):
             return f"> {gt}"
+        case annotated_types.Le(le) if le == LARGEST:
+            return ""  # a bound against slips, which is no help to who looks for a value
         case annotated_types.Le(le):
             return f"<= {le}"
         case annotated_types.Lt(lt):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from meshwright.config.section import Positive, Section, Share
+from meshwright.config.section import Layers, Positive, Section, Share
 
 
 class Network(Section):
@@ -28,7 +28,7 @@ class Network(Section):
 class Transformer(Network):
     """Layers of attention and feed-forward: L layers, A heads."""
 
-    layers: Positive = 12
+    layers: Layers = 12
     heads: Positive = 12
 
     @property
@@ -98,7 +98,7 @@ class Attentional(EncoderDecoder):
     """The original Transformer (Vaswani et al., 2017): one table for source, target and output."""
 
     family: Literal["transformer"]
-    layers: Positive = 6
+    layers: Layers = 6
     hidden: Positive = 512
     heads: Positive = 8
     vocabulary: Positive = 37000
@@ -109,7 +109,7 @@ class T5(EncoderDecoder):
     """T5 (Raffel et al., 2020): norms without a mean, linears without biases, positions as a bias on attention."""
 
     family: Literal["t5"]
-    layers: Positive = 6
+    layers: Layers = 6
     hidden: Positive = 512
     heads: Positive = 8
     head_width: Positive = 64
@@ -138,7 +138,7 @@ class ResNeXt(ImageNetwork):
     family: Literal["resnext"]
     hidden: Positive = 64
     """Channels behind the stem."""
-    stage_blocks: tuple[Positive, ...] = (3, 4, 6, 3)
+    stage_blocks: tuple[Layers, ...] = (3, 4, 6, 3)
     paths: Positive = 32
     path_width: Positive = 4
     """Channels of a path in the first stage; they double from stage to stage."""

@@ -9,11 +9,6 @@ from meshwright.config.schema import Config
 from meshwright.errors import Problem
 
 
-def divisors(number: int) -> list[int]:
-    """All positive divisors, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
 def listed(values: list[int], most: int = 12) -> str:
     """The values as a short text, the middle left out where there are many."""
     if len(values) > most:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from meshwright.config.layout import Layout
 from meshwright.config.models import Gpt2, Model
-from meshwright.config.section import Count, Positive, Section, Share, Size
+from meshwright.config.section import Count, Positive, Section, Share, Size, divisors
 
 
 class Data(Section):
@@ -103,7 +103,7 @@ class Optimizer(Section):
     """torch's AdamW or SGD. Weight decay acts on matrices only; `clip` bounds the global gradient norm."""
 
     name: Literal["adamw", "sgd", "momentum"] = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 3e-4
+    lr: Annotated[float, Field(gt=0, le=1000)] = 3e-4
     betas: tuple[Share, Share] = (0.9, 0.95)
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     momentum: Share = 0.9
@@ -136,7 +136,7 @@ class Metrics(Section):
 class Config(Section):
     """One run, whole."""
 
-    seed: Count = 1
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1
     model: Model = Gpt2()
     data: Data = Data()
     batch: Batch = Batch()
@@ -166,7 +166,7 @@ class Config(Section):
         rows = math.prod(sizes[axis] for axis in self.layout.tensor.batch_axes)
         stages = self.layout.pipeline.size
         wanted = self.replica_batch // (2 * stages) if stages > 1 else self.replica_batch
-        fitting = [size for size in range(rows, wanted + 1, rows) if self.replica_batch % size == 0]
+        fitting = [size for size in divisors(self.replica_batch) if size <= wanted and size % rows == 0]
         return max(fitting, default=min(rows, self.replica_batch) if stages > 1 else self.replica_batch)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
@@ -16,23 +17,42 @@ def parse_size(value: object) -> object:
     return value
 
 
+LARGEST = 2**48
+"""No count of anything here is larger, and divisors of what is not are found in a blink."""
+
+MOST_SHOWN = 120
+
+
 def shown(value: object) -> str:
-    """A value as the user wrote it in YAML: true, null, bare words."""
+    """A value as the user wrote it in YAML: true, null, bare words. The middle of a long one is left out."""
+    text = _shown(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 4 :]}"
+
+
+def divisors(number: int) -> list[int]:
+    """All positive divisors, ascending."""
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+
+
+def _shown(value: object) -> str:
     match value:
         case None:
             return "null"
         case bool():
             return str(value).lower()
         case list() | tuple():
-            return "[" + ", ".join(map(shown, value)) + "]"
+            return "[" + ", ".join(map(_shown, value)) + "]"
         case dict():
-            return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+            return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
     return str(value)
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+"""Every layer is an object of Python's: a slip of a thousand million would be built for hours."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -32,8 +32,9 @@ import yaml
 
 from meshwright.config import Config
 from meshwright.config.layout import Layout, Megatron, Subgraph, Tesseract, Whole
-from meshwright.config.rule import Rule, divisors
+from meshwright.config.rule import Rule
 from meshwright.config.rules import RULES
+from meshwright.config.section import divisors
 from meshwright.errors import Problem
 from meshwright.plan.cluster import Cluster
 

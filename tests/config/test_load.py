@@ -43,9 +43,9 @@ def test_dump_reads_back_as_the_same_config(run: Path, tmp_path: Path) -> None:
     assert load_config(path) == config
 
 
-def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
+def test_empty_section_is_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("# nothing\n")
+    path.write_text("{}\n")
     assert load_config(path) == Config()
 
 
