@@ -71,3 +71,7 @@ class DivergedError(MeshwrightError):
 
 class MismatchError(MeshwrightError):
     """A layout that does not compute what one device computes."""
+
+
+class ZeroGradientError(MeshwrightError):
+    """A comparison that proves nothing: a gradient that is zero on both sides."""

@@ -11,22 +11,35 @@ from rich.table import Column, Table
 from meshwright.verify.job import Verdict
 
 MOST_FAILURES = 20
+LABELS = {
+    "initial": "initial weights",
+    "loss": "losses",
+    "norm": "gradient norms",
+    "gradient": "gradients",
+    "weight": "weights",
+}
+"""The kinds of comparisons, as people read them."""
 
 
 def as_dict(verdict: Verdict) -> dict[str, Any]:
-    """Every comparison."""
+    """Every comparison, and the parameters about which they say nothing."""
     rows = [{**asdict(row), "holds": row.holds} for row in verdict.rows]
-    return {"holds": not verdict.failed, "steps": verdict.steps, "comparisons": rows}
+    return {
+        "holds": verdict.holds,
+        "steps": verdict.steps,
+        "comparisons": rows,
+        "zero_gradients": list(verdict.zero_gradients),
+    }
 
 
 def render(verdict: Verdict) -> None:
     """The worst comparison of each kind, and those that fail."""
     config = verdict.config
     precision = f"{config.precision.level} {config.precision.dtype}"
-    title = f"{config.layout.summary} against one device, {precision}, {verdict.steps} steps"
+    title = f"{config.layout.summary} against plain torch on one device, {precision}, {verdict.steps} steps"
     name = Column("furthest off", overflow="fold")
     table = Table("compared", "how many", name, "relative error", "allowed", "", title=title)
-    for kind, label in (("loss", "losses"), ("gradient", "gradients"), ("weight", "weights")):
+    for kind, label in LABELS.items():
         rows = [row for row in verdict.rows if row.kind == kind]
         worst = verdict.worst(kind)
         mark = "holds" if all(row.holds for row in rows) else "FAILS"

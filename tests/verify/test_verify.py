@@ -34,7 +34,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 def test_a_right_layout_holds(config: Config) -> None:
     verdict = verify(config, steps=2)
     verdict.check()
-    assert {row.kind for row in verdict.rows} == {"loss", "gradient", "weight"}
+    assert {row.kind for row in verdict.rows} == {"initial", "loss", "norm", "gradient", "weight"}
     names = {row.name for row in verdict.rows if row.kind == "gradient"}
     assert {"tokens.weight", "blocks.0.attention.query_key_value.bias", "norm.bias"} <= names
     assert as_dict(verdict)["holds"] is True
