@@ -58,7 +58,11 @@ class DataError(MeshwrightError):
 
 
 class CheckpointError(MeshwrightError):
-    """A checkpoint that is missing, incomplete, damaged, or of another model."""
+    """A checkpoint that is missing, or of another run, model or version."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose files are not what was written, or do not hold together."""
 
 
 class LaunchError(MeshwrightError):

@@ -1,13 +1,13 @@
 """Checkpoints that know no layout: safetensors shards and one JSON manifest; no pickle is ever loaded.
 
-    step-N/manifest.json          format number, config, progress, each tensor's parts: parameter, box, dtype, file
+    step-N/manifest.json          what wrote it, progress, each file's SHA-256, each tensor's parts: box, dtype, file
     step-N/rank-R.safetensors     the parts that rank R wrote
     step-N/tokenizer.json         so that text goes in and comes out of a checkpoint alone
 
 A step folder exists only whole: it is written under a temporary name, synced, and renamed.
 """
 
-from meshwright.checkpoint.reader import Checkpoint, find_checkpoint, newest_step
+from meshwright.checkpoint.reader import Checkpoint, find_checkpoint, newest_step, newest_whole
 from meshwright.checkpoint.restore import Piece, load_weights, pieces_of, restore
 from meshwright.checkpoint.writer import CheckpointWriter
 
@@ -18,6 +18,7 @@ __all__ = [
     "find_checkpoint",
     "load_weights",
     "newest_step",
+    "newest_whole",
     "pieces_of",
     "restore",
 ]

@@ -1,106 +1,241 @@
-"""What a checkpoint's manifest.json says, and its checksum over itself."""
+"""What a checkpoint's manifest.json says: a typed model that refuses what does not hold together, and a checksum.
+
+A manifest may come from anywhere: file names are plain names inside of the folder, every part lies in a listed file,
+and the parts of a tensor are disjoint and cover it. So no number that is read was left uninitialised or unchecked.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from meshwright.errors import CheckpointError
+import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from meshwright import __version__
+from meshwright.errors import CheckpointError, DamagedError
 from meshwright.shard import Box
 
-FORMAT = 1
+FORMAT = 2
+"""2: lists every file of the folder, and names the run. 1 (version 0.1.0) listed shards only; it is still read."""
 MANIFEST = "manifest.json"
-REMEDY = "remove its folder to go on from an older checkpoint"
+REMEDY = "take another checkpoint, or restore this one from a copy"
+
+_CLOSED = ConfigDict(extra="forbid", strict=True)
+_CHECKSUM = ',\n "checksum": "'
+"""What stands between the file's content and the checksum over all of its bytes."""
+
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
+"""A name without separators: nothing outside of the checkpoint's folder can be meant."""
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+DType = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16)$")]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CLOSED)
 class Entry:
     """One stored tensor: the `box` of the parameter's `kind` (weight, exp_avg, ...), under `key` in `file`."""
 
     parameter: str
     kind: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    dtype: str
-    file: str
+    shape: tuple[Count, ...]
+    offsets: tuple[Count, ...]
+    lengths: tuple[Count, ...]
+    dtype: DType
+    file: FileName
     key: str
 
     @property
     def box(self) -> Box:
         return Box(self.offsets, self.lengths)
 
-
-@dataclass(frozen=True)
-class Shard:
-    """A shard file's name, size and SHA-256."""
-
-    file: str
-    size_bytes: int
-    sha256: str
+    @property
+    def size_bytes(self) -> int:
+        dtype: torch.dtype = vars(torch)[self.dtype]
+        return math.prod(self.lengths) * dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CLOSED)
+class StoredFile:
+    """A file's name, size and SHA-256."""
+
+    file: FileName
+    size_bytes: Count
+    sha256: Sha256
+
+
+@dataclass(frozen=True, config=_CLOSED)
+class Listing:
+    """A rank's file and the parts in it."""
+
+    file: StoredFile
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, config=_CLOSED)
 class Progress:
     """Where a run stands: steps done, samples seen (the data cursor), optimizer steps applied, loss scaling.
 
     Random numbers need no state: every microbatch's generator is seeded by the run's seed, the step and its place.
     """
 
-    step: int = 0
-    samples: int = 0
-    steps_taken: int = 0
-    loss_scale: float = 1.0
-    good_steps: int = 0
+    step: Count = 0
+    samples: Count = 0
+    steps_taken: Count = 0
+    loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    good_steps: Count = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CLOSED)
+class Origin:
+    """What wrote a checkpoint. A run keeps its `run` through restarts and resumes; an import has none."""
+
+    config: dict[str, Any]
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
+    data: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
+    """The fingerprint of the prepared data (data/format.py)."""
+    resolved: dict[str, Any] = Field(default_factory=dict)
+    """What `auto` in the config became, where deciding anew could change the run's bits."""
+    version: str = __version__
+    torch: str = str(torch.__version__)
+
+
+@dataclass(frozen=True, config=_CLOSED)
 class Manifest:
     """Everything about a checkpoint but the numbers."""
 
     progress: Progress
-    seed: int
-    config: dict[str, Any]
-    shards: tuple[Shard, ...]
-    entries: tuple[Entry, ...] = field(repr=False)
+    origin: Origin
+    files: tuple[StoredFile, ...]
+    entries: Annotated[tuple[Entry, ...], Field(repr=False)]
 
     def write(self, folder: Path) -> Path:
-        body = {"format": FORMAT, **asdict(self)}
+        content = json.dumps({"format": FORMAT, **asdict(self)}, indent=1).removesuffix("\n}")
         path = folder / MANIFEST
-        path.write_text(json.dumps({**body, "checksum": _checksum(body)}, indent=1))
+        path.write_text(_with_checksum(content), encoding="utf-8")
         return path
+
+    @cached_property
+    def parts(self) -> dict[tuple[str, str], list[Entry]]:
+        """The entries by parameter and kind."""
+        found: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
+        for entry in self.entries:
+            found[entry.parameter, entry.kind].append(entry)
+        return dict(found)
+
+
+def stored_file(path: Path) -> StoredFile:
+    """What a manifest says of a file that lies in its folder."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return StoredFile(path.name, path.stat().st_size, digest)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises CheckpointError where it is missing, damaged or of another format."""
+    """The manifest of a checkpoint folder.
+
+    Raises CheckpointError where it is missing, damaged, of another format, or does not hold together.
+    """
     path = folder / MANIFEST
     try:
-        body = json.loads(path.read_text())
+        text = path.read_bytes().decode()
+        body = json.loads(text)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; {REMEDY}") from error
-    if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
-        raise CheckpointError(f"{path} is damaged: its checksum does not match its content; {REMEDY}")
-    if body["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {body['format']}; this version reads format {FORMAT}")
-    return Manifest(
-        Progress(**body["progress"]),
-        body["seed"],
-        body["config"],
-        tuple(Shard(**shard) for shard in body["shards"]),
-        tuple(entry_of(entry) for entry in body["entries"]),
-    )
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}; {REMEDY}") from error
+    if not isinstance(body, dict) or "checksum" not in body or "format" not in body:
+        raise DamagedError(f"{path} is damaged: it has no checksum or no format; {REMEDY}")
+    found, checksum = body.pop("format"), body.pop("checksum")
+    if found == FORMAT:
+        right = text == _with_checksum(text.rpartition(_CHECKSUM)[0])
+    elif found == 1:
+        right = checksum == _sum(json.dumps({"format": 1, **body}, sort_keys=True))
+    else:
+        reads = f"this version ({__version__}) reads formats 1 and {FORMAT}"
+        raise CheckpointError(f"{path} has format {found}; {reads}: a newer meshwright may read it, or it is damaged")
+    if not right:
+        raise DamagedError(f"{path} is damaged: its checksum does not match its content; {REMEDY}")
+    try:
+        manifest = _MANIFEST.validate_json(json.dumps(_of_format_1(body) if found == 1 else body))
+        _check(manifest)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "its content"
+        raise DamagedError(f"{path} is no manifest of a checkpoint: {where}: {first['msg']}; {REMEDY}") from error
+    except ValueError as error:
+        raise DamagedError(f"{path} does not hold together: {error}; {REMEDY}") from error
+    return manifest
 
 
-def entry_of(fields: dict[str, Any]) -> Entry:
-    """An entry from its JSON form, where tuples have become lists."""
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    return Entry(**values)
+_MANIFEST = TypeAdapter(Manifest)
 
 
-def _checksum(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _of_format_1(body: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of version 0.1.0 in this version's form: it named neither the run, nor its data or tokenizer."""
+    rest = {key: value for key, value in body.items() if key not in ("seed", "config", "shards")}
+    origin = {"config": body.get("config"), "version": "0.1.0", "torch": "unknown"}
+    return {**rest, "origin": origin, "files": body.get("shards")}
+
+
+def _check(manifest: Manifest) -> None:
+    """Raises ValueError unless files are named once and are as large as their parts, and every tensor is whole."""
+    files = {file.file: file.size_bytes for file in manifest.files}
+    if len(files) < len(manifest.files):
+        raise ValueError("it lists a file twice")
+    for entry in manifest.entries:
+        if entry.file not in files:
+            raise ValueError(f"{entry.parameter} ({entry.kind}) lies in {entry.file}, which is not among its files")
+        files[entry.file] -= entry.size_bytes
+    for name, left in files.items():
+        if left < 0:
+            raise ValueError(f"{name} is smaller than the parts that lie in it")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for (parameter, kind), parts in manifest.parts.items():
+        shape = shapes.setdefault(parameter, parts[0].shape)
+        if any(part.shape != shape for part in parts):
+            raise ValueError(f"the parts of {parameter} disagree on its shape")
+        if any(part.dtype != parts[0].dtype for part in parts):
+            raise ValueError(f"the parts of {parameter} ({kind}) disagree on its dtype")
+        if (wrong := _uncovered([part.box for part in parts], shape)) is not None:
+            raise ValueError(f"the parts of {parameter} ({kind}) {wrong}")
+
+
+def _uncovered(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
+    """Why boxes do not make up a tensor of `shape`, each element once; None where they do."""
+    for box in boxes:
+        if not len(box.offsets) == len(box.lengths) == len(shape):
+            return "have another number of dims than its shape"
+        if any(start + length > size for start, length, size in zip(box.offsets, box.lengths, shape, strict=True)):
+            return "reach beyond its shape"
+    filled = [box for box in boxes if box.num_elements]
+    if sum(box.num_elements for box in filled) < math.prod(shape):
+        return "do not cover it"
+    if not shape:
+        return "overlap" if len(filled) > 1 else None
+    # A sweep along the dim with the most cuts: a box is compared with those that have begun before it and not ended.
+    dim = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in filled}))
+    begun: list[Box] = []
+    for box in sorted(filled, key=lambda box: box.offsets[dim]):
+        begun = [other for other in begun if other.offsets[dim] + other.lengths[dim] > box.offsets[dim]]
+        if any(box.intersection(other) for other in begun):
+            return "overlap"
+        begun.append(box)
+    return None
+
+
+def _with_checksum(content: str) -> str:
+    """The whole file: a JSON object that lacks its closing brace, and the checksum over its text."""
+    return f'{content}{_CHECKSUM}{_sum(content)}"\n}}'
+
+
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

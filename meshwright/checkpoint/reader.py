@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.manifest import MANIFEST, REMEDY, Entry, read_manifest
+from meshwright import __version__
+from meshwright.checkpoint.manifest import MANIFEST, REMEDY, Entry, read_manifest, stored_file
 from meshwright.config import Config
-from meshwright.errors import CheckpointError
+from meshwright.config.load import model_names
+from meshwright.config.messages import problems_of
+from meshwright.errors import CheckpointError, DamagedError
 from meshwright.shard import Box
 
 STEP = re.compile(r"step-(\d+)")
 
 
 class Checkpoint:
-    """An open checkpoint folder. A shard's checksum is checked before the first number is read from it."""
+    """An open checkpoint folder. A file's checksum is checked before the first byte of it is used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self._unchecked = {shard.file: shard for shard in self.manifest.shards}
-        self._entries: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
-        for entry in self.manifest.entries:
-            self._entries[entry.parameter, entry.kind].append(entry)
-        for shard in self.manifest.shards:
-            path = folder / shard.file
+        self._unchecked = {file.file: file for file in self.manifest.files}
+        for file in self.manifest.files:
+            path = folder / file.file
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing; {REMEDY}")
-            if path.stat().st_size != shard.size_bytes:
+                raise DamagedError(f"{path} is missing; {REMEDY}")
+            if path.stat().st_size != file.size_bytes:
                 found = path.stat().st_size
-                raise CheckpointError(f"{path} is damaged: {found} bytes, not {shard.size_bytes}; {REMEDY}")
+                raise DamagedError(f"{path} is damaged: {found} bytes, not {file.size_bytes}; {REMEDY}")
 
     @property
     def config(self) -> Config:
-        """The config of the run that wrote it."""
-        return Config.model_validate(self.manifest.config)  # its files may be gone: only a new run needs them
+        """The config of the run that wrote it. Raises CheckpointError where this version has other fields."""
+        origin = self.manifest.origin
+        try:
+            return Config.model_validate(origin.config)  # its files may be gone: only a new run needs them
+        except ValidationError as error:
+            first = problems_of(error, model_names())[0]
+            raise CheckpointError(
+                f"{self.folder} has a config that this version ({__version__}) does not read: {first}; it was written "
+                f"by meshwright {origin.version}: read it with that one, or with a newer one than both"
+            ) from error
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -50,13 +57,13 @@ class Checkpoint:
     @property
     def kinds(self) -> frozenset[str]:
         """What it holds of parameters: weight, exp_avg, ..."""
-        return frozenset(kind for _, kind in self._entries)
+        return frozenset(kind for _, kind in self.manifest.parts)
 
     def read(self, parameter: str, kind: str, box: Box) -> Tensor:
         """The box of a parameter's tensor, put together from the parts that meet it, in the dtype it was stored in."""
-        entries = self._entries.get((parameter, kind))
+        entries = self.manifest.parts.get((parameter, kind))
         if entries is None:
-            known = sorted({kind for name, kind in self._entries if name == parameter})
+            known = sorted({kind for name, kind in self.manifest.parts if name == parameter})
             holds = f"holds only {', '.join(known)} of it" if known else "does not have this parameter"
             raise CheckpointError(f"{self.folder} has no {kind} of {parameter}: it {holds}")
         result: Tensor | None = None
@@ -73,22 +80,47 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: {missing} elements of {parameter} ({kind}) are not in it")
         return result
 
+    def file(self, name: str) -> Path | None:
+        """The path of a file beside the shards, once it is known to be whole; None where there is none.
+
+        A file that the manifest does not list was put there by the user, who was asked to (an import's tokenizer).
+        """
+        self._check(name)
+        return self.folder / name if (self.folder / name).is_file() else None
+
+    def check_files(self, part: int = 0, of: int = 1) -> None:
+        """Check every file, or a part of them so that `of` ranks check all. Raises CheckpointError with the first."""
+        for file in self.manifest.files[part::of]:
+            self._check(file.file)
+
     def _read_part(self, entry: Entry, box: Box) -> Tensor:
         self._check(entry.file)
-        with safe_open(self.folder / entry.file, framework="pt") as file:
-            part: Tensor = file.get_slice(entry.key)[box.slices]
+        path = self.folder / entry.file
+        try:
+            with safe_open(path, framework="pt") as file:
+                stored = file.get_slice(entry.key)
+                shape = tuple(stored.get_shape())
+                part: Tensor = stored[box.slices] if box.lengths else file.get_tensor(entry.key)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise DamagedError(f"{path} holds no {entry.key} that can be read: {error}; {REMEDY}") from error
+        dtype = str(part.dtype).removeprefix("torch.")
+        if (shape, dtype) != (entry.lengths, entry.dtype):
+            wanted = f"{entry.dtype} {list(entry.lengths)}"
+            raise DamagedError(f"{path}: {entry.key} is {dtype} {list(shape)}, not {wanted}; {REMEDY}")
         return part
 
-    def _check(self, file: str) -> None:
-        shard = self._unchecked.pop(file, None)
-        if shard is None:
+    def _check(self, name: str) -> None:
+        file = self._unchecked.get(name)
+        if file is None:
             return
-        with (self.folder / file).open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if digest != shard.sha256:
-            raise CheckpointError(
-                f"{self.folder / file} is damaged: its SHA-256 is not the one in {MANIFEST}; {REMEDY}"
-            )
+        path = self.folder / name
+        try:
+            found = stored_file(path)
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
+        if found != file:
+            raise DamagedError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {REMEDY}")
+        del self._unchecked[name]
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
@@ -101,6 +133,18 @@ def newest_step(folder: Path) -> Path | None:
     """The newest complete checkpoint in a folder of step folders, or None."""
     found = steps_in(folder)
     return found[-1][1] if found else None
+
+
+def newest_whole(folder: Path, before: int) -> Path | None:
+    """The newest checkpoint of a step before `before` of which every file is what it was when it was written."""
+    for step, path in reversed(steps_in(folder)):
+        if step < before:
+            try:
+                Checkpoint(path).check_files()
+            except CheckpointError:
+                continue
+            return path
+    return None
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -1,83 +1,154 @@
 """Writing a checkpoint while the run goes on: the step waits for the copy only.
 
 Every rank writes its shard in a thread of its own; rank 0's waits for the others' and publishes the whole by a rename.
-Ranks meet in the file system, not in a collective, so that nothing here can disturb the step's messages.
+Threads meet in the file system, not in a collective, so that they cannot disturb the step's messages. Between steps
+the ranks agree, in one small collective, on why the last checkpoint was not written: all know the one true cause.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.checkpoint.manifest import Entry, Manifest, Progress, Shard, entry_of
+from meshwright.checkpoint.manifest import Entry, Listing, Manifest, Origin, Progress, read_manifest, stored_file
 from meshwright.checkpoint.reader import newest_step, steps_in
 from meshwright.checkpoint.restore import Piece
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.mesh import Mesh
 
 PARTIAL = ".partial-"
 PATIENCE_SECONDS = 600.0
 """How long rank 0 waits for a rank's shard."""
-DEFERENCE_SECONDS = 30.0
-"""How long a rank keeps quiet about another's failure: the launcher ends it together with the rank that knows why."""
+VISIBLE_SECONDS = 10.0
+"""How long a network file system may take to show a rank the folder that rank 0 has made."""
+TEXT_LENGTH = 500
+"""Characters of a failure that ranks tell each other."""
+ABANDONED = "\1"
+"""Begins a failure that only follows from another rank's."""
+TOKENIZER = "tokenizer.json"
+ENTRY_BYTES = 1000
+"""More than an entry takes in a shard's header and in the manifest."""
 
-
-class _Abandoned(Exception):
-    """Another rank could not write its part, and has removed the whole."""
+_LISTING = TypeAdapter(Listing)
 
 
 class CheckpointWriter:
-    """Writes step folders into `folder`, and keeps the newest `keep`. Made by all ranks together."""
+    """Writes step folders into `folder`, and keeps the newest `keep` that this run wrote. Made by all ranks together.
 
-    def __init__(self, folder: Path, mesh: Mesh, keep: int, config: dict[str, Any], tokenizer: str | None) -> None:
+    A checkpoint that cannot be written costs the run that checkpoint and nothing else: the older ones stay. Only
+    `wait`, behind the last one, raises.
+    """
+
+    def __init__(self, folder: Path, mesh: Mesh, keep: int, origin: Origin, tokenizer: str | None) -> None:
         self.folder = folder
         self.mesh = mesh
         self.keep = keep
-        self.config = config
+        self.origin = origin
         self.tokenizer = tokenizer
         self.unfinished = self._clear() if mesh.rank == 0 else []
         """Checkpoints that an earlier run was killed in, now removed (known to rank 0)."""
+        self._own = set(self._steps_of_run()) if mesh.rank == 0 else set()
         token = torch.tensor([time.time_ns() % 2**40], dtype=torch.int64, device=mesh.device)
         mesh.world.broadcast(token, 0)
         self._token = f"{PARTIAL}{int(token):x}"
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._step = 0
+        self._failure = ""
+        """Why this rank could not do its part of the last checkpoint."""
+        self._failing = False
 
-    def save(self, progress: Progress, pieces: Iterable[Piece]) -> None:
+    def save(self, progress: Progress, pieces: Iterable[Piece]) -> list[str]:
         """Copy the pieces, then write them in the background. Waits for the checkpoint before, if it is still written.
 
-        Raises CheckpointError where that one failed.
+        Returns what a user should know of that one and of this one: the first of several failures, and their end. The
+        same on all ranks.
         """
-        self.wait()
+        notes = self._notes(self._outcome())
         copies = [(piece, piece.tensor.detach().to("cpu", copy=True).contiguous()) for piece in pieces]
-        self._thread = threading.Thread(target=self._guarded_write, args=(progress, copies), name="checkpoint")
+        needed = sum(tensor.numel() * tensor.element_size() + ENTRY_BYTES for _, tensor in copies)
+        total = torch.tensor([needed], dtype=torch.int64, device=self.mesh.device)
+        self.mesh.world.all_reduce(total)
+        self._step = progress.step
+        partial = self.folder / f"{self._token}-step-{progress.step}"
+        self._failure = self._begin(partial, int(total)) if self.mesh.rank == 0 else ""
+        if problem := self._agree(self._failure):
+            self._failure = self._failure or ABANDONED
+            return notes + self._notes(problem)
+        self._thread = threading.Thread(target=self._guarded_write, args=(partial, progress, copies), name="checkpoint")
         self._thread.start()
+        return notes
 
     def wait(self) -> None:
-        """Return when nothing is being written. Raises CheckpointError where the last write failed."""
+        """Return when nothing is being written. Raises CheckpointError, on all ranks, where the last write failed."""
+        if failure := self._outcome():
+            newest = newest_step(self.folder)
+            rest = f"the newest complete one is {newest}" if newest else "there is no complete one"
+            raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {failure}; {rest}")
+
+    def _outcome(self) -> str:
+        """Why the last checkpoint was not written, agreed on by all ranks; empty where it was."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            if isinstance(self._error, _Abandoned):
-                time.sleep(DEFERENCE_SECONDS)
-            newest = newest_step(self.folder)
-            rest = f"the newest complete one is {newest}" if newest else "there is no complete one"
-            failed = f"a checkpoint could not be written to {self.folder}: {self._error}"
-            raise CheckpointError(f"{failed}; {rest}") from self._error
+        return self._agree(self._failure)
+
+    def _agree(self, failure: str) -> str:
+        """The first rank's failure that is a cause and not a consequence."""
+        codes = [ord(letter) for letter in failure[:TEXT_LENGTH]]
+        mine = torch.zeros(TEXT_LENGTH, dtype=torch.int64, device=self.mesh.device)
+        mine[: len(codes)] = torch.tensor(codes, dtype=torch.int64)
+        every = mine.new_empty(self.mesh.grid.world_size * TEXT_LENGTH)
+        self.mesh.world.all_gather(every, mine)
+        texts = ["".join(map(chr, row)).rstrip("\0") for row in every.view(-1, TEXT_LENGTH).tolist()]
+        if cause := next((text for text in texts if text and text != ABANDONED), ""):
+            return cause
+        # Consequences without a cause: nobody but a person or another program took the folder away.
+        return "its folder was removed while it was written" if ABANDONED in texts else ""
+
+    def _notes(self, failure: str) -> list[str]:
+        """A user is told when checkpoints begin to fail and when they are written again, not each time in between."""
+        was, self._failing = self._failing, bool(failure)
+        if failure and not was:
+            return [f"warning: no checkpoint of step {self._step}: {failure}; training goes on with the older ones"]
+        return ["checkpoints are written again"] if was and not failure else []
+
+    def _begin(self, partial: Path, needed: int) -> str:
+        """Make the folder to write into, where there is room for the checkpoint; else why not."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if _room(self.folder) < needed:
+                # The new one needs room beside the newest, which is never removed before another is complete.
+                self._prune(max(1, self.keep - 1))
+            if (room := _room(self.folder)) < needed:
+                stay = "; the newest stays until the next is complete" if self.keep == 1 else ""
+                return f"it needs {needed:,} bytes, and {self.folder} has {room:,}{stay}"
+            partial.mkdir()
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def _steps_of_run(self) -> Iterator[int]:
+        """The steps of the complete checkpoints that this run wrote, before it was resumed."""
+        for step, path in steps_in(self.folder):
+            with suppress(CheckpointError):  # a damaged one is kept: what it is, a person may want to know
+                if self.origin.run and read_manifest(path).origin.run == self.origin.run:
+                    yield step
+
+    def _prune(self, keep: int) -> None:
+        """Remove this run's oldest checkpoints, all but `keep`."""
+        own = [path for step, path in steps_in(self.folder) if step in self._own]
+        for path in own[:-keep]:
+            self._remove(path)
 
     def _clear(self) -> list[str]:
         unfinished = []
@@ -90,18 +161,15 @@ class CheckpointWriter:
             raise CheckpointError(f"checkpoints cannot be written to {self.folder}: {error.strerror}") from error
         return unfinished
 
-    def _guarded_write(self, progress: Progress, copies: list[tuple[Piece, Tensor]]) -> None:
-        partial = self.folder / f"{self._token}-step-{progress.step}"
+    def _guarded_write(self, partial: Path, progress: Progress, copies: list[tuple[Piece, Tensor]]) -> None:
         try:
-            if self.mesh.rank == 0:
-                partial.mkdir()
-            self._await(partial)
+            self._await(partial, VISIBLE_SECONDS)
             self._write_shard(partial, copies)
             if self.mesh.rank == 0:
                 self._publish(partial, progress)
         except Exception as error:  # whatever it is, the step that waits for this thread must hear of it
-            abandoned = not partial.exists() and not self._step_folder(progress).exists()
-            self._error = _Abandoned(f"another rank failed to write its part ({error})") if abandoned else error
+            removed = not partial.exists() and not self._step_folder(progress).exists()
+            self._failure = ABANDONED if removed else f"rank {self.mesh.rank}: {_described(error)}"
             with suppress(OSError):
                 self._remove(partial)  # half a checkpoint helps nobody, and the disk may be full
 
@@ -117,8 +185,6 @@ class CheckpointWriter:
         keys = [f"{piece.kind}/{piece.place.name}/{index}" for index, (piece, _) in enumerate(copies)]
         save_file({key: tensor for key, (_, tensor) in zip(keys, copies, strict=True)}, path)
         synced(path)
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
         entries = [
             Entry(
                 piece.place.name,
@@ -132,46 +198,54 @@ class CheckpointWriter:
             )
             for key, (piece, tensor) in zip(keys, copies, strict=True)
         ]
-        listing = {
-            "shard": asdict(Shard(path.name, path.stat().st_size, digest)),
-            "entries": [asdict(entry) for entry in entries],
-        }
+        listing = Listing(stored_file(path), tuple(entries))
         draft = partial / f"rank-{self.mesh.rank}.draft"
-        draft.write_text(json.dumps(listing))
+        draft.write_bytes(_LISTING.dump_json(listing))
         draft.rename(draft.with_suffix(".json"))
 
     def _publish(self, partial: Path, progress: Progress) -> None:
         listings = [self._listing(partial / f"rank-{rank}.json") for rank in range(self.mesh.grid.world_size)]
-        shards = tuple(Shard(**listing["shard"]) for listing in listings)
-        entries = tuple(entry_of(entry) for listing in listings for entry in listing["entries"])
-        manifest = Manifest(progress, self.config["seed"], self.config, shards, entries)
+        files = [listing.file for listing in listings]
+        entries = tuple(entry for listing in listings for entry in listing.entries)
         if self.tokenizer is not None:
-            (partial / "tokenizer.json").write_text(self.tokenizer)
-            synced(partial / "tokenizer.json")
-        synced(manifest.write(partial))
+            path = partial / TOKENIZER
+            path.write_text(self.tokenizer, encoding="utf-8")
+            synced(path)
+            files.append(stored_file(path))
+        synced(Manifest(progress, self.origin, tuple(files), entries).write(partial))
         synced(partial)
         target = self._step_folder(progress)
         if target.exists():
             self._remove(target)
         partial.rename(target)
         synced(self.folder)
-        for _, path in steps_in(self.folder)[: -self.keep]:
-            self._remove(path)
+        self._own.add(progress.step)
+        self._prune(self.keep)
 
-    def _await(self, path: Path) -> None:
+    def _await(self, path: Path, seconds: float) -> None:
         """Return when another rank has made this file or folder."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + seconds
         while not path.exists():
             if time.monotonic() > deadline or not path.parent.exists():
                 raise CheckpointError(f"{path} was never finished")
             time.sleep(0.005)
 
-    def _listing(self, path: Path) -> dict[str, Any]:
+    def _listing(self, path: Path) -> Listing:
         """What a rank says of its shard, as soon as it has said it."""
-        self._await(path)
-        listing: dict[str, Any] = json.loads(path.read_text())
+        self._await(path, PATIENCE_SECONDS)
+        listing = _LISTING.validate_json(path.read_bytes())
         path.unlink()
         return listing
+
+
+def _room(folder: Path) -> int:
+    """The bytes that this user may still write there."""
+    return shutil.disk_usage(folder).free
+
+
+def _described(error: Exception) -> str:
+    """The system's own words, or the exception's kind and text where it is a bug of ours."""
+    return str(error) if isinstance(error, OSError | MeshwrightError) else f"{type(error).__name__}: {error}"
 
 
 def synced(path: Path) -> None:

@@ -33,8 +33,8 @@ def export_folder(path: Path, out: Path, report: Progress = silent) -> Path:
     for index, pair in enumerate(pairs):
         report("reading weights", index / len(pairs))
         tensors |= _theirs(checkpoint, pair)
-    path = checkpoint.folder / TOKENIZER
-    tokenizer = path.read_text(encoding="utf-8") if path.is_file() else None
+    held = checkpoint.file(TOKENIZER)
+    tokenizer = None if held is None else held.read_text(encoding="utf-8")
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     texts = family.files(model, tokenizer, dtype)
     with new_folder(out) as folder:

@@ -8,7 +8,6 @@ To fine-tune it, import it as the first checkpoint of a run's folder, and resume
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.checkpoint.manifest import Entry, Manifest, Progress, Shard
+from meshwright.checkpoint.manifest import Entry, Manifest, Origin, Progress, stored_file
 from meshwright.config import Config
 from meshwright.config.models import Model, TextTransformer
 from meshwright.config.schema import Data, Precision
@@ -66,9 +65,9 @@ def import_folder(source: Path, out: Path, report: Report = silent) -> Imported:
             report("reading weights", index / len(pairs))
             tensors[pair.name] = _ours(held, pair)
         report("writing", None)
-        _write(folder, tensors, _config(model, family, tensors))
         if has_tokenizer:
             (folder / TOKENIZER).write_bytes((source / TOKENIZER).read_bytes())
+        _write(folder, tensors, _config(model, family, tensors))
     parameters = sum(tensor.numel() for tensor in tensors.values())
     return Imported(out, model, parameters, family.reads_text, has_tokenizer)
 
@@ -118,8 +117,7 @@ def _config(model: Model, family: Family, tensors: dict[str, Tensor]) -> Config:
 def _write(folder: Path, tensors: dict[str, Tensor], config: Config) -> None:
     path = folder / FILE
     save_file({f"weight/{name}": tensor for name, tensor in tensors.items()}, path)
-    with path.open("rb") as stream:
-        shard = Shard(FILE, path.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
+    beside = [folder / TOKENIZER] if (folder / TOKENIZER).is_file() else []
     entries = tuple(
         Entry(
             name,
@@ -134,4 +132,5 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: Config) -> None:
         for name, tensor in tensors.items()
     )
     dump = config.model_dump(mode="json", by_alias=True)
-    Manifest(Progress(), config.seed, dump, (shard,), entries).write(folder)
+    files = tuple(stored_file(file) for file in (path, *beside))
+    Manifest(Progress(), Origin(dump), files, entries).write(folder)

@@ -79,7 +79,7 @@ def load_text(path: Path, device: str, context: int | None, *families: str) -> t
     positions = config.model.positions
     if context is not None and not 1 <= context <= positions:
         raise ConfigError.of("--context", context, "is no context of this model", f"1 to model.positions={positions}")
-    tokenizer = _tokenizer(checkpoint.folder, config.model.vocabulary)
+    tokenizer = _tokenizer(checkpoint, config.model.vocabulary)
     mesh = solo_mesh(where)
     model = family_of(config).model(config.model, SerialKit(mesh), None)
     model.to(DTYPES[config.precision.dtype] if config.precision.level == "O0" else torch.float32)
@@ -98,10 +98,10 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _tokenizer(folder: Path, vocabulary: int) -> Tokenizer:
-    path = folder / TOKENIZER
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no {TOKENIZER}: copy its model's tokenizer there")
+def _tokenizer(checkpoint: Checkpoint, vocabulary: int) -> Tokenizer:
+    path = checkpoint.file(TOKENIZER)
+    if path is None:
+        raise CheckpointError(f"{checkpoint.folder} has no {TOKENIZER}: copy its model's tokenizer there")
     tokenizer = load_tokenizer(path)
     if tokenizer.vocabulary_size > vocabulary:
         size = tokenizer.vocabulary_size

@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwright.batch import Samples
 from meshwright.build import Parts, build
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of
-from meshwright.checkpoint.manifest import Progress
+from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.checkpoint.restore import Piece, gradient_pieces
 from meshwright.config import Config
 from meshwright.config.layout import Layout

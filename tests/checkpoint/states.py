@@ -10,8 +10,10 @@ from torch import Tensor
 
 from meshwright.build import Parts, build
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
+from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config
+from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.mesh import Mesh
 from tests.data_parallel.test_equality import train_step
 
@@ -25,8 +27,13 @@ Held = tuple[str, str, tuple[int, ...], tuple[int, ...], Tensor]
 """Kind, parameter, its global shape, offsets, the part."""
 
 
+RUN = "5eed"
+TOKENIZER = byte_tokenizer().to_json()
+
+
 def open_writer(mesh: Mesh, config: Config, folder: Path, keep: int = 9) -> CheckpointWriter:
-    return CheckpointWriter(folder, mesh, keep, config.model_dump(mode="json", by_alias=True), None)
+    origin = Origin(config.model_dump(mode="json", by_alias=True), run=RUN)
+    return CheckpointWriter(folder, mesh, keep, origin, TOKENIZER)
 
 
 def held_by(parts: Parts) -> list[Held]:
