@@ -44,6 +44,12 @@ def train(
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Where the run is written; out/NAME-OF-RUN.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest complete checkpoint in --out.")] = False,
+    resume_from: Annotated[
+        int | None, typer.Option(metavar="STEP", min=0, help="Go on from that checkpoint; newer ones are set aside.")
+    ] = None,
+    accept_changes: Annotated[
+        bool, typer.Option(help="Go on also with another model, seed, data, sequence or global batch.")
+    ] = False,
     explain: Annotated[
         bool, typer.Option(help="Say what the layout makes of the model and what it sends; train nothing.")
     ] = False,
@@ -69,11 +75,21 @@ def train(
     from meshwright.train.job import train as run_training
 
     traced = traced_steps(trace or (), config)
+    resume = resume or resume_from is not None
+    if accept_changes and not resume:
+        raise ConfigError.of("--accept-changes", "true", "has no effect on a new run", "leave it out, or add --resume")
     with progress() as show:
         from meshwright.families import family_of
 
         family_of(config).dataset.prepare(config, show)  # drawn here; found ready by the job
-    run_training(config, out or Path("out") / run.stem, resume=resume, trace=traced)
+    run_training(
+        config,
+        out or Path("out") / run.stem,
+        resume=resume,
+        resume_from=resume_from,
+        accept_changes=accept_changes,
+        trace=traced,
+    )
 
 
 @app.command()

@@ -139,6 +139,12 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def fingerprint(folder: Path) -> str:
+    """What a prepared folder, of texts or of images, holds: a hash of its header's checksums."""
+    sums = json.loads((folder / HEADER).read_text(encoding="utf-8"))["sha256"]
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+
 def _read_header(folder: Path) -> Header:
     path = folder / HEADER
     if not path.is_file():

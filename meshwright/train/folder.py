@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.reader import Checkpoint, newest_step, newest_whole, steps_in
 from meshwright.checkpoint.writer import TOKENIZER
 from meshwright.config import Config, dump_config
@@ -62,7 +61,11 @@ def locked(out: Path) -> Iterator[list[str]]:
             if error.errno not in _UNSUPPORTED:
                 raise not_writable(out, error) from error
             notes.append(f"warning: {out} cannot be locked ({error.strerror}): start no second run that writes there")
-        facts = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
+        facts = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+        }
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(facts).encode(), 0)
         yield notes
@@ -131,7 +134,9 @@ def with_offer(error: DamagedError, folder: Path, step: int) -> DamagedError:
     older = newest_whole(folder, before=step)
     offer = "no older one is whole: begin a new run in another folder"
     if older is not None:
-        offer = f"the newest whole one is {older.name}: --resume-from {older.name.removeprefix('step-')} goes on from it"
+        offer = (
+            f"the newest whole one is {older.name}: --resume-from {older.name.removeprefix('step-')} goes on from it"
+        )
     return DamagedError(f"{error}; {offer}")
 
 
@@ -166,18 +171,22 @@ def _identity(out: Path) -> str:
     except FileNotFoundError:
         return secrets.token_hex(8)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{out / IDENTITY} cannot be read ({error}): remove it, and --resume makes it anew") from error
+        raise CheckpointError(
+            f"{out / IDENTITY} cannot be read ({error}): remove it, and --resume makes it anew"
+        ) from error
     return run
 
 
 def _find_step(folder: Path, step: int) -> None:
     steps = [str(found) for found, _ in steps_in(folder)]
     if str(step) not in steps:
-        raise ConfigError.of("--resume-from", step, f"is no checkpoint in {folder}", ", ".join(steps) or "none is there")
+        raise ConfigError.of(
+            "--resume-from", step, f"is no checkpoint in {folder}", ", ".join(steps) or "none is there"
+        )
 
 
 def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_changes: bool) -> list[str]:
-    """What differs between the config of a checkpoint and the run's, a line each. Raises ConfigError where it may not."""
+    """What differs between a checkpoint's config and the run's, a line each. Raises ConfigError where it may not."""
     origin, progress = checkpoint.manifest.origin, checkpoint.manifest.progress
     held, wanted = (_leaves(each.model_dump(mode="json", by_alias=True)) for each in (checkpoint.config, config))
     changed = [key for key in wanted | held if held.get(key) != wanted.get(key)]

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.build import Parts, build, resolve_transport
-from meshwright.checkpoint import Checkpoint, CheckpointWriter, newest_step, pieces_of, restore
-from meshwright.checkpoint.manifest import Progress
+from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
+from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.checkpoint.restore import progress_of
-from meshwright.config import Config, dump_config
+from meshwright.config import Config
 from meshwright.config.layout import Layout
 from meshwright.data.dataset import Opened
+from meshwright.data.format import fingerprint
 from meshwright.data.progress import silent
 from meshwright.environment import Environment, read_environment, rendezvous
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, DamagedError
 from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.launch import Job, StopRequest, joined, launch, run_worker
 from meshwright.mesh import Mesh, open_mesh
+from meshwright.train import folder
 from meshwright.train.console import RunDisplay
 from meshwright.train.loop import Trainer
 from meshwright.train.metrics import MetricsWriter
@@ -80,38 +82,47 @@ def run_ranks(config: Config, job: Job, resources: Resources) -> None:
     )
 
 
-def train(config: Config, out: Path, *, resume: bool, trace: Sequence[int] = (), progress: Any = silent) -> None:
+def train(
+    config: Config,
+    out: Path,
+    *,
+    resume: bool,
+    resume_from: int | None = None,
+    accept_changes: bool = False,
+    trace: Sequence[int] = (),
+    progress: Any = silent,
+) -> None:
     """Run a whole job into `out`, with a trace of the steps `trace`.
 
-    Raises ConfigError, DataError, CheckpointError, LaunchError, Interrupted.
+    `resume`: go on from the newest checkpoint there, or from that of the step `resume_from`; `accept_changes`: also
+    where the config differs in what a run must keep. Raises ConfigError, DataError, CheckpointError, LaunchError,
+    Interrupted.
     """
     out = out.absolute()
     environment = read_environment()
-    if not resume and environment.attempt == 0 and (out / "metrics.jsonl").exists():
-        raise ConfigError.of("--out", out, "holds a run already", "another folder, or --resume to go on with it")
+    goes_on = resume or environment.attempt > 0
+    if not goes_on and environment.rank == 0:
+        folder.refuse_used(out)  # before the corpus is prepared, which may take long
     data = family_of(config).dataset.prepare(config, progress)
     resources = resources_of(config)
-    if environment.rank == 0:
-        _prepare_folder(out, config)
-    arguments = {
-        "config": config.model_dump(mode="json", by_alias=True),
-        "out": str(out),
-        "data": str(data),
-        "resume": resume,
-        "trace": list(trace),
-        "transport": resources.transport,
-        "device": resources.device,
-    }
-    run_ranks(config, Job("meshwright.train.job:worker", arguments), resources)
-
-
-def _prepare_folder(out: Path, config: Config) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    except OSError as error:
-        rule = f"cannot be written to ({error.strerror})"
-        raise ConfigError.of("--out", out, rule, "a folder that you may write to") from error
+    with ExitStack() as stack:
+        notes = stack.enter_context(folder.locked(out)) if environment.rank == 0 else []
+        if environment.rank == 0 and goes_on:
+            notes += folder.go_on(out, config, fingerprint(data), resume_from, accept_changes=accept_changes)
+        elif environment.rank == 0:
+            folder.refuse_used(out)
+            folder.begin(out, config)
+        arguments = {
+            "config": config.model_dump(mode="json", by_alias=True),
+            "out": str(out),
+            "data": str(data),
+            "resume": resume,
+            "trace": list(trace),
+            "transport": resources.transport,
+            "device": resources.device,
+            "notes": notes,
+        }
+        run_ranks(config, Job("meshwright.train.job:worker", arguments), resources)
 
 
 @contextmanager
@@ -141,38 +152,44 @@ def worker(
     transport: str,
     device: str,
     trace: Sequence[int] = (),
+    notes: Sequence[str] = (),
 ) -> None:
-    """One rank of a training job."""
+    """One rank of a training job. `notes`: what the launcher has to say when the run begins."""
     settings = Config.model_validate(config)
     where = worker_device(device, environment)
     with open_layout(settings.layout, environment, transport, where) as mesh:
         opened = family_of(settings).dataset.open(settings, Path(data))
-        run = _Run(build(settings, mesh, Path(out)), opened, Path(out), frozenset(trace))
+        opened = replace(opened, notes=(*notes, *opened.notes))
+        run = _Run(build(settings, mesh, Path(out)), opened, Path(out), frozenset(trace), fingerprint(Path(data)))
         run.train(stop, resume=resume or environment.attempt > 0, attempt=environment.attempt)
 
 
 class _Run:
     """A rank's training run: the trainer, and around it checkpoints, validation, metrics and the display."""
 
-    def __init__(self, parts: Parts, data: Opened, out: Path, traced: frozenset[int]) -> None:
+    def __init__(self, parts: Parts, data: Opened, out: Path, traced: frozenset[int], data_print: str) -> None:
         self.parts = parts
         self.config = parts.config
         self.data = data
         self.out = out
         self.traced = traced
+        self.data_print = data_print
         self.first = parts.mesh.rank == 0
 
     def train(self, stop: StopRequest, *, resume: bool, attempt: int) -> None:
         """From the newest checkpoint or the beginning to the last step, or to a stop request."""
-        dump = self.config.model_dump(mode="json", by_alias=True)
-        folder, keep = self.out / "checkpoints", self.config.checkpoint.keep
-        writer = CheckpointWriter(folder, self.parts.mesh, keep, dump, self.data.tokenizer)
-        newest = newest_step(self.out / "checkpoints") if resume else None
-        started = Progress() if newest is None else restore(self.parts, Checkpoint(newest))
+        run, step = folder.checkpoint_of_run(self.out, resume=resume) if self.first else ("", None)
+        origin = Origin(self.config.model_dump(mode="json", by_alias=True), run, self.data_print)
+        checkpoints = self.out / folder.CHECKPOINTS
+        writer = CheckpointWriter(
+            checkpoints, self.parts.mesh, self.config.checkpoint.keep, origin, self.data.tokenizer
+        )
+        step = self._agreed(step)
+        started = Progress() if step is None else self._restore(checkpoints, step)
         with RunDisplay(started.step, self.config.steps, speaks=self.first) as display:
             self._greet(display, writer.unfinished, attempt)
-            if newest is not None:
-                display.say(f"going on from checkpoint {newest.name}")
+            if step is not None:
+                display.say(f"going on from checkpoint step-{step}")
             elif resume:
                 display.say("no complete checkpoint to go on from: starting at the first step")
             if made := sorted(step for step in self.traced if step <= started.step):
@@ -191,7 +208,9 @@ class _Run:
                 display.step(line)
                 every = self.config.checkpoint.every
                 if stopping or trainer.step == self.config.steps or (every and trainer.step % every == 0):
-                    writer.save(progress_of(self.parts, trainer.step, trainer.samples), pieces_of(self.parts))
+                    progress = progress_of(self.parts, trainer.step, trainer.samples)
+                    for note in writer.save(progress, pieces_of(self.parts)):
+                        display.say(note)
                 if stopping:
                     break
             writer.wait()
@@ -201,6 +220,19 @@ class _Run:
 
                 draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
                 self._farewell(display, trainer.step)
+
+    def _agreed(self, step: int | None) -> int | None:
+        """The step that rank 0 found a checkpoint of: ranks may see a shared folder at different times."""
+        mesh = self.parts.mesh
+        found = torch.tensor([-1 if step is None else step], dtype=torch.int64, device=mesh.device)
+        mesh.world.broadcast(found, 0)
+        return None if int(found) < 0 else int(found)
+
+    def _restore(self, checkpoints: Path, step: int) -> Progress:
+        try:
+            return restore(self.parts, Checkpoint(checkpoints / f"step-{step}"))
+        except DamagedError as error:
+            raise folder.with_offer(error, checkpoints, step) from error
 
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         layout = self.config.layout

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import random
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,13 +50,32 @@ def flip(path: Path, bit: int) -> None:
 
 def read_all(folder: Path) -> None:
     checkpoint = Checkpoint(folder)
-    for name, shape in checkpoint.shapes.items():
-        checkpoint.read(name, "weight", Box(tuple(0 for _ in shape), shape))
+    checkpoint.check_files()
+    for (name, kind), parts in checkpoint.manifest.parts.items():
+        checkpoint.read(name, kind, Box(tuple(0 for _ in parts[0].shape), parts[0].shape))
 
 
 def test_whole_one_is_read(step: Path) -> None:
     read_all(step)
-    assert {path.name for path in step.iterdir()} == {MANIFEST, "rank-0.safetensors", "rank-1.safetensors"}
+    files = {"rank-0.safetensors", "rank-1.safetensors", "tokenizer.json"}
+    assert {path.name for path in step.iterdir()} == {MANIFEST, *files}
+    assert {file.file for file in read_manifest(step).files} == files
+
+
+def test_every_flipped_bit_is_refused_by_name(step: Path) -> None:
+    """1000 bits over all files, each file with its share of them and the smallest with 100 at least."""
+    choose = random.Random(1)
+    files = sorted(step.iterdir())
+    sizes = {path: path.stat().st_size for path in files}
+    for path in files:
+        content = path.read_bytes()
+        for _ in range(max(100, 1000 * sizes[path] // sum(sizes.values()))):
+            bit = choose.randrange(8 * sizes[path])
+            flip(path, bit)
+            with pytest.raises(CheckpointError, match=re.escape(str(path))):
+                read_all(step)
+            path.write_bytes(content)
+    read_all(step)
 
 
 @pytest.mark.parametrize("shard", ["rank-0.safetensors", "rank-1.safetensors"])
@@ -65,25 +87,6 @@ def test_flipped_bit_in_a_shard(step: Path, shard: str, where: float) -> None:
         read_all(step)
 
 
-def test_any_flipped_bit_in_the_manifest(step: Path) -> None:
-    """Either it is refused, or it says what it said before (an E for an e in a number)."""
-    path = step / MANIFEST
-    good, content = read_manifest(step), path.read_bytes()
-    choose = random.Random(1)
-    right = 0
-    for _ in range(100):
-        flip(path, choose.randrange(8 * len(content)))
-        try:
-            read = read_manifest(step)
-        except CheckpointError as error:
-            right += str(path) in str(error)
-        else:
-            assert read == good
-            right += 1
-        path.write_bytes(content)
-    assert right == 100
-
-
 @pytest.mark.parametrize("left", [0.0, 0.3, 0.99])
 def test_truncated_manifest(step: Path, left: float) -> None:
     path = step / MANIFEST
@@ -92,13 +95,136 @@ def test_truncated_manifest(step: Path, left: float) -> None:
         Checkpoint(step)
 
 
-def test_manifest_of_a_later_format(step: Path) -> None:
-    body = json.loads((step / MANIFEST).read_text()) | {"format": 99}
-    body.pop("checksum")
-    from meshwright.checkpoint.manifest import _checksum
+def rewrite(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """A manifest that somebody has changed, its checksum with it."""
+    path = step / MANIFEST
+    body = json.loads(path.read_text())
+    del body["checksum"]
+    change(body)
+    content = json.dumps(body, indent=1).removesuffix("\n}")
+    checksum = hashlib.sha256(content.encode()).hexdigest()
+    path.write_text(f'{content},\n "checksum": "{checksum}"\n}}')
 
-    (step / MANIFEST).write_text(json.dumps(body | {"checksum": _checksum(body)}))
-    with pytest.raises(CheckpointError, match="has format 99; this version reads format 1"):
+
+def refresh(step: Path, name: str) -> None:
+    """A shard that somebody has changed, and its size and SHA-256 in the manifest."""
+    path = step / name
+    facts = {"size_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    rewrite(step, lambda body: [file.update(facts) for file in body["files"] if file["file"] == name])
+
+
+def test_manifest_of_a_later_format(step: Path) -> None:
+    rewrite(step, lambda body: body.update(format=99))
+    with pytest.raises(CheckpointError, match=r"has format 99; this version \(.*\) reads formats 1 and 2"):
+        Checkpoint(step)
+
+
+def entry(body: dict[str, Any]) -> dict[str, Any]:
+    """A part that does not begin its tensor's first row."""
+    found: dict[str, Any] = next(each for each in body["entries"] if each["offsets"][0] > 0)
+    return found
+
+
+FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "file above": (lambda body: entry(body).update(file="../rank-0.safetensors"), "entries.*file: String should match"),
+    "absolute file": (lambda body: entry(body).update(file="/etc/passwd"), "entries.*file: String should match"),
+    "listed file above": (lambda body: body["files"][0].update(file="../x"), r"files\.0\.file: String should match"),
+    "hidden file": (lambda body: body["files"][0].update(file=".."), r"files\.0\.file: String should match"),
+    "no files": (lambda body: body.update(files=[]), "which is not among its files"),
+    "file not listed": (lambda body: entry(body).update(file="other"), "lies in other, which is not among its files"),
+    "file twice": (lambda body: body["files"].append(body["files"][0]), "it lists a file twice"),
+    "overlap": (lambda body: entry(body).update(offsets=[0] * len(entry(body)["offsets"])), "overlap"),
+    "gap": (lambda body: body["entries"].remove(entry(body)), "do not cover it"),
+    "beyond": (lambda body: entry(body)["offsets"].__setitem__(0, 10**6), "reach beyond its shape"),
+    "negative": (lambda body: entry(body)["offsets"].__setitem__(0, -1), "greater than or equal to 0"),
+    "other dims": (lambda body: entry(body)["lengths"].append(1), "another number of dims"),
+    "huge": (lambda body: entry(body)["lengths"].__setitem__(0, 2**61), "is smaller than the parts that lie in it"),
+    "beyond numbers": (lambda body: entry(body)["lengths"].__setitem__(0, 10**30), "entries"),
+    "other shape": (lambda body: entry(body)["shape"].__setitem__(0, 10**6), "disagree on its shape"),
+    "other dtype": (lambda body: entry(body).update(dtype="float32"), "disagree on its dtype"),
+    "no dtype": (lambda body: entry(body).update(dtype="Tensor"), "String should match pattern"),
+    "text for a number": (lambda body: body["progress"].update(step="2"), "progress.step: Input should be a valid int"),
+    "true for a number": (
+        lambda body: body["progress"].update(step=True),
+        "progress.step: Input should be a valid int",
+    ),
+    "no progress": (lambda body: body.pop("progress"), "progress: Field required"),
+    "no key": (lambda body: entry(body).pop("key"), "key: Field required"),
+    "more": (lambda body: body.update(code="rm"), "code: Unexpected keyword argument"),
+    "entries are a text": (lambda body: body.update(entries="all"), "entries: Input should be a valid array"),
+    "config is a list": (lambda body: body["origin"].update(config=[]), "config: Input should be"),
+}
+
+
+@pytest.mark.parametrize("change, text", FORGERIES.values(), ids=FORGERIES)
+def test_forged_manifest(change: Callable[[dict[str, Any]], object], text: str, step: Path) -> None:
+    rewrite(step, change)
+    with pytest.raises(CheckpointError, match=text) as refusal:
+        read_all(step)
+    assert str(step / MANIFEST) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "[" * 100_000, '{"format": 2}', "\x00", '{"format": [], "checksum": 1}']
+)
+def test_manifest_that_is_none(text: str, step: Path) -> None:
+    (step / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=re.escape(str(step / MANIFEST))):
+        Checkpoint(step)
+
+
+SHARDS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda content: b"", "is smaller than the parts|holds no .* that can be read"),
+    "header only": (lambda content: content[:100], "is smaller than the parts"),
+    "a huge header": (lambda content: b"\xff" * 8 + content[8:], "holds no .* that can be read"),
+    "a header of nonsense": (lambda content: content[:8] + b"\x00" * 64 + content[72:], "holds no .* that can be read"),
+    "another dtype": (lambda content: content.replace(b'"F64"', b'"I64"'), "is int64 .*, not float64"),
+    "other keys": (lambda content: content.replace(b"weight/", b"freight"), "holds no weight/.* that can be read"),
+}
+
+
+@pytest.mark.parametrize("change, text", SHARDS.values(), ids=SHARDS)
+def test_forged_shard(change: Callable[[bytes], bytes], text: str, step: Path) -> None:
+    """With a right SHA-256 in the manifest: safetensors' own complaints are sentences too."""
+    path = step / "rank-1.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    refresh(step, path.name)
+    with pytest.raises(CheckpointError, match=text) as refusal:
+        read_all(step)
+    assert path.name in str(refusal.value)
+
+
+def test_config_of_another_version(step: Path) -> None:
+    def change(body: dict[str, Any]) -> None:
+        body["origin"]["version"] = "7.1"
+        body["origin"]["config"]["optimizer"]["spin"] = 1
+
+    rewrite(step, change)
+    with pytest.raises(CheckpointError, match=r"optimizer.spin=1 is an unknown key.*it was written by meshwright 7\.1"):
+        _ = Checkpoint(step).config
+
+
+def as_format_1(step: Path) -> None:
+    """The checkpoint as version 0.1.0 wrote it."""
+    path = step / MANIFEST
+    body = json.loads(path.read_text())
+    shards = [file for file in body["files"] if file["file"] != "tokenizer.json"]
+    kept = {key: body[key] for key in ("progress", "entries")}
+    old = {"format": 1, "seed": 1, "config": body["origin"]["config"], "shards": shards, **kept}
+    checksum = hashlib.sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(old | {"checksum": checksum}, indent=1))
+
+
+def test_format_of_version_0_1_0_is_read(step: Path) -> None:
+    new = read_manifest(step)
+    as_format_1(step)
+    read_all(step)
+    old = read_manifest(step)
+    assert (old.progress, old.entries) == (new.progress, new.entries)
+    assert (old.origin.run, old.origin.config) == ("", new.origin.config)
+    flip(step / MANIFEST, 8 * 200)
+    with pytest.raises(CheckpointError, match=re.escape(str(step / MANIFEST))):
         Checkpoint(step)
 
 
@@ -111,9 +237,7 @@ def test_truncated_shard(step: Path) -> None:
 
 def test_missing_shard(step: Path) -> None:
     (step / "rank-1.safetensors").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"rank-1\.safetensors is missing; remove its folder to go on from an older"
-    ):
+    with pytest.raises(CheckpointError, match=r"rank-1\.safetensors is missing; take another checkpoint"):
         Checkpoint(step)
 
 

@@ -1,0 +1,248 @@
+"""A run's folder has one writer; a run goes on from what it wrote itself, and says what has changed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.bucket import Place
+from meshwright.checkpoint import CheckpointWriter, Piece
+from meshwright.checkpoint.manifest import Origin, Progress
+from meshwright.config import Config, dump_config
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from meshwright.shard import Box
+from meshwright.train import folder
+from meshwright.train.job import train
+from tests.train.runs import config_for, make_corpus
+from tests.workers import run_ranks
+
+ONE = Grid((("data", 1),))
+DATA = "da7a"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"))
+
+
+def write_steps(mesh: Mesh, out: Path, config: Config, run: str, steps: list[int], keep: int) -> None:
+    def pieces() -> Iterator[Piece]:
+        yield Piece("weight", Place("w", (4,), Box((0,), (4,)), 0, 4), torch.ones(4))
+
+    origin = Origin(config.model_dump(mode="json", by_alias=True), run, DATA if run else "")
+    writer = CheckpointWriter(out / folder.CHECKPOINTS, mesh, keep, origin, None)
+    for step in steps:
+        samples = step * config.batch.global_
+        assert writer.save(Progress(step=step, samples=samples), pieces()) == []
+    writer.wait()
+
+
+def leave(out: Path, config: Config, run: str, *steps: int, keep: int = 9) -> None:
+    """What a run leaves that wrote checkpoints at these steps."""
+    run_ranks(write_steps, ONE, out, config, run, list(steps), keep)
+
+
+def steps_of(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / folder.CHECKPOINTS).iterdir())
+
+
+@pytest.fixture
+def used(corpus: Path, tmp_path: Path) -> Path:
+    """The folder of a run that was stopped behind step 6."""
+    out = tmp_path / "run"
+    out.mkdir()
+    folder.begin(out, config_for(corpus))
+    leave(out, config_for(corpus), run_of(out), 3, 6)
+    return out
+
+
+def run_of(out: Path) -> str:
+    return str(json.loads((out / folder.IDENTITY).read_text())["run"])
+
+
+def go_on(out: Path, config: Config, step: int | None = None, data: str = DATA, accept: bool = False) -> list[str]:
+    return folder.go_on(out, config, data, step, accept_changes=accept)
+
+
+def hold(out: Path, ready: Any) -> None:
+    with folder.locked(out):
+        ready.set()
+        signal.pause()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_second_run_is_refused_at_once(resume: bool, corpus: Path, used: Path) -> None:
+    """Also one that would go on with the live one; and the dead one's lock is no obstacle."""
+    if not resume:
+        shutil.rmtree(used / folder.CHECKPOINTS)
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    holder = context.Process(target=hold, args=(used, ready))
+    holder.start()
+    try:
+        assert ready.wait(30)
+        text = (
+            rf"--out={used} is being written by another run: process {holder.pid} on \S+, since 20\d\d-.* UTC; valid:"
+        )
+        before = sorted(path.name for path in used.rglob("*"))
+        with pytest.raises(ConfigError, match=text):
+            train(config_for(corpus), used, resume=resume)
+        assert sorted(path.name for path in used.rglob("*")) == before
+    finally:
+        holder.kill()
+        holder.join()
+    with folder.locked(used) as notes:
+        assert notes == []
+
+
+def test_lock_that_does_not_exist_here_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(38, os.strerror(38))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with folder.locked(tmp_path) as notes:
+        assert notes == [
+            f"warning: {tmp_path} cannot be locked (Function not implemented): start no second run that writes there"
+        ]
+
+
+def test_fresh_run_in_a_folder_with_checkpoints_is_refused(corpus: Path, used: Path) -> None:
+    """It once deleted its own new checkpoints, which were older by number, and said that it had finished."""
+    with pytest.raises(
+        ConfigError, match=r"holds a run already \(checkpoints/step-3\); valid: another folder, or --res"
+    ):
+        train(config_for(corpus), used, resume=False)
+    assert steps_of(used) == ["step-3", "step-6"]
+
+
+def test_only_own_checkpoints_are_pruned(corpus: Path, tmp_path: Path) -> None:
+    config = config_for(corpus)
+    leave(tmp_path, config, "", 0)
+    leave(tmp_path, config, "aaaa", 100)
+    leave(tmp_path, config, "bbbb", 1, 2, keep=1)
+    assert steps_of(tmp_path) == ["step-0", "step-100", "step-2"]
+    leave(tmp_path, config, "bbbb", 3, keep=1)
+    assert steps_of(tmp_path) == ["step-0", "step-100", "step-3"], "a resumed run knows its own"
+
+
+def test_another_runs_checkpoint_is_not_gone_on_from(corpus: Path, used: Path) -> None:
+    leave(used, config_for(corpus), "aaaa", 100)
+    text = r"step-100 is of another run \(aaaa\) than .*: move it away to go on with this run, or remove .*run.json"
+    with pytest.raises(CheckpointError, match=text):
+        go_on(used, config_for(corpus))
+    with pytest.raises(CheckpointError, match=text):  # what a restarted worker does
+        folder.checkpoint_of_run(used, resume=True)
+    (used / folder.IDENTITY).unlink()
+    go_on(used, config_for(corpus))
+    assert run_of(used) == "aaaa"
+
+
+def test_identity_stays(corpus: Path, used: Path) -> None:
+    run = run_of(used)
+    assert go_on(used, config_for(corpus)) == []
+    assert folder.checkpoint_of_run(used, resume=True) == (run, 6)
+    assert folder.checkpoint_of_run(used, resume=False) == (run, None)
+
+
+def test_damaged_one_is_refused_and_the_newest_whole_one_is_named(corpus: Path, used: Path) -> None:
+    manifest = used / folder.CHECKPOINTS / "step-6" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b"float32", b"float16"))
+    with pytest.raises(CheckpointError, match=r"is damaged.*; the newest whole one is step-3: --resume-from 3 goes on"):
+        go_on(used, config_for(corpus))
+    notes = go_on(used, config_for(corpus), 3)
+    assert notes == [f"step-6 is set aside as {manifest.parent.with_name('set-aside-step-6')}"]
+    assert folder.checkpoint_of_run(used, resume=True) == (run_of(used), 3)
+
+
+def test_damaged_shard_of_the_older_one_is_not_offered(corpus: Path, used: Path) -> None:
+    for step in ("step-3", "step-6"):
+        shard = used / folder.CHECKPOINTS / step / "rank-0.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+    (used / folder.CHECKPOINTS / "step-6" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no older one is whole: begin a new run in another folder"):
+        go_on(used, config_for(corpus))
+
+
+def test_step_that_is_not_there(corpus: Path, used: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--resume-from=4 is no checkpoint in .*; valid: 3, 6"):
+        go_on(used, config_for(corpus), 4)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "seed": ({"seed": 4}, r"seed=4 is 3 in .*step-6; valid: that, or --accept-changes"),
+    "sequence": ({"data": {"sequence": 10}}, r"data.sequence=10 is 12 in"),
+    "batch": ({"batch": {"global": 24, "micro": 2}}, r"batch.global=24 is 12 in"),
+    "heads": ({"model": {"heads": 4}}, r"model.heads=4 is 2 in"),
+}
+
+
+@pytest.mark.parametrize("change, text", REFUSED.values(), ids=REFUSED)
+def test_decisive_change_is_refused_unless_accepted(
+    change: dict[str, Any], text: str, corpus: Path, used: Path
+) -> None:
+    plain = config_for(corpus).model_dump(mode="json", by_alias=True)
+    config = Config.model_validate(plain | {key: merged(plain[key], value) for key, value in change.items()})
+    before = (used / folder.CONFIG).read_text()
+    with pytest.raises(ConfigError, match=text):
+        go_on(used, config)
+    assert (used / folder.CONFIG).read_text() == before, "a refused run must leave no trace"
+    notes = go_on(used, config, accept=True)
+    assert len(notes) == 2
+    assert " until step 6, now " in notes[0]
+
+
+def merged(held: Any, change: Any) -> Any:
+    return {**held, **change} if isinstance(held, dict) else change
+
+
+def test_other_data_behind_the_same_name_is_refused(corpus: Path, used: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds other tokens or samples than those that .*step-6 was trained on"):
+        go_on(used, config_for(corpus), data="0ddda7a")
+    assert len(go_on(used, config_for(corpus), data="0ddda7a", accept=True)) == 1
+
+
+def test_data_that_moved_is_the_same_data(corpus: Path, used: Path, tmp_path: Path) -> None:
+    moved = config_for(Path(shutil.copytree(corpus, tmp_path / "moved")))
+    notes = go_on(used, moved)
+    assert notes[0] == f'data.source: "{corpus}" until step 6, now "{tmp_path / "moved"}"'
+
+
+def test_other_changes_are_shown_and_the_old_config_is_kept(corpus: Path, used: Path) -> None:
+    before = (used / folder.CONFIG).read_text()
+    config = config_for(corpus, optimizer={"lr": 1e-3}, steps=20, layout={"data": {"size": 3}, "transport": "torch"})
+    assert set(go_on(used, config)) == {
+        "optimizer.lr: 0.01 until step 6, now 0.001",
+        "steps: 8 until step 6, now 20",
+        "layout.data.size: 2 until step 6, now 3",
+        "config.yaml is new, the one until step 6 is config-6.yaml",
+    }
+    assert (used / "config-6.yaml").read_text() == before
+    assert (used / folder.CONFIG).read_text() == dump_config(config)
+
+
+def test_import_says_what_the_model_is_and_nothing_else(corpus: Path, tmp_path: Path) -> None:
+    imported = config_for(corpus, seed=9, batch={"global": 4, "micro": 2})
+    leave(tmp_path, imported, "", 0)
+    assert go_on(tmp_path, config_for(corpus)) == []
+    other = config_for(corpus).model_dump(mode="json", by_alias=True)
+    other["model"]["heads"] = 4
+    with pytest.raises(ConfigError, match=r"model.heads=4 is 2 in"):
+        go_on(tmp_path, Config.model_validate(other))
+
+
+def test_identity_that_is_none(corpus: Path, used: Path) -> None:
+    (used / folder.IDENTITY).write_text("[]")
+    with pytest.raises(CheckpointError, match=r"run.json cannot be read .*: remove it, and --resume makes it anew"):
+        go_on(used, config_for(corpus))
