@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, load_weights, pieces_of
-from meshwright.checkpoint.manifest import Progress
+from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.config.models import Bert
 from meshwright.config.schema import Config, Data, Precision
 from meshwright.convert import export_folder, import_folder
@@ -93,7 +93,7 @@ def our_checkpoint(folder: Path, order: Any, pairs: bool) -> Path:
     for parameter in parts.module.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.2)
     dump = config.model_dump(mode="json", by_alias=True)
-    writer = CheckpointWriter(folder / "checkpoints", mesh, 9, dump, byte_tokenizer().to_json())
+    writer = CheckpointWriter(folder / "checkpoints", mesh, 9, Origin(dump), byte_tokenizer().to_json())
     writer.save(Progress(step=1, samples=1), pieces_of(parts))
     writer.wait()
     return folder / "checkpoints" / "step-1"

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.build import Parts, build
 from meshwright.checkpoint import CheckpointWriter, pieces_of
-from meshwright.checkpoint.manifest import Progress
+from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.config import Config
 from meshwright.config.models import Gpt2
 from meshwright.config.schema import Data, Optimizer, Precision
@@ -49,7 +49,7 @@ def save(parts: Parts, folder: Path, *, step: int = 1, tokenizer: Tokenizer | No
     """The step folder of a checkpoint in the run's folder `folder`."""
     dump = parts.config.model_dump(mode="json", by_alias=True)
     text = (tokenizer or byte_tokenizer()).to_json()
-    writer = CheckpointWriter(folder / "checkpoints", parts.mesh, 9, dump, text)
+    writer = CheckpointWriter(folder / "checkpoints", parts.mesh, 9, Origin(dump), text)
     writer.save(Progress(step=step, samples=step), pieces_of(parts))
     writer.wait()
     return folder / "checkpoints" / f"step-{step}"
