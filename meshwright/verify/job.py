@@ -213,7 +213,7 @@ def leave_layout(parts: Parts, train: Samples, folder: Path, steps: int, stop: S
         applied = applied or bool(line["applied"])
         numbers["loss"].append(line["loss"])
         numbers["norm"].append(line["grad_norm"])
-    writer = CheckpointWriter(folder, parts.mesh, 1, {"seed": parts.config.seed}, None)
+    writer = CheckpointWriter(folder, parts.mesh, 1, Origin(config={}), None)
     writer.save(Progress(), [*initial, *gradients, *_weights(parts, "weight")])
     writer.wait()
     if parts.mesh.rank == 0:
