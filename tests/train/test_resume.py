@@ -114,7 +114,7 @@ def test_resume_by_another_layout(corpus: Path, tmp_path: Path) -> None:
 def test_run_that_is_there_is_not_overwritten(corpus: Path, undisturbed: Path) -> None:
     before = losses_of(undisturbed)
     with pytest.raises(
-        ConfigError, match="holds a run already .metrics.jsonl.; valid: another folder, or --resume to go on with it"
+        ConfigError, match=r"holds a run already \(metrics.jsonl\); valid: another folder, or --resume to go on with it"
     ):
         train(config_for(corpus), undisturbed, resume=False)
     assert losses_of(undisturbed) == before
