@@ -100,9 +100,10 @@ def verify(
     as_configured: Annotated[bool, typer.Option(help="In the run's own precision, not in float64.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that the run's layout computes what one device computes: losses, every gradient, weights after some steps.
+    """Prove that the run's layout computes what plain torch computes on one device: losses, every gradient, weights.
 
-    Exit code 1 where it does not. Dropout is off: no two layouts share its masks.
+    Exit code 1 where it does not, and where a gradient is zero on both sides. Dropout is off: no two layouts share
+    its masks.
 
     Example: meshwright verify run.yaml layout.data.size=4 layout.data.sync=ring
     """

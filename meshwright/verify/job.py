@@ -26,7 +26,7 @@ from meshwright.config.schema import Offload, Precision
 from meshwright.data.progress import Progress as Report
 from meshwright.data.progress import silent
 from meshwright.environment import Environment
-from meshwright.errors import LaunchError, MismatchError, ZeroGradientError
+from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
 from meshwright.families import family_of
 from meshwright.launch import Interrupted, Job, StopRequest, joined
 from meshwright.shard import Box
@@ -147,13 +147,15 @@ def _run(config: Config, entry: str, what: str, out: Path, data: Path, steps: in
 
 def compare(config: Config, layout: Path, reference: Path, steps: int) -> Verdict:
     """What `leave_layout` and `leave_reference` have left in two folders."""
-    whole = {kind: load_file(reference / f"{kind}.safetensors") for kind in TENSORS}
-    rows = tuple(_compare(config, layout, json.loads((reference / NUMBERS).read_text()), whole))
+    numbers = json.loads((reference / NUMBERS).read_text())
+    files = {kind: load_file(reference / f"{kind}.safetensors") for kind in TENSORS}
+    whole = {kind: {name: tensors[name] for name in numbers["names"]} for kind, tensors in files.items()}
+    rows = tuple(_compare(config, layout, numbers, whole))
     return Verdict(config, steps, rows, zero_tensors(whole["gradient"]))
 
 
 def _compare(
-    config: Config, layout: Path, numbers: dict[str, list[float]], whole: dict[str, dict[str, Tensor]]
+    config: Config, layout: Path, numbers: dict[str, Any], whole: dict[str, dict[str, Tensor]]
 ) -> Iterator[Row]:
     ours, parts = json.loads((layout / NUMBERS).read_text()), Checkpoint(layout / "step-0")
     if other := parts.shapes.keys() ^ whole["weight"].keys():
@@ -247,6 +249,12 @@ def leave_reference(config: Config, train: Samples, folder: Path, steps: int, de
     """As `leave_layout`."""
     rows = config.batch.global_
     outcome = reference_run(config, (train.samples(step * rows, rows) for step in range(steps)), steps, device)
+    if not outcome.gradients:
+        hint = "lower precision.loss_scale.initial or optimizer.lr, or take more steps"
+        raise DivergedError(
+            f"no step has a finite gradient (norms: {outcome.norms}), so there is none to compare: {hint}"
+        )
     for kind, tensors in zip(TENSORS, (outcome.initial, outcome.gradients, outcome.weights), strict=True):
         save_file(tensors, folder / f"{kind}.safetensors")
-    (folder / NUMBERS).write_text(json.dumps({"loss": outcome.losses, "norm": outcome.norms}))
+    numbers = {"loss": outcome.losses, "norm": outcome.norms, "names": list(outcome.weights)}
+    (folder / NUMBERS).write_text(json.dumps(numbers))

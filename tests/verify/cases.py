@@ -87,7 +87,9 @@ def layout_rank(mesh: Mesh, config: Config, folder: Path, steps: int, plant: Any
     leave_layout(build(config, mesh, folder), Drawn(config), folder, steps)
 
 
-def reference_rank(mesh: Mesh, config: Config, folder: Path, steps: int) -> None:
+def reference_rank(mesh: Mesh, config: Config, folder: Path, steps: int, plant: Any = None) -> None:
+    if plant is not None:
+        plant()
     leave_reference(one_device(config), Drawn(config), folder, steps, torch.device("cpu"))
 
 
@@ -98,9 +100,9 @@ def run_layout(config: Config, folder: Path, steps: int, plant: Any = None) -> P
     return folder
 
 
-def run_reference(config: Config, folder: Path, steps: int) -> Path:
+def run_reference(config: Config, folder: Path, steps: int, plant: Any = None) -> Path:
     folder.mkdir()
-    run_ranks(reference_rank, Grid((("data", 1),)), config, folder, steps)
+    run_ranks(reference_rank, Grid((("data", 1),)), config, folder, steps, plant)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""verify must be able to fail: a planted wrong gradient, a planted wrong step and a missing sum are seen and named."""
+"""verify as a command: jobs of workers, a verdict, a table. What it sees: test_mistakes.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import Config, parse_config
-from meshwright.errors import MismatchError
+from meshwright.errors import LaunchError, MismatchError
 from meshwright.verify import job
 from meshwright.verify.compare import Row
 from meshwright.verify.job import Verdict, verify
@@ -55,17 +55,19 @@ def test_a_planted_wrong_gradient_fails(config: Config, monkeypatch: pytest.Monk
     assert "FAILS" in printed.getvalue()
 
 
-def test_a_dropped_sum_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant("dropped_sum", monkeypatch)
-    verdict = verify(config, steps=1)
-    assert all(not row.holds for row in verdict.rows if row.kind == "gradient")
+CRASHES = {
+    "WORKER": ("killed_rank", "^the layout did not get to its end: rank 1 was killed by signal 9"),
+    "REFERENCE_WORKER": ("failing_reference", "^the reference on one device did not get to its end: rank 0 failed: "),
+}
 
 
-def test_a_wrong_step_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant("wrong_step", monkeypatch)
-    verdict = verify(config, steps=2)
-    assert all(row.holds for row in verdict.rows if row.kind == "gradient")
-    assert any(not row.holds for row in verdict.rows if row.kind == "weight")
+@pytest.mark.parametrize("side", CRASHES)
+def test_a_crash_is_one_message(side: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug, message = CRASHES[side]
+    monkeypatch.setattr(job, side, f"tests.verify.planted:{bug}")
+    with pytest.raises(LaunchError, match=message) as raised:
+        verify(config, steps=1)
+    assert "Traceback" not in str(raised.value)
 
 
 def test_not_a_number_does_not_hold(config: Config) -> None:
