@@ -10,6 +10,9 @@ efficient; its element-wise work goes by slices that stay in a core's cache.
 | W, b   | [V/p, H], [V/p] | this rank's classes; those past the vocabulary's end are padding |
 | logits | [C, V/p]    | of a chunk of C tokens                                              |
 
+Chunks end in a collective, so their length comes from what all ranks share: the V/p rows of their tables. How many of
+these are real classes differs from rank to rank.
+
 Sends, a chunk: one all-gather of [C, 3] (the greatest logit, the sum of exponentials, the label's logit). The gradient
 of h is this rank's part of a sum over the axis: whoever brought h here adds the parts up.
 (Vocabulary-parallel cross entropy: Megatron-LM, arXiv 1909.08053, section 3; there in three all-reduces.)
@@ -84,18 +87,18 @@ class Classes:
             with self.comm.ledger.repeated(len(same)):
                 yield same[0]
 
-    @property
-    def chunk_bytes(self) -> int:
-        return CHUNK_BYTES[self.device_type]
+    def chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
+        """Rows of h whose logits are there at a time; the same on every rank, with classes or without."""
+        return self.alike(_ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type]), h)
 
-    @property
-    def slice_bytes(self) -> int:
-        return SLICE_BYTES[self.device_type]
+    def exchanges(self, chunk: slice, h: Tensor, table: Tensor) -> Iterator[slice]:
+        """Rows of a chunk whose statistics travel together: alone in the world, those that are still in the cache."""
+        most_bytes = (SLICE_BYTES if self.comm.size == 1 else CHUNK_BYTES)[self.device_type]
+        return self.alike(_ranges(chunk.start, chunk.stop, table.shape[0], most_bytes), h)
 
-    @property
-    def exchange_bytes(self) -> int:
-        """Logits whose statistics travel together: alone in the world, those that are still in the cache."""
-        return self.slice_bytes if self.comm.size == 1 else self.chunk_bytes
+    def slices(self, logits: Tensor) -> list[slice]:
+        """Rows of logits that are worked on element by element at a time. Nothing is sent between them."""
+        return list(_ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[self.device_type]))
 
 
 def _ranges(start: int, stop: int, row_elements: int, most_bytes: int) -> Iterator[slice]:
@@ -139,9 +142,9 @@ class _ChunkedLoss(torch.autograd.Function):
         if differentiates:
             dweight[held if h.shape[0] else 0 :].zero_()  # what no chunk writes
         dbias = None if bias is None else torch.zeros_like(bias)
-        for chunk in classes.alike(_ranges(0, h.shape[0], held, classes.chunk_bytes), h):
+        for chunk in classes.chunks(h, weight):
             logits = _logits(h[chunk], table, offsets)  # [C, V/p]
-            for rows in classes.alike(_ranges(chunk.start, chunk.stop, held, classes.exchange_bytes), h):
+            for rows in classes.exchanges(chunk, h, weight):
                 part = logits[rows.start - chunk.start : rows.stop - chunk.start]
                 losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes)
             if differentiates:
@@ -181,7 +184,7 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     statistics = logits.new_zeros(logits.shape[0], 3)
     top, sums, picked = statistics.split(1, 1)
     top.fill_(torch.finfo(logits.dtype).min)
-    slices = list(_ranges(0, logits.shape[0], logits.shape[1], classes.slice_bytes))
+    slices = classes.slices(logits)
     if logits.shape[1]:
         for rows in classes.alike(slices, logits):
             part = logits[rows]
@@ -243,7 +246,7 @@ def num_right(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cl
     held, first = classes.held(weight), classes.first(weight)
     table, offsets = weight[:held], None if bias is None else bias[:held]
     right = 0
-    for rows in _ranges(0, h.shape[0], held, classes.chunk_bytes):
+    for rows in classes.chunks(h, weight):
         best = h.new_full((rows.stop - rows.start, 2), torch.finfo(h.dtype).min, dtype=torch.float64)
         if held:
             values, columns = _logits(h[rows], table, offsets).max(1)

@@ -16,7 +16,7 @@ from meshwright.ledger import Ledger
 from meshwright.mesh import Mesh
 from meshwright.shard import Initial, initialise
 from meshwright.tensor import cross_entropy
-from meshwright.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses
+from meshwright.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses, num_right
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.serial import SerialKit
 from tests.workers import run_ranks
@@ -182,3 +182,69 @@ def test_autocast_computes_in_half_and_hands_back_full() -> None:
     for mine, wanted in zip(ours, theirs, strict=True):
         assert mine.dtype == torch.float32
         assert 1e-6 < float((mine.double() - wanted).norm() / wanted.norm()) < 2e-2
+
+
+SPLITS = {
+    "padding on the last rank": (37, 40, 4),  # 10 rows a rank, the last with 7 classes
+    "padding over half of it": (37, 48, 2),  # 24 rows, 13 classes
+    "a rank without a class": (37, 60, 3),  # 20, 17, none
+    "seven ranks without a class": (5, 64, 8),
+    "none": (36, 36, 3),
+}
+"""Real classes, rows of the table, ranks."""
+
+
+def split_inputs(vocabulary: int, padded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    h = torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = 3 * torch.randn(padded, HIDDEN, generator=generator, dtype=torch.float64)
+    bias = torch.randn(padded, generator=generator, dtype=torch.float64)
+    labels = torch.randint(vocabulary, (ROWS,), generator=generator)
+    labels[::7] = -100
+    return h, weight, bias, labels
+
+
+def split_loss(mesh: Mesh, vocabulary: int, padded: int, chunk_elements: int) -> list[Tensor]:
+    """[loss, whole dh, dW, db, number right] with each rank's part of the table; chunks of so many logits."""
+    comm = mesh.comm("col")
+    h, weight, bias, labels = split_inputs(vocabulary, padded)
+    mine = slice(comm.index * padded // comm.size, (comm.index + 1) * padded // comm.size)
+    part, offsets = weight[mine].clone().requires_grad_(), bias[mine].clone().requires_grad_()
+    h.requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 4 * chunk_elements})
+        patch.setattr(cross_entropy, "SLICE_BYTES", {"cpu": 4 * chunk_elements // 3})
+        classes = Classes(vocabulary, comm, 0.1)
+        loss = chunked_loss(h, part, offsets, labels, classes, 1 / 3)
+        loss.backward()
+        right = num_right(h, part, offsets, labels, classes)
+    assert h.grad is not None
+    assert part.grad is not None
+    assert offsets.grad is not None
+    comm.all_reduce(h.grad)
+    return [loss.detach(), h.grad, part.grad, offsets.grad, torch.tensor(right)]
+
+
+def unsplit_loss(mesh: Mesh, vocabulary: int, padded: int) -> list[Tensor]:
+    """What `split_loss` gives, by torch on whole logits."""
+    h, weight, bias, labels = split_inputs(vocabulary, padded)
+    leaves = [x.requires_grad_() for x in (h, weight, bias)]
+    logits = (h @ weight.t() + bias)[:, :vocabulary]
+    loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1) / 3
+    return [loss.detach(), *torch.autograd.grad(loss, leaves), (logits.argmax(1) == labels).sum()]
+
+
+@pytest.mark.parametrize("chunk_elements", [30, 107, 10**6])
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_split_over_ranks(split: tuple[int, int, int], chunk_elements: int) -> None:
+    """Ranks hold different numbers of real classes: all of them send equally many chunks of equal lengths."""
+    vocabulary, padded, size = split
+    grid = Grid((("data", 1), ("col", size)))
+    results = run_ranks(split_loss, grid, vocabulary, padded, chunk_elements)
+    ((loss, dh, dweight, dbias, right),) = run_ranks(unsplit_loss, ONE, vocabulary, padded)
+    for mine in results:
+        torch.testing.assert_close(mine[0], loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close(mine[1], dh, rtol=1e-12, atol=1e-13)
+        assert mine[4] == right
+    torch.testing.assert_close(torch.cat([mine[2] for mine in results]), dweight, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(torch.cat([mine[3] for mine in results]), dbias, rtol=1e-12, atol=1e-13)
