@@ -24,6 +24,9 @@ TENSOR: dict[int, dict[str, dict[str, object]]] = {
 }
 """Tensor layouts by world size."""
 
+REAL_VOCABULARIES: dict[str, dict[str, object]] = {"t5": {"kind": "megatron", "size": 2}}
+"""Tensor layouts of two ranks that hold different numbers of real words, by model."""
+
 PIPELINES: dict[int, dict[str, tuple[int, int, str, dict[str, object]]]] = {
     2: {f"pipe-2-{schedule}": (1, 2, schedule, {"kind": "none"}) for schedule in SCHEDULES},
     3: {"pipe-3": (1, 3, "message-driven", {"kind": "none"})},
@@ -57,6 +60,9 @@ def cases(num_ranks: int) -> list[Case]:
         axes = (("data", 2), ("pipe", 2), ("row", 1))
         listed.append(Case("stages-ask", "tests.mesh_cases:ask_by_stage", (), axes))
     if num_ranks == 2:
+        for model, tensor in REAL_VOCABULARIES.items():
+            layout, function = laid_out(tensor=tensor), "tests.tensor.test_real_sizes:train_for_files"
+            listed.append(Case(f"{model}-words", function, (model, tensor), layout.axes, layout.token_axes))
         for case in ("ping_pong", "out_of_step", "both_ways", "epochs"):
             listed.append(Case(f"mailbox-{case}", f"tests.mailbox_cases:{case}", (), (("pipe", 2),), ()))
     else:

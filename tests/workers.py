@@ -1,17 +1,21 @@
 """Runs a function on several forked ranks over gloo, so that hundreds of distributed tests take minutes.
 
 The parent has torch imported and its threads not started; a child forked from it is ready in milliseconds.
-So the parent itself never runs a backward pass: serial runs are grids of one rank.
+So the parent itself never runs a backward pass: serial runs are grids of one rank. Ranks with several threads each
+are forked from a server that never computes: OpenMP's threads do not survive a fork, and a test may have started them.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import socket
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # torch.optim imports it in every rank: a second each, unless the parent has it
@@ -29,15 +33,17 @@ def run_ranks(
     *arguments: Any,
     token_axes: tuple[str, ...] = ("data",),
     timeout: float = TIMEOUT_SECONDS,
+    threads: int = 1,
 ) -> list[Any]:
     """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller.
 
     A rank that says nothing for `timeout` seconds after the one before it fails it too, and none is left behind.
 
-    A run's grid has a pipe axis: one that does not name it has one stage.
+    A run's grid has a pipe axis: one that does not name it has one stage. `threads`: of each rank; with more than one,
+    function and arguments are pickled.
     """
     grid = with_stages(grid)
-    context = multiprocessing.get_context("fork")
+    context = _context(threads)
     world = grid.world_size
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -45,7 +51,7 @@ def run_ranks(
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     workers = [
         context.Process(
-            target=_work, args=(function, grid, token_axes, rank, port, pipes[rank][1], arguments), daemon=True
+            target=_work, args=(function, grid, token_axes, rank, port, threads, pipes[rank][1], arguments), daemon=True
         )
         for rank in range(world)
     ]
@@ -67,6 +73,17 @@ def run_ranks(
     return results
 
 
+def _context(threads: int) -> Any:
+    """What starts processes of so many threads each."""
+    if threads == 1:
+        return multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.workers", "meshwright.build"])
+    with patch.dict(os.environ, OMP_WAIT_POLICY="passive"):  # ranks times threads are more than cores: do not spin
+        forkserver.ensure_running()
+    return context
+
+
 def with_stages(grid: Grid) -> Grid:
     """The grid, with a pipe axis behind the data axis where it has one."""
     if "pipe" in grid.names or grid.names[:1] != ("data",):
@@ -80,10 +97,11 @@ def _work(
     token_axes: tuple[str, ...],
     rank: int,
     port: int,
+    threads: int,
     pipe: Any,
     arguments: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     world = grid.world_size
     environment = Environment(rank, world, rank, world, 0, "torchrun")
     try:

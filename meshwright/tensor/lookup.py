@@ -32,9 +32,21 @@ class _Lookup(torch.autograd.Function):
         def write(out: Tensor, beta: int) -> None:
             if not beta:
                 out.zero_()
-            out.index_put_((ids,), dy, accumulate=True)  # of all forms the one whose bits are the same on GPUs too
+            add_rows(out, ids.flatten(), dy.flatten(0, -2), ctx.layer.mesh.device_type)
 
         return None, ctx.layer.gradient("weight", weight, write), None
+
+
+def add_rows(table: Tensor, ids: Tensor, rows: Tensor, device_type: str) -> None:
+    """table[ids] += rows, ids [n] with repeats, rows [n, H]; in an order, and so with bits, that are always the same.
+
+    Of torch's two forms one is, and not the same one everywhere: on GPUs `index_put_` sorts the ids and `index_add_`
+    adds atomically; on CPUs `index_add_` goes id by id and `index_put_` adds atomically, from several threads.
+    """
+    if device_type == "cuda":
+        table.index_put_((ids,), rows, accumulate=True)
+    else:
+        table.index_add_(0, ids, rows)
 
 
 def lookup(ids: Tensor, layer: ShardedModule) -> Tensor:
