@@ -12,8 +12,8 @@ from meshwright.bucket import Slot
 from meshwright.grid import ENDS, PIPE
 from meshwright.mesh import Mesh
 
-PIECE = 2**18
-"""Elements of a half-precision gradient that are widened at once: on a CPU, torch makes a copy of them."""
+PIECE = 2**20
+"""Elements of a gradient that are widened at once on a CPU, where torch makes a float64 copy of what it sums."""
 
 
 def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
@@ -27,13 +27,15 @@ def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
 def square_of(slot: Slot) -> Tensor:
     """The sum of the squares of what this rank holds of a slot's gradient, a float64 scalar.
 
-    Of half precision it is summed in float64: then the size of the buckets does not show in what is clipped.
+    It is summed in float64 whatever the gradient's precision. A float32 sum of many squares stops growing where a
+    square is less than its last bit: on CPUs torch's is 7e-4 off at 2^24 elements, so buckets and layouts would
+    decide what is clipped.
     """
     gradient = slot.parameter.grad
     assert gradient is not None, "a slot without a gradient"
-    if gradient.element_size() >= 4:
-        return torch.linalg.vector_norm(gradient).double().square()
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in gradient.split(PIECE)]
+    copies = gradient.device.type == "cpu" and gradient.dtype != torch.float64
+    pieces = gradient.split(PIECE) if copies else (gradient,)
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     return torch.stack(norms).square().sum()
 
 

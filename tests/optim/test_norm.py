@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,6 +62,33 @@ def test_clipping_bounds_what_is_stepped_and_reports_what_was(size: int) -> None
         for sync, (_, reported, stepped) in answers.items():
             assert reported == pytest.approx(serial(), rel=1e-12), sync
             assert stepped == pytest.approx(0.25, rel=1e-9), sync
+
+
+LARGE = 2**24 + 12345
+"""Elements of GPT-2 small's table are 2.3 times as many."""
+
+
+def norms_of_large(mesh: Mesh, dtype: str) -> tuple[float, list[float]]:
+    """numpy's norm of a large gradient in float64, and ours of it in one slot and in several."""
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(LARGE, generator=generator).mul_(1e-3).to(getattr(torch, dtype))
+    found = []
+    for cuts in ([], [2**12], [2**22, 2**23 + 1], list(range(2**20, LARGE, 2**20 + 7))):
+        slots = []
+        for start, stop in zip([0, *cuts], [*cuts, LARGE], strict=True):
+            parameter = nn.Parameter(torch.empty(0, dtype=whole.dtype))
+            parameter.data = whole[start:stop]
+            parameter.grad = whole[start:stop]
+            slots.append(Slot(parameter, (), True, ()))
+        found.append(float(gradient_norm(slots, mesh)))
+    return float(np.linalg.norm(whole.double().numpy())), found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_large_gradients(dtype: str) -> None:
+    """Whatever the precision, and however buckets cut the gradient."""
+    ((wanted, found),) = run_ranks(norms_of_large, Grid((("data", 1),)), dtype)
+    assert found == pytest.approx([wanted] * len(found), rel=1e-12, abs=0)
 
 
 def half_slots(mesh: Mesh) -> float:

@@ -94,6 +94,26 @@ def test_control_c_writes_a_checkpoint(corpus: Path, undisturbed: Path, tmp_path
     assert losses_of(tmp_path) == losses_of(undisturbed)
 
 
+def test_resumed_with_several_threads_a_rank(corpus: Path, tmp_path: Path) -> None:
+    """In float32, with words enough for every thread: losses, norms and weights to the letter."""
+    model = config_for(corpus).model.model_dump() | {"hidden": 128, "positions": 64}
+    wide = {
+        "model": model, "data": {"source": str(corpus), "sequence": 64}, "batch": {"global": 32, "micro": 16},
+        "precision": {"dtype": "float32"}, "layout": {"transport": "torch"}, "threads": 2,
+    }  # fmt: skip
+    run(config_for(corpus, **wide), tmp_path / "undisturbed")
+    run(config_for(corpus, **wide, steps=3), tmp_path / "resumed")
+    run(config_for(corpus, **wide), tmp_path / "resumed", resume=True)
+    expected, actual = lines_of(tmp_path / "undisturbed"), lines_of(tmp_path / "resumed")
+    for field in ("step", "loss", "grad_norm"):
+        assert [line[field] for line in actual] == [line[field] for line in expected]
+    first, second = ((tmp_path / out / "checkpoints" / "step-8") for out in ("undisturbed", "resumed"))
+    shards = sorted(path.name for path in first.glob("*.safetensors"))
+    assert shards
+    for shard in shards:
+        assert (first / shard).read_bytes() == (second / shard).read_bytes(), shard
+
+
 def test_resume_by_another_layout(corpus: Path, tmp_path: Path) -> None:
     """2 ranks, then 3, then 1: the losses of one run. (No dropout: its masks are the replicas' own.)"""
     model = config_for(corpus).model.model_dump() | {"dropout": 0.0}
