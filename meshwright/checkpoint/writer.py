@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -70,8 +71,8 @@ class CheckpointWriter:
     def save(self, progress: Progress, pieces: Iterable[Piece]) -> list[str]:
         """Copy the pieces, then write them in the background. Waits for the checkpoint before, if it is still written.
 
-        Returns what a user should know of that one and of this one: the first of several failures, and their end. The
-        same on all ranks.
+        Returns what a user should know of that one and of this one: the first of several failures, and their end; on
+        rank 0 also that the folder had to be made again.
         """
         notes = self._notes(self._outcome())
         copies = [(piece, piece.tensor.detach().to("cpu", copy=True).contiguous()) for piece in pieces]
@@ -80,6 +81,10 @@ class CheckpointWriter:
         self.mesh.world.all_reduce(total)
         self._step = progress.step
         partial = self.folder / f"{self._token}-step-{progress.step}"
+        if self.mesh.rank == 0 and not self.folder.exists():
+            notes.append(
+                f"warning: {self.folder} was removed during the run, and every checkpoint in it: it is made again"
+            )
         self._failure = self._begin(partial, int(total)) if self.mesh.rank == 0 else ""
         if problem := self._agree(self._failure):
             self._failure = self._failure or ABANDONED
@@ -245,7 +250,11 @@ def _room(folder: Path) -> int:
 
 def _described(error: Exception) -> str:
     """The system's own words, or the exception's kind and text where it is a bug of ours."""
-    return str(error) if isinstance(error, OSError | MeshwrightError) else f"{type(error).__name__}: {error}"
+    return (
+        str(error)
+        if isinstance(error, OSError | SafetensorError | MeshwrightError)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def synced(path: Path) -> None:

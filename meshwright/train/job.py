@@ -204,7 +204,8 @@ class _Run:
                     write_step(trainer.spans, self.parts.mesh, trainer.step, self.out)
                 self._validate(trainer, line)
                 if metrics is not None:
-                    metrics.write(line)
+                    for note in metrics.write(line):
+                        display.say(note)
                 display.step(line)
                 every = self.config.checkpoint.every
                 if stopping or trainer.step == self.config.steps or (every and trainer.step % every == 0):
@@ -218,7 +219,10 @@ class _Run:
                 metrics.close()
                 from meshwright.report.curves import draw_loss  # matplotlib: a second that the first step need not wait
 
-                draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
+                try:
+                    draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
+                except OSError as error:  # the run has all that matters: its last checkpoint is written
+                    display.say(f"warning: loss.png could not be drawn: {error.strerror}")
                 self._farewell(display, trainer.step)
 
     def _agreed(self, step: int | None) -> int | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import resource
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -168,34 +171,89 @@ def _share(busy_seconds: float, step_seconds: float) -> float | str:
 
 
 class MetricsWriter:
-    """Appends lines to metrics.jsonl, and scalars to TensorBoard event files where asked."""
+    """Appends lines to metrics.jsonl, and scalars to TensorBoard event files where asked.
+
+    A full disk or a folder that was removed costs lines, never the run: what is lost is returned as a warning.
+    """
 
     def __init__(self, folder: Path, first_step: int, *, tensorboard: bool) -> None:
         """Lines of steps after `first_step` are dropped: a resumed run writes them again."""
         self.path = folder / "metrics.jsonl"
         _drop_after(self.path, first_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._descriptor: int | None = self._open()
+        self._losing = False
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: Mapping[str, Any]) -> list[str]:
+        """Append a step's line. What a user should know: the first of several losses, their end, a file made anew."""
+        notes = []
+        text = json.dumps({key: _in_json(value) for key, value in line.items()}) + "\n"
         try:
-            self._file.write(json.dumps({key: _in_json(value) for key, value in line.items()}) + "\n")
-            self._file.flush()
-        except OSError as error:  # most likely a full disk
-            raise MeshwrightError(f"{self.path} cannot be written: {error.strerror}") from error
+            if not self._in_place():
+                notes.append(
+                    f"warning: {self.path} was removed during the run: it begins anew with step {line['step']}"
+                )
+            self._append(text.encode())
+        except OSError as error:
+            if not self._losing:
+                lost = f"step {line['step']} and those that follow are not in it until it can be written again"
+                notes.append(f"warning: {self.path} cannot be written: {error.strerror}; {lost}")
+            self._losing = True
+        else:
+            if self._losing:
+                notes.append(f"{self.path} is written again, from step {line['step']} on")
+            self._losing = False
+        return notes + self._show(line)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
         if self._board is not None:
+            with suppress(OSError):  # its last scalars, on a full disk
+                self._board.close()
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def _in_place(self) -> bool:
+        """Whether the open file is the one at the path. Another is opened where it is not. Raises OSError."""
+        with suppress(FileNotFoundError):
+            if self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
+                return True
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = self._open()
+        return self._losing  # it was said before
+
+    def _append(self, content: bytes) -> None:
+        """All of it or nothing: half a line is taken back. Raises OSError."""
+        assert self._descriptor is not None, "an open file is in place"
+        before = os.fstat(self._descriptor).st_size
+        written = os.write(self._descriptor, content)
+        if written < len(content):
+            os.ftruncate(self._descriptor, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _show(self, line: Mapping[str, Any]) -> list[str]:
+        """The line's numbers for TensorBoard, which is given up where it cannot write."""
+        if self._board is None:
+            return []
+        try:
             for key, value in line.items():
                 if isinstance(value, int | float) and key != "step":
                     self._board.add_scalar(key, value, line["step"])
-
-    def close(self) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        except OSError as error:
+            self._board = None
+            return [
+                f"warning: TensorBoard's files cannot be written: {error.strerror}; they end before step {line['step']}"
+            ]
+        return []
 
 
 def _in_json(value: Any) -> Any:
@@ -204,13 +262,21 @@ def _in_json(value: Any) -> Any:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Keep the lines up to a step. A last line that a kill cut short is dropped too."""
+    """Keep the lines up to a step. A last line that a kill cut short is dropped too.
+
+    Raises MeshwrightError where an earlier line is damaged: what a run has measured is not dropped in silence.
+    """
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n") or json.loads(line)["step"] > step:
+    for number, line in enumerate(path.read_bytes().decode(errors="replace").splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
             break
+        try:
+            if int(json.loads(line)["step"]) > step:
+                break
+        except (ValueError, KeyError, TypeError) as error:
+            raise MeshwrightError(f"{path} line {number} is no step's metrics: mend or remove it") from error
         kept.append(line)
     partial = path.with_suffix(".partial")
     partial.write_text("".join(kept), encoding="utf-8")

@@ -5,9 +5,15 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import re
+import shutil
 import signal
+import subprocess
 import threading
+import time
+from collections import namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -206,6 +212,157 @@ def test_a_failed_save_warns_once_and_costs_that_checkpoint_alone(tmp_path: Path
     failed = "warning: no checkpoint of step 2: rank 1: KeyError: 'a bug'; training goes on with the older ones"
     assert first == second == [[], [], [failed], [], ["checkpoints are written again"], []]
     assert names(tmp_path) == ["step-1", "step-4", "step-5", "step-6"]
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def save_with_room(mesh: Mesh, folder: Path, keep: int, before: list[int], freed: int) -> tuple[list[str], list[str]]:
+    """Steps 1, 2, ... are kept; then step 9 meets a disk with no room but the `freed` bytes of each that is removed."""
+    save_steps(mesh, folder, before, 9)
+    checkpoints = open_writer(mesh, config_of(mesh), folder, keep)
+
+    def usage(path: Path) -> Usage:
+        removed = len(before) - len([name for name in names(folder) if name.startswith("step-")])
+        return Usage(0, 0, removed * freed)
+
+    with patch.object(shutil, "disk_usage", usage):
+        notes = checkpoints.save(Progress(step=9), pieces(mesh, 9))
+    with suppress(CheckpointError):
+        checkpoints.wait()
+    return notes, names(folder)
+
+
+ROOM: dict[str, tuple[int, list[int], int, list[str]]] = {
+    "what keep allows is removed first": (2, [1, 2, 3], 10**6, ["step-3", "step-9"]),
+    "keep 1, several left by a larger keep": (1, [1, 2, 3], 10**6, ["step-9"]),
+    "the newest is never removed for the next": (1, [1], 10**6, ["step-1"]),
+    "not enough": (2, [1, 2, 3], 10, ["step-3"]),
+}
+
+
+@pytest.mark.parametrize("keep, before, freed, left", ROOM.values(), ids=ROOM)
+def test_room_is_asked_for_first(keep: int, before: list[int], freed: int, left: list[str], tmp_path: Path) -> None:
+    answers = run_ranks(save_with_room, Grid((("data", 2),)), tmp_path, keep, before, freed)
+    assert [stays for _, stays in answers] == [left, left]
+    needs = rf"warning: no checkpoint of step 9: it needs 2,064 bytes, and {tmp_path} has {'0' if keep == 1 else '20'}"
+    for notes, _ in answers:
+        assert notes == [] if "step-9" in left else re.match(needs, notes[0]), notes
+
+
+def on_a_full_disk(mesh: Mesh, folder: Path) -> list[str]:
+    """Step 1 fits; another process fills the disk; step 2 does not fit, nor step 3 that was promised room."""
+    checkpoints = open_writer(mesh, config_of(mesh), folder)
+    said = checkpoints.save(Progress(step=1), pieces(mesh, 1))
+    checkpoints.wait()
+    mesh.world.barrier()
+    if mesh.rank == 0:
+        fill(folder / "other")
+    mesh.world.barrier()
+    said += checkpoints.save(Progress(step=2), pieces(mesh, 2))
+    with patch.object(writer, "_room", lambda folder: 10**9):
+        said += checkpoints.save(Progress(step=3), pieces(mesh, 3))
+        with pytest.raises(
+            CheckpointError, match=r"rank \d: .*No space left on device.*; the newest complete one is .*step-1"
+        ):
+            checkpoints.wait()
+    (folder / "other").unlink(missing_ok=True)
+    mesh.world.barrier()
+    said += checkpoints.save(Progress(step=4), pieces(mesh, 4))
+    checkpoints.wait()
+    return said
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_real_full_disk(small_disk: Path) -> None:
+    for said in run_ranks(on_a_full_disk, Grid((("data", 2),)), small_disk):
+        assert len(said) == 2
+        assert re.match(rf"warning: no checkpoint of step 2: it needs 2,064 bytes, and {small_disk} has 0;", said[0])
+        assert said[1] == "checkpoints are written again"
+    assert {name for name in names(small_disk) if name != "other"} == {"step-1", "step-4"}
+    assert bool((stored(small_disk / "step-4") == 4).all())
+
+
+def lose_folder(mesh: Mesh, folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """The folder is removed between two saves, and then while one is written."""
+    checkpoints = open_writer(mesh, config_of(mesh), folder)
+    checkpoints.save(Progress(step=1), pieces(mesh, 1))
+    checkpoints.wait()
+    mesh.world.barrier()
+    if mesh.rank == 0:
+        shutil.rmtree(folder)
+    mesh.world.barrier()
+    between = checkpoints.save(Progress(step=2), pieces(mesh, 2))
+    checkpoints.wait()
+
+    save_file = writer.save_file
+
+    def removed(*arguments: Any) -> None:
+        if mesh.rank == 1:
+            shutil.rmtree(folder)
+        while folder.exists():
+            time.sleep(0.001)
+        save_file(*arguments)
+
+    with patch.object(writer, "save_file", removed):
+        checkpoints.save(Progress(step=3), pieces(mesh, 3))
+        assert checkpoints._thread is not None
+        checkpoints._thread.join()
+    mesh.world.barrier()
+    during = checkpoints.save(Progress(step=4), pieces(mesh, 4))
+    checkpoints.wait()
+    return between, during, names(folder)
+
+
+def test_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    again = f"warning: {folder} was removed during the run, and every checkpoint in it: it is made again"
+    cause = "its folder was removed while it was written"
+    failed = f"warning: no checkpoint of step 3: {cause}; training goes on with the older ones"
+    first, *others = run_ranks(lose_folder, THREE, folder)
+    assert first == ([again], [failed, again], ["step-4"])
+    for other in others:
+        assert other == ([], [failed], ["step-4"])
+
+
+def save_read_only(mesh: Mesh, folder: Path) -> str:
+    def refused(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    checkpoints = open_writer(mesh, config_of(mesh), folder)
+    started = time.monotonic()
+    with patch.object(Path, "mkdir", refused):
+        notes = checkpoints.save(Progress(step=1), pieces(mesh, 1))
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        assert notes
+        assert time.monotonic() - started < 10, "ranks waited for each other"
+        return str(error)
+    return "written"
+
+
+def test_read_only_folder_is_one_cause_at_once(tmp_path: Path) -> None:
+    (answer,) = set(run_ranks(save_read_only, THREE, tmp_path))
+    cause = rf"\[Errno 30\] Read-only file system: '{tmp_path}'; there is no complete one"
+    assert re.fullmatch(rf"a checkpoint could not be written to {tmp_path}: {cause}", answer)
 
 
 def open_where_nobody_may(mesh: Mesh, folder: Path) -> str:

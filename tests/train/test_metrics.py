@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config, load_config
 from meshwright.data.packed import open_packed
+from meshwright.errors import MeshwrightError
 from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
@@ -270,3 +274,85 @@ def test_estimates() -> None:
 def test_a_beat_arrives_as_it_was_sent() -> None:
     sent = StepReport(0.5, [8, 9], True, 1.0, 2.0, 3.0, peak_memory_bytes=4, sent_bytes=(5, 6))
     assert StepReport.of(sent.numbers(), 2) == sent
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_full_log_drops_lines_with_one_warning(small_disk: Path) -> None:
+    """Whole lines: the one that fits in part is taken back."""
+    writer = MetricsWriter(small_disk, 0, tensorboard=False)
+    (small_disk / "other").write_bytes(bytes(40 * 1024))
+    said = {}
+    for step in range(1, 41):
+        if step == 36:
+            (small_disk / "other").unlink()
+        if notes := writer.write({"step": step, "loss": 1.0, "words": "w" * 1000}):
+            said[step] = notes
+    writer.close()
+    first = min(said)
+    assert 10 < first < 36
+    path = small_disk / "metrics.jsonl"
+    lost = f"step {first} and those that follow are not in it until it can be written again"
+    assert said == {
+        first: [f"warning: {path} cannot be written: No space left on device; {lost}"],
+        36: [f"{path} is written again, from step 36 on"],
+    }
+    assert [line["step"] for line in lines_of(small_disk)] == [*range(1, first), *range(36, 41)]
+
+
+def test_removed_log_is_begun_anew(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    writer = MetricsWriter(out, 0, tensorboard=False)
+    assert writer.write({"step": 1}) == []
+    shutil.rmtree(out)
+    (note,) = writer.write({"step": 2})
+    assert note == f"warning: {out / 'metrics.jsonl'} was removed during the run: it begins anew with step 2"
+    assert writer.write({"step": 3}) == []
+    writer.close()
+    assert [line["step"] for line in lines_of(out)] == [2, 3]
+
+
+def test_log_that_becomes_unwritable(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    writer = MetricsWriter(out, 0, tensorboard=False)
+    shutil.rmtree(out)
+    out.write_text("in the way")
+    (note,) = writer.write({"step": 1})
+    assert note.startswith(f"warning: {out / 'metrics.jsonl'} cannot be written: ")
+    assert writer.write({"step": 2}) == []
+    out.unlink()
+    assert writer.write({"step": 3}) == [f"{out / 'metrics.jsonl'} is written again, from step 3 on"]
+    writer.close()
+
+
+def test_full_disk_ends_tensorboard_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = MetricsWriter(tmp_path, 0, tensorboard=True)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer._board, "add_scalar", full)
+    assert writer.write({"step": 1, "loss": 1.0}) == [
+        "warning: TensorBoard's files cannot be written: No space left on device; they end before step 1"
+    ]
+    assert writer.write({"step": 2, "loss": 1.0}) == []
+    writer.close()
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[]", "{}", '{"step": "x"}'])
+def test_damaged_log_is_named_by_line(line: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(MeshwrightError, match=r"metrics.jsonl line 2 is no step's metrics: mend or remove it"):
+        MetricsWriter(tmp_path, 3, tensorboard=False)
