@@ -127,8 +127,13 @@ def resolve_transport(config: Config, device: str) -> str:
     """`auto`: MPI on CPUs where it is installed and can carry the strategy, torch.distributed elsewhere."""
     if config.layout.transport != "auto":
         return config.layout.transport
-    can = device == "cpu" and config.layout.data.sync != "fsdp" and config.layout.world_size > 1
-    return "mpi" if can and find_spec("mpi4py") is not None and find_mpiexec() is not None else "torch"
+    can = prefers_mpi(config, device) and find_spec("mpi4py") is not None and find_mpiexec() is not None
+    return "mpi" if can else "torch"
+
+
+def prefers_mpi(config: Config, device: str) -> bool:
+    """Whether `auto` takes MPI wherever it can."""
+    return device == "cpu" and config.layout.data.sync != "fsdp" and config.layout.world_size > 1
 
 
 def build_model(config: Config, kit: Kit, mesh: Mesh, stretch: Stretch | None = None) -> Chain:

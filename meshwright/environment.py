@@ -51,12 +51,13 @@ class Environment:
 class Rendezvous:
     """Where the ranks of a job meet. `hosted`: a store already listens there, so rank 0 must not open one.
 
-    Port 0 (a lone process only): any free port.
+    Port 0 (a lone process only): any free port. `job`: what tells this job from others that are given the same port.
     """
 
     address: str
     port: int
     hosted: bool
+    job: str = ""
 
     def is_server(self, environment: Environment) -> bool:
         """Whether this process must open the store that the others connect to."""
@@ -83,20 +84,26 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     return environment
 
 
-def rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
-    """Where this job's ranks meet: MASTER_ADDR and MASTER_PORT where set, else derived from the launcher's job.
+def rendezvous(variables: Mapping[str, str] = os.environ, job: str = "") -> Rendezvous:
+    """Where the ranks of this job, called `job`, meet: MASTER_ADDR and MASTER_PORT where set, else derived.
 
     Without them, a Slurm step meets on its first host and an mpirun on one host on loopback, at a port made of the
     job's name. Raises LaunchError for an mpirun over several hosts, which names none of them.
     """
     environment = read_environment(variables)
     if environment.launcher == "none":
-        return Rendezvous(_LOOPBACK, 0, hosted=False)
+        return Rendezvous(_LOOPBACK, 0, hosted=False, job=job)
     hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = variables.get("MASTER_ADDR") or _derived_address(environment, variables)
     if "MASTER_PORT" in variables:
-        return Rendezvous(address, _number(variables, "MASTER_PORT"), hosted)
-    return Rendezvous(address, _derived_port(environment, variables), hosted)
+        return Rendezvous(address, _number(variables, "MASTER_PORT"), hosted, job)
+    return Rendezvous(address, _derived_port(environment, variables), hosted, job)
+
+
+def starts_mpi(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether the launcher that started this process has made it a rank of MPI's: plain srun has not."""
+    launcher = read_environment(variables).launcher
+    return launcher == "mpi" or (launcher == "slurm" and ("PMIX_RANK" in variables or "PMI_RANK" in variables))
 
 
 def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:

@@ -15,9 +15,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from meshwright import comm_store
 from meshwright.comm import Comm, LedgerComm, SoloComm, TorchComm, Watch, unwatched
 from meshwright.comm_mpi import MpiComm
 from meshwright.environment import Environment, Rendezvous
+from meshwright.errors import LaunchError
 from meshwright.grid import ENDS, Grid
 from meshwright.ledger import Ledger
 from meshwright.mailbox import Mailbox, PlannedMailbox, Side, SoloMailbox
@@ -25,6 +27,7 @@ from meshwright.mailbox_mpi import MpiMailbox
 from meshwright.mailbox_torch import GlooMailbox, Link, NcclMailbox
 
 TIMEOUT = timedelta(minutes=10)
+JOIN_SECONDS = 30.0
 
 
 class Transport(Protocol):
@@ -247,10 +250,13 @@ def open_mesh(
     environment: Environment,
     transport: str,
     device: torch.device,
-    point: Rendezvous,
+    point: Rendezvous | None,
     token_axes: tuple[str, ...] = ("data",),
 ) -> Iterator[Mesh]:
-    """Connect this process to the others of its job, who meet at `point`, and disconnect at the end."""
+    """Connect this process to the others of its job, and disconnect at the end.
+
+    `point`: where ranks of the torch transport meet; None over MPI, which brings its ranks together by itself.
+    """
     opened = _open(grid, environment, transport, device, point)
     try:
         yield Mesh(grid, environment.rank, device, opened, token_axes)
@@ -258,18 +264,31 @@ def open_mesh(
         opened.close()
 
 
-def _open(grid: Grid, environment: Environment, transport: str, device: torch.device, point: Rendezvous) -> Transport:
+def _open(
+    grid: Grid, environment: Environment, transport: str, device: torch.device, point: Rendezvous | None
+) -> Transport:
     if transport == "mpi":
+        _check_mpi(environment)
         return MpiTransport()
     if grid.world_size == 1:
         return SoloTransport()
-    # A fresh prefix for each attempt: after a restart the store still holds the dead attempt's keys.
-    store = dist.TCPStore(point.address, point.port, environment.world_size, point.is_server(environment), TIMEOUT)
+    assert point is not None, "the ranks of a process group have no place to meet"
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"attempt-{environment.attempt}", store),
+        store=comm_store.meet(environment, point, JOIN_SECONDS),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=TIMEOUT,
     )  # no device_id: with one, NCCL makes groups by splitting the world, which needs every rank of it
     return TorchTransport()
+
+
+def _check_mpi(environment: Environment) -> None:
+    """Raises LaunchError where the launcher's ranks are none of MPI's, as under an srun without --mpi."""
+    from mpi4py import MPI
+
+    came = MPI.COMM_WORLD.Get_size()
+    if came != environment.world_size:
+        text = f"rank {environment.rank} finds {came} ranks in MPI's world, where its launcher started"
+        rule = "start the ranks by mpirun or `srun --mpi=pmix`, or set layout.transport=torch"
+        raise LaunchError(f"{text} {environment.world_size}: {rule}")

@@ -15,7 +15,8 @@ FLOORS: dict[str, int] = {
     # 0: facts. No torch.
     "errors": 0, "config": 0, "grid": 0, "environment": 0, "allocator": 0, "configs": 0,
     # 1: ranks and what they hold.
-    "batch": 1, "model": 1, "comm": 1, "comm_mpi": 1, "mailbox": 1, "mailbox_torch": 1, "mailbox_mpi": 1, "mesh": 1,
+    "batch": 1, "model": 1, "comm": 1, "comm_mpi": 1, "comm_store": 1, "mailbox": 1, "mailbox_torch": 1,
+    "mailbox_mpi": 1, "mesh": 1,
     "ledger": 1, "topology": 1, "collectives": 1, "deferred": 1, "free_memory": 1, "shard": 1, "bucket": 1,
     # 2: rooms that never import each other.
     "tensor": 2, "data_parallel": 2, "optim": 2, "pipeline": 2, "memory": 2,
@@ -78,7 +79,7 @@ def test_libraries_stay_in_their_rooms(path: Path) -> None:
     if FLOORS[room] == 0:
         assert not [name for name in names if name.split(".")[0] == "torch"], "floor 0 knows no torch"
     # fully_shard is torch.distributed itself; the launcher uses its elastic agent, doctor asks it what there is.
-    if room not in ("comm", "mailbox_torch", "mesh", "launch", "doctor") and path.stem != "fsdp":
+    if room not in ("comm", "comm_store", "mailbox_torch", "mesh", "launch", "doctor") and path.stem != "fsdp":
         assert not [name for name in names if name.startswith("torch.distributed")]
     if room not in ("comm_mpi", "mailbox_mpi", "mesh", "doctor"):
         assert not [name for name in names if name.split(".")[0] == "mpi4py"]

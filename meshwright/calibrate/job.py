@@ -160,7 +160,8 @@ def worker(
 ) -> None:
     """A rank that measures its device beside the others of the machine, or the links to them."""
     where, asked = worker_device(device, environment), Effort(**effort)
-    with open_mesh(Grid(((PIPE, environment.world_size),)), environment, transport, where, rendezvous()) as mesh:
+    point = rendezvous(job="calibrate") if transport == "torch" else None
+    with open_mesh(Grid(((PIPE, environment.world_size),)), environment, transport, where, point) as mesh:
         if what == "device":
             timer = Timer(where, asked.point_seconds, meeting(mesh.world, where, stop))
             memory = torch.cuda.get_device_properties(where).total_memory if device == "cuda" else 0

@@ -97,7 +97,7 @@ def worker(
     """One rank."""
     settings, folder = parse_config(config), Path(out)
     where = worker_device(device, environment)
-    with open_layout(settings.layout, environment, transport, where) as mesh:
+    with open_layout(settings, environment, transport, where, job="compare") as mesh:
         parts = build(settings, mesh, folder)
         train = family_of(settings).dataset.open(settings, Path(data)).train
         trainer = Trainer(parts, train)

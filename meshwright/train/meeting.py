@@ -1,0 +1,101 @@
+"""The meeting before anything is built: all ranks hold the same run, the same code, the same data. Or none trains.
+
+Ranks that differ would not fail by themselves: a learning rate of another node's run file, or another corpus under the
+same path, trains on in silence to a mixture of both. So every rank states its facts, and all compare.
+
+    all-gather of a SHA-256 of the facts     the whole meeting where all agree, which is always but once
+    all-gathers of length and text           who differs in what, the same sentence on every rank
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshwright
+from meshwright.config import Config
+from meshwright.data.format import fingerprint
+from meshwright.errors import LaunchError
+from meshwright.mesh import Mesh
+
+_HOST = "host"
+"""The one fact that may differ."""
+
+_MOST_SHOWN = 3
+"""Differences of a rank in a sentence."""
+
+
+def facts_of(config: Config, data: Path, **options: object) -> dict[str, str]:
+    """What must be the same on every rank, each fact under the name by which its owner would change it."""
+    facts = _flat(config.model_dump(mode="json", by_alias=True))
+    facts |= {f"--{name}": str(value) for name, value in options.items()}
+    return facts | {
+        "data": fingerprint(data)[:16],
+        "the source code of meshwright": _source_digest(),
+        "the version of torch": str(torch.__version__),
+        "the version of Python": platform.python_version(),
+    }
+
+
+def _source_digest() -> str:
+    """A hash of the names and contents of the package's files."""
+    folder = Path(meshwright.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
+    """`{"data": {"size": 2}}` as `{"data.size": "2"}`."""
+    flat: dict[str, str] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": str(value)}
+    return flat
+
+
+def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
+    """Return where all ranks state the same facts; else LaunchError on all of them, naming the first who differs."""
+    text = json.dumps(dict(facts), sort_keys=True)
+    digest = _gather(mesh, torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8))
+    if (digest == digest[0]).all():
+        return
+    stated = _gather_texts(mesh, json.dumps({**facts, _HOST: socket.gethostname()}))
+    every = [json.loads(one) for one in stated]
+    rank = next(rank for rank, theirs in enumerate(every) if _differences(theirs, every[0]))
+    raise LaunchError(_sentence(rank, every[rank], every[0]))
+
+
+def _gather(mesh: Mesh, mine: torch.Tensor) -> torch.Tensor:
+    """Every rank's row, in rank order."""
+    row = mine.to(mesh.device)
+    rows = row.new_empty(mesh.world.size, row.numel())
+    mesh.world.all_gather(rows, row)
+    return rows.cpu()
+
+
+def _gather_texts(mesh: Mesh, text: str) -> list[str]:
+    encoded = text.encode()
+    lengths = _gather(mesh, torch.tensor([len(encoded)])).flatten().tolist()
+    padded = bytearray(encoded.ljust(max(lengths)))
+    rows = _gather(mesh, torch.frombuffer(padded, dtype=torch.uint8))
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _differences(theirs: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
+    return [key for key in {**first, **theirs} if key != _HOST and theirs.get(key) != first.get(key)]
+
+
+def _sentence(rank: int, theirs: Mapping[str, str], first: Mapping[str, str]) -> str:
+    keys = _differences(theirs, first)
+    shown = [f"{key} is {theirs.get(key, 'absent')}, not {first.get(key, 'absent')}" for key in keys[:_MOST_SHOWN]]
+    more = f" (and {len(keys) - len(shown)} more)" if len(keys) > len(shown) else ""
+    listed = "; ".join(shown)
+    return f"rank {rank} on {theirs[_HOST]} differs from rank 0 on {first[_HOST]}: {listed}{more}; no step was made"

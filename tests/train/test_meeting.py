@@ -1,0 +1,67 @@
+"""Ranks that hold different things are refused before anything is built; those that hold the same meet in silence."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import LaunchError
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from meshwright.train.meeting import facts_of, meet
+from tests.train.runs import config_for, make_corpus
+from tests.workers import run_ranks
+
+TRIO = Grid((("data", 3),))
+
+
+def said(mesh: Mesh, facts: list[dict[str, str]]) -> str:
+    try:
+        meet(mesh, facts[mesh.rank])
+    except LaunchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_agree_meet() -> None:
+    assert run_ranks(said, TRIO, [{"optimizer.lr": "0.1"}] * 3) == ["", "", ""]
+
+
+def test_the_first_that_differs_is_named_on_every_rank() -> None:
+    """Keys that a rank has more, lacks, or has other values of, in texts of different lengths."""
+    facts = [{"optimizer.lr": "0.1", "steps": "8"}, {"optimizer.lr": "0.1", "steps": "8"}, {"optimizer.lr": "0.2"}]
+    host = socket.gethostname()
+    text = f"rank 2 on {host} differs from rank 0 on {host}: optimizer.lr is 0.2, not 0.1; steps is absent, not 8; "
+    assert run_ranks(said, TRIO, facts) == [f"{text}no step was made"] * 3
+
+
+def test_many_differences_are_counted() -> None:
+    facts = [{f"key{index}": str(rank) for index in range(9)} for rank in range(3)]
+    assert "key2 is 1, not 0 (and 6 more); no step" in run_ranks(said, TRIO, facts)[0]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"))
+
+
+def test_facts_are_of_the_config_the_data_the_code_and_the_libraries(corpus: Path, tmp_path: Path) -> None:
+    config = config_for(corpus)
+    facts = facts_of(config, corpus, resume=False)
+    assert (facts["optimizer.lr"], facts["layout.data.size"], facts["--resume"]) == ("0.01", "2", "False")
+    digest = re.compile(r"[0-9a-f]{16}")
+    assert digest.fullmatch(facts["the source code of meshwright"])
+    assert {"the version of torch", "the version of Python"} <= facts.keys()
+    for name in ("header.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((corpus / name).read_bytes())
+    assert facts_of(config, tmp_path, resume=False) == facts, "the same data in another folder"
+    header = tmp_path / "header.json"
+    tree = json.loads(header.read_text())
+    tree["sha256"]["train.bin"] = "0" * 64
+    header.write_text(json.dumps(tree))
+    other = facts_of(config, tmp_path, resume=False)
+    assert [key for key in facts if facts[key] != other[key]] == ["data"]
