@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright.cli import app
+from meshwright.config import dump_config
 from meshwright.errors import ConfigError
 from meshwright.plan.predict import Planner
 from meshwright.plan.scale import STRATEGIES
@@ -22,7 +23,7 @@ from tests.plan.test_scale import RUN
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("scale")
-    (made / "run.yaml").write_text(yaml.safe_dump(RUN.model_dump(mode="json", by_alias=True)))
+    (made / "run.yaml").write_text(dump_config(RUN))
     (made / "here.yaml").write_text(yaml.safe_dump(FLAT.model_dump(mode="json")))
     return made
 
