@@ -8,7 +8,6 @@ KiB of its activations: much of what a small model's CPU step loses. Kept memory
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -32,11 +31,6 @@ def release_freed_memory() -> None:
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
-
-
-def available_memory_bytes() -> int:
-    """Physical memory that nobody uses now."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _glibc() -> ctypes.CDLL | None:

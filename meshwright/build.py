@@ -20,7 +20,9 @@ from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGrad
 from meshwright.data_parallel.ring import Ring
 from meshwright.data_parallel.sharded import Zero1
 from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
+from meshwright.decisions import Decided, decide_limit, decide_partition, decide_summa
 from meshwright.families import family_of
+from meshwright.free_memory import free_memory_bytes, host_memory_bytes
 from meshwright.grid import PIPE
 from meshwright.launch.mpiexec import find_mpiexec
 from meshwright.memory.offload import on_disk, on_host
@@ -38,7 +40,7 @@ from meshwright.pipeline.pipeline import Pipeline, Place
 from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Rule
 from meshwright.pipeline.stage import Stage
 from meshwright.shard import ShardedModule, ShardSpec, initialise, shard_specs
-from meshwright.stages import Stages, affordable_microbatches, plan_stages
+from meshwright.stages import Stages, microbatch_bytes, plan_stages
 from meshwright.subgraph.kit import SubgraphKit
 from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.megatron import MegatronKit
@@ -66,7 +68,7 @@ SYNCHRONISERS: dict[str, tuple[type[Synchroniser], Callable[[], Policy]]] = {
 
 STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
     "none": lambda mesh, folder: InPlace,
-    "host": lambda mesh, folder: partial(on_host, device=mesh.device),
+    "host": lambda mesh, folder: partial(on_host, device=mesh.device, available=host_memory_bytes(mesh)),
     "disk": lambda mesh, folder: partial(on_disk, device=mesh.device, path=folder / f"offload-{mesh.rank}.bin"),
 }
 
@@ -84,6 +86,9 @@ class Parts:
     """What the train loop turns: built for one rank."""
 
     config: Config
+    """The run's, with what was decided when it began (decisions.py)."""
+    notes: tuple[str, ...]
+    """A line for each decision."""
     mesh: Mesh
     kit: Kit
     module: nn.Module
@@ -154,6 +159,7 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, stretch: Stretch | None = 
 def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     """Everything a rank needs to train. `folder`: the run's, where an optimizer that lives on disk has its file."""
     stages = plan_stages(config, mesh, partial(_make, config))
+    decided = decide_partition(config, stages)
     stretch = stages.stretches[mesh.index(PIPE)]
     kit = build_kit(config, mesh)
     module = build_model(config, kit, mesh, stretch)
@@ -162,10 +168,12 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     strategy = _build_strategy(config, mesh, module)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
+    decided = _decide_by_memory(decided, mesh, stages, kit, _coming_bytes(mesh, module, optimizer))
+    config = decided.config
     autocasts = config.precision.level == "O1"
     model: Model = Autocast(module, mesh.device, DTYPES[config.precision.dtype]) if autocasts else module
     passes = _build_passes(config, mesh, module, model, stages, strategy)
-    return Parts(config, mesh, kit, module, model, stages, strategy, passes, optimizer)
+    return Parts(config, decided.notes, mesh, kit, module, model, stages, strategy, passes, optimizer)
 
 
 def _make(config: Config, mesh: Mesh, stretch: Stretch) -> tuple[Chain, Kit]:
@@ -191,6 +199,27 @@ def recomputed_group(config: Config, stage_layers: int) -> int:
     return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
 
 
+def _coming_bytes(mesh: Mesh, module: Chain, optimizer: Optimizer) -> int:
+    """Device memory that the first step will take for good: moments and, on a CPU, gradients.
+
+    Their zeros are pages there that nobody has touched yet, which the system still counts as free.
+    """
+    gradients = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return optimizer.coming_bytes + (gradients if mesh.device_type == "cpu" else 0)
+
+
+def _decide_by_memory(decided: Decided, mesh: Mesh, stages: Stages, kit: Kit, coming_bytes: int) -> Decided:
+    """What free memory decides. All ranks come here together."""
+    pipeline = decided.config.layout.pipeline
+    if isinstance(kit, TesseractKit):
+        decided = decide_summa(decided, mesh, kit.weights.block_bytes, free_memory_bytes(mesh, coming_bytes))
+        kit.weights.policy = decided.config.memory.summa
+    if pipeline.size > 1 and pipeline.limit == "auto" and SCHEDULES[pipeline.schedule] is MESSAGE_DRIVEN:
+        each = microbatch_bytes(decided.config, mesh, partial(_make, decided.config), stages)
+        decided = decide_limit(decided, mesh, each, free_memory_bytes(mesh, coming_bytes))
+    return decided
+
+
 def _build_passes(
     config: Config, mesh: Mesh, module: Chain, model: Model, stages: Stages, strategy: Strategy
 ) -> Passes:
@@ -204,8 +233,6 @@ def _build_passes(
     rule = SCHEDULES[settings.schedule]
     if settings.limit != "auto":
         rule = rule.limited(settings.limit)
-    elif rule is MESSAGE_DRIVEN:
-        rule = rule.limited(affordable_microbatches(config, mesh, partial(_make, config), stages))
     peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes))
     place = Place(mesh.comm(PIPE), peers, mesh.device)
     stage = Stage(model, module.stretch, strategy.deferred)

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from meshwright.environment import cache_folder
 from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.machine import memory_bytes, usable_cores
 
 Plain = str | int | bool | list[str] | None
 
@@ -201,20 +202,3 @@ def _mpi_library() -> tuple[str | None, str]:
         return None, f"cannot be loaded: {lines[-1] if lines else f'exit code {answer.returncode}'}"
     # Open MPI: `Open MPI v5.0.11, package: ...`; MPICH: several lines, `MPICH Version: 4.2`
     return answer.stdout.strip("\0\n ").splitlines()[0].split(", ")[0], ""
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on: fewer than the machine's in many containers and batch jobs."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # Linux has it, other systems do not
-        return os.cpu_count() or 1
-
-
-def memory_bytes() -> int:
-    """The machine's memory, or the container's limit where that is less."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        return min(memory, int(text))
-    return memory

@@ -1,23 +1,26 @@
-"""How much memory the ranks can still take."""
+"""How much memory a rank can still take."""
 
 from __future__ import annotations
 
 import torch
 
-from meshwright.allocator import available_memory_bytes
+from meshwright.machine import available_memory_bytes
 from meshwright.mesh import Mesh
 
 
-def free_memory_bytes(mesh: Mesh, *axes: str) -> int:
-    """The least free device memory of the ranks of these axes; all ranks of one machine's host memory share it."""
+def host_memory_bytes(mesh: Mesh) -> int:
+    """This rank's share of the host memory that is available: the node's ranks have it together."""
+    return available_memory_bytes() // mesh.ranks_here
+
+
+def free_memory_bytes(mesh: Mesh, coming_bytes: int = 0) -> int:
+    """Device memory that this rank can take, beyond the `coming_bytes` that it will take anyway. Of a plan: the host's.
+
+    On a GPU what torch's allocator keeps unused is free, too.
+    """
     if mesh.device.type == "cuda":
-        mine = torch.cuda.mem_get_info(mesh.device)[0]
+        kept = torch.cuda.memory_reserved(mesh.device) - torch.cuda.memory_allocated(mesh.device)
+        free = torch.cuda.mem_get_info(mesh.device)[0] + kept
     else:
-        mine = available_memory_bytes() // mesh.grid.world_size
-    if mesh.device.type == "meta":
-        return mine  # a plan, made on one machine
-    told = torch.tensor([float(mine)], device=mesh.device, dtype=torch.float64)
-    comm = mesh.comm(*axes)
-    everyone = told.new_empty(comm.size)
-    comm.all_gather(everyone, told)
-    return int(everyone.min())
+        free = host_memory_bytes(mesh)
+    return max(0, free - coming_bytes)

@@ -181,7 +181,7 @@ def _number(grid: Grid, axes: tuple[str, ...]) -> int:
 class Mesh:
     """`token_axes`: the axes that split the batch's tokens, over which gradients of uncut parameters are summed.
 
-    `stands_for`: of a plan, the type of the devices that it is for.
+    `stands_for`: of a plan, the type of the devices that it is for. `ranks_here`: those that share this node's memory.
     """
 
     grid: Grid
@@ -190,6 +190,7 @@ class Mesh:
     transport: Transport
     token_axes: tuple[str, ...] = ("data",)
     stands_for: str = "cpu"
+    ranks_here: int = 1
     ledger: Ledger = field(default_factory=Ledger)
     _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict)
     _mailboxes: dict[str, Mailbox] = field(default_factory=dict)
@@ -241,7 +242,7 @@ def planned_mesh(
 
     `stands_for`: the type of device that it is planned for. `watch`: is told of every collective.
     """
-    return Mesh(grid, rank, torch.device("meta"), LedgerTransport(watch), token_axes, stands_for)
+    return Mesh(grid, rank, torch.device("meta"), LedgerTransport(watch), token_axes, stands_for, grid.world_size)
 
 
 @contextmanager
@@ -259,7 +260,9 @@ def open_mesh(
     """
     opened = _open(grid, environment, transport, device, point)
     try:
-        yield Mesh(grid, environment.rank, device, opened, token_axes)
+        yield Mesh(
+            grid, environment.rank, device, opened, token_axes, device.type, ranks_here=environment.local_world_size
+        )
     finally:
         opened.close()
 

@@ -18,7 +18,6 @@ from torch import nn
 from meshwright.batch import Batch
 from meshwright.config import Config
 from meshwright.families import family_of
-from meshwright.free_memory import free_memory_bytes
 from meshwright.grid import PIPE
 from meshwright.mailbox import Form, Forms
 from meshwright.memory.activations import kept_bytes
@@ -86,19 +85,17 @@ def _run(model: Chain, hidden: Hidden, batch: Batch) -> Hidden:
     return (model.loss(model.end(hidden), batch, dict.fromkeys(model.labels, 1.0)),)
 
 
-def affordable_microbatches(config: Config, mesh: Mesh, make: MakeModel, stages: Stages) -> int:
-    """How many microbatches this stage can hold, at most all, in half of the free memory.
+def microbatch_bytes(config: Config, mesh: Mesh, make: MakeModel, stages: Stages) -> int:
+    """What this stage holds of a microbatch in flight.
 
-    Each with the activations of its forward pass, and as much again for what its weight gradients wait with.
+    That is the activations of its forward pass, and as much again for what its weight gradients wait with.
     """
     stage = mesh.index(PIPE)
     model, kit = make(_planned(mesh, stage), stages.stretches[stage])
     batch = empty_batch(config, kit, model.inside, torch.device("meta"))
     forms = stages.forms(stage)["before"]
     given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta").requires_grad_() for form in forms)
-    axes = [name for name, _ in config.layout.tensor.axes]
-    held = 2 * kept_bytes(partial(_run, model, given, batch), model.parameters())
-    return max(1, min(config.num_microbatches, free_memory_bytes(mesh, *axes) // 2 // max(1, held)))
+    return 2 * kept_bytes(partial(_run, model, given, batch), model.parameters())
 
 
 def empty_batch(config: Config, kit: Kit, inside: Sequence[str], device: torch.device) -> Batch:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "meshwright"
 
 FLOORS: dict[str, int] = {
     # 0: facts. No torch.
-    "errors": 0, "config": 0, "grid": 0, "environment": 0, "allocator": 0, "configs": 0,
+    "errors": 0, "config": 0, "grid": 0, "environment": 0, "allocator": 0, "machine": 0, "configs": 0,
     # 1: ranks and what they hold.
     "batch": 1, "model": 1, "comm": 1, "comm_mpi": 1, "comm_store": 1, "mailbox": 1, "mailbox_torch": 1,
     "mailbox_mpi": 1, "mesh": 1,
@@ -24,7 +24,7 @@ FLOORS: dict[str, int] = {
     "subgraph": 3, "models": 3,
     # 4: what makes a run of the parts.
     "branches": 4, "calibrate": 4, "compare": 4,
-    "families": 4, "stages": 4, "build": 4, "checkpoint": 4, "convert": 4, "data": 4,
+    "families": 4, "stages": 4, "decisions": 4, "build": 4, "checkpoint": 4, "convert": 4, "data": 4,
     "doctor": 4, "evaluate": 4, "generate": 4, "launch": 4, "plan": 4, "report": 4, "train": 4, "verify": 4,
     # On top.
     "cli": 5, "cli_options": 5, "cli_plan": 5, "__init__": 5,

@@ -9,12 +9,13 @@ import torch
 
 from meshwright.build import _make, build, build_model
 from meshwright.config import Config
+from meshwright.decisions import Decided, decide_limit
 from meshwright.free_memory import free_memory_bytes
 from meshwright.grid import Grid
 from meshwright.mailbox import Form
 from meshwright.mesh import Mesh, planned_mesh, solo_mesh
 from meshwright.shard import shard_specs
-from meshwright.stages import Stages, affordable_microbatches, plan_stages
+from meshwright.stages import Stages, microbatch_bytes, plan_stages
 from meshwright.tensor.serial import SerialKit
 from tests.pipeline.test_equality import WHOLE, pipelined
 from tests.pipeline.test_partition import laid_out
@@ -76,17 +77,19 @@ def test_all_ranks_cut_where_the_first_has_measured() -> None:
     assert sum(first) == config.model.layers
 
 
-def of_a_size(free: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def of_a_size(free: int) -> int:
     config = pipelined("gpt2", 2, "message-driven", WHOLE, batch={"global": 24, "micro": 1})
     mesh, plan = planned(config)
-    monkeypatch.setattr("meshwright.stages.free_memory_bytes", lambda mesh, *axes: free)
-    return affordable_microbatches(config, mesh, partial(_make, config), plan)
+    each = microbatch_bytes(config, mesh, partial(_make, config), plan)
+    limit = decide_limit(Decided(config), mesh, each, free).config.layout.pipeline.limit
+    assert isinstance(limit, int)
+    return limit
 
 
-def test_memory_bounds_the_microbatches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert of_a_size(0, monkeypatch) == 1
-    assert of_a_size(10**12, monkeypatch) == 24
-    few, more = of_a_size(1_000_000, monkeypatch), of_a_size(2_000_000, monkeypatch)
+def test_memory_bounds_the_microbatches_in_flight() -> None:
+    assert of_a_size(0) == 1
+    assert of_a_size(10**12) == 24
+    few, more = of_a_size(1_000_000), of_a_size(2_000_000)
     assert 1 < few < more < 24
     assert more - 2 * few in (0, 1)
 

@@ -23,12 +23,12 @@ from meshwright.calibrate.links import measure_links, measure_overlap, measure_t
 from meshwright.calibrate.report import writer_of
 from meshwright.calibrate.timing import Effort, Timer, meeting
 from meshwright.data.progress import Progress, silent
-from meshwright.doctor import memory_bytes, usable_cores
 from meshwright.environment import Environment, rendezvous
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.grid import PIPE, Grid
 from meshwright.launch import Job, StopRequest, Transport, joined, launch
 from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.machine import memory_bytes, usable_cores
 from meshwright.mesh import open_mesh
 from meshwright.plan.cluster import Cluster, Level, Links
 from meshwright.train.job import worker_device

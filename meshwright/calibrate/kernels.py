@@ -20,7 +20,6 @@ or so many in a batch, that their launch does not show.
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from torch.nn.attention import SDPBackend
 
 from meshwright.build import DTYPES
 from meshwright.calibrate.timing import Effort, Points, Timer
+from meshwright.machine import peak_resident_bytes
 
 BATCH_FLOPS = {"cpu": 2**22, "cuda": 2**32}
 """Products of less are timed in a batch of so much, beside which a launch is nothing."""
@@ -167,4 +167,4 @@ def _reserved_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free - torch.cuda.memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_resident_bytes()

@@ -11,8 +11,8 @@ import torch
 from meshwright.compare.layouts import Entry, from_files, told_apart
 from meshwright.compare.predicted import Foresight
 from meshwright.data.progress import Progress, silent
-from meshwright.doctor import usable_cores
 from meshwright.errors import ConfigError
+from meshwright.machine import usable_cores
 from meshwright.plan.auto import load_free
 from meshwright.plan.space import fixed_fields
 

@@ -23,10 +23,10 @@ from meshwright.compare.run import here, run
 from meshwright.compare.table import as_dict
 from meshwright.data.progress import Progress as Report
 from meshwright.data.progress import silent
-from meshwright.doctor import usable_cores
 from meshwright.errors import ConfigError, LaunchError, Problem
 from meshwright.families import family_of
 from meshwright.launch import Interrupted, joined
+from meshwright.machine import usable_cores
 from meshwright.train.job import Resources, resources_of
 
 PAGE, PICTURE, NUMBERS = FILES = ("comparison.html", "comparison.png", "comparison.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -68,3 +68,17 @@ class Section(BaseModel):
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("true and false are not numbers")
         return value
+
+
+def field_of(section: Any, field: str) -> Any:
+    """What a section, or its dump, holds under a dotted name."""
+    name, _, rest = field.partition(".")
+    value = section[name] if isinstance(section, dict) else getattr(section, name)
+    return field_of(value, rest) if rest else value
+
+
+def with_field(section: Any, field: str, value: object) -> Any:
+    """The section, or its dump, with one field changed. Nothing is checked here: rules are, by who asks."""
+    name, _, rest = field.partition(".")
+    changed = {name: with_field(field_of(section, name), rest, value) if rest else value}
+    return section | changed if isinstance(section, dict) else section.model_copy(update=changed)

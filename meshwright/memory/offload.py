@@ -29,7 +29,7 @@ from meshwright.comm import Work
 from meshwright.config import Config
 from meshwright.memory.lane import Lane, StreamLane, ThreadLane
 from meshwright.memory.staging import GRADIENT, Staging, Tier
-from meshwright.memory.store import PAGE_ELEMENTS, DiskStore, HostStore, Store
+from meshwright.memory.store import ELEMENT_BYTES, PAGE_ELEMENTS, DiskStore, HostStore, Store
 
 WEIGHT = "weight"
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}
@@ -81,6 +81,14 @@ class Offloaded:
                 for span in self._spans(index):
                     self._stored(index, WEIGHT)[span].copy_(slot.parameter.detach()[span])
         self._give_back()
+
+    @property
+    def coming_bytes(self) -> int:
+        """On a CPU the store is in the device's memory; its zeros are pages that nobody has touched yet."""
+        if self.device.type != "cpu" or not self.store.in_memory or self._has_moments:
+            return 0
+        kinds = len(MOMENTS[self.settings.name])
+        return sum(slot.parameter.numel() for slot in self.slots) * kinds * ELEMENT_BYTES
 
     def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
         self._has_moments = True
@@ -204,10 +212,10 @@ class Offloaded:
         self.store.give_back(0, self.store.values.numel())
 
 
-def on_host(config: Config, slots: Sequence[Slot], device: torch.device) -> Offloaded:
-    """States in host memory. Raises ConfigError where there is not enough of it."""
+def on_host(config: Config, slots: Sequence[Slot], device: torch.device, available: int) -> Offloaded:
+    """States in host memory. Raises ConfigError where that is more than the `available` bytes."""
     lane = StreamLane(device) if device.type == "cuda" else ThreadLane(device)
-    return Offloaded(config, slots, HostStore(num_stored(config, slots), device), lane, Tier(device))
+    return Offloaded(config, slots, HostStore(num_stored(config, slots), device, available), lane, Tier(device))
 
 
 def on_disk(config: Config, slots: Sequence[Slot], device: torch.device, path: Path) -> Offloaded:

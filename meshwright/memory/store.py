@@ -23,23 +23,26 @@ from meshwright.errors import ConfigError
 
 PAGE_ELEMENTS = mmap.PAGESIZE // 4
 ELEMENT_BYTES = 4
-MEMORY_FACTS = Path("/proc/meminfo")
 
 
 class Store(Protocol):
     """`values` [n] float32, zeros at first."""
 
     values: Tensor
+    in_memory: bool
+    """Whether what is written here stays in this process's memory."""
 
     def give_back(self, start: int, stop: int) -> None:
         """The process will not need the elements start..stop for a while."""
 
 
 class HostStore:
-    """Host memory, pinned for a GPU. Raises ConfigError where the machine has not enough of it."""
+    """Host memory, pinned for a GPU. Raises ConfigError where it is more than what is `available` to this rank."""
 
-    def __init__(self, num_elements: int, device: torch.device) -> None:
-        needed, available = num_elements * ELEMENT_BYTES, available_bytes()
+    in_memory = True
+
+    def __init__(self, num_elements: int, device: torch.device, available: int) -> None:
+        needed = num_elements * ELEMENT_BYTES
         if needed > available:
             rule = f"needs {needed:,} bytes of host memory on this rank, and {available:,} are available"
             raise ConfigError.of("memory.offload.to", "host", rule, "disk, a smaller model, more ranks with sync=zero1")
@@ -54,6 +57,8 @@ class HostStore:
 class DiskStore:
     """A mapped file. Raises ConfigError where it cannot be written, or the disk has no room for all of it."""
 
+    in_memory = False
+
     def __init__(self, num_elements: int, path: Path) -> None:
         self._map = _mapped(path, max(1, num_elements) * ELEMENT_BYTES)
         self.values = torch.frombuffer(self._map, dtype=torch.float32, count=max(1, num_elements))[:num_elements]
@@ -64,12 +69,6 @@ class DiskStore:
         length = stop * ELEMENT_BYTES - first
         if length > 0:
             self._map.madvise(mmap.MADV_DONTNEED, first, length)
-
-
-def available_bytes() -> int:
-    """Host memory that can be had without swapping, by the system's own estimate."""
-    facts = dict(line.split(":", 1) for line in MEMORY_FACTS.read_text().splitlines())
-    return int(facts["MemAvailable"].split()[0]) * 1024
 
 
 def _pin(values: Tensor) -> None:

@@ -32,6 +32,13 @@ class InPlace:
         """By kind, each like its master. The first step makes them, or the checkpoint that is taken up."""
         self._has_moments = False
 
+    @property
+    def coming_bytes(self) -> int:
+        if self._has_moments:
+            return 0
+        kinds = len(MOMENTS[self.settings.name])
+        return sum(master.numel() * master.element_size() for master in self.masters) * kinds
+
     @torch.no_grad()
     def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
         for index in indices:

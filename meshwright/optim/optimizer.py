@@ -53,6 +53,11 @@ class Optimizer:
         )
 
     @property
+    def coming_bytes(self) -> int:
+        """Device memory that the first step will take for good."""
+        return self.held.coming_bytes
+
+    @property
     def streams(self) -> bool:
         """Whether slots are stepped one by one as their gradients arrive, before the norm is known."""
         return self.held.streams and self.config.optimizer.clip is None and not self.scaler.dynamic

@@ -21,6 +21,10 @@ class States(Protocol):
     streams: bool
     """Whether a slot is best stepped as soon as its gradient is there, while others' are still under way."""
 
+    @property
+    def coming_bytes(self) -> int:
+        """Device memory that the first step will take for good."""
+
     def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
         """Step each slot once, in the order of `indices`, with its gradient divided; then the weights are new.
 

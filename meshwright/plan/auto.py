@@ -11,7 +11,6 @@ What a `key=value` word sets stays. Every rank plans for itself, and all find th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,6 +21,7 @@ from meshwright.config.load import read_yaml
 from meshwright.data.progress import Progress as Report
 from meshwright.data.progress import silent
 from meshwright.errors import ConfigError
+from meshwright.machine import usable_cores
 from meshwright.plan.cluster import CALIBRATED
 
 AUTO = "auto"
@@ -106,4 +106,4 @@ def _devices_here(config: Config) -> int:
 
     if config.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
-    return len(os.sched_getaffinity(0))
+    return usable_cores()

@@ -34,7 +34,7 @@ from meshwright.config import Config
 from meshwright.config.layout import Layout, Megatron, Subgraph, Tesseract, Whole
 from meshwright.config.rule import Rule
 from meshwright.config.rules import RULES
-from meshwright.config.section import divisors
+from meshwright.config.section import divisors, field_of, with_field
 from meshwright.errors import Problem
 from meshwright.plan.cluster import Cluster
 
@@ -97,7 +97,7 @@ def _start(job: Job) -> Config:
         "layout.pipeline.partition": "auto",
     }.items():
         if field not in job.fixed:
-            config = _with(config, field, value)
+            config = with_field(config, field, value)
     return config
 
 
@@ -108,7 +108,7 @@ def _chosen(config: Config, index: int, job: Job, refused: dict[str, Problem]) -
         return
     choice = CHOICES[index]
     for value in _allowed(choice, config, job):
-        made = _with(config, choice.field, value)
+        made = with_field(config, choice.field, value)
         problem = next((problem for rule in _rules_after(index) for problem in rule.check(made)), None)
         if problem is None:
             yield from _chosen(made, index + 1, job, refused)
@@ -118,9 +118,7 @@ def _chosen(config: Config, index: int, job: Job, refused: dict[str, Problem]) -
 
 def _allowed(choice: Choice, config: Config, job: Job) -> Iterable[Any]:
     """The values of a choice that agree with what is fixed."""
-    run: Any = job.run
-    for name in choice.field.split("."):
-        run = getattr(run, name)
+    run = field_of(job.run, choice.field)
     values = choice.values(config, job)
     inner = [name for name in job.fixed if name.startswith(choice.field + ".")]
     whole = any(choice.field == name or choice.field.startswith(name + ".") for name in job.fixed)
@@ -134,12 +132,6 @@ def _allowed(choice: Choice, config: Config, job: Job) -> Iterable[Any]:
 def _field(section: TensorSection, name: str) -> object:
     """What a section has under a dotted name's last word; None where it has no such field."""
     return section.model_dump().get(name.rpartition(".")[2])
-
-
-def _with(config: Any, field: str, value: object) -> Any:
-    """The config with one field changed. Nothing is checked here: rules are, by who asks."""
-    name, _, rest = field.partition(".")
-    return config.model_copy(update={name: _with(getattr(config, name), rest, value) if rest else value})
 
 
 @cache

@@ -7,7 +7,7 @@
 | stream         | in q panels     | never exists                   | two panels of an operand        |
 
 auto: as gather if the kept weights take at most a quarter of the free memory; else as whole, if the largest weight
-takes at most an eighth; else as stream. Of the kit's ranks, the one with the least memory decides.
+takes at most an eighth; else as stream. Of all ranks, the one with the least memory decides, once (decisions.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import size_bytes
-from meshwright.free_memory import free_memory_bytes
 from meshwright.mesh import Mesh
 from meshwright.shard import ShardedModule
 from meshwright.tensor.summa import Form, Panels, Summa
@@ -45,10 +44,13 @@ class Weights:
 
     @cached_property
     def form(self) -> Form:
-        """Decided at the first product: all of the stage's layers are there then, on all of the kit's ranks."""
-        sizes = [size_bytes(block) for block in self.blocks]
-        free = free_memory_bytes(self.mesh, "depth", "row", "col") if self.policy == "auto" else 0
-        return choose_form(self.policy, sizes, self.mesh.size("row"), free)
+        """How operands travel. Where nobody has decided what auto is (decisions.py), as whole."""
+        return choose_form("whole" if self.policy == "auto" else self.policy, [], self.mesh.size("row"), 0)
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """This rank's block of each weight."""
+        return [size_bytes(block) for block in self.blocks]
 
     @cached_property
     def summa(self) -> Summa:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from meshwright.errors import ConfigError, DamagedError
 from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.launch import Job, StopRequest, joined, launch, run_worker
+from meshwright.machine import usable_cores
 from meshwright.mesh import Mesh, open_mesh
 from meshwright.train import folder
 from meshwright.train.console import RunDisplay
@@ -67,7 +67,7 @@ def resources_of(config: Config) -> Resources:
             f"restarts={config.restarts} does nothing here: {environment.launcher} started this run, and only it can "
             f"start it again (torchrun --max-restarts, Slurm's requeue)"
         )
-    threads = config.threads if config.threads != "auto" else max(1, len(os.sched_getaffinity(0)) // local)
+    threads = config.threads if config.threads != "auto" else max(1, usable_cores() // local)
     return Resources(transport, device, threads, tuple(notes))
 
 

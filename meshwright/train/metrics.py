@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import resource
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from meshwright.build import Parts
 from meshwright.errors import MeshwrightError
 from meshwright.families import family_of
 from meshwright.grid import PIPE, Grid
+from meshwright.machine import peak_resident_bytes
 from meshwright.model import Costs
 from meshwright.optim.optimizer import StepResult
 from meshwright.train.step_report import StepReport
@@ -62,7 +62,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank has held: the allocator's on a GPU, the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_resident_bytes()
 
 
 def release_free_memory(device: torch.device) -> None:

@@ -73,10 +73,7 @@ def plan_step(config: Config, rank: int = 0) -> Plan:
 
 def plan_every_stage(first: Plan) -> list[Plan]:
     """Of each stage the rank with the coordinates of the first's. `first`: of a rank of stage 0."""
-    config, mesh = first.parts.config, first.parts.mesh
-    layers = tuple(len(stretch.layers) for stretch in first.parts.stages.stretches)
-    pipeline = config.layout.pipeline.model_copy(update={"partition": layers})  # not to be measured again
-    config = config.model_copy(update={"layout": config.layout.model_copy(update={"pipeline": pipeline})})
+    config, mesh = first.parts.config, first.parts.mesh  # which has been decided, and measured
     coordinates = mesh.grid.coordinates(mesh.rank)
-    ranks = [mesh.grid.rank(coordinates | {PIPE: stage}) for stage in range(1, pipeline.size)]
+    ranks = [mesh.grid.rank(coordinates | {PIPE: stage}) for stage in range(1, config.layout.pipeline.size)]
     return [first, *(plan_step(config, rank) for rank in ranks)]

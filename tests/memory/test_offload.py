@@ -183,7 +183,10 @@ def step_one(mesh: Mesh, length: int, folder: Path) -> list[tuple[int, int, int]
     """A slot of `length`: the sizes of what the states say they hold, and of a float32 slot."""
     config = config_of(Case(to="host"), 1)
     sizes = []
-    for make in (lambda s: on_host(config, s, mesh.device), lambda s: on_disk(config, s, mesh.device, folder / "f")):
+    for make in (
+        lambda s: on_host(config, s, mesh.device, 10**9),
+        lambda s: on_disk(config, s, mesh.device, folder / "f"),
+    ):
         parameters = [nn.Parameter(torch.ones(length, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)

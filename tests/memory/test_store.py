@@ -12,8 +12,7 @@ import torch
 
 from meshwright.errors import ConfigError
 from meshwright.grid import Grid
-from meshwright.memory import store
-from meshwright.memory.store import DiskStore, HostStore, available_bytes
+from meshwright.memory.store import DiskStore, HostStore
 from meshwright.mesh import Mesh
 from tests.workers import run_ranks
 
@@ -62,7 +61,7 @@ def test_given_back_pages_leave_and_come_again(tmp_path: Path) -> None:
 
 
 def test_nothing_to_keep(tmp_path: Path) -> None:
-    for kept in (HostStore(0, CPU), DiskStore(0, tmp_path / "offload-0.bin")):
+    for kept in (HostStore(0, CPU, 0), DiskStore(0, tmp_path / "offload-0.bin")):
         kept.give_back(0, 0)
         assert kept.values.numel() == 0
 
@@ -94,14 +93,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_not_enough_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = tmp_path / "meminfo"
-    facts.write_text("MemTotal:       24000000 kB\nMemAvailable:       39 kB\n")
-    monkeypatch.setattr(store, "MEMORY_FACTS", facts)
-    assert available_bytes() == 39 * 1024
+def test_not_enough_host_memory() -> None:
     with pytest.raises(ConfigError) as caught:
-        HostStore(10_000, CPU)
+        HostStore(10_000, CPU, 39_936)
     assert str(caught.value).startswith(
         "memory.offload.to=host needs 40,000 bytes of host memory on this rank, and 39,936 are available; valid: disk"
     )
-    HostStore(9_984, CPU)
+    HostStore(9_984, CPU, 39_936)

@@ -1,0 +1,90 @@
+"""What this machine gives a process: cores, memory, and the most that it has held. Linux, containers, macOS.
+
+| question            | Linux                                               | elsewhere                              |
+|---------------------|-----------------------------------------------------|----------------------------------------|
+| usable cores        | the scheduler's affinity mask                       | all cores                              |
+| memory              | physical, or a cgroup's limit where that is less    | physical                               |
+| available memory    | MemAvailable, or what cgroups leave if that is less | half of the physical memory            |
+| most held           | ru_maxrss in KiB                                    | macOS: ru_maxrss in bytes              |
+
+MemFree is no answer: a warm page cache makes a machine look full that would give its memory at once. Every function
+takes the system that it asks, so that a test hands in another one.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path("/")
+
+UNLIMITED = 2**60
+"""cgroup v1 says "no limit" with a number near 2**63."""
+
+
+def usable_cores(system: Any = os) -> int:
+    """Cores that this process may run on: fewer than the machine's in many containers and batch jobs."""
+    try:
+        return len(system.sched_getaffinity(0))
+    except AttributeError:  # Linux has it, other systems do not
+        return system.cpu_count() or 1
+
+
+def memory_bytes(root: Path = ROOT, system: Any = os) -> int:
+    """The machine's memory, or the container's or batch job's limit where that is less."""
+    physical = system.sysconf("SC_PAGE_SIZE") * system.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(limit for limit, _ in _cgroup_limits(root))])
+
+
+def available_memory_bytes(root: Path = ROOT, system: Any = os) -> int:
+    """Memory that this process and its siblings can have without swapping. Caches count: the system gives them up."""
+    try:
+        text = (root / "proc/meminfo").read_text(encoding="ascii")
+        facts = dict(line.split(":", 1) for line in text.splitlines())
+        here = int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # no Linux, or one from before 2014
+        here = memory_bytes(root, system) // 2
+    return max(0, min([here, *(limit - used for limit, used in _cgroup_limits(root))]))
+
+
+def peak_resident_bytes(platform: str = sys.platform) -> int:
+    """The most physical memory that this process has held."""
+    unit = 1 if platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used without what is only cached), in bytes, of each limited group that this process is in."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names = "memory.max", "memory.current", "inactive_file"
+            top = root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            top = root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        # A container often sees its own group as the top, and not the path that the kernel names.
+        group = top / path.strip("/")
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
+            yield from _limit_of(folder, *names)
+
+
+def _limit_of(folder: Path, limit_name: str, used_name: str, cached_name: str) -> Iterator[tuple[int, int]]:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        if limit.isdigit() and int(limit) < UNLIMITED:
+            facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / used_name).read_text())
+            yield int(limit), max(0, used - int(facts.get(cached_name, 0)))
+    except OSError:  # the top has no limit of its own
+        return
