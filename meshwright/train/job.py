@@ -18,6 +18,7 @@ from meshwright.config import Config
 from meshwright.data.dataset import Opened
 from meshwright.data.format import fingerprint
 from meshwright.data.progress import silent
+from meshwright.decisions import as_before, resolved_fields
 from meshwright.environment import Environment, read_environment, rendezvous, starts_mpi
 from meshwright.errors import ConfigError, DamagedError
 from meshwright.families import family_of
@@ -182,31 +183,54 @@ def worker(
         meet(mesh, facts_of(settings, Path(data), resume=resume, trace=list(trace)))
         opened = family_of(settings).dataset.open(settings, Path(data))
         opened = replace(opened, notes=(*notes, *opened.notes))
-        run = _Run(build(settings, mesh, Path(out)), opened, Path(out), frozenset(trace), fingerprint(Path(data)))
-        run.train(stop, resume=resume or environment.attempt > 0, attempt=environment.attempt)
+        resume = resume or environment.attempt > 0
+        name, found = folder.checkpoint_of_run(Path(out), resume=resume) if mesh.rank == 0 else ("", None)
+        step = _agreed(mesh, found)
+        parts = build(_as_before(settings, Path(out), step), mesh, Path(out))
+        origin = Origin(config, name, fingerprint(Path(data)), resolved_fields(settings, parts.config))
+        run = _Run(parts, settings, opened, Path(out), frozenset(trace), origin)
+        run.train(stop, step, resume=resume, attempt=environment.attempt)
+
+
+def _agreed(mesh: Mesh, step: int | None) -> int | None:
+    """The step that rank 0 found a checkpoint of: ranks may see a shared folder at different times."""
+    found = torch.tensor([-1 if step is None else step], dtype=torch.int64, device=mesh.device)
+    mesh.world.broadcast(found, 0)
+    return None if int(found) < 0 else int(found)
+
+
+def _as_before(settings: Config, out: Path, step: int | None) -> Config:
+    """The config with what the run had decided when it wrote the checkpoint that it goes on from."""
+    if step is None:
+        return settings
+    checkpoints = out / folder.CHECKPOINTS
+    try:
+        origin = Checkpoint(checkpoints / f"step-{step}").manifest.origin
+    except DamagedError as error:
+        raise folder.with_offer(error, checkpoints, step) from error
+    return as_before(settings, origin.config, origin.resolved)
 
 
 class _Run:
     """A rank's training run: the trainer, and around it checkpoints, validation, metrics and the display."""
 
-    def __init__(self, parts: Parts, data: Opened, out: Path, traced: frozenset[int], data_print: str) -> None:
+    def __init__(
+        self, parts: Parts, config: Config, data: Opened, out: Path, traced: frozenset[int], origin: Origin
+    ) -> None:
         self.parts = parts
-        self.config = parts.config
+        self.config = config
         self.data = data
         self.out = out
         self.traced = traced
-        self.data_print = data_print
+        self.origin = origin
         self.first = parts.mesh.rank == 0
 
-    def train(self, stop: StopRequest, *, resume: bool, attempt: int) -> None:
-        """From the newest checkpoint or the beginning to the last step, or to a stop request."""
-        run, step = folder.checkpoint_of_run(self.out, resume=resume) if self.first else ("", None)
-        origin = Origin(self.config.model_dump(mode="json", by_alias=True), run, self.data_print)
+    def train(self, stop: StopRequest, step: int | None, *, resume: bool, attempt: int) -> None:
+        """From the checkpoint of `step` or the beginning to the last step, or to a stop request."""
         checkpoints = self.out / folder.CHECKPOINTS
         writer = CheckpointWriter(
-            checkpoints, self.parts.mesh, self.config.checkpoint.keep, origin, self.data.tokenizer
+            checkpoints, self.parts.mesh, self.config.checkpoint.keep, self.origin, self.data.tokenizer
         )
-        step = self._agreed(step)
         started = Progress() if step is None else self._restore(checkpoints, step)
         with RunDisplay(started.step, self.config.steps, speaks=self.first) as display:
             self._greet(display, writer.unfinished, attempt)
@@ -259,13 +283,6 @@ class _Run:
             error.add_note(f"in step {trainer.step + 1}")
             raise
 
-    def _agreed(self, step: int | None) -> int | None:
-        """The step that rank 0 found a checkpoint of: ranks may see a shared folder at different times."""
-        mesh = self.parts.mesh
-        found = torch.tensor([-1 if step is None else step], dtype=torch.int64, device=mesh.device)
-        mesh.world.broadcast(found, 0)
-        return None if int(found) < 0 else int(found)
-
     def _restore(self, checkpoints: Path, step: int) -> Progress:
         try:
             return restore(self.parts, Checkpoint(checkpoints / f"step-{step}"))
@@ -275,7 +292,7 @@ class _Run:
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         layout = self.config.layout
         display.say(f"{layout.world_size} ranks: {layout.summary}; writing to {self.out}")
-        for note in self.data.notes:
+        for note in (*self.data.notes, *self.parts.notes):
             display.say(note)
         for name in unfinished:
             display.say(f"removed a checkpoint that was never finished: {name}")
