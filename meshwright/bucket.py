@@ -98,6 +98,15 @@ def other_axes(grid: Grid, axes: Collection[str], tied: bool) -> tuple[str, ...]
 
 
 @dataclass(frozen=True)
+class FlatWeights:
+    """Weights as a rank computes with them: `values` [n], what lies where in them, and whose ranks hold the same."""
+
+    values: Tensor
+    places: tuple[Place, ...]
+    copy_axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Kind:
     """What the parameters of a bucket have in common."""
 

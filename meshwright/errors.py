@@ -70,7 +70,13 @@ class LaunchError(MeshwrightError):
 
 
 class DivergedError(MeshwrightError):
-    """A run whose gradients are no numbers any more."""
+    """A run whose numbers are no numbers any more: names the first parameter that is not finite, and its rank."""
+
+
+class CorruptionError(MeshwrightError):
+    """Ranks that must hold the same bits do not: names the odd one. A restart goes on from a checkpoint before it."""
+
+    restartable: ClassVar[bool] = True
 
 
 class MismatchError(MeshwrightError):

@@ -45,10 +45,14 @@ class Batch(Section):
 
 
 class LossScale(Section):
-    """Dynamic loss scaling for fp16: halved on overflow, doubled after `interval` good steps."""
+    """Dynamic loss scaling for fp16: halved on overflow, doubled after `interval` good steps.
+
+    An overflow skips the step; a run that skips `max_skips` in a row ends.
+    """
 
     initial: Annotated[float, Field(gt=0)] = 65536.0
     interval: Positive = 2000
+    max_skips: Positive = 25
 
 
 class Precision(Section):
@@ -126,6 +130,12 @@ class Validation(Section):
     batches: Positive = 8
 
 
+class Check(Section):
+    """Replicas compare hashes of their weights every `every` steps, and of all they save (0: never)."""
+
+    every: Count = 1
+
+
 class Metrics(Section):
     """`peak_flops` of one device, for mfu: auto looks the device up and says unknown where it is not listed."""
 
@@ -147,6 +157,7 @@ class Config(Section):
     steps: Positive = 1000
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()
+    check: Check = Check()
     metrics: Metrics = Metrics()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Positive | Literal["auto"] = "auto"

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.batch import Batch, LoadRows, Scales
-from meshwright.bucket import Place, Slot
+from meshwright.bucket import FlatWeights, Place, Slot
 from meshwright.comm import SoloComm, TorchComm, same_everywhere
 from meshwright.mesh import Mesh
 from meshwright.model import Model
@@ -64,6 +64,12 @@ class FullySharded:
     @property
     def slots(self) -> list[Slot]:
         return self._slots
+
+    @property
+    def weights(self) -> list[FlatWeights]:
+        """Each rank's own rows, between steps: no other holds them."""
+        grid = self.mesh.grid
+        return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(grid)) for slot in self._slots]
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         return load(self.mesh.index("data") * replica_batch, replica_batch)

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from meshwright.batch import Batch, LoadRows, Scales
-from meshwright.bucket import Bucket, Slot
+from meshwright.bucket import Bucket, FlatWeights, Slot
 from meshwright.comm import DONE, Comm, Later, Work, same_everywhere
 from meshwright.deferred import Deferred
 from meshwright.mesh import Mesh
@@ -44,6 +44,10 @@ class Strategy(Protocol):
 
     @property
     def slots(self) -> list[Slot]: ...
+
+    @property
+    def weights(self) -> list[FlatWeights]:
+        """All that this rank holds of the model."""
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         """This replica's rows of the step's global batch."""
@@ -101,6 +105,11 @@ class Synchroniser:
     @property
     def slots(self) -> list[Slot]:
         return self._slots
+
+    @property
+    def weights(self) -> list[FlatWeights]:
+        grid = self.mesh.grid
+        return [FlatWeights(bucket.values, bucket.places, bucket.copy_axes(grid)) for bucket in self.buckets]
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         return load(self.mesh.index("data") * replica_batch, replica_batch)

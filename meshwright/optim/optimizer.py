@@ -47,10 +47,8 @@ class Optimizer:
         self.held = make_states(config, self.slots)
         self.steps_taken = 0
         """How many steps were applied (the count of Adam's bias correction)."""
-        fp16 = config.precision.dtype == "fp16"
-        self.scaler = LossScaler(
-            config.precision.loss_scale.initial if fp16 else 1.0, config.precision.loss_scale.interval, dynamic=fp16
-        )
+        scale, fp16 = config.precision.loss_scale, config.precision.dtype == "fp16"
+        self.scaler = LossScaler(scale.initial if fp16 else 1.0, scale.interval, fp16, scale.max_skips)
 
     @property
     def coming_bytes(self) -> int:
@@ -66,7 +64,7 @@ class Optimizer:
         """Apply the gradients that the slots hold: sums of the loss times the scaler's scale.
 
         `arrivals`: every slot's index, each when its gradient is there; by default they all are.
-        Raises DivergedError where the gradient is not a number and no smaller scale can help.
+        Raises DivergedError where the gradient is not finite and no smaller scale can help.
         """
         rate = learning_rate(self.config.optimizer.lr, self.config.optimizer.schedule, step, self.config.steps)
         squares: dict[int, Tensor] = {}
@@ -78,9 +76,8 @@ class Optimizer:
                 pass
         norm = float(norm_of_squares(self.slots, squares, self.mesh)) / self.scaler.scale
         applied = norm - norm == 0  # neither infinite nor not a number
-        if not applied and not self.scaler.can_shrink:
-            hint = "lower optimizer.lr, raise optimizer.schedule.warmup, or look at the data"
-            raise DivergedError(f"step {step + 1}: the gradient norm is {norm}: the run has diverged; {hint}")
+        if not applied and not self.scaler.may_skip:
+            raise DivergedError(f"step {step + 1}: the gradient norm is {norm}: {self._end()}")
         if applied and not self.streams:
             self.held.step(range(len(self.slots)), rate, self._divisor(norm), self.steps_taken)
         self.steps_taken += applied
@@ -92,6 +89,13 @@ class Optimizer:
         for index in arrivals:
             squares[index] = square_of(self.slots[index])
             yield index
+
+    def _end(self) -> str:
+        scaler = self.scaler
+        if not scaler.dynamic:
+            return "the run has diverged"
+        skipped = f"{scaler.skips + 1} steps in a row were skipped, down to a loss scale of {scaler.scale:g}"
+        return f"{skipped} (precision.loss_scale.max_skips={scaler.max_skips})"
 
     def _divisor(self, norm: float) -> float:
         clip = self.config.optimizer.clip

@@ -12,18 +12,23 @@ SMALLEST = 2.0**-24
 class LossScaler:
     """`scale` multiplies the loss. It is halved on an overflow and doubled after `interval` good steps in a row.
 
+    `max_skips`: so many overflows in a row are no matter of scale any more, and end the run.
+
     Pure bookkeeping on numbers that every rank knows, so that all ranks stay agreed without a message.
     """
 
     scale: float
     interval: int
     dynamic: bool
+    max_skips: int = 1
     good_steps: int = 0
+    skips: int = 0
+    """Overflows in a row, up to now."""
 
     @property
-    def can_shrink(self) -> bool:
-        """Whether an overflow may still be a matter of scale."""
-        return self.dynamic and self.scale > SMALLEST
+    def may_skip(self) -> bool:
+        """Whether another overflow may still be a matter of scale."""
+        return self.dynamic and self.scale > SMALLEST and self.skips + 1 < self.max_skips
 
     def update(self, *, overflow: bool) -> None:
         """Take note of a step."""
@@ -32,7 +37,9 @@ class LossScaler:
         if overflow:
             self.scale /= 2
             self.good_steps = 0
+            self.skips += 1
             return
+        self.skips = 0
         self.good_steps += 1
         if self.good_steps == self.interval:
             self.scale *= 2

@@ -244,7 +244,7 @@ class _Run:
             if self.first:
                 metrics = MetricsWriter(self.out, started.step, tensorboard=self.config.metrics.tensorboard)
             trainer = Trainer(self.parts, self.data.train, step=started.step, samples=started.samples)
-            stopping = False
+            stopping, due, every = False, False, self.config.checkpoint.every
             while trainer.step < self.config.steps:
                 line, stopping = self._step(trainer, stop)
                 if trainer.step in self.traced:
@@ -254,8 +254,10 @@ class _Run:
                     for note in metrics.write(line):
                         display.say(note)
                 display.step(line)
-                every = self.config.checkpoint.every
-                if stopping or trainer.step == self.config.steps or (every and trainer.step % every == 0):
+                due |= bool(every) and trainer.step % every == 0
+                if stopping or trainer.step == self.config.steps or (due and line["applied"]):
+                    due = False  # of a skipped step's: it would hold the older weights under a later step's name
+                    trainer.require_good_state()
                     progress = progress_of(self.parts, trainer.step, trainer.samples)
                     for note in writer.save(progress, pieces_of(self.parts)):
                         display.say(note)
@@ -311,6 +313,8 @@ class _Run:
 
     def _farewell(self, display: RunDisplay, step: int) -> None:
         ended = "finished" if step == self.config.steps else "stopped; --resume goes on from here"
+        if skipped := step - self.parts.optimizer.steps_taken:
+            ended += f" ({skipped} of {step} steps overflowed and were skipped)"
         if step > self.config.steps:
             ended = f"nothing to do for steps={self.config.steps}"
         display.say(f"{ended}: {self.out / 'checkpoints' / f'step-{step}'}, metrics.jsonl, loss.png")

@@ -6,17 +6,26 @@ A step: backward passes of this replica's microbatches, one step report, the opt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from meshwright.batch import Batch, Samples, counts_of, scales_of, to_device
 from meshwright.build import Parts
+from meshwright.errors import DivergedError
 from meshwright.grid import PIPE
 from meshwright.launch.stop import StopRequest
+from meshwright.optim.optimizer import StepResult
 from meshwright.pipeline.span import Span
 from meshwright.shard import seed_of
+from meshwright.train.divergence import (
+    REMEDY,
+    diagnosed,
+    require_curable,
+    require_finite_loss,
+    require_finite_weights,
+)
 from meshwright.train.metrics import (
     BusyClock,
     StepFacts,
@@ -26,6 +35,7 @@ from meshwright.train.metrics import (
     work_of,
 )
 from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
+from meshwright.train.replicas import gathered, require_equal_replicas, state_hashes, weight_hashes
 from meshwright.train.step_report import ReportExchange, StepReport
 
 
@@ -74,16 +84,14 @@ class Trainer:
         arrivals: Iterable[int] = parts.strategy.arrivals()
         phases.pause()
         exchange = ReportExchange.begin(parts.mesh, self._report(loss, following, stop))
-        arrivals = phases.waiting(arrivals)
+        reports: list[StepReport] = []
+        arrivals = phases.waiting(self._then_reports(arrivals, exchange, reports))
         if observe is not None:
             arrivals = list(arrivals)  # all are there
             observe()
         phases.begin(OPTIMIZER)
-        result = parts.optimizer.step(self.step, arrivals)
-        parts.strategy.publish()
-        parts.kit.end_step()
+        result = self._apply(arrivals, reports)
         phases.pause()
-        reports = exchange.read()
         replicas = [reports[rank].next_counts for rank in parts.mesh.grid.group(parts.mesh.rank, "data")]
         self._next = Loaded(following, [sum(counts) for counts in zip(*replicas, strict=True)])
         self.step += 1
@@ -91,6 +99,53 @@ class Trainer:
         seconds = time.perf_counter() - started
         facts = StepFacts(self.step, result, scale, seconds, phases.seconds())
         return metrics_line(facts, self.work, reports, parts.mesh.grid), any(report.stop for report in reports)
+
+    def _then_reports(
+        self, arrivals: Iterable[int], exchange: ReportExchange, reports: list[StepReport]
+    ) -> Iterator[int]:
+        """The arrivals, and behind the last one all ranks' reports; an error where they say that replicas differ.
+
+        So a step of weights that are wrong is not taken (but for slots that stream), and the first that differs can
+        still be named: later all do.
+        """
+        yield from arrivals
+        reports += exchange.read()
+        if reports[0].hashes:
+            require_equal_replicas(self.parts, self.step + 1, [report.hashes for report in reports])
+
+    def _apply(self, arrivals: Iterable[int], reports: list[StepReport]) -> StepResult:
+        """The optimizer's step, published. Raises where the step's numbers are bad."""
+        parts, step = self.parts, self.step + 1
+        try:
+            result = parts.optimizer.step(self.step, arrivals)
+        except DivergedError as error:
+            self._suspect_replicas(reports)
+            raise diagnosed(parts, reports, error) from error
+        if not result.applied:
+            self._suspect_replicas(reports)
+            require_curable(parts, step)
+        else:
+            require_finite_loss(step, reports)
+        parts.strategy.publish()
+        parts.kit.end_step()
+        return result
+
+    def require_good_state(self) -> None:
+        """Raise DivergedError or CorruptionError unless what a checkpoint would hold is finite, and alike on replicas."""
+        parts, config = self.parts, self.parts.config
+        if self.step == config.steps and parts.optimizer.steps_taken == 0:
+            raise DivergedError(
+                f"step {self.step}: every step overflowed and was skipped: nothing is learned; {REMEDY}"
+            )
+        require_finite_weights(parts, self.step)
+        if config.check.every:
+            require_equal_replicas(parts, self.step, gathered(parts.mesh, state_hashes(parts)))
+
+    def _suspect_replicas(self, reports: Sequence[StepReport]) -> None:
+        """A gradient is not finite: where this step's reports have not compared the weights, do so now."""
+        parts = self.parts
+        if parts.config.check.every and not reports[0].hashes and not parts.optimizer.streams:
+            require_equal_replicas(parts, self.step + 1, gathered(parts.mesh, weight_hashes(parts)))
 
     @property
     def spans(self) -> list[Span]:
@@ -126,7 +181,7 @@ class Trainer:
         return self.parts.strategy.share(load, self.parts.config.replica_batch)
 
     def _report(self, loss: float, following: Batch, stop: StopRequest | None) -> StepReport:
-        mesh = self.parts.mesh
+        mesh, every = self.parts.mesh, self.parts.config.check.every
         before, self._sent = self._sent, mesh.ledger.sent_bytes()
         return StepReport(
             loss=loss,
@@ -137,6 +192,7 @@ class Trainer:
             task_seconds=sum(span.seconds for span in self.parts.passes.spans),
             peak_memory_bytes=peak_memory_bytes(mesh.device),
             sent_bytes=tuple(self._sent.get(axes, 0) - before.get(axes, 0) for axes in mesh.grid.axis_sets),
+            hashes=tuple(weight_hashes(self.parts)) if every and (self.step + 1) % every == 0 else (),
         )
 
     def _empty_cache(self) -> None:

@@ -181,5 +181,5 @@ def diverge(mesh: Mesh) -> tuple[str, bool]:
 
 def test_a_gradient_that_is_no_number_ends_a_run_without_a_loss_scale() -> None:
     ((text, untouched),) = run_ranks(diverge, Grid((("data", 1),)))
-    assert text.startswith("step 7: the gradient norm is nan: the run has diverged; lower optimizer.lr")
+    assert text == "step 7: the gradient norm is nan: the run has diverged"
     assert untouched

@@ -31,7 +31,16 @@ def test_static_never_moves() -> None:
     assert scaler.scale == 1.0
 
 
-def test_a_static_scale_or_the_smallest_cannot_shrink() -> None:
-    assert LossScaler(1024.0, interval=1, dynamic=True).can_shrink
-    assert not LossScaler(2.0**-24, interval=1, dynamic=True).can_shrink
-    assert not LossScaler(1.0, interval=1, dynamic=False).can_shrink
+def test_what_no_smaller_scale_can_mend_may_not_be_skipped() -> None:
+    assert LossScaler(1024.0, interval=1, dynamic=True, max_skips=3).may_skip
+    assert not LossScaler(2.0**-24, interval=1, dynamic=True, max_skips=3).may_skip
+    assert not LossScaler(1.0, interval=1, dynamic=False).may_skip
+
+
+def test_two_skips_may_precede_the_third_in_a_row_which_ends_the_run() -> None:
+    scaler = LossScaler(1024.0, interval=9, dynamic=True, max_skips=3)
+    allowed = []
+    for overflow in (True, True, False, True, True, True):
+        allowed.append(scaler.may_skip)
+        scaler.update(overflow=overflow)
+    assert allowed == [True, True, False, True, True, False]

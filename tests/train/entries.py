@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch import Tensor
+
 from meshwright.checkpoint import writer
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.environment import Environment
@@ -105,3 +108,36 @@ def names_modules(environment: Environment, stop: StopRequest, *, out: str, **ar
 
     with patch.object(Trainer, "turn", named):
         job.worker(environment, stop, out=out, **arguments)
+
+
+def corrupted(environment: Environment, stop: StopRequest, *, victim: int, at: int, **arguments: Any) -> None:
+    """A low bit of a weight of the rank `victim` flips before step `at` of its first attempt."""
+
+    def flip(weights: Tensor) -> None:
+        weights.view(torch.int64)[5] ^= 1
+
+    _damaged(environment, stop, victim, at, flip, arguments)
+
+
+def spoiled(environment: Environment, stop: StopRequest, *, victim: int, at: int, **arguments: Any) -> None:
+    """A weight of the rank `victim` is no number before step `at` of its first attempt."""
+    _damaged(environment, stop, victim, at, lambda weights: weights[:9].fill_(torch.nan), arguments)
+
+
+def _damaged(
+    environment: Environment,
+    stop: StopRequest,
+    victim: int,
+    at: int,
+    damage: Callable[[Tensor], object],
+    arguments: Any,
+) -> None:
+    turn = Trainer.turn
+
+    def damaging(self: Trainer, *words: Any) -> Any:
+        if self.step == at - 1 and environment.rank == victim and environment.attempt == 0:
+            damage(self.parts.strategy.weights[0].values)
+        return turn(self, *words)
+
+    with patch.object(Trainer, "turn", damaging):
+        job.worker(environment, stop, **arguments)

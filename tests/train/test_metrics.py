@@ -18,7 +18,7 @@ from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config, load_config
 from meshwright.data.packed import open_packed
-from meshwright.errors import MeshwrightError
+from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
@@ -29,7 +29,8 @@ from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.workers import run_ranks
 
 PEAK = 1e9
-BEAT_BYTES = 10 * 8
+REPORT_BYTES = (10 + 1) * 8
+"""Ten numbers, and the hash of what replicas hold in common."""
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_sent_bytes(sync: str, size: int, norm: int, corpus: Path, tmp_path: Pat
     run(config, tmp_path)
     expected = 2 * (size - 1) * parameter_bytes(config) // size + norm
     for line in lines_of(tmp_path)[1:]:
-        assert line["sent_bytes"]["data+pipe"] == (size - 1) * BEAT_BYTES
+        assert line["sent_bytes"]["data+pipe"] == (size - 1) * REPORT_BYTES
         assert line["sent_bytes"]["data"] == pytest.approx(expected, abs=size)
 
 
@@ -172,13 +173,15 @@ def test_validation_loss(sync: str, corpus: Path, tmp_path: Path) -> None:
 
 def test_overflow_is_marked(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     precision = {"level": "O2", "dtype": "fp16", "loss_scale": {"initial": 2.0**40}}
-    run(config_of(corpus, precision=precision, steps=3), tmp_path)
+    with pytest.raises(LaunchError, match="every step overflowed"):
+        run(config_of(corpus, precision=precision, steps=3), tmp_path)
     lines = lines_of(tmp_path)
     assert [line["applied"] for line in lines] == [False] * 3
     assert [line["loss_scale"] for line in lines] == [2.0**40, 2.0**39, 2.0**38]
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert lines[0]["grad_norm"] in ("inf", "nan")
     assert "overflow: step skipped" in capfd.readouterr().out
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_lines_are_strict_json(tmp_path: Path) -> None:

@@ -1,0 +1,264 @@
+"""Hashes of what replicas hold alike: a flipped bit is seen, the odd rank is named, and a restart gives equal bits."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.batch import Batch
+from meshwright.build import build
+from meshwright.config import Config
+from meshwright.errors import CorruptionError
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh
+from meshwright.train.loop import Trainer
+from meshwright.train.replicas import (
+    COLUMNS,
+    differences,
+    gathered,
+    hash_bits,
+    require_equal_replicas,
+    state_hashes,
+    weight_hashes,
+)
+from tests.data_parallel.test_equality import BATCHES, config_for
+from tests.train.runs import config_for as run_config
+from tests.train.runs import losses_of, make_corpus, run, run_as
+from tests.workers import run_ranks
+
+WORDS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+def flip(x: Tensor, element: int, bit: int) -> None:
+    """One bit of one element of a contiguous tensor."""
+    word = x.detach().view(-1).view(WORDS[x.dtype])
+    word[element] ^= 1 << bit if bit < 8 * x.element_size() - 1 else torch.iinfo(word.dtype).min
+
+
+@pytest.mark.parametrize("dtype", WORDS)
+def test_every_bit_of_an_element_counts(dtype: torch.dtype) -> None:
+    x = torch.randn(5 * COLUMNS + 3, generator=torch.Generator().manual_seed(1)).to(dtype)
+    clean, seen = int(hash_bits(x)), set()
+    for element in (0, 1, 2, COLUMNS - 1, COLUMNS, 3 * COLUMNS + 17, x.numel() - 2, x.numel() - 1):
+        for bit in range(8 * dtype.itemsize):
+            flip(x, element, bit)
+            seen.add(int(hash_bits(x)))
+            flip(x, element, bit)
+    assert int(hash_bits(x)) == clean
+    assert clean not in seen
+
+
+def test_an_element_in_anothers_place_counts() -> None:
+    x = torch.randn(4 * COLUMNS)
+    for one, other in ((0, 2), (4, 4 + 2 * COLUMNS), (1, 4 * COLUMNS - 1)):
+        swapped = x.clone()
+        swapped[[one, other]] = x[[other, one]]
+        assert int(hash_bits(swapped)) != int(hash_bits(x))
+
+
+def test_a_part_that_begins_anywhere_has_the_hash_of_its_copy() -> None:
+    x = torch.randn(3 * COLUMNS)
+    for start in range(3):
+        part = x[start : start + 2 * COLUMNS + 5]
+        assert int(hash_bits(part)) == int(hash_bits(part.clone()))
+    assert int(hash_bits(x[:0])) == 0
+
+
+def test_the_majority_is_right() -> None:
+    grid = Grid((("data", 3), ("pipe", 1), ("tensor", 2)))
+    data = (5, 5, 5, 5, 5, 8)  # rank 5 shares with ranks 1 and 3
+    hashes = [(value, 7, 7) for value in data]
+    (found,) = differences(grid, hashes)
+    assert (found.axes, found.group, found.odd) == (("data",), (1, 3, 5), (5,))
+    assert found.text == "rank 5 differs from ranks 1 and 3, which agree"
+
+
+def test_of_two_nobody_knows() -> None:
+    (found,) = differences(Grid((("data", 2), ("pipe", 1))), [(1,), (2,)])
+    assert found.odd == (0, 1)
+    assert found.text.startswith("ranks 0 and 1 should hold the same bits and do not")
+
+
+def test_stages_hold_different_weights_and_the_ends_the_same_table() -> None:
+    grid = Grid((("data", 1), ("pipe", 3)))
+    assert differences(grid, [(4,), (0,), (4,)]) == []
+    (found,) = differences(grid, [(4,), (0,), (6,)])
+    assert found.group == (0, 2)
+
+
+class Rows:
+    """A data set of the equality tests' random batches."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __len__(self) -> int:
+        return 100 * self.config.batch.global_
+
+    def samples(self, first: int, count: int) -> Batch:
+        step, row = divmod(first, self.config.batch.global_)
+        return {name: x[row : row + count] for name, x in BATCHES["gpt2"](self.config, step).items()}
+
+    def held_out(self, first: int, count: int) -> Batch:
+        raise AssertionError("nobody validates here")
+
+
+MODEL = {
+    "layers": 2, "hidden": 24, "heads": 6, "positions": 12, "vocabulary": 300, "vocabulary_multiple": 24,
+    "dropout": 0.0,
+}  # fmt: skip
+EXPAND, NORM, TABLE = "blocks.1.feed_forward.expand.weight", "blocks.1.feed_forward_norm.weight", "tokens.weight"
+
+
+def config_of(layout: dict[str, Any], every: int = 1) -> Config:
+    return config_for("allreduce", 1, model=MODEL, batch={"global": 12}, layout=layout, check={"every": every})
+
+
+def trainer_of(mesh: Mesh, config: Config) -> Trainer:
+    return Trainer(build(config, mesh), Rows(config))
+
+
+def outcome(trainer: Trainer, turns: int, **arguments: Any) -> tuple[int, str]:
+    """The last step that was begun, and the CorruptionError that it ended in."""
+    try:
+        for _ in range(turns):
+            trainer.turn(None, **arguments)
+    except CorruptionError as error:
+        return trainer.step + 1, str(error)
+    return trainer.step, ""
+
+
+def flipped_weight(mesh: Mesh, config: Config, name: str, victim: int) -> tuple[int, str]:
+    """A run in which one of the victim's bits flips before the third step."""
+    trainer = trainer_of(mesh, config)
+    assert outcome(trainer, 2) == (2, "")
+    if mesh.rank == victim:
+        parameter = trainer.parts.module.get_parameter(name)
+        flip(parameter, parameter.numel() // 2, 3)
+    return outcome(trainer, 4)
+
+
+DATA = [{"data": {"size": 3, "sync": sync}} for sync in ("allreduce", "ring", "rooted", "zero1", "server-gradient")]
+SEVERAL_AXES = {
+    "megatron": {"data": {"size": 2}, "tensor": {"kind": "megatron", "size": 2}},
+    "pipe": {"data": {"size": 2}, "pipeline": {"size": 2}},
+    "subgraph": {"data": {"size": 1}, "tensor": {"kind": "subgraph", "size": 3, "common": "all"}},
+    "tesseract": {"data": {"size": 1}, "tensor": {"kind": "tesseract", "q": 2, "d": 2}},
+}
+NAMED = [
+    # A victim and who it is told to differ from. Ranks: (data, pipe, ...), outermost first.
+    ("megatron", NORM, 3, "rank 3 differs from ranks 0, 1 and 2, which agree"),
+    ("megatron", EXPAND, 1, "ranks 1 and 3 should hold the same bits"),
+    ("pipe", TABLE, 1, "rank 1 differs from ranks 0, 2 and 3, which agree"),
+    ("pipe", NORM, 3, "ranks 1 and 3 should hold the same bits"),
+    ("subgraph", NORM, 2, "rank 2 differs from ranks 0 and 1, which agree"),
+    ("tesseract", EXPAND, 6, "ranks 2 and 6 should hold the same bits"),
+    ("tesseract", NORM, 5, "rank 5 differs from ranks"),
+]
+
+
+def run_layout(function: Any, config: Config, *arguments: Any) -> list[Any]:
+    return run_ranks(function, Grid(config.layout.axes), config, *arguments, token_axes=config.layout.token_axes)
+
+
+@pytest.mark.parametrize("layout", DATA, ids=lambda layout: layout["data"]["sync"])
+def test_a_flipped_bit_of_a_weight_is_noticed_in_its_step(layout: dict[str, Any]) -> None:
+    for step, text in run_layout(flipped_weight, config_of(layout), EXPAND, 1):
+        assert step == 3
+        assert text.startswith(f"step 3: rank 1 differs from ranks 0 and 2, which agree ({EXPAND}): ")
+
+
+@pytest.mark.parametrize("kind, name, victim, who", NAMED)
+def test_a_flipped_bit_is_found_among_the_ranks_that_share_it(kind: str, name: str, victim: int, who: str) -> None:
+    for step, text in run_layout(flipped_weight, config_of(SEVERAL_AXES[kind]), name, victim):
+        assert step == 3
+        assert text.startswith(f"step 3: {who}")
+        assert f"({name})" in text
+
+
+def test_noticed_within_so_many_steps() -> None:
+    """A bit is another from the third step on; the fourth compares."""
+    for step, text in run_layout(flipped_weight, config_of(DATA[0], every=4), EXPAND, 1):
+        assert step == 4
+        assert "rank 1 differs" in text
+
+
+def test_nobody_looks_where_nobody_shall() -> None:
+    assert set(run_layout(flipped_weight, config_of(DATA[0], every=0), EXPAND, 1)) == {(6, "")}
+
+
+def flipped_gradient(mesh: Mesh, config: Config) -> tuple[int, str]:
+    trainer = trainer_of(mesh, config)
+
+    def corrupt() -> None:
+        gradient = trainer.parts.strategy.slots[0].parameter.grad
+        assert gradient is not None
+        if mesh.rank == 2 and trainer.step == 1:
+            flip(gradient, 7, 51)
+
+    return outcome(trainer, 5, observe=corrupt)
+
+
+def test_a_flipped_bit_of_a_reduced_gradient_is_noticed_a_step_later() -> None:
+    for step, text in run_layout(flipped_gradient, config_of(DATA[0])):
+        assert step == 3
+        assert "rank 2 differs from ranks 0 and 1, which agree" in text
+
+
+def undisturbed(mesh: Mesh, config: Config) -> tuple[int, str]:
+    return outcome(trainer_of(mesh, config), 3)
+
+
+@pytest.mark.parametrize("kind", [*SEVERAL_AXES, "fsdp"])
+def test_replicas_agree_by_themselves(kind: str) -> None:
+    layout = SEVERAL_AXES.get(kind, {"data": {"size": 2, "sync": "fsdp"}, "transport": "torch"})
+    assert set(run_layout(undisturbed, config_of(layout))) == {(3, "")}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"))
+
+
+def test_a_restart_ends_with_the_bits_of_a_run_that_nothing_happened_to(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layout = {"data": {"size": 3, "sync": "zero1"}, "transport": "torch"}
+    run(run_config(corpus, layout=layout), tmp_path / "undisturbed")
+    disturbed = run_config(corpus, layout=layout, restarts=1)
+    assert run_as("corrupted", disturbed, tmp_path / "disturbed", victim=1, at=5) == ""
+    assert "restart 1 of 1" in capfd.readouterr().out
+    assert losses_of(tmp_path / "disturbed") == losses_of(tmp_path / "undisturbed")
+    assert digests(tmp_path / "disturbed") == digests(tmp_path / "undisturbed")
+
+
+def digests(out: Path) -> dict[str, str]:
+    """SHA-256 of the last checkpoint's tensors."""
+    shards = sorted((out / "checkpoints" / "step-8").glob("*.safetensors"))
+    assert shards
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in shards}
+
+
+def spoiled_states(mesh: Mesh, config: Config) -> str:
+    """What is said of a moment that one replica has wrong, which no weight tells yet."""
+    trainer = trainer_of(mesh, config)
+    outcome(trainer, 2)
+    before = weight_hashes(trainer.parts)
+    if mesh.rank == 1:
+        flip(trainer.parts.optimizer.states(0)["exp_avg_sq"], 3, 0)
+    assert weight_hashes(trainer.parts) == before
+    try:
+        require_equal_replicas(trainer.parts, 2, gathered(mesh, state_hashes(trainer.parts)))
+    except CorruptionError as error:
+        return str(error)
+    return ""
+
+
+def test_what_a_checkpoint_holds_is_compared_first() -> None:
+    for text in run_layout(spoiled_states, config_of(DATA[0])):
+        assert text.startswith("step 2: rank 1 differs from ranks 0 and 2, which agree (in what has been overwritten")
