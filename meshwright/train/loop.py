@@ -131,12 +131,10 @@ class Trainer:
         return result
 
     def require_good_state(self) -> None:
-        """Raise DivergedError or CorruptionError unless what a checkpoint would hold is finite, and alike on replicas."""
+        """Raise DivergedError or CorruptionError unless what a checkpoint holds is finite and alike on replicas."""
         parts, config = self.parts, self.parts.config
         if self.step == config.steps and parts.optimizer.steps_taken == 0:
-            raise DivergedError(
-                f"step {self.step}: every step overflowed and was skipped: nothing is learned; {REMEDY}"
-            )
+            raise DivergedError(f"step {self.step}: every step overflowed and was skipped; {REMEDY}")
         require_finite_weights(parts, self.step)
         if config.check.every:
             require_equal_replicas(parts, self.step, gathered(parts.mesh, state_hashes(parts)))
