@@ -58,6 +58,8 @@ def holds_pairs(data: Data) -> bool:
 
 def _first_keys(path: Path) -> set[str]:
     """The keys of a jsonl file's first object; none where there is no such thing, which reading it will report."""
+    if not path.is_file():  # a pipe would wait for its writer
+        return set()
     try:
         with gzip.open(path) if path.suffix == GZIP else path.open("rb") as lines:
             first = json.loads(next((line for line in lines if line.strip()), b"0"))
@@ -100,9 +102,14 @@ def source_exists(config: Config) -> Iterator[Problem]:
         valid = "stdlib, a text, jsonl or parquet file, a folder of these, a prepared folder"
     if source == (STDLIB if reads_images else DIGITS):
         yield Problem("data.source", source, f"is not what a {family} reads", valid)
-    elif source not in (STDLIB, DIGITS) and not (source and Path(source).expanduser().exists()):
+    if source in (STDLIB, DIGITS):
+        return
+    path = Path(source).expanduser()
+    if not source or not path.exists():
         yield Problem("data.source", source, "is no such file or folder", valid)
-    elif reads_images and source != DIGITS and not Path(source).expanduser().is_dir():
+    elif not path.is_file() and not path.is_dir():
+        yield Problem("data.source", source, "is a pipe or a device, which may never end", valid)
+    elif reads_images and not path.is_dir():
         yield Problem("data.source", source, "is no folder", valid)
 
 

@@ -62,6 +62,8 @@ def _existing(source: str) -> Path:
     path = Path(source).expanduser()
     if not path.exists():
         raise DataError(f"{source}: no such file or folder (give `{STDLIB}`, a file, or a folder)")
+    if not path.is_file() and not path.is_dir():
+        raise DataError(f"{source}: is a pipe or a device, which may never end (give `{STDLIB}`, a file, or a folder)")
     return path
 
 
@@ -99,7 +101,13 @@ def _folder_documents(folder: Path) -> Iterator[str]:
 
 
 def _folder_files(folder: Path) -> list[Path]:
-    files = (path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
+    found = [path for path in folder.rglob("*") if not _is_hidden(path.relative_to(folder))]
+    for path in found:
+        if path.is_dir() and path.is_symlink():  # it may lead back to where it lies
+            raise DataError(f"{path}: is a link to a folder, which is not followed; put the folder in its place")
+        if not path.is_dir() and not path.is_file():
+            raise DataError(f"{path}: is a pipe, a device or a link to nothing; move it out of the source")
+    files = (path for path in found if path.is_file())
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from meshwright.config.section import Count, Positive, Section
+from meshwright.data.checksums import REMEDY, check_file, check_once
 from meshwright.data.split import SPLITS, Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError
@@ -27,7 +28,6 @@ FORMAT: Literal[1] = 1
 Kind = Literal["text", "pairs"]
 """What was packed: documents; or pairs of texts, a source and its target in turn, each a document."""
 HEADER, TOKENIZER = "header.json", "tokenizer.json"
-_REMEDY = "remove the folder and prepare it again"
 _SCAN_TOKENS = 2**22
 
 
@@ -59,6 +59,8 @@ class Header(Section):
     validation: SplitFacts
     sha256: dict[str, str]
     """Of every other file of the folder."""
+    regions: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """CRC-32 of every region of the token files (checksums.py); none in folders that version 0.1.0 prepared."""
 
     def facts(self, split: Split) -> SplitFacts:
         return self.train if split == "train" else self.validation
@@ -82,6 +84,23 @@ class PackedCorpus:
     def tokens(self, split: Split) -> np.memmap:
         """The split's token ids [num_tokens], mapped from the file and read-only."""
         return np.memmap(self.folder / token_file(split), dtype=self.header.numpy_dtype, mode="r")
+
+    def check_files(self, cache: Path) -> None:
+        """Raises DataError where a file is not what was prepared, or holds ids beyond the vocabulary.
+
+        Costs nothing where `cache` says that this was found right before.
+        """
+        check_once(self.folder, self.header.sha256, self.header.regions, cache, self._unknown_token)
+
+    def _unknown_token(self, file: str, offset: int, data: bytes) -> str | None:
+        if file not in map(token_file, SPLITS):
+            return None
+        ids, size = np.frombuffer(data, dtype=self.header.numpy_dtype), self.header.vocabulary_size
+        if not len(ids) or int(ids.max()) < size:
+            return None
+        place = int(np.argmax(ids >= size))
+        where = f"byte {offset + place * ids.itemsize}"
+        return f"holds token {ids[place]} at {where}, and the vocabulary ends at {size - 1}"
 
     def check_vocabulary(self, vocabulary: int) -> None:
         """Raises ConfigError if a model of `vocabulary` tokens cannot hold the corpus' tokens."""
@@ -112,14 +131,16 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
         path = folder / token_file(split)
         wanted = header.facts(split).tokens * header.numpy_dtype.itemsize
         if not path.is_file():
-            raise DataError(f"{path}: is missing; {_REMEDY}")
+            raise DataError(f"{path}: is missing; {REMEDY}")
         if path.stat().st_size != wanted:
-            raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header says {wanted}; {_REMEDY}")
+            raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header says {wanted}; {REMEDY}")
     for name in sorted(header.sha256) if verify else [TOKENIZER]:
-        _check_sum(folder / name, header.sha256[name])
+        if not (folder / name).is_file():
+            raise DataError(f"{folder / name}: is missing; {REMEDY}")
+        check_file(folder / name, header.sha256[name], header.regions.get(name, ()))
     tokenizer = load_tokenizer(folder / TOKENIZER)
     if (tokenizer.vocabulary_size, tokenizer.end) != (header.vocabulary_size, header.end):
-        raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER}; {_REMEDY}")
+        raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER}; {REMEDY}")
     return PackedCorpus(folder, header, tokenizer)
 
 
@@ -152,22 +173,15 @@ def _read_header(folder: Path) -> Header:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"{path}: is damaged ({error}); {_REMEDY}") from error
+        raise DataError(f"{path}: is damaged ({error}); {REMEDY}") from error
     if isinstance(tree, dict) and tree.get("format", FORMAT) != FORMAT:
-        raise DataError(f"{path}: has format {tree['format']}, this version reads {FORMAT}; {_REMEDY}")
+        raise DataError(f"{path}: has format {tree['format']}, this version reads {FORMAT}; {REMEDY}")
     try:
         header = Header.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise DataError(f"{path}: is no header of a prepared folder ({where}: {first['msg']}); {_REMEDY}") from error
+        raise DataError(f"{path}: is no header of a prepared folder ({where}: {first['msg']}); {REMEDY}") from error
     if header.sha256.keys() != {TOKENIZER, *map(token_file, SPLITS)}:
-        raise DataError(f"{path}: does not list the folder's files; {_REMEDY}")
+        raise DataError(f"{path}: does not list the folder's files; {REMEDY}")
     return header
-
-
-def _check_sum(path: Path, wanted: str) -> None:
-    if not path.is_file():
-        raise DataError(f"{path}: is missing; {_REMEDY}")
-    if file_sha256(path) != wanted:
-        raise DataError(f"{path}: is damaged (its checksum is not the header's); {_REMEDY}")

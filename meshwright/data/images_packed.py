@@ -125,6 +125,8 @@ def open_images(folder: Path, verify: bool = False) -> PackedImages:
         header = ImagesHeader.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: is no header of packed images ({error}); {_REMEDY}") from error
+    if header.sha256.keys() != {name(split) for split in SPLITS for name in (images_file, labels_file)}:
+        raise DataError(f"{path}: does not list the folder's files; {_REMEDY}")
     packed = PackedImages(folder, header)
     for split in SPLITS:
         packed.images(split)

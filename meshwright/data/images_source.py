@@ -102,7 +102,7 @@ def _class_files(folder: Path) -> dict[str, list[Path]]:
     for path in classes:
         files = sorted(file for file in path.iterdir() if not file.name.startswith("."))
         for file in files:
-            if file.suffix.lower() not in SUFFIXES:
+            if file.suffix.lower() not in SUFFIXES or not file.is_file():
                 raise DataError(f"{file}: is no image; a class folder holds jpg, jpeg and png files alone")
         if not files:
             raise DataError(f"{path}: is a class without images")

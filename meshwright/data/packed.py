@@ -116,8 +116,8 @@ def corpus_for(
 ) -> PackedCorpus:
     """The packed corpus that a config asks for: a prepared folder is opened, anything else is prepared once in `cache`.
 
-    Raises DataError if a prepared folder is of another kind, or was made with another tokenizer or share than the
-    config names.
+    Raises DataError if a prepared folder is damaged, of another kind, or was made with another tokenizer or share than
+    the config names.
     """
     source = Path(data.source).expanduser()
     if is_prepared(source):
@@ -125,10 +125,13 @@ def corpus_for(
         if corpus.header.kind != kind:
             raise DataError(f"data.source={data.source}: was prepared of {corpus.header.kind}, and {kind} are wanted")
         _check_agrees(corpus, data)
-        return corpus
-    found = material(data)
-    out = Path(cache) / _cache_key(data, found)
-    return open_packed(out) if is_prepared(out) else pack(found, data.tokenizer, out, data.validation, progress)
+    else:
+        found = material(data)
+        out = Path(cache) / _cache_key(data, found)
+        packed = is_prepared(out)
+        corpus = open_packed(out) if packed else pack(found, data.tokenizer, out, data.validation, progress)
+    corpus.check_files(Path(cache))
+    return corpus
 
 
 def _write(
@@ -159,6 +162,7 @@ def _write(
             TOKENIZER: file_sha256(folder / TOKENIZER),
             **{token_file(split): writers[split].sha256 for split in SPLITS},
         },
+        regions={token_file(split): writers[split].regions for split in SPLITS},
         **facts,
     )
 

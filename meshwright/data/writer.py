@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
+from meshwright.data.checksums import FileSum
 from meshwright.data.format import SplitFacts
 from meshwright.data.tokenizer import Tokenizer, pieces
 
@@ -22,7 +22,7 @@ class SplitWriter:
         self._file = path.open("wb")
         self._tokenizer = tokenizer
         self._dtype = dtype
-        self._sum = hashlib.sha256()
+        self._sum = FileSum()
         self._batch: list[tuple[str, bool]] = []
         self._batch_characters = 0
         self._tokens = self._documents = self._words = 0
@@ -54,7 +54,12 @@ class SplitWriter:
     @property
     def sha256(self) -> str:
         """The file's checksum, complete after the block has ended."""
-        return self._sum.hexdigest()
+        return self._sum.sha256
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The regions' checksums, complete after the block has ended."""
+        return self._sum.regions
 
     def _flush(self) -> None:
         encoded = self._tokenizer.encode_batch(part for part, _ in self._batch)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from meshwright.config import parse_config
 from meshwright.data import corpus
 from meshwright.data.corpus import documents, source_identity, source_name
-from meshwright.errors import DataError
+from meshwright.errors import ConfigError, DataError
 
 
 def test_stdlib_is_python_source_without_tests() -> None:
@@ -149,3 +151,39 @@ def test_identity_changes_with_the_files_and_ignores_hidden_ones(tmp_path: Path)
     assert source_identity(str(tmp_path)) != before
     assert source_name(str(tmp_path)) == tmp_path.name
     assert corpus.STDLIB == "stdlib"
+
+
+def test_pipes_and_devices_are_refused(tmp_path: Path) -> None:
+    """None of them is opened: a pipe waits for ever, and /dev/zero never ends."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for source in (str(tmp_path / "pipe.jsonl"), "/dev/zero"):
+        with pytest.raises(DataError, match=f"{source}: is a pipe or a device, which may never end"):
+            list(documents(source))
+        with pytest.raises(ConfigError, match=f"data.source={source} is a pipe or a device, which may never end"):
+            parse_config({"data": {"source": source}})
+    with pytest.raises(ConfigError, match=r"data.tokenizer=/dev/zero is no such file"):
+        parse_config({"data": {"tokenizer": "/dev/zero"}})
+
+
+def test_a_folder_holds_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe: is a pipe, a device or a link to nothing; move it out of the source"):
+        list(documents(str(tmp_path)))
+    (tmp_path / "pipe").unlink()
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="gone: is a pipe, a device or a link to nothing"):
+        list(documents(str(tmp_path)))
+    (tmp_path / "gone").unlink()
+    (tmp_path / "linked.txt").symlink_to(tmp_path / "a.txt")
+    assert list(documents(str(tmp_path))) == ["text", "text"]
+
+
+def test_a_folder_that_leads_back_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "loop").symlink_to(tmp_path)
+    with pytest.raises(DataError, match="loop: is a link to a folder, which is not followed"):
+        list(documents(str(tmp_path)))
+    (tmp_path / "self").symlink_to(tmp_path / "self")
+    with pytest.raises(DataError, match="self: no such file or folder"):
+        list(documents(str(tmp_path / "self")))

@@ -180,10 +180,10 @@ def test_a_damaged_folder_is_refused(tsv: Path) -> None:
     end = bytes([0, 1])
     at = whole.rindex(end, 0, len(whole) - 2)
     (folder / "train.bin").write_bytes(whole[:at] + b"a\0" + whole[at + 2 :])
-    with pytest.raises(DataError, match=r"the train split of .*: has \d+ texts, which do not pair up"):
-        PAIRS.prepare(config_of(tsv), silent)
     with pytest.raises(DataError, match=r"train.bin: is damaged"):
-        open_packed(folder, verify=True)
+        PAIRS.prepare(config_of(tsv), silent)
+    with pytest.raises(DataError, match=r"the train split of .*: has \d+ texts, which do not pair up"):
+        PAIRS.open(config_of(tsv), folder)
 
 
 def test_a_source_too_small_or_empty(tmp_path: Path) -> None:
