@@ -13,7 +13,6 @@ from meshwright.batch import IGNORED, Batch
 from meshwright.config import Config, parse_config
 from meshwright.config.data_rules import objective_of
 from meshwright.data.dataset import TEXT, Opened
-from meshwright.data.format import open_packed
 from meshwright.data.pairs import PAIRS
 from meshwright.data.pairs_batch import specials_for
 from meshwright.data.pairs_packed import prepare_pairs
