@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,6 +96,30 @@ def there_and_back(rank: int, port: int) -> None:
             sent = values(int(index), FORMS[form][int(number)])
             assert torch.equal(x, sent + sent), name
         mesh.world.barrier()
+
+
+def spawn_within(
+    seconds: float, function: Callable[..., None], *arguments: Any, processes: int, start_method: str = "spawn"
+) -> None:
+    """function(index, *arguments) in so many processes. One that raises, or one that has not ended by then, fails the
+    caller, and ends the others."""
+    context = torch.multiprocessing.start_processes(
+        function, arguments, processes, join=False, start_method=start_method
+    )
+    deadline = time.monotonic() + seconds
+    try:
+        while not context.join(timeout=max(0.0, deadline - time.monotonic())):
+            waiting = [index for index, process in enumerate(context.processes) if process.is_alive()]
+            assert time.monotonic() < deadline, f"{function.__name__} has not ended in {seconds} s on ranks {waiting}"
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
+
+
+def asleep(index: int, seconds: float) -> None:
+    """Rank 1 stands still."""
+    time.sleep(seconds if index == 1 else 0)
 
 
 def out_of_step(mesh: Mesh) -> Answer:

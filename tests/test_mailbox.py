@@ -307,4 +307,11 @@ def test_a_plan_has_messages_at_once_and_an_answer_to_each() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL between two ranks needs two GPUs")
 def test_gpus_pass_messages() -> None:
-    torch.multiprocessing.spawn(mailbox_cases.there_and_back, (free_port(),), nprocs=2)
+    mailbox_cases.spawn_within(120, mailbox_cases.there_and_back, free_port(), processes=2)
+
+
+def test_a_hang_of_spawned_ranks_is_named() -> None:
+    """What test_gpus_pass_messages relies on, where there are no GPUs."""
+    mailbox_cases.spawn_within(60, mailbox_cases.asleep, 0.0, processes=2, start_method="fork")
+    with pytest.raises(AssertionError, match=r"asleep has not ended in 1 s on ranks \[1\]"):
+        mailbox_cases.spawn_within(1, mailbox_cases.asleep, 3600.0, processes=2, start_method="fork")

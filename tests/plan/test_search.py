@@ -166,12 +166,22 @@ def test_it_is_shown(small: tuple[Found, Estimates, tuple[str, ...]], capsys: py
     told = as_dict(found)
     assert told["layouts"][0]["seconds"] == found.predictions[0].seconds
     assert sum(told["layouts"][0]["memory"].values()) == found.predictions[0].worst_memory
-    assert told["absent"] == {} or "tesseract" in told["absent"]
+    assert told["absent"] == {}
     render(found)
     shown = capsys.readouterr().out
     assert f"{found.counts.legal:,} legal layouts" in shown
     for loser in found.losers:
         assert loser.strategy in shown
+
+
+def test_kinds_without_a_legal_layout_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, models = made_up(1)
+    run = parse_config(TREE | {"model": TREE["model"] | {"heads": 3, "hidden": 33}})
+    found = search(run, cluster, 2, models=models)
+    why = "layout.tensor.size=2 does not divide model.heads=3; valid: 1, 3"
+    assert as_dict(found)["absent"] == {"megatron": why, "subgraph": why}
+    render(found)
+    assert f"no legal layout of kind megatron: {why}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_nothing_fits() -> None:
