@@ -203,7 +203,7 @@ class PacedPipeline:
     def step(self, run: Run) -> Timeline | None:
         """All ranks' spans on rank 0, in seconds; None elsewhere."""
         index = self.mesh.index("pipe")
-        place = pipeline.Place(self.mesh.comm("pipe"), self.mesh.comm("data"), self.mesh.device)
+        place = pipeline.Place(self.mesh.comm("pipe"), self.mesh.comm("data"), self.mesh.device, self.mesh.recorder)
         stage = PacedStage(index, run, self.forward_seconds, self.form)
         driver = pipeline.Pipeline(stage, place, run.rule, self.mailbox, alike(self.form), NoGradients())
         self.mesh.world.barrier()

@@ -99,6 +99,6 @@ def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
     assign_rooms(model, buckets)
     strategy = Synchroniser(buckets, mesh, AllReduce())
     stages = Stages((model.stretch,), specs, ())
-    passes = Accumulation(model, strategy, mesh.device)
+    passes = Accumulation(model, strategy, mesh.device, mesh.recorder)
     optimizer = Optimizer(config, strategy.slots, mesh, InPlace)
     return Parts(config, mesh, kit, model, model, stages, strategy, passes, optimizer)

@@ -25,7 +25,7 @@ from meshwright.build import build
 from meshwright.config import Config
 from meshwright.environment import Rendezvous, read_environment, rendezvous
 from meshwright.grid import Grid
-from meshwright.mesh import TIMEOUT, open_mesh
+from meshwright.mesh import open_mesh
 
 Options = dict[str, Option]
 
@@ -82,7 +82,7 @@ def _meeting_point(place: Place, config: Config, team: ExitStack) -> Rendezvous:
     if place.ranks == 1 or config.layout.transport == "mpi":
         return point
     if place.rank == 0:
-        store = torch.distributed.TCPStore(point.address, point.port, None, True, TIMEOUT, wait_for_workers=False)
+        store = torch.distributed.TCPStore(point.address, point.port, None, True, wait_for_workers=False)
         team.callback(lambda: store)  # lives as long as the team
     return replace(point, hosted=True)
 

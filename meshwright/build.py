@@ -224,7 +224,7 @@ def _build_passes(
     config: Config, mesh: Mesh, module: Chain, model: Model, stages: Stages, strategy: Strategy
 ) -> Passes:
     if config.layout.pipeline.size == 1:
-        return Accumulation(model, strategy, mesh.device)
+        return Accumulation(model, strategy, mesh.device, mesh.recorder)
     assert isinstance(strategy, Synchroniser), "the config's rules let no other strategy have stages"
     for layer in module.modules():
         if isinstance(layer, ShardedModule):
@@ -234,7 +234,7 @@ def _build_passes(
     if settings.limit != "auto":
         rule = rule.limited(settings.limit)
     peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes))
-    place = Place(mesh.comm(PIPE), peers, mesh.device)
+    place = Place(mesh.comm(PIPE), peers, mesh.device, mesh.recorder)
     stage = Stage(model, module.stretch, strategy.deferred)
     return Pipeline(stage, place, rule, mesh.mailbox(PIPE), stages.forms(mesh.index(PIPE)), strategy)
 

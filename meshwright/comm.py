@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.flight_recorder import Call, FlightRecorder
 from meshwright.ledger import Ledger
 
 try:
@@ -86,67 +88,91 @@ class Comm(ABC):
     def all_reduce(self, x: Tensor, *, wait: bool = True) -> Work:
         """Sum x over the group, in place."""
         self._record("all_reduce", 2 * size_bytes(x) * (self.size - 1) // self.size)
-        return _finish(self._all_reduce(x), wait)
+        return self._run("all_reduce", size_bytes(x), lambda: self._all_reduce(x), wait)
 
     def reduce_scatter(self, part: Tensor, x: Tensor, *, wait: bool = True) -> Work:
         """Sum x over the group; `part` gets this rank's 1/n of it. `part` may be that slice of x."""
         assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
         self._record("reduce_scatter", self._part(x))
-        return _finish(self._reduce_scatter(part, x), wait)
+        return self._run("reduce_scatter", size_bytes(x), lambda: self._reduce_scatter(part, x), wait)
 
     def all_gather(self, x: Tensor, part: Tensor, *, wait: bool = True) -> Work:
         """x gets every rank's part, in order. `part` may be this rank's slice of x."""
         assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
         self._record("all_gather", self._part(x))
-        return _finish(self._all_gather(x, part), wait)
+        return self._run("all_gather", size_bytes(x), lambda: self._all_gather(x, part), wait)
 
     def all_to_all(self, out: Tensor, x: Tensor, *, wait: bool = True) -> Work:
         """Piece j of x goes to rank j, where it becomes piece `index` of out."""
         assert out.numel() == x.numel(), f"{out.numel()} != {x.numel()}"
         self._record("all_to_all", self._part(x))
-        return _finish(self._all_to_all(out, x), wait)
+        return self._run("all_to_all", size_bytes(x), lambda: self._all_to_all(out, x), wait)
 
     def broadcast(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """x of the member `root` becomes everyone's x."""
         self._record("broadcast", size_bytes(x) * (self.size - 1) if self.index == root else 0, root)
-        return _finish(self._broadcast(x, root), wait)
+        return self._run("broadcast", size_bytes(x), lambda: self._broadcast(x, root), wait)
 
     def reduce(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """Sum x over the group into the x of `root`; the others' x is undefined afterwards."""
         self._record("reduce", 0 if self.index == root else size_bytes(x), root)
-        return _finish(self._reduce(x, root), wait)
+        return self._run("reduce", size_bytes(x), lambda: self._reduce(x, root), wait)
 
     def gather(self, x: Tensor, part: Tensor, root: int, *, wait: bool = True) -> Work:
         """x of `root` gets every rank's part, in order; elsewhere x is not touched (it may be empty)."""
         self._record("gather", 0 if self.index == root else size_bytes(part), root)
-        return _finish(self._gather(x, part, root), wait)
+        return self._run("gather", self.size * size_bytes(part), lambda: self._gather(x, part, root), wait)
 
     def scatter(self, part: Tensor, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """`part` gets piece `index` of the root's x; elsewhere x is not read (it may be empty)."""
         self._record("scatter", size_bytes(part) * (self.size - 1) if self.index == root else 0, root)
-        return _finish(self._scatter(part, x, root), wait)
+        return self._run("scatter", self.size * size_bytes(part), lambda: self._scatter(part, x, root), wait)
 
     def exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
         """Send x to the member `to` while receiving `into` from the member `source`: one step of a ring."""
         self._record("send", size_bytes(x), (to - self.index) % self.size)
-        self._exchange(x, to, into, source)
+        with self._meeting("exchange", size_bytes(x), to, source):
+            self._exchange(x, to, into, source)
 
     def send(self, x: Tensor, to: int) -> None:
         """Send x to the member `to`, who calls receive."""
         self._record("send", size_bytes(x), (to - self.index) % self.size)
-        self._send(x, to)
+        with self._meeting("send", size_bytes(x), to):
+            self._send(x, to)
 
-    def assemble(self) -> None:  # noqa: B027 - nothing to do is what most transports do
-        """Before a collective for which some will wait long: where waiting takes a core, wait for all asleep."""
-
-    @abstractmethod
     def receive(self, x: Tensor, source: int) -> None:
         """Fill x with what the member `source` sends."""
+        with self._meeting("receive", size_bytes(x), source):
+            self._receive(x, source)
 
-    @abstractmethod
     def barrier(self) -> None:
         """Return when every member has called it."""
+        self._run("barrier", 0, self._barrier, True)
 
+    def assemble(self) -> None:
+        """Before a collective for which some will wait long: where waiting takes a core, wait for all asleep."""
+        self._run("assemble", 0, self._assemble, True)
+
+    def _run(self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool) -> Work:
+        """Begin a collective, and wait for it if asked."""
+        work = start()
+        if not wait:
+            return work
+        work.wait()
+        return DONE
+
+    def _meeting(self, verb: str, payload_bytes: int, *members: int) -> AbstractContextManager[None]:
+        """Is entered while this rank sends to or receives from members of the group."""
+        return nullcontext()
+
+    def _assemble(self) -> Work:
+        """Most transports wait asleep whatever they wait for."""
+        return DONE
+
+    @abstractmethod
+    def _receive(self, x: Tensor, source: int) -> None: ...
+    @abstractmethod
+    def _barrier(self) -> Work: ...
     @abstractmethod
     def _all_reduce(self, x: Tensor) -> Work: ...
     @abstractmethod
@@ -169,21 +195,14 @@ class Comm(ABC):
     def _send(self, x: Tensor, to: int) -> None: ...
 
 
-def _finish(work: Work, wait: bool) -> Work:
-    if not wait:
-        return work
-    work.wait()
-    return DONE
-
-
 class SoloComm(Comm):
     """A group of one rank: nothing to send, every sum is the value itself."""
 
-    def receive(self, x: Tensor, source: int) -> None:
+    def _receive(self, x: Tensor, source: int) -> None:
         raise AssertionError(f"axis {self.axis} has one rank: nobody to receive from")
 
-    def barrier(self) -> None:
-        return None
+    def _barrier(self) -> Work:
+        return DONE
 
     def _all_reduce(self, x: Tensor) -> Work:
         return DONE
@@ -238,11 +257,11 @@ class LedgerComm(Comm):
     def _begun(self, verb: str, payload_bytes: int, root: int | None = None) -> Work:
         return self._watch(self.axis, verb, payload_bytes, root) if self.size > 1 else DONE
 
-    def receive(self, x: Tensor, source: int) -> None:
+    def _receive(self, x: Tensor, source: int) -> None:
         return None
 
-    def barrier(self) -> None:
-        return None
+    def _barrier(self) -> Work:
+        return DONE
 
     def _all_reduce(self, x: Tensor) -> Work:
         return self._begun("all_reduce", size_bytes(x))
@@ -281,20 +300,71 @@ def _copied(target: Tensor, source: Tensor) -> Work:
     return DONE
 
 
-class TorchComm(Comm):
+@dataclass(frozen=True)
+class RecordedWork:
+    """Work whose wait the flight recorder sees. `begin` where the verb begins only now."""
+
+    work: Work
+    call: Call
+    recorder: FlightRecorder
+    begins: bool
+
+    def wait(self) -> None:
+        if self.begins:
+            self.recorder.begin(self.call)
+        with self.recorder.waiting(self.call):
+            self.work.wait()
+
+
+class RecordedComm(Comm):
+    """Ranks that can wait for each other, and tell the flight recorder when they do."""
+
+    begins_when_waited_for = False
+    """Whether a verb that is not waited for has not begun."""
+
+    def __init__(self, axis: str, ranks: Sequence[int], index: int, ledger: Ledger, recorder: FlightRecorder) -> None:
+        super().__init__(axis, ranks, index, ledger)
+        self.recorder = recorder
+        self._num_calls = 0
+
+    def _run(self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool) -> Work:
+        self._num_calls += 1
+        call = Call(self.axis, verb, payload_bytes, self.ranks, self._num_calls)
+        later = self.begins_when_waited_for and not wait
+        if not later:
+            self.recorder.begin(call)
+        with self.recorder.waiting(call):
+            work = start()
+            if wait:
+                work.wait()
+                return DONE
+        return RecordedWork(work, call, self.recorder, later)
+
+    def _meeting(self, verb: str, payload_bytes: int, *members: int) -> AbstractContextManager[None]:
+        ranks = tuple(sorted({self.ranks[member] for member in members}))
+        return self.recorder.waiting(Call(self.axis, verb, payload_bytes, ranks))
+
+
+class TorchComm(RecordedComm):
     """torch.distributed: gloo for host tensors, NCCL for GPUs. `process_group` holds the same ranks in order."""
 
     def __init__(
-        self, axis: str, ranks: Sequence[int], index: int, ledger: Ledger, process_group: dist.ProcessGroup
+        self,
+        axis: str,
+        ranks: Sequence[int],
+        index: int,
+        ledger: Ledger,
+        recorder: FlightRecorder,
+        process_group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(axis, ranks, index, ledger)
+        super().__init__(axis, ranks, index, ledger, recorder)
         self.process_group = process_group
 
-    def receive(self, x: Tensor, source: int) -> None:
+    def _receive(self, x: Tensor, source: int) -> None:
         dist.recv(x, group=self.process_group, group_src=source)
 
-    def barrier(self) -> None:
-        dist.barrier(self.process_group)
+    def _barrier(self) -> Work:
+        return dist.barrier(self.process_group, async_op=True)
 
     def _all_reduce(self, x: Tensor) -> Work:
         return dist.all_reduce(x, group=self.process_group, async_op=True)

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.comm import NAP_SECONDS, Comm, Later, Work, size_bytes
+from meshwright.comm import NAP_SECONDS, Later, RecordedComm, Work, size_bytes
+from meshwright.flight_recorder import FlightRecorder
 from meshwright.ledger import Ledger
 
 HALF = (torch.float16, torch.bfloat16)
@@ -33,31 +34,38 @@ def raw(x: Tensor) -> np.ndarray[Any, Any]:
     return x.detach().view(-1).view(torch.uint8).numpy()
 
 
-class MpiComm(Comm):
+class MpiComm(RecordedComm):
     """`comm` is an mpi4py communicator that holds the same ranks in the same order."""
 
-    def __init__(self, axis: str, ranks: Sequence[int], index: int, ledger: Ledger, comm: Any) -> None:
-        super().__init__(axis, ranks, index, ledger)
+    begins_when_waited_for = True
+
+    def __init__(
+        self, axis: str, ranks: Sequence[int], index: int, ledger: Ledger, recorder: FlightRecorder, comm: Any
+    ) -> None:
+        super().__init__(axis, ranks, index, ledger, recorder)
         from mpi4py import MPI
 
         self.in_place = MPI.IN_PLACE
         self.comm = comm
 
-    def receive(self, x: Tensor, source: int) -> None:
+    def _receive(self, x: Tensor, source: int) -> None:
         self.comm.Recv(raw(x), source=source)
 
-    def barrier(self) -> None:
-        self.comm.Barrier()
+    def _barrier(self) -> Work:
+        return Later(self.comm.Barrier)
 
     def _later(self, payload: Tensor, run: Callable[[], object]) -> Work:
         def together() -> None:
             if size_bytes(payload) >= LARGE_BYTES:
-                self.assemble()
+                self._gather_asleep()
             run()
 
         return Later(together)
 
-    def assemble(self) -> None:
+    def _assemble(self) -> Work:
+        return Later(self._gather_asleep)
+
+    def _gather_asleep(self) -> None:
         """Return when every member has come here; asleep until then, where MPI would spin."""
         arrived = self.comm.Ibarrier()
         while not arrived.Test():

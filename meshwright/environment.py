@@ -37,7 +37,11 @@ _DERIVED_PORTS = range(20000, 32000)
 
 @dataclass(frozen=True)
 class Environment:
-    """This process's place in its job. `attempt` counts restarts, from 0."""
+    """This process's place in its job. `attempt` counts restarts, from 0.
+
+    `status_folder`: where the job's ranks tell each other and the launcher where they are, if anywhere. `launched`: by
+    our own launcher, which says why a job ended.
+    """
 
     rank: int
     world_size: int
@@ -45,6 +49,8 @@ class Environment:
     local_world_size: int
     attempt: int
     launcher: LauncherName
+    status_folder: Path | None = None
+    launched: bool = False
 
 
 @dataclass(frozen=True)

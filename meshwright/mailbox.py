@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import NAP_SECONDS, size_bytes
+from meshwright.flight_recorder import Call, FlightRecorder
 from meshwright.ledger import Ledger
 
 Side = Literal["before", "after"]
@@ -151,10 +152,20 @@ class Arrival:
 class PackedMailbox(ABC):
     """What all transports share: packing, epochs, how many receives are posted, and the ledger."""
 
-    def __init__(self, axis: str, sides: Sequence[Side], ledger: Ledger, device: torch.device, ahead: int) -> None:
+    def __init__(
+        self,
+        axis: str,
+        neighbours: Mapping[Side, int],
+        ledger: Ledger,
+        recorder: FlightRecorder,
+        device: torch.device,
+        ahead: int,
+    ) -> None:
+        """`neighbours`: their ranks in the world."""
         self.axis = axis
-        self.sides = tuple(sides)
+        self.neighbours = neighbours
         self.ledger = ledger
+        self.recorder = recorder
         self.device = device
         self.ahead = ahead
         self._epoch = -1
@@ -172,11 +183,13 @@ class PackedMailbox(ABC):
         self._epoch, self._packings = epoch, packings
         self._missing = {"before": before, "after": after}
         for side, count in self._missing.items():
-            assert not count or side in self.sides, f"axis {self.axis}: no neighbour {side}, {count} messages from it"
+            assert not count or side in self.neighbours, (
+                f"axis {self.axis}: no neighbour {side}, {count} messages from it"
+            )
         self._post_receives()
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
-        assert to in self.sides, f"axis {self.axis}: no neighbour {to}"
+        assert to in self.neighbours, f"axis {self.axis}: no neighbour {to}"
         buffer = self._new_buffer(to)
         self._packings[to].pack(buffer, self._epoch, index, tensors)
         self.ledger.record(self.axis, MESSAGE, sum(size_bytes(x) for x in tensors), FURTHER[to])
@@ -188,9 +201,17 @@ class PackedMailbox(ABC):
     def wait(self) -> list[Message]:
         assert any(self._missing.values()), f"axis {self.axis}: epoch {self._epoch} has no message to wait for"
         messages = self.poll()
-        while not messages:
-            messages = self._take(self._next_arrivals())
+        if not messages:
+            senders = [side for side, count in self._missing.items() if count]
+            with self.recorder.waiting(self._call("receive", senders)):
+                while not messages:
+                    messages = self._take(self._next_arrivals())
         return messages
+
+    def _call(self, verb: str, sides: Sequence[Side]) -> Call:
+        """What this rank waits in for messages from these sides, or until they have taken its own."""
+        size = max((self._packings[side].size_bytes for side in sides), default=0)
+        return Call(self.axis, verb, size, tuple(self.neighbours[side] for side in sides))
 
     def _take(self, arrivals: list[Arrival]) -> list[Message]:
         """The epoch's messages among the arrivals; as many receives are posted again."""
@@ -206,7 +227,7 @@ class PackedMailbox(ABC):
         return messages
 
     def _post_receives(self) -> None:
-        for side in self.sides:
+        for side in self.neighbours:
             while self._posted[side] < min(self.ahead, self._missing[side]):
                 self._post(side, self._new_buffer(side))
                 self._posted[side] += 1
@@ -234,8 +255,12 @@ class PackedMailbox(ABC):
             arrivals = self._arrived()
         return arrivals
 
+    def flush(self) -> None:
+        with self.recorder.waiting(self._call("send", list(self.neighbours))):
+            self._flush()
+
     @abstractmethod
-    def flush(self) -> None: ...
+    def _flush(self) -> None: ...
     @abstractmethod
     def shut(self) -> None: ...
 

@@ -16,28 +16,34 @@ from torch import Tensor
 
 from meshwright.comm import NAP_SECONDS
 from meshwright.comm_mpi import raw
+from meshwright.flight_recorder import FlightRecorder
 from meshwright.ledger import Ledger
-from meshwright.mailbox import AHEAD, Arrival, PackedMailbox, Side
+from meshwright.mailbox import AHEAD, FURTHER, Arrival, PackedMailbox, Side
 
 
 class MpiMailbox(PackedMailbox):
-    """`comm` is an mpi4py communicator of its own, in which `neighbours` have these ranks."""
+    """`comm` is an mpi4py communicator of the axis's own, of its ranks in order."""
 
     def __init__(
-        self, axis: str, neighbours: Mapping[Side, int], ledger: Ledger, comm: Any, ahead: int = AHEAD["cpu"]
+        self,
+        axis: str,
+        neighbours: Mapping[Side, int],
+        ledger: Ledger,
+        recorder: FlightRecorder,
+        comm: Any,
+        ahead: int = AHEAD["cpu"],
     ) -> None:
-        super().__init__(axis, tuple(neighbours), ledger, torch.device("cpu"), ahead)
+        super().__init__(axis, neighbours, ledger, recorder, torch.device("cpu"), ahead)
         self.comm = comm
-        self.neighbours = neighbours
         self._receives: dict[Side, deque[tuple[Any, Tensor]]] = {side: deque() for side in neighbours}
         self._sends: dict[Side, deque[tuple[Any, Tensor]]] = {side: deque() for side in neighbours}
 
     def _post(self, side: Side, buffer: Tensor) -> None:
-        self._receives[side].append((self.comm.Irecv(raw(buffer), source=self.neighbours[side]), buffer))
+        self._receives[side].append((self.comm.Irecv(raw(buffer), source=self.comm.rank + FURTHER[side]), buffer))
 
     def _dispatch(self, to: Side, buffer: Tensor) -> None:
         self._drop_sent()
-        self._sends[to].append((self.comm.Isend(raw(buffer), dest=self.neighbours[to]), buffer))
+        self._sends[to].append((self.comm.Isend(raw(buffer), dest=self.comm.rank + FURTHER[to]), buffer))
 
     def _drop_sent(self) -> None:
         for sends in self._sends.values():
@@ -52,7 +58,7 @@ class MpiMailbox(PackedMailbox):
                 arrivals.append(Arrival.on_host(side, receives.popleft()[1]))
         return arrivals
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         self._drop_sent()
         while any(self._sends.values()):
             time.sleep(NAP_SECONDS)

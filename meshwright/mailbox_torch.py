@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm import Work
+from meshwright.flight_recorder import FlightRecorder
 from meshwright.ledger import Ledger
 from meshwright.mailbox import AHEAD, HEADER_BYTES, Arrival, PackedMailbox, Side
 
@@ -44,6 +45,11 @@ class Link:
         work = dist.irecv(buffer, group=self.incoming, group_src=self.peer)
         assert work is not None, f"not in the group with rank {self.rank}"
         return work
+
+
+def neighbours_of(links: Mapping[Side, Link]) -> dict[Side, int]:
+    """Which rank of the world each link leads to."""
+    return {side: link.rank for side, link in links.items()}
 
 
 class Waiter:
@@ -80,8 +86,15 @@ class Waiter:
 class GlooMailbox(PackedMailbox):
     """On host memory."""
 
-    def __init__(self, axis: str, links: Mapping[Side, Link], ledger: Ledger, ahead: int = AHEAD["cpu"]) -> None:
-        super().__init__(axis, tuple(links), ledger, torch.device("cpu"), ahead)
+    def __init__(
+        self,
+        axis: str,
+        links: Mapping[Side, Link],
+        ledger: Ledger,
+        recorder: FlightRecorder,
+        ahead: int = AHEAD["cpu"],
+    ) -> None:
+        super().__init__(axis, neighbours_of(links), ledger, recorder, torch.device("cpu"), ahead)
         self.links = links
         self._inbox: SimpleQueue[Arrival | None] = SimpleQueue()  # None: look at the failures
         self._failures: list[tuple[Side, Exception]] = []
@@ -124,7 +137,7 @@ class GlooMailbox(PackedMailbox):
             side, error = self._failures[0]
             raise ConnectionError(f"axis {self.axis}: the link to rank {self.links[side].rank} is broken") from error
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         for sender in self._senders.values():
             sender.works.join()
         self._raise_failure()
@@ -146,8 +159,10 @@ class Underway:
 class NcclMailbox(PackedMailbox):
     """On GPU memory. Not tried yet: two GPUs were never at hand."""
 
-    def __init__(self, axis: str, links: Mapping[Side, Link], ledger: Ledger, device: torch.device) -> None:
-        super().__init__(axis, tuple(links), ledger, device, AHEAD["cuda"])
+    def __init__(
+        self, axis: str, links: Mapping[Side, Link], ledger: Ledger, recorder: FlightRecorder, device: torch.device
+    ) -> None:
+        super().__init__(axis, neighbours_of(links), ledger, recorder, device, AHEAD["cuda"])
         self.links = links
         self._receives: dict[Side, deque[Underway]] = {side: deque() for side in links}
         self._sends: dict[Side, deque[Underway]] = {side: deque() for side in links}
@@ -193,7 +208,7 @@ class NcclMailbox(PackedMailbox):
                 arrivals.append(Arrival(side, done.header, done.buffer))
         return arrivals
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         for sends in self._sends.values():
             while sends:
                 sends.popleft().event.synchronize()

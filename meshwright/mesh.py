@@ -18,16 +18,21 @@ import torch.distributed as dist
 from meshwright import comm_store
 from meshwright.comm import Comm, LedgerComm, SoloComm, TorchComm, Watch, unwatched
 from meshwright.comm_mpi import MpiComm
+from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import LaunchError
+from meshwright.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.grid import ENDS, Grid
 from meshwright.ledger import Ledger
 from meshwright.mailbox import Mailbox, PlannedMailbox, Side, SoloMailbox
 from meshwright.mailbox_mpi import MpiMailbox
 from meshwright.mailbox_torch import GlooMailbox, Link, NcclMailbox
+from meshwright.watchdog import Watchdog
 
-TIMEOUT = timedelta(minutes=10)
-JOIN_SECONDS = 30.0
+TORCH_MARGIN_SECONDS = 60.0
+"""How much longer torch's own timeouts are than the watchdog's, which can say more."""
+
+DEFAULT_TIMEOUT = Timeout()
 
 
 class Transport(Protocol):
@@ -71,9 +76,11 @@ class LedgerTransport:
 
 
 class TorchTransport:
-    """torch.distributed over an initialised default process group."""
+    """torch.distributed over an initialised default process group. `timeout`: of the groups made of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: FlightRecorder, timeout: timedelta) -> None:
+        self._recorder = recorder
+        self._timeout = timeout
         self._mailboxes: list[Mailbox] = []
 
     def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
@@ -83,18 +90,21 @@ class TorchTransport:
             return SoloComm(name, mine, 0, ledger)
         if len(mine) == grid.world_size:
             assert dist.group.WORLD is not None, "the default process group is not initialised"
-            return TorchComm(name, mine, rank, ledger, dist.group.WORLD)
-        return TorchComm(name, mine, mine.index(rank), ledger, _torch_group(name, mine, rank))
+            return TorchComm(name, mine, rank, ledger, self._recorder, dist.group.WORLD)
+        with self._recorder.waiting(Call(name, CONNECT, 0, mine)):
+            group = _torch_group(name, mine, rank, self._timeout)
+        return TorchComm(name, mine, mine.index(rank), ledger, self._recorder, group)
 
     def mailbox(self, grid: Grid, rank: int, device: torch.device, axis: str, ledger: Ledger) -> Mailbox:
         ranks = grid.group(rank, axis)
         if len(ranks) == 1:
             return SoloMailbox(axis)
-        links = _links(axis, ranks, rank)
-        if device.type == "cuda":
-            self._mailboxes.append(NcclMailbox(axis, links, ledger, device))
-        else:
-            self._mailboxes.append(GlooMailbox(axis, links, ledger))
+        with self._recorder.waiting(Call(axis, CONNECT, 0, ranks)):
+            links = _links(axis, ranks, rank, self._timeout)
+            if device.type == "cuda":
+                self._mailboxes.append(NcclMailbox(axis, links, ledger, self._recorder, device))
+            else:
+                self._mailboxes.append(GlooMailbox(axis, links, ledger, self._recorder))
         return self._mailboxes[-1]
 
     def close(self) -> None:
@@ -103,22 +113,22 @@ class TorchTransport:
         dist.destroy_process_group()
 
 
-def _links(axis: str, ranks: tuple[int, ...], rank: int) -> dict[Side, Link]:
+def _links(axis: str, ranks: tuple[int, ...], rank: int, timeout: timedelta) -> dict[Side, Link]:
     """The ways to the neighbours of `rank`. The one before is met first: all along the axis can meet so."""
     links: dict[Side, Link] = {}
     index = ranks.index(rank)
     if index > 0:
         pair = (ranks[index - 1], rank)
-        incoming = _torch_group(f"{axis} forward", pair, rank)
-        links["before"] = Link(pair[0], 0, _torch_group(f"{axis} backward", pair, rank), incoming)
+        incoming = _torch_group(f"{axis} forward", pair, rank, timeout)
+        links["before"] = Link(pair[0], 0, _torch_group(f"{axis} backward", pair, rank, timeout), incoming)
     if index < len(ranks) - 1:
         pair = (rank, ranks[index + 1])
-        outgoing = _torch_group(f"{axis} forward", pair, rank)
-        links["after"] = Link(pair[1], 1, outgoing, _torch_group(f"{axis} backward", pair, rank))
+        outgoing = _torch_group(f"{axis} forward", pair, rank, timeout)
+        links["after"] = Link(pair[1], 1, outgoing, _torch_group(f"{axis} backward", pair, rank, timeout))
     return links
 
 
-def _torch_group(name: str, ranks: tuple[int, ...], rank: int) -> dist.ProcessGroup:
+def _torch_group(name: str, ranks: tuple[int, ...], rank: int, timeout: timedelta) -> dist.ProcessGroup:
     """A process group that its members alone make, and meet under `name`.
 
     `dist.new_group(use_local_synchronization=True)` would do it, but it names a group by how many its maker has: ranks
@@ -128,7 +138,7 @@ def _torch_group(name: str, ranks: tuple[int, ...], rank: int) -> dist.ProcessGr
     backend, store = dist.Backend(dist.get_backend()), c10d._get_default_store()
     met_as = f"{name}:{'-'.join(map(str, ranks))}"
     group, _ = c10d._new_process_group_helper(
-        len(ranks), ranks.index(rank), list(ranks), backend, store, met_as, timeout=TIMEOUT
+        len(ranks), ranks.index(rank), list(ranks), backend, store, met_as, timeout=timeout
     )
     c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
     made: dist.ProcessGroup = group
@@ -138,7 +148,8 @@ def _torch_group(name: str, ranks: tuple[int, ...], rank: int) -> dist.ProcessGr
 class MpiTransport:
     """MPI's world, of which the members of a group make a communicator."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
         self._mailboxes: list[Mailbox] = []
 
     def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
@@ -146,7 +157,9 @@ class MpiTransport:
         name = "+".join(axes)
         if len(mine) == 1:
             return SoloComm(name, mine, 0, ledger)
-        return MpiComm(name, mine, mine.index(rank), ledger, _mpi_group(mine, tag=_number(grid, axes)))
+        with self._recorder.waiting(Call(name, CONNECT, 0, mine)):
+            group = _mpi_group(mine, tag=_number(grid, axes))
+        return MpiComm(name, mine, mine.index(rank), ledger, self._recorder, group)
 
     def mailbox(self, grid: Grid, rank: int, device: torch.device, axis: str, ledger: Ledger) -> Mailbox:
         ranks = grid.group(rank, axis)
@@ -154,9 +167,10 @@ class MpiTransport:
             return SoloMailbox(axis)
         index = ranks.index(rank)
         at: dict[Side, int] = {"before": index - 1, "after": index + 1}
-        neighbours = {side: there for side, there in at.items() if 0 <= there < len(ranks)}
-        comm = _mpi_group(ranks, tag=_number(grid, (*grid.names, ENDS)) + 1 + _number(grid, (axis,)))
-        self._mailboxes.append(MpiMailbox(axis, neighbours, ledger, comm))
+        neighbours = {side: ranks[there] for side, there in at.items() if 0 <= there < len(ranks)}
+        with self._recorder.waiting(Call(axis, CONNECT, 0, ranks)):
+            comm = _mpi_group(ranks, tag=_number(grid, (*grid.names, ENDS)) + 1 + _number(grid, (axis,)))
+        self._mailboxes.append(MpiMailbox(axis, neighbours, ledger, self._recorder, comm))
         return self._mailboxes[-1]
 
     def close(self) -> None:
@@ -192,6 +206,7 @@ class Mesh:
     stands_for: str = "cpu"
     ranks_here: int = 1
     ledger: Ledger = field(default_factory=Ledger)
+    recorder: FlightRecorder = field(default_factory=FlightRecorder)
     _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict)
     _mailboxes: dict[str, Mailbox] = field(default_factory=dict)
 
@@ -253,40 +268,50 @@ def open_mesh(
     device: torch.device,
     point: Rendezvous | None,
     token_axes: tuple[str, ...] = ("data",),
+    timeout: Timeout = DEFAULT_TIMEOUT,
 ) -> Iterator[Mesh]:
     """Connect this process to the others of its job, and disconnect at the end.
 
     `point`: where ranks of the torch transport meet; None over MPI, which brings its ranks together by itself.
+    A watchdog ends the process where it waits for others longer than `timeout`.
     """
-    opened = _open(grid, environment, transport, device, point)
-    try:
-        yield Mesh(
-            grid, environment.rank, device, opened, token_axes, device.type, ranks_here=environment.local_world_size
-        )
-    finally:
-        opened.close()
+    recorder = FlightRecorder()
+    with Watchdog(environment, recorder, timeout) as watchdog:
+        if transport == "mpi":
+            watchdog.meet()
+            opened: Transport = _open_mpi(environment, recorder)
+        elif grid.world_size == 1:
+            opened = SoloTransport()
+        else:
+            assert point is not None, "the ranks of a process group have no place to meet"
+            opened = _open_torch(environment, device, point, recorder, timeout)
+        watchdog.joined()
+        here = environment.local_world_size
+        try:
+            yield Mesh(
+                grid, environment.rank, device, opened, token_axes, device.type, ranks_here=here, recorder=recorder
+            )
+        finally:
+            opened.close()
 
 
-def _open(
-    grid: Grid, environment: Environment, transport: str, device: torch.device, point: Rendezvous | None
-) -> Transport:
-    if transport == "mpi":
-        _check_mpi(environment)
-        return MpiTransport()
-    if grid.world_size == 1:
-        return SoloTransport()
-    assert point is not None, "the ranks of a process group have no place to meet"
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=comm_store.meet(environment, point, JOIN_SECONDS),
-        rank=environment.rank,
-        world_size=environment.world_size,
-        timeout=TIMEOUT,
-    )  # no device_id: with one, NCCL makes groups by splitting the world, which needs every rank of it
-    return TorchTransport()
+def _open_torch(
+    environment: Environment, device: torch.device, point: Rendezvous, recorder: FlightRecorder, timeout: Timeout
+) -> TorchTransport:
+    patience = timedelta(seconds=timeout.wait + TORCH_MARGIN_SECONDS)
+    store = comm_store.meet(environment, point, timeout.join)
+    with recorder.waiting(Call("world", CONNECT, 0, tuple(range(environment.world_size)))):
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=patience,
+        )  # no device_id: with one, NCCL makes groups by splitting the world, which needs every rank of it
+    return TorchTransport(recorder, patience)
 
 
-def _check_mpi(environment: Environment) -> None:
+def _open_mpi(environment: Environment, recorder: FlightRecorder) -> MpiTransport:
     """Raises LaunchError where the launcher's ranks are none of MPI's, as under an srun without --mpi."""
     from mpi4py import MPI
 
@@ -295,3 +320,4 @@ def _check_mpi(environment: Environment) -> None:
         text = f"rank {environment.rank} finds {came} ranks in MPI's world, where its launcher started"
         rule = "start the ranks by mpirun or `srun --mpi=pmix`, or set layout.transport=torch"
         raise LaunchError(f"{text} {environment.world_size}: {rule}")
+    return MpiTransport(recorder)

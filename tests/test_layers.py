@@ -16,7 +16,7 @@ FLOORS: dict[str, int] = {
     "errors": 0, "config": 0, "grid": 0, "environment": 0, "allocator": 0, "machine": 0, "configs": 0,
     # 1: ranks and what they hold.
     "batch": 1, "model": 1, "comm": 1, "comm_mpi": 1, "comm_store": 1, "mailbox": 1, "mailbox_torch": 1,
-    "mailbox_mpi": 1, "mesh": 1,
+    "mailbox_mpi": 1, "mesh": 1, "flight_recorder": 1, "hang": 1, "watchdog": 1,
     "ledger": 1, "topology": 1, "collectives": 1, "deferred": 1, "free_memory": 1, "shard": 1, "bucket": 1,
     # 2: rooms that never import each other.
     "tensor": 2, "data_parallel": 2, "optim": 2, "pipeline": 2, "memory": 2,

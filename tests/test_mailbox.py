@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.environment import Environment, Rendezvous
+from meshwright.flight_recorder import FlightRecorder
 from meshwright.grid import Grid
 from meshwright.ledger import Ledger
 from meshwright.mailbox import (
@@ -188,7 +189,7 @@ class Slow(PackedMailbox):
     """Nothing arrives but what a test lets in."""
 
     def __init__(self, ahead: int) -> None:
-        super().__init__("pipe", ("before", "after"), Ledger(), HOST, ahead)
+        super().__init__("pipe", {"before": 0, "after": 2}, Ledger(), FlightRecorder(), HOST, ahead)
         self.waiting: list[tuple[Side, Tensor]] = []
         self.come: list[Arrival] = []
 
@@ -208,7 +209,7 @@ class Slow(PackedMailbox):
     def _next_arrivals(self) -> list[Arrival]:
         raise AssertionError("nothing comes")
 
-    def flush(self) -> None: ...
+    def _flush(self) -> None: ...
     def shut(self) -> None: ...
 
 
@@ -263,7 +264,7 @@ def test_our_own_mistakes() -> None:
     mailbox.let_in(6, 0)
     with pytest.raises(AssertionError, match="before is in epoch 6, we in 4"):
         mailbox.poll()
-    alone = GlooMailbox("pipe", {}, Ledger())
+    alone = GlooMailbox("pipe", {}, Ledger(), FlightRecorder())
     alone.open(0, alike(FORM), 0, 0)
     with pytest.raises(AssertionError, match="no message to wait for"):
         alone.wait()

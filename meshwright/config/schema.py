@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from meshwright.config.layout import Layout
 from meshwright.config.models import Gpt2, Model
-from meshwright.config.section import Count, Positive, Section, Share, Size, divisors
+from meshwright.config.section import Count, Positive, Seconds, Section, Share, Size, divisors
 
 
 class Data(Section):
@@ -143,6 +143,15 @@ class Metrics(Section):
     peak_flops: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
 
 
+class Timeout(Section):
+    """Seconds. `join`: how long the ranks wait for each other at the start; `wait`: how long one may wait for another
+    in a collective or for a message. Then every rank says where it is, and the job ends.
+    """
+
+    join: Seconds = 30.0
+    wait: Seconds = 600.0
+
+
 class Config(Section):
     """One run, whole."""
 
@@ -162,6 +171,7 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Positive | Literal["auto"] = "auto"
     """CPU threads a rank; auto: the machine's cores divided by the ranks on it."""
+    timeout: Timeout = Timeout()
     restarts: Count = 0
     """How often the launcher restarts a job that lost a worker, from its newest complete checkpoint."""
 

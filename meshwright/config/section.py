@@ -53,6 +53,8 @@ Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 """Every layer is an object of Python's: a slip of a thousand million would be built for hours."""
+Seconds = Annotated[float, Field(gt=0, le=10 * 365 * 86400)]
+"""Of a wait: at most ten years, since the clocks of the libraries overflow."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 

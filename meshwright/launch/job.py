@@ -21,10 +21,14 @@ _FILE = "job.json"
 
 @dataclass(frozen=True)
 class Job:
-    """`entry` is `package.module:function`; `arguments` are its keyword arguments and must survive JSON."""
+    """`entry` is `package.module:function`; `arguments` are its keyword arguments and must survive JSON.
+
+    `status`: the folder where the ranks leave where they are. None: the launch folder, which goes with the launcher.
+    """
 
     entry: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    status: str | None = None
 
     def resolve(self) -> Entry:
         """Import the entry function. Raises LaunchError where the name leads nowhere."""
@@ -43,7 +47,8 @@ class Job:
 
     def write(self, folder: Path) -> None:
         """Leave the job in a launch folder, for its workers."""
-        (folder / _FILE).write_text(json.dumps({"entry": self.entry, "arguments": dict(self.arguments)}))
+        tree = {"entry": self.entry, "arguments": dict(self.arguments), "status": self.status}
+        (folder / _FILE).write_text(json.dumps(tree))
 
     @classmethod
     def read(cls, folder: Path) -> Job:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.errors import LaunchError
+from meshwright.hang import clear_records, explain_hang, read_records
 from meshwright.launch.failure import Failure, Interrupted
 from meshwright.launch.job import Job
 from meshwright.launch.output import SOCKET, OutputServer
@@ -34,10 +35,12 @@ def launch(
     """
     job.resolve()  # a wrong name fails here, once, and not in every worker
     with open_session() as session, OutputServer(session.folder / SOCKET):
+        status = Path(job.status or session.folder)
+        clear_records(status)
         job.write(session.folder)
         with StopSignals(session.folder) as signals:
             try:
-                failure, attempt = _run(session, num_ranks, transport, restarts, threads)
+                failure, attempt = _run(session, status, num_ranks, transport, restarts, threads)
             except KillWorkers:
                 raise _killed(signals, session.folder) from None
     if signals.received is not None:
@@ -50,13 +53,15 @@ def launch(
 
 
 def _run(
-    session: Session, num_ranks: int, transport: Transport, restarts: int, threads: int
+    session: Session, status: Path, num_ranks: int, transport: Transport, restarts: int, threads: int
 ) -> tuple[Failure | None, int]:
     """Attempts until one succeeds or another would not help: why the last failed (None: it did not), and its number."""
     run_attempt = _starter(transport)
     before: Failure | None = None
     for attempt in range(restarts + 1):
         failure = run_attempt(session, num_ranks, attempt, threads)
+        if failure is not None and (hang := explain_hang(read_records(status, attempt))):
+            failure = Failure(hang, lost=True)
         stopping = (session.folder / STOP_FILE).exists()
         if failure is None or stopping or not failure.again(before):
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.allocator import keep_freed_memory
@@ -31,7 +32,7 @@ def run_worker(job: Job, threads: int) -> None:
 
     torch.set_num_threads(threads)
     keep_freed_memory()
-    environment = read_environment()
+    environment = replace(read_environment(), status_folder=None if job.status is None else Path(job.status))
     stop = SignalStop()
     try:
         job.run(environment, stop)
@@ -49,9 +50,10 @@ def run_launched(folder: Path) -> None:
     """Run the job that our launcher left in `folder`; it waits for this process."""
     ignore_stop_signals()
     keep_freed_memory()
-    environment = read_environment()
+    job = Job.read(folder)
+    environment = replace(read_environment(), status_folder=Path(job.status or folder), launched=True)
     try:
-        Job.read(folder).run(environment, FileStop(folder, environment.attempt))
+        job.run(environment, FileStop(folder, environment.attempt))
         _flush()
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.batch import Batch, Scales
+from meshwright.flight_recorder import FlightRecorder
 from meshwright.model import Model
 from meshwright.pipeline.moment import Moment, Watch
 from meshwright.pipeline.span import Span
@@ -44,10 +45,11 @@ class Backward(Protocol):
 class Accumulation:
     """Whole models: a microbatch after the other, whose gradients add up."""
 
-    def __init__(self, model: Model, strategy: Backward, device: torch.device) -> None:
+    def __init__(self, model: Model, strategy: Backward, device: torch.device, recorder: FlightRecorder) -> None:
         self.model = model
         self.strategy = strategy
         self.device = device
+        self.recorder = recorder
         self._watch = Watch(device)
         self._moments: list[Moment] = []
 
@@ -66,6 +68,7 @@ class Accumulation:
         self._moments = [self._watch.now()]
         for index, batch in enumerate(batches):
             seed(index)
+            self.recorder.task = f"FB{index}"
             total += self.strategy.backward(self.model, batch, scales, final=index == len(batches) - 1)
             self._moments.append(self._watch.now())
         return total

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshwright.batch import Batch, Scales
 from meshwright.comm import Comm
+from meshwright.flight_recorder import FlightRecorder
 from meshwright.mailbox import Forms, Mailbox, Message
 from meshwright.model import Hidden, Stretch
 from meshwright.pipeline.engine import stage_process
@@ -51,11 +52,13 @@ class Acts(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands: the comm of a row's stages, and that of the ranks that share its stage (its kit's)."""
+    """Where a rank stands: the comm of a row's stages, that of the ranks that share its stage (its kit's), and the
+    flight recorder, which is told of the rank's tasks."""
 
     row: Comm
     peers: Comm
     device: torch.device
+    recorder: FlightRecorder
 
 
 class Pipeline:
@@ -140,13 +143,16 @@ class Pipeline:
                 break
             if isinstance(action, Task):
                 start = self._watch.now()
+                place.recorder.task = action
                 act(action)
                 self._done.append((action, start, self._watch.now()))
                 messages = self.mailbox.poll()
             else:
+                place.recorder.task = ""
                 messages = self.mailbox.wait()
             arrived = [_arrival(message) for message in messages]
             received.update(zip(arrived, (message.tensors for message in messages), strict=True))
+        place.recorder.task = ""
         self.mailbox.flush()
         place.row.assemble()  # stages end at different moments, and the next thing they do is a collective
 

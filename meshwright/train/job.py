@@ -34,6 +34,9 @@ from meshwright.train.metrics import MetricsWriter
 from meshwright.train.trace import write_step
 from meshwright.train.validate import validate
 
+STATUS = "status"
+"""The folder in a run's in which its ranks leave where they are."""
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -141,7 +144,7 @@ def train(
             "device": resources.device,
             "notes": [*resources.notes, *notes],
         }
-        run_ranks(config, Job("meshwright.train.job:worker", arguments), resources)
+        run_ranks(config, Job("meshwright.train.job:worker", arguments, str(out / STATUS)), resources)
 
 
 @contextmanager
@@ -151,7 +154,7 @@ def open_layout(
     """This rank's mesh of a run's layout, for as long as the context is entered. `job`: what the ranks know it by."""
     grid, axes = Grid(config.layout.axes), config.layout.token_axes
     point = rendezvous(job=job) if transport == "torch" else None
-    with open_mesh(grid, environment, transport, device, point, axes) as mesh:
+    with open_mesh(grid, environment, transport, device, point, axes, config.timeout) as mesh:
         yield mesh
 
 
@@ -258,11 +261,13 @@ class _Run:
                 if stopping or trainer.step == self.config.steps or (due and line["applied"]):
                     due = False  # of a skipped step's: it would hold the older weights under a later step's name
                     trainer.require_good_state()
+                    self.parts.mesh.recorder.enter("checkpoint")
                     progress = progress_of(self.parts, trainer.step, trainer.samples)
                     for note in writer.save(progress, pieces_of(self.parts)):
                         display.say(note)
                 if stopping:
                     break
+            self.parts.mesh.recorder.enter("last checkpoint")
             writer.wait()
             if metrics is not None:
                 metrics.close()
@@ -307,6 +312,7 @@ class _Run:
         every = self.config.validation.every
         held_out = self.data.held_out
         if held_out is not None and (trainer.step % every == 0 or trainer.step == self.config.steps):
+            self.parts.mesh.recorder.enter("validation")
             line |= validate(
                 self.parts, held_out, min(self.config.validation.batches, len(held_out) // self.config.batch.global_)
             )

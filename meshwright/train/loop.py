@@ -55,7 +55,7 @@ class Trainer:
         self.train = train
         self.step = step
         self.samples = samples
-        self.phases = PhaseClock(parts.mesh.device)
+        self.phases = PhaseClock(parts.mesh.device, parts.mesh.recorder)
         self._clock = BusyClock(parts.mesh.device)
         self._sent: dict[str, int] = {}
         self.work = work_of(parts)
@@ -74,7 +74,8 @@ class Trainer:
         started = time.perf_counter()
         parts, loaded = self.parts, self._next
         scale = parts.optimizer.scaler.scale
-        phases = self.phases = PhaseClock(parts.mesh.device)
+        parts.mesh.recorder.step = self.step + 1
+        phases = self.phases = PhaseClock(parts.mesh.device, parts.mesh.recorder)
         phases.begin(PIPELINE)
         loss = self._backward(loaded, scale)
         phases.pause()
@@ -172,6 +173,7 @@ class Trainer:
 
     def _load(self, samples: int) -> Batch:
         device = self.parts.mesh.device
+        self.parts.mesh.recorder.enter("data")
 
         def load(first: int, count: int) -> Batch:
             return to_device(self.train.samples(samples + first, count), device)

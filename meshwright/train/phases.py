@@ -16,16 +16,19 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from meshwright.flight_recorder import FlightRecorder
 from meshwright.pipeline.moment import Moment, Watch
 from meshwright.pipeline.span import Span, phase_span
 
 PIPELINE, DATA_PARALLEL, OPTIMIZER = PHASES = ("pipeline", "data_parallel", "optimizer")
+BETWEEN = "between phases"
 
 
 class PhaseClock:
-    """Tells the phases of one step apart, by the device's clock."""
+    """Tells the phases of one step apart, by the device's clock, and the flight recorder of each."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, recorder: FlightRecorder) -> None:
+        self._recorder = recorder
         self._watch = Watch(device)
         self._watch.start()
         self._ended: list[tuple[str, Moment, Moment]] = []
@@ -35,10 +38,12 @@ class PhaseClock:
         """From here on the step is in this phase, and no longer in the one before."""
         now = self._end()
         self._running = phase, now
+        self._recorder.enter(phase)
 
     def pause(self) -> None:
         """From here on it is in none."""
         self._end()
+        self._recorder.enter(BETWEEN)
         self._running = None
 
     def _end(self) -> Moment:

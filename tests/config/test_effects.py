@@ -18,7 +18,7 @@ from meshwright.errors import ConfigError
 from meshwright.plan.auto import load_free, load_run
 
 ALWAYS = {
-    *("seed", "steps", "device", "threads", "restarts"),
+    *("seed", "steps", "device", "threads", "restarts", "timeout.join", "timeout.wait"),
     *("batch.global", "batch.micro"),
     *("data.source", "data.validation"),  # eval measures on what is held out, whether the run validated or not
     *("layout.data.size", "layout.pipeline.size", "layout.transport", "layout.ranks_per_node"),

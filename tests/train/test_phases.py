@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from meshwright.train.phases import PhaseClock
+from meshwright.flight_recorder import FlightRecorder
+from meshwright.train.phases import PHASES, PhaseClock
 
 NAP = 0.02
 
@@ -23,7 +24,7 @@ def slow(count: int) -> Iterator[int]:
 
 def test_waits_are_told_from_the_work_between_them() -> None:
     """Two waits of one nap, two naps of work on each."""
-    clock = PhaseClock(torch.device("cpu"))
+    clock = PhaseClock(torch.device("cpu"), FlightRecorder())
     clock.begin("pipeline")
     time.sleep(NAP)
     clock.pause()
@@ -38,7 +39,7 @@ def test_waits_are_told_from_the_work_between_them() -> None:
 
 
 def test_spans_do_not_overlap() -> None:
-    clock = PhaseClock(torch.device("cpu"))
+    clock = PhaseClock(torch.device("cpu"), FlightRecorder())
     clock.begin("pipeline")
     assert list(clock.waiting(slow(2))) == [0, 1]
     clock.pause()
@@ -50,4 +51,4 @@ def test_spans_do_not_overlap() -> None:
 
 
 def test_a_step_that_was_not_made() -> None:
-    assert PhaseClock(torch.device("cpu")).seconds() == {"pipeline": 0.0, "data_parallel": 0.0, "optimizer": 0.0}
+    assert PhaseClock(torch.device("cpu"), FlightRecorder()).seconds() == dict.fromkeys(PHASES, 0.0)
