@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.build import DTYPES
 from meshwright.checkpoint.manifest import Entry, Manifest, Origin, Progress, stored_file
 from meshwright.config import Config
 from meshwright.config.models import Model, TextTransformer
@@ -54,7 +55,7 @@ def import_folder(source: Path, out: Path, report: Report = silent) -> Imported:
     family = family_of(settings)
     held = Source(source, family.full_name)
     model = family.read(settings, held.names)
-    pairs = family.pairs(model)
+    pairs = _pairs(settings, family, model, len(held.names))
     _check_names(held, family, pairs, family.copies(model))
     has_tokenizer = family.reads_text and (source / TOKENIZER).is_file()
     if has_tokenizer:
@@ -70,6 +71,16 @@ def import_folder(source: Path, out: Path, report: Report = silent) -> Imported:
         _write(folder, tensors, _config(model, family, tensors))
     parameters = sum(tensor.numel() for tensor in tensors.values())
     return Imported(out, model, parameters, family.reads_text, has_tokenizer)
+
+
+def _pairs(settings: Settings, family: Family, model: Model, num_stored: int) -> list[Pair]:
+    """Every parameter. Raises CheckpointError where the settings are of no model that the folder could hold."""
+    if model.num_blocks > num_stored:  # before each of them is built
+        raise settings.refused(f"makes a model of {model.num_blocks} layers, and the folder holds {num_stored} tensors")
+    try:
+        return family.pairs(model)
+    except RuntimeError as error:  # more numbers than can be counted
+        raise settings.refused(f"its sizes cannot be those of a model: {error}") from error
 
 
 def _check_names(held: Source, family: Family, pairs: list[Pair], copies: dict[str, str]) -> None:
@@ -101,8 +112,14 @@ def _checked(held: Source, name: str, shape: tuple[int, ...]) -> Tensor:
     if tuple(tensor.shape) != shape:
         was, wanted = list(tensor.shape), list(shape)
         raise CheckpointError(f"{held.folder}: {name} is {was}, and config.json makes it {wanted}")
-    if not tensor.is_floating_point():
-        raise CheckpointError(f"{held.folder}: {name} is stored as {tensor.dtype}, which holds no weights")
+    if tensor.dtype not in DTYPES.values():
+        valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+        raise CheckpointError(
+            f"{held.folder}: {name} is stored as {tensor.dtype}, which holds no weights; valid: {valid}"
+        )
+    if wrong := int((~tensor.isfinite()).sum()):
+        numbers = "1 number that is" if wrong == 1 else f"{wrong:,} numbers that are"
+        raise CheckpointError(f"{held.file_of(name)}: {name} holds {numbers} not finite: it was damaged, or diverged")
     return tensor
 
 

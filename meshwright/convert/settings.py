@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from meshwright.config.messages import problems_of
 from meshwright.config.models import Transformer
+from meshwright.config.section import shown
 from meshwright.errors import CheckpointError
 
 AnyTransformer = TypeVar("AnyTransformer", bound=Transformer)
@@ -25,7 +28,7 @@ class Settings:
             settings = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise CheckpointError(f"{path.parent} is no Hugging Face folder: it has no {path.name}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if not isinstance(settings, dict):
             raise CheckpointError(f"{path} holds no settings")
@@ -52,6 +55,9 @@ class Settings:
     def one_number(self, keys: Sequence[str], default: float) -> float:
         """The one value of several keys: ours is one number for all of them."""
         values = {key: self.values.get(key, default) for key in keys}
+        for key, value in values.items():
+            if not isinstance(value, int | float):
+                raise self.refused(f"{key}={shown(value)} is not a number")
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{key}={value}" for key, value in values.items())
             raise self.refused(f"{listed} differ, and ours is one number: make them equal in the file")
@@ -61,10 +67,11 @@ class Settings:
         """The model section: `names` are fields under their keys here; a missing key leaves the field's default."""
         read = {field: self.values[key] for field, key in names.items() if key in self.values}
         try:
-            return kind.model_validate(read | fields)
+            return kind.model_validate(read | fields, strict=True)  # JSON has types: "2" is no number
         except ValidationError as error:
-            first = error.errors()[0]
-            raise self.refused(f"{'.'.join(map(str, first['loc']))}={first['input']}: {first['msg']}") from error
+            first = problems_of(error, [], kind)[0]
+            problem = replace(first, field=names.get(first.field, first.field))
+            raise self.refused(str(problem)) from error
 
     def model(self, kind: type[AnyTransformer], names: dict[str, str], **fields: object) -> AnyTransformer:
         """`section`, of a model whose widths are multiples: `names` has `heads` and `hidden`, and `inner`, no field."""

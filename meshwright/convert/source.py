@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from meshwright.config.section import shown
 from meshwright.errors import CheckpointError
 
+_FILE = re.compile(r"\w[\w.-]{0,99}")
+"""A name without separators: nothing outside of the folder can be meant."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -28,6 +32,10 @@ class Source:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._places)
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._places[name][0]
 
     def read(self, name: str) -> Tensor:
         """A tensor by its full name."""
@@ -57,13 +65,13 @@ def _indexed(folder: Path) -> dict[str, Path]:
     path = folder / INDEX
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: str(file) for name, file in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        files = {name: shown(file) for name, file in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from error
     held: dict[str, set[str]] = {}
     for file in sorted(set(files.values())):
-        if Path(file).name != file:
-            raise CheckpointError(f"{path} names {file}, which is not a file of this folder")
+        if not _FILE.fullmatch(file):
+            raise CheckpointError(f"{path} names {file!r}, which is not a file of this folder")
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file} is missing, and {INDEX} lists it")
         held[file] = set(_names_in(folder / file))
