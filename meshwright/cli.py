@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshwright import cli_plan
+from meshwright import __version__, cli_plan
 from meshwright.cli_options import AsJson, Overrides, RunFile, progress
 from meshwright.errors import ConfigError, MeshwrightError
 
@@ -36,6 +38,21 @@ def _headed(error: MeshwrightError) -> str:
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         return "\n  ".join([f"{len(error.problems)} mistakes", *map(str, error.problems)])
     return str(error)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"meshwright {__version__}, torch {metadata.version('torch')}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Say which version this is.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Meshwright trains Transformers with any mixture of the published parallel strategies."""
 
 
 @app.command()

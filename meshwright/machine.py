@@ -57,6 +57,14 @@ def peak_resident_bytes(platform: str = sys.platform) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def forget_cached(descriptor: int, system: Any = os) -> None:
+    """Let the file be read from the disk the next time, where the system can be asked for that."""
+    try:
+        system.posix_fadvise(descriptor, 0, 0, system.POSIX_FADV_DONTNEED)
+    except AttributeError:  # macOS: what is read is then the cache
+        return
+
+
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, used without what is only cached), in bytes, of each limited group that this process is in."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -241,3 +242,17 @@ def test_corpus_is_prepared_on_the_way(shop: Path) -> None:
     (cached,) = [path for path in (shop / "cache").iterdir() if path.is_dir()]
     for name in ("train.bin", "validation.bin"):
         assert (cached / name).read_bytes() == (shop / "corpus" / name).read_bytes()
+
+
+@pytest.mark.parametrize("module", ["meshwright", "meshwright.cli"])
+def test_version(module: str, tmp_path: Path) -> None:
+    """As a module, too: `torchrun -m meshwright train ...` starts ranks so."""
+    ran = subprocess.run(
+        [sys.executable, "-m", module, "--version"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert re.fullmatch(r"meshwright \d+\.\d+\.\d+\S*, torch 2\.\S+, Python 3\.\d+\.\d+\n", ran.stdout)

@@ -9,7 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.machine import available_memory_bytes, memory_bytes, peak_resident_bytes, usable_cores
+from meshwright.machine import (
+    available_memory_bytes,
+    forget_cached,
+    memory_bytes,
+    peak_resident_bytes,
+    usable_cores,
+)
+from meshwright.memory.store import _reserve
 
 GIB = 2**30
 PAGES = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 16 * GIB // 4096}
@@ -88,3 +95,13 @@ def test_the_peak_is_in_bytes_everywhere() -> None:
 def test_this_machine() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
     assert 0 < available_memory_bytes() <= memory_bytes()
+
+
+def test_files_where_the_system_has_fewer_calls(tmp_path: Path) -> None:
+    for system in (os, MACOS):
+        with (tmp_path / "file").open("wb+") as file:
+            _reserve(file.fileno(), 5000, system)
+            assert os.fstat(file.fileno()).st_size == 5000
+            forget_cached(file.fileno(), system)
+            with pytest.raises(OSError, match=r"No space left|File too large"):
+                _reserve(file.fileno(), 2**60, system)

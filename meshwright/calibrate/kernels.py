@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend
 
 from meshwright.build import DTYPES
 from meshwright.calibrate.timing import Effort, Points, Timer
-from meshwright.machine import peak_resident_bytes
+from meshwright.machine import forget_cached, peak_resident_bytes
 
 BATCH_FLOPS = {"cpu": 2**22, "cuda": 2**32}
 """Products of less are timed in a batch of so much, beside which a launch is nothing."""
@@ -156,7 +156,7 @@ def _disk(effort: Effort, timer: Timer, folder: Path) -> tuple[float, float]:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else it would be read from memory
+        forget_cached(file.fileno())  # else it would be read from memory
         file.seek(0)
         file.read()
         return 2 * effort.copy_bytes, time.perf_counter() - start

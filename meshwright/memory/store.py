@@ -10,11 +10,12 @@ A file has its name for as long as it takes to map it: the file system takes the
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def _mapped(path: Path, size_bytes: int) -> mmap.mmap:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, size_bytes)  # a full disk is found out now, not in the middle of a step
+            _reserve(descriptor, size_bytes)
             return mmap.mmap(descriptor, size_bytes)
         finally:
             path.unlink()
@@ -90,3 +91,14 @@ def _mapped(path: Path, size_bytes: int) -> mmap.mmap:
     except OSError as error:
         rule = f"cannot have {size_bytes:,} bytes in {path} ({error.strerror})"
         raise ConfigError.of("memory.offload.to", "disk", rule, "an --out folder with that much room, host") from error
+
+
+def _reserve(descriptor: int, size_bytes: int, system: Any = os) -> None:
+    """Give the file its blocks now: a full disk is found out here, and not in the middle of a step."""
+    try:
+        system.posix_fallocate(descriptor, 0, size_bytes)
+    except AttributeError:  # macOS has no such call: room is asked for, and not taken
+        facts = os.fstatvfs(descriptor)
+        if facts.f_bavail * facts.f_frsize < size_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        os.ftruncate(descriptor, size_bytes)
