@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -147,15 +146,22 @@ def test_nothing_left_to_do(corpus: Path, undisturbed: Path, tmp_path: Path, cap
     assert losses_of(undisturbed) == before
 
 
-def test_damaged_checkpoint_ends_the_resume(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
-    shutil.copytree(undisturbed, tmp_path / "run")
-    manifest = tmp_path / "run" / "checkpoints" / "step-8" / "manifest.json"
-    body = json.loads(manifest.read_text())
-    body["progress"]["samples"] += 1
-    manifest.write_text(json.dumps(body))
-    failure = run_as("killed", config_for(corpus, steps=9), tmp_path / "run", resume=True, moment="metrics", victim=9)
-    assert f"{manifest} is damaged" in failure
+def test_damaged_checkpoint_ends_the_resume_and_names_a_whole_one(
+    corpus: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """What is offered works: the older checkpoint, and from there on the losses of the run that was not damaged."""
+    out = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    shard = out / "checkpoints" / "step-8" / "rank-1.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-9] ^= 1
+    shard.write_bytes(content)
+    failure = run_as("killed", config_for(corpus, steps=9), out, resume=True, moment="metrics", victim=9)
+    assert f"{shard} is damaged: its SHA-256" in failure
+    assert "the newest whole one is step-6: --resume-from 6 goes on from it" in failure
     assert "Traceback" not in failure
+    train(config_for(corpus), out, resume=True, resume_from=6)
+    assert losses_of(out) == losses_of(undisturbed)
+    assert folders(out) == ["set-aside-step-8", "step-6", "step-8"]
 
 
 @pytest.mark.parametrize("where", ["file", "file/below"])
