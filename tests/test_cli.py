@@ -64,7 +64,9 @@ def test_train_writes_where_it_says(shop: Path) -> None:
     assert {"checkpoints", "config.yaml", "loss.png", "metrics.jsonl"} <= names
     again = meshwright(shop, "train", "run.yaml")
     assert again.returncode == 2
-    assert again.stderr.strip().endswith("holds a run already; valid: another folder, or --resume to go on with it")
+    assert again.stderr.strip().endswith(
+        "holds a run already (metrics.jsonl); valid: another folder, or --resume to go on with it"
+    )
 
 
 def test_mistakes_come_at_once_and_without_torch(tmp_path: Path) -> None:

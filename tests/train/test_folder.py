@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from meshwright.bucket import Place
 from meshwright.checkpoint import CheckpointWriter, Piece
 from meshwright.checkpoint.manifest import Origin, Progress
+from meshwright.cli import app
 from meshwright.config import Config, dump_config
+from meshwright.config.load import CONFIGS
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
@@ -246,3 +249,10 @@ def test_identity_that_is_none(corpus: Path, used: Path) -> None:
     (used / folder.IDENTITY).write_text("[]")
     with pytest.raises(CheckpointError, match=r"run.json cannot be read .*: remove it, and --resume makes it anew"):
         go_on(used, config_for(corpus))
+
+
+def test_accepting_changes_of_a_new_run_has_no_effect() -> None:
+    run_file = CONFIGS / "runs" / "quickstart.yaml"
+    result = CliRunner().invoke(app, ["train", str(run_file), "--accept-changes"])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith("--accept-changes=true has no effect on a new run; valid: leave it out, or")
