@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,14 @@ MODELS: dict[str, dict[str, Any]] = {
 IMAGES = ("vit", "resnext")
 
 
-def config_for(model: str = "gpt2", **changes: Any) -> Config:
+def config_for(name: str = "gpt2", **changes: Any) -> Config:
     """A run whose every optimizer setting matters: clipping is active, rates rise and fall, weights decay."""
     shape: dict[str, Any] = {"hidden": 24, "vocabulary_multiple": 8, "dropout": 0.0}
-    if model != "resnext":
+    if name != "resnext":
         shape["heads"] = 4
     tree = {
-        "model": shape | MODELS[model],
-        "data": {"source": "digits"} if model in IMAGES else {"sequence": 12},
+        "model": shape | MODELS[name],
+        "data": {"source": "digits"} if name in IMAGES else {"sequence": 12},
         "batch": {"global": 12, "micro": 3},
         "precision": {"level": "O0", "dtype": "float64"},
         "optimizer": {
@@ -73,6 +73,13 @@ class Drawn:
         return self.samples(first, count)
 
 
+class Repeated(Drawn):
+    """The first sample, always: microbatches whose gradients are the same numbers."""
+
+    def samples(self, first: int, count: int) -> Batch:
+        return {name: x.expand(count, *x.shape[1:]) for name, x in super().samples(0, 1).items()}
+
+
 def batches(config: Config) -> Iterator[Batch]:
     step = 0
     while True:
@@ -80,33 +87,38 @@ def batches(config: Config) -> Iterator[Batch]:
         step += 1
 
 
-def layout_rank(mesh: Mesh, config: Config, folder: Path, steps: int, plant: Any = None) -> None:
-    """One rank of the layout, with a mistake planted in it where there is one."""
+Plant = Callable[[], None]
+"""Breaks something in a rank's process, before its parts are built."""
+
+
+def layout_rank(mesh: Mesh, train: Drawn, folder: Path, steps: int, plant: Plant | None) -> None:
     if plant is not None:
         plant()
-    leave_layout(build(config, mesh, folder), Drawn(config), folder, steps)
+    leave_layout(build(train.config, mesh, folder), train, folder, steps)
 
 
-def reference_rank(mesh: Mesh, config: Config, folder: Path, steps: int, plant: Any = None) -> None:
+def reference_rank(mesh: Mesh, train: Drawn, folder: Path, steps: int, plant: Plant | None) -> None:
     if plant is not None:
         plant()
-    leave_reference(one_device(config), Drawn(config), folder, steps, torch.device("cpu"))
+    leave_reference(one_device(train.config), train, folder, steps, torch.device("cpu"))
 
 
-def run_layout(config: Config, folder: Path, steps: int, plant: Any = None) -> Path:
+def run_layout(train: Drawn, folder: Path, steps: int, plant: Plant | None = None) -> Path:
+    """The ranks of the layout, forked; `folder` with what they leave."""
     folder.mkdir()
-    grid = Grid(config.layout.axes)
-    run_ranks(layout_rank, grid, config, folder, steps, plant, token_axes=config.layout.token_axes)
+    layout = train.config.layout
+    run_ranks(layout_rank, Grid(layout.axes), train, folder, steps, plant, token_axes=layout.token_axes)
     return folder
 
 
-def run_reference(config: Config, folder: Path, steps: int, plant: Any = None) -> Path:
+def run_reference(train: Drawn, folder: Path, steps: int, plant: Plant | None = None) -> Path:
     folder.mkdir()
-    run_ranks(reference_rank, Grid((("data", 1),)), config, folder, steps, plant)
+    run_ranks(reference_rank, Grid((("data", 1),)), train, folder, steps, plant)
     return folder
 
 
 def verdict_of(config: Config, folder: Path, steps: int) -> Verdict:
     """As `meshwright verify`, in forked ranks."""
-    layout = run_layout(config, folder / "layout", steps)
-    return compare(config, layout, run_reference(config, folder / "reference", steps), steps)
+    train = Drawn(config)
+    layout = run_layout(train, folder / "layout", steps)
+    return compare(config, layout, run_reference(train, folder / "reference", steps), steps)

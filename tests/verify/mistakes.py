@@ -17,14 +17,14 @@ from meshwright.bucket import Bucket
 from meshwright.build import Parts
 from meshwright.comm import DONE, Comm, Work
 from meshwright.data_parallel.allreduce import AllReduce
+from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.models import gpt
 from meshwright.optim import optimizer
 from meshwright.optim.in_place import InPlace
 from meshwright.optim.optimizer import Optimizer
 from meshwright.tensor import cross_entropy, linear, serial
 from meshwright.train.loop import Loaded, Trainer
-
-Plant = Callable[[], None]
+from tests.verify.cases import Plant
 
 
 def halved_sum() -> None:
@@ -166,6 +166,18 @@ def lost_bias_gradient() -> None:
     """A linear's bias has a gradient of zeros."""
     right = linear.bias_gradient
     linear.bias_gradient = lambda dy, layer: right(torch.zeros_like(dy), layer)
+
+
+def half_sums() -> None:
+    """Gradients of microbatches are added up in half precision."""
+    right = Synchroniser._accumulated
+
+    def wrong(self: Synchroniser, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            parameter.grad.copy_(parameter.grad.bfloat16())
+        right(self, parameter)
+
+    Synchroniser._accumulated = wrong  # type: ignore[method-assign]
 
 
 def wrong_cut() -> None:

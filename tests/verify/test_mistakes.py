@@ -11,8 +11,8 @@ from meshwright.config import Config
 from meshwright.errors import MismatchError, ZeroGradientError
 from meshwright.verify.job import Verdict, compare
 from meshwright.verify.table import as_dict
-from tests.verify.cases import config_for, run_layout, run_reference
-from tests.verify.mistakes import MISTAKES, Mistake, dead_block, dead_model
+from tests.verify.cases import MODELS, Drawn, Repeated, config_for, run_layout, run_reference
+from tests.verify.mistakes import MISTAKES, Mistake, dead_block, dead_model, half_sums
 
 STEPS = 2
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -27,11 +27,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What the reference leaves of each model: the same for every layout."""
     folder = tmp_path_factory.mktemp("references")
     models = ("gpt2", "transformer")
-    return {model: run_reference(config_for(model), folder / model, STEPS) for model in models}
+    return {model: run_reference(Drawn(config_for(model)), folder / model, STEPS) for model in models}
 
 
 def verdict_with(mistake: Mistake | None, config: Config, folder: Path, reference: Path) -> Verdict:
-    layout = run_layout(config, folder / "layout", STEPS, mistake.plant if mistake else None)
+    layout = run_layout(Drawn(config), folder / "layout", STEPS, mistake.plant if mistake else None)
     return compare(config, layout, reference, STEPS)
 
 
@@ -56,12 +56,24 @@ def test_a_mistake_is_seen(mistake: Mistake, references: dict[str, Path], tmp_pa
     assert not failed & set(mistake.unseen)
 
 
+def test_sums_in_half_precision_are_seen(tmp_path: Path) -> None:
+    """320 microbatches of equal gradients: in bf16 the sum of equal terms stops growing at the 256th."""
+    shape = MODELS["untied"] | {"hidden": 8, "heads": 2, "dropout": 0.0}
+    batch, precision = {"global": 320, "micro": 1}, {"level": "O2", "dtype": "bf16"}
+    train = Repeated(config_for(model=shape, batch=batch, precision=precision))
+    layout, reference = (run(train, tmp_path / run.__name__, 1, half_sums) for run in (run_layout, run_reference))
+    verdict = compare(train.config, layout, reference, 1)
+    failed = [row for row in verdict.failed if row.kind == "gradient"]
+    assert max(row.error for row in failed) > 0.1
+    assert {row.kind for row in verdict.failed} >= {"norm", "gradient"}
+
+
 @pytest.mark.parametrize("plant", [dead_block, dead_model])
 def test_equal_zeros_prove_nothing(plant: Any, tmp_path: Path) -> None:
     """Both sides are dead, and all comparisons hold."""
     config = config_for()
-    reference = run_reference(config, tmp_path / "reference", STEPS, plant)
-    layout = run_layout(config, tmp_path / "layout", STEPS, plant)
+    reference = run_reference(Drawn(config), tmp_path / "reference", STEPS, plant)
+    layout = run_layout(Drawn(config), tmp_path / "layout", STEPS, plant)
     verdict = compare(config, layout, reference, STEPS)
     assert all(row.holds for row in verdict.rows if row.kind in ("gradient", "initial"))
     dead = {name for name in verdict.zero_gradients if name.startswith("blocks.")}

@@ -20,7 +20,7 @@ from meshwright.tensor.serial import SerialKit
 from meshwright.verify import reference
 from meshwright.verify.reference import Reference, rate_share, reference_run
 from tests.test_layers import imports_of
-from tests.verify.cases import MODELS, batches, config_for, run_reference, verdict_of
+from tests.verify.cases import MODELS, Drawn, batches, config_for, run_reference, verdict_of
 from tests.workers import run_ranks
 
 ALLOWED = {
@@ -161,4 +161,4 @@ def test_the_callable(tmp_path: Path) -> None:
     assert outcome.norms[0] == pytest.approx(
         float(torch.stack([gradient.norm() for gradient in outcome.gradients.values()]).norm())
     )
-    assert run_reference(config_for(), tmp_path / "left", 1).joinpath("numbers.json").exists()
+    assert run_reference(Drawn(config_for()), tmp_path / "left", 1).joinpath("numbers.json").exists()
