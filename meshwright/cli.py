@@ -14,6 +14,7 @@ import typer
 from meshwright import __version__, cli_plan
 from meshwright.cli_options import AsJson, Overrides, RunFile, progress
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.launch.output import PatientStream, flush, open_closed_streams
 
 app = typer.Typer(
     help="Meshwright trains Transformers with any mixture of the published parallel strategies.",
@@ -26,11 +27,15 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line. A user's mistake is its text on stderr, never a traceback; in what was asked, code 2."""
+    open_closed_streams()
     try:
         app()
     except MeshwrightError as error:
-        print(f"meshwright: {_headed(error)}", file=sys.stderr)
+        print(f"meshwright: {_headed(error)}", file=PatientStream(sys.stderr))
         sys.exit(error.exit_code)
+    finally:
+        flush(sys.stdout)
+        flush(sys.stderr)
 
 
 def _headed(error: MeshwrightError) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO, cast
 
 import typer
+
+from meshwright.launch.output import PatientStream
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value ...", help="e.g. layout.data.size=4")]
@@ -21,7 +24,7 @@ def progress() -> Iterator[Callable[[str, float | None], None]]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(file=cast(TextIO, PatientStream(sys.stderr))), transient=True) as bar:
         task = bar.add_task("", total=None)
 
         def show(text: str, done: float | None) -> None:

@@ -12,6 +12,7 @@ from meshwright.allocator import keep_freed_memory
 from meshwright.environment import read_environment
 from meshwright.launch.failure import Report, leave
 from meshwright.launch.job import Job
+from meshwright.launch.output import PatientStream, flush
 from meshwright.launch.stop import STOPPED_EXIT_CODE, FileStop, SignalStop
 
 
@@ -41,7 +42,7 @@ def run_worker(job: Job, threads: int) -> None:
     except BaseException as error:
         if _asks_to_leave(error):
             raise
-        print(Report.of(environment.rank, error), file=sys.stderr)
+        print(Report.of(environment.rank, error), file=PatientStream(sys.stderr))
         _flush()
         leave()
 
@@ -80,5 +81,5 @@ def _asks_to_leave(error: BaseException) -> bool:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush(sys.stdout)
+    flush(sys.stderr)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from meshwright.launch.output import PatientStream
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -16,7 +19,7 @@ class RunDisplay:
     """Shows steps and losses. Used as a context; only rank 0's speaks."""
 
     def __init__(self, first_step: int, steps: int, *, speaks: bool) -> None:
-        self.console = Console(highlight=False, quiet=not speaks)
+        self.console = Console(file=cast(TextIO, PatientStream(sys.stdout)), highlight=False, quiet=not speaks)
         self.steps = steps
         self._last_line = 0.0
         self._bar = Progress(
