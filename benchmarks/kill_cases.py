@@ -23,7 +23,7 @@ class Case:
 
     def config(self, corpus: Path, steps: int = STEPS) -> Config:
         """A tiny run of the layout; threads, dtype and all else as they are by default."""
-        tree = {
+        tree: dict[str, Any] = {
             "seed": 3,
             "model": {
                 "layers": 4, "hidden": 32, "heads": 4, "positions": 16, "vocabulary": 300, "vocabulary_multiple": 16,
@@ -37,7 +37,8 @@ class Case:
             "checkpoint": {"every": 4, "keep": 2},
             "restarts": 1,
             "device": "cpu",
-        } | self.changes  # fmt: skip
+            **self.changes,
+        }  # fmt: skip
         return parse_config(tree)
 
 

@@ -128,7 +128,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def ranks_below(launcher: BaseProcess, num_ranks: int) -> list[psutil.Process]:
-    """The ranks in the order of their start: the children of the fork server or of mpiexec. Empty until all are there."""
+    """The ranks in the order of their start: the children of the fork server or of mpiexec. Empty until all are."""
     try:
         for process in psutil.Process(launcher.pid).children(recursive=True):
             children = process.children()
