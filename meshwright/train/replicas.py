@@ -158,7 +158,8 @@ def require_equal_replicas(parts: Parts, step: int, hashes: Sequence[Sequence[in
     where = f" ({names})" if names else " (in what has been overwritten since, or in an optimizer's states)"
     raise CorruptionError(
         f"step {step}: {found[0].text}{where}: a bit has flipped in a memory or on its way; go on from the newest "
-        "checkpoint, whose replicas agreed (restarts does so), and test the memory of a rank that is named again"
+        "checkpoint, whose replicas agreed (restarts does so); where this comes again, test the memory of the rank's "
+        "host, and the layout with meshwright verify"
     )
 
 

@@ -22,7 +22,7 @@ from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.checkpoint.restore import Piece, gradient_pieces
 from meshwright.config import Config
 from meshwright.config.layout import Layout
-from meshwright.config.schema import Offload, Precision
+from meshwright.config.schema import Check, Offload, Precision
 from meshwright.data.progress import Progress as Report
 from meshwright.data.progress import silent
 from meshwright.environment import Environment
@@ -200,7 +200,8 @@ def leave_layout(parts: Parts, train: Samples, folder: Path, steps: int, stop: S
     """Some steps of a rank. Leaves losses and norms, and of this rank's part of the weights those before the first
     step and after the last, and the gradients of the first step that did not overflow."""
     initial, gradients = _weights(parts, "initial"), list[Piece]()
-    trainer = Trainer(parts, train)
+    unchecked = parts.config.model_copy(update={"check": Check(every=0)})  # wrong replicas are what is looked for
+    trainer = Trainer(replace(parts, config=unchecked), train)
     numbers: dict[str, list[object]] = {"loss": [], "norm": []}
     applied = False
     for _ in range(steps):
