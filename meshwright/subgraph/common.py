@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright.shard import Initial, ShardedModule
 from meshwright.subgraph.segment import Segment
+from meshwright.tensor.linear import autocast_dtype
 from meshwright.tensor.serial import SerialLinear
 
 
@@ -27,7 +28,8 @@ class CommonLinear(SerialLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.segment.holds:
             return super().forward(x)
-        return x.sum(-1)[..., *[None] * (self.weight.dim() - 1)].expand(*x.shape[:-1], *self.weight.shape[1:])
+        nothing = x.sum(-1)[..., *[None] * (self.weight.dim() - 1)].expand(*x.shape[:-1], *self.weight.shape[1:])
+        return nothing.to(autocast_dtype(x) or x.dtype)  # as the product, which a split behind it sends
 
 
 class SlicedLinear(CommonLinear):

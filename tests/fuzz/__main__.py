@@ -1,0 +1,140 @@
+"""`python -m tests.fuzz --minutes 30`: as many drawn runs as fit, each against one device.
+
+`--seed`: another sequence; `--ranks`: the most that a run may have; `--jobs`: runs at a time, each of a sequence of its
+own. What fails is written to tests/fuzz/found/, where test_fuzz.py finds it. `python -m tests.fuzz RUN.yaml ...` checks
+these runs instead; `--cover` writes the fixed set anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from multiprocessing.queues import Queue
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from meshwright.config import Config, dump_config, load_config
+from tests.fuzz.axes import AXES, Case
+from tests.fuzz.check import mistakes
+from tests.fuzz.draw import Drawing, covering
+
+HERE = Path(__file__).resolve().parent
+FOUND, COVERING = HERE / "found", HERE / "covering.jsonl"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--cover", action="store_true")
+    parser.add_argument("runs", nargs="*", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # ranks are forks of this process (check.mistakes)
+    if options.runs:
+        return replay(options.runs)
+    if options.cover:
+        cases = covering(options.seed)
+        COVERING.write_text("".join(f"{json.dumps(case)}\n" for case in cases))
+        print(f"{len(cases)} cases in {COVERING}")
+        return 0
+    return fuzz(options.minutes, options.seed, options.jobs, options.ranks)
+
+
+def threads_of(config: Config) -> int:
+    """Two in float32, where the order of sums shows."""
+    return 2 if config.precision.dtype == "float32" else 1
+
+
+def replay(runs: list[Path]) -> int:
+    """Check these run files; 1 where one fails."""
+    failures = 0
+    for path in runs:
+        config = load_config(path)
+        wrong = mistakes(config, threads_of(config))
+        failures += bool(wrong)
+        print(f"{path}: {'holds' if not wrong else ''}", *wrong, sep="\n  ", flush=True)
+    return int(failures > 0)
+
+
+def fuzz(minutes: float, seed: int, jobs: int, ranks: int) -> int:
+    """Draw and run; a line for each failure, a summary. 1 where something failed."""
+    started = time.monotonic()
+    context = multiprocessing.get_context("fork")
+    told: Queue[Any] = context.Queue()
+    deadline = started + 60 * minutes
+    workers = [
+        context.Process(target=_draw_and_run, args=(f"{seed}/{job}", ranks, deadline, told)) for job in range(jobs)
+    ]
+    for worker in workers:
+        worker.start()
+    values: Counter[str] = Counter()
+    num_cases = failures = drawn = refused = 0
+    working = jobs
+    while working:
+        case, failure, counts = told.get()
+        if case is None:
+            working -= 1
+            drawn, refused = drawn + counts[0], refused + counts[1]
+            continue
+        num_cases += 1
+        values.update(f"{axis}={value}" for axis, value in case.items())
+        if failure:
+            failures += 1
+            print(f"\n{failure}", flush=True)
+        elif sys.stdout.isatty() or num_cases % 50 == 0:
+            print(f"\r{num_cases} runs, {failures} failed, {time.monotonic() - started:.0f} s", end="", flush=True)
+    for worker in workers:
+        worker.join()
+    _summarise(values)
+    share = refused / max(1, drawn)
+    print(
+        f"{num_cases} runs of {ranks} ranks at most, {failures} failed, {time.monotonic() - started:.0f} s, "
+        f"seed {seed}; {share:.0%} of {drawn} draws were refused by the config"
+    )
+    return int(failures > 0)
+
+
+def _draw_and_run(seed: str, ranks: int, deadline: float, told: Queue[Any]) -> None:
+    drawing = Drawing(Random(seed), ranks)
+    for case, config in drawing.cases():
+        if time.monotonic() > deadline:
+            break
+        try:
+            wrong = mistakes(config, threads_of(config))
+        except Exception as error:  # a rank's own, or a hang
+            wrong = [f"{type(error).__name__}: {error}".strip()]
+        failure = _keep(config, case, wrong) if wrong else ""
+        told.put((case, failure, ()))
+    told.put((None, "", (drawing.drawn, drawing.refused.total())))
+
+
+def _keep(config: Config, case: Case, wrong: list[str]) -> str:
+    """Write the run to a file; the line that says so."""
+    text = dump_config(config)
+    path = FOUND / f"{case['model']}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.yaml"
+    noted = "".join(f"# {line}\n" for mistake in wrong[:8] for line in mistake.splitlines()[-12:])
+    path.write_text(noted + text)
+    last = wrong[0].splitlines()[-1]
+    short = " ".join(f"{axis}={value}" for axis, value in case.items() if value is not None)
+    return f"FAILED {path.name}: {last} ({len(wrong)} mistakes) [{short}]"
+
+
+def _summarise(values: Counter[str]) -> None:
+    print()
+    for axis, choices in AXES.items():
+        counts = ", ".join(f"{value} {values[f'{axis}={value}']}" for value in dict.fromkeys(choices))
+        print(f"  {axis}: {counts}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The axes of a run and their values. A case is one value of each; `tree_of` is the run file that it stands for.
+
+Which values go together is said nowhere here: the config's own rules refuse what does not (draw.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+Value = str | int | None
+Case = dict[str, Value]
+"""A value of each axis. None: the run file leaves the field out."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"family": "gpt2", "tied": True},
+    "gpt2-untied": {"family": "gpt2", "tied": False},
+    "bert": {"family": "bert", "norm_order": "original"},
+    "bert-megatron": {"family": "bert", "norm_order": "megatron", "next_sentence": False},
+    "transformer": {"family": "transformer", "feed_forward": 48, "label_smoothing": 0.0},
+    "t5": {
+        "family": "t5", "feed_forward": 48, "head_width": 3, "distance_buckets": 8, "distance_max": 10,
+        "label_smoothing": 0.1,
+    },
+    "vit": {"family": "vit", "image": 6, "patch": 2, "channels": 1},
+    "resnext": {"family": "resnext", "image": 8, "channels": 1, "path_width": 2, "stem": "small"},
+}  # fmt: skip
+
+TENSORS: dict[str, dict[str, Any]] = {
+    "none": {"kind": "none"},
+    **{f"megatron-{p}": {"kind": "megatron", "size": p} for p in (2, 3, 4)},
+    **{f"sequence-{p}": {"kind": "megatron", "size": p, "sequence_parallel": True} for p in (2, 3, 4)},
+    **{f"tesseract-{q}x{d}": {"kind": "tesseract", "q": q, "d": d} for q, d in ((1, 1), (2, 1), (2, 2))},
+    **{f"subgraph-{p}": {"kind": "subgraph", "size": p} for p in (2, 3)},
+}
+
+VOCABULARIES: dict[str, tuple[int, int, int]] = {
+    "whole": (372, 12, 12),
+    "padded": (361, 24, 11),
+    "hollow": (361, 768, 7),
+    "real": (50257, 192, 10),
+}
+"""Tokens, the multiple that they are padded to, and a classifier's classes. hollow: with 3 or 4 ranks the last hold
+nothing but padding. real: GPT-2's own; bert and t5 take theirs."""
+REAL = {"bert": 30522, "t5": 32128}
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float64": {"level": "O0", "dtype": "float64"},
+    "float32": {"level": "O0", "dtype": "float32"},
+    "O1-bf16": {"level": "O1", "dtype": "bf16"},
+    "O2-bf16": {"level": "O2", "dtype": "bf16"},
+    "O2-fp16": {"level": "O2", "dtype": "fp16"},
+}
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", "epsilon": 1e-3},
+    "sgd": {"name": "sgd"},
+    "momentum": {"name": "momentum"},
+}
+"""With a small epsilon Adam's first steps are the signs of the gradients, which the rounding of small ones decides."""
+
+AXES: dict[str, tuple[Value, ...]] = {
+    "model": tuple(MODELS),
+    "layers": (1, 2, 3),
+    "heads": (4, 6, 12),
+    "vocabulary": tuple(VOCABULARIES),
+    "sequence": (8, 12),
+    "precision": ("float64", "float64", "float64", "float32", "O1-bf16", "O2-bf16", "O2-fp16"),
+    "data": (1, 1, 1, 2, 2, 3, 4),
+    "sync": (None, "allreduce", "zero1", "ring", "rooted", "server-gradient", "server-loss", "fsdp"),
+    "bucket": (None, 1024, 8192),
+    "stages": (1, 1, 1, 2, 2, 3, 4),
+    "schedule": (None, "gpipe", "1f1b", "axonn", "message-driven"),
+    "limit": (None, 1, 2),
+    "partition": (None, "measured", "head-alone", "embedding-alone", "uneven"),
+    "tensor": tuple(TENSORS),
+    "common": (*[None] * 6, "all", "one"),
+    "branch": (*[None] * 6, "attention-core", "attention", "block"),
+    "order": (None, "reversed", "pipe-first"),
+    "microbatches": (1, 2, 4),
+    "recompute": ("none", "auto", 1, 2, "selective"),
+    "offload": (None, "host", "disk"),
+    "summa": (None, "gather", "whole", "stream"),
+    "clip": (None, 0.5),
+    "optimizer": tuple(OPTIMIZERS),
+}  # fmt: skip
+"""A value that stands twice is drawn twice as often: small groups are quick, most tensor layouts have no branches."""
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "model": ("model.family",),
+    "layers": ("model.layers", "model.stage_blocks"),
+    "heads": ("model.heads", "model.paths", "model.hidden"),
+    "vocabulary": ("model.vocabulary", "model.vocabulary_multiple", "model.classes"),
+    "sequence": ("data.sequence", "the sequence", "the target", "model.positions"),
+    "precision": ("precision",),
+    "data": ("layout.data.size", "batch.global"),
+    "sync": ("layout.data.sync",),
+    "bucket": ("layout.data.bucket",),
+    "stages": ("layout.pipeline.size",),
+    "schedule": ("layout.pipeline.schedule",),
+    "limit": ("layout.pipeline.limit",),
+    "partition": ("layout.pipeline.partition",),
+    "tensor": ("layout.tensor",),
+    "common": ("layout.tensor.common",),
+    "branch": ("layout.tensor.branch",),
+    "order": ("layout.order",),
+    "microbatches": ("batch.micro",),
+    "recompute": ("memory.recompute",),
+    "offload": ("memory.offload",),
+    "summa": ("memory.summa",),
+    "clip": ("optimizer.clip",),
+    "optimizer": ("optimizer",),
+}
+"""The fields that an axis writes: where a rule refuses one of them, another value of the axis may do."""
+
+GLOBAL_BATCH, POSITIONS, HIDDEN, STEPS = 24, 24, 24, 2
+
+
+def tree_of(case: Case) -> dict[str, Any]:
+    """The run file that a case stands for."""
+    model = _model(case)
+    images = model["family"] in ("vit", "resnext")
+    return {
+        "seed": 3,
+        "model": model,
+        "data": {"source": "digits"} if images else {"sequence": case["sequence"]},
+        "batch": {"global": GLOBAL_BATCH, "micro": max(1, GLOBAL_BATCH // case["data"] // case["microbatches"])},
+        "layout": _layout(case, _blocks(model)),
+        "precision": PRECISIONS[case["precision"]],
+        "memory": {"recompute": case["recompute"]} | _given(case, "summa") | _offload(case),
+        "optimizer": {"lr": 1e-2, "clip": case["clip"], "schedule": {"warmup": 1}} | OPTIMIZERS[case["optimizer"]],
+        "steps": STEPS,
+    }
+
+
+def _given(case: Case, axis: str) -> dict[str, Any]:
+    """The field that is called like the axis, or nothing where the case leaves it out."""
+    return {} if case[axis] is None else {axis: case[axis]}
+
+
+def _model(case: Case) -> dict[str, Any]:
+    model = {"hidden": HIDDEN, "dropout": 0.0, **MODELS[case["model"]]}
+    tokens, multiple, classes = VOCABULARIES[case["vocabulary"]]
+    model["vocabulary_multiple"] = multiple
+    if model["family"] == "resnext":
+        layers = case["layers"]
+        return model | {
+            "stage_blocks": [1] * layers if layers < 3 else [2, 1],
+            "paths": case["heads"],
+            "classes": classes,
+        }
+    model |= {"layers": case["layers"], "heads": case["heads"]}
+    if model["family"] == "vit":
+        return model | {"classes": classes}
+    real = REAL.get(model["family"], tokens) if case["vocabulary"] == "real" else tokens
+    return model | {"vocabulary": real, "positions": POSITIONS}
+
+
+def _blocks(model: dict[str, Any]) -> int:
+    """Links of the model's chain."""
+    if model["family"] == "resnext":
+        return sum(model["stage_blocks"])
+    return model["layers"] * (2 if model["family"] in ("t5", "transformer") else 1)
+
+
+def _layout(case: Case, blocks: int) -> dict[str, Any]:
+    pipeline = {"size": case["stages"], **_given(case, "schedule"), **_given(case, "limit")}
+    if case["partition"] is not None:
+        pipeline["partition"] = partition_of(case["partition"], blocks, case["stages"])
+    layout = {
+        "data": {"size": case["data"], **_given(case, "sync"), **_given(case, "bucket")},
+        "pipeline": pipeline,
+        "tensor": TENSORS[case["tensor"]] | _given(case, "common") | _given(case, "branch"),
+        "transport": "torch",
+    }
+    return layout if case["order"] is None else layout | {"order": _order(case)}
+
+
+def partition_of(name: str, blocks: int, stages: int) -> str | list[int]:
+    """Layers of each stage; what a rule refuses (no stage to be alone on, one between with nothing) included."""
+    if name == "measured" or stages == 1:
+        return name if name == "measured" else [blocks]
+    if name == "uneven":
+        return [blocks - (stages - 1), *[1] * (stages - 1)]
+    full = [blocks // (stages - 1) + (index < blocks % (stages - 1)) for index in range(stages - 1)]
+    return [*full, 0] if name == "head-alone" else [0, *full]
+
+
+def tensor_axes(case: Case) -> dict[str, int]:
+    """Sizes of the tensor layout's axes by name, outermost first."""
+    tensor = TENSORS[case["tensor"]]
+    match tensor["kind"]:
+        case "megatron":
+            return {"tensor": tensor["size"]}
+        case "tesseract":
+            return {"depth": tensor["d"], "row": tensor["q"], "col": tensor["q"]}
+        case "subgraph":
+            return {"branch": tensor["size"]}
+    return {}
+
+
+def world_size(case: Case) -> int:
+    return case["data"] * case["stages"] * math.prod(tensor_axes(case).values())
+
+
+def _order(case: Case) -> list[str]:
+    names = ["data", "pipe", *tensor_axes(case)]
+    return names[::-1] if case["order"] == "reversed" else ["pipe", *[name for name in names if name != "pipe"]]
+
+
+def _offload(case: Case) -> dict[str, Any]:
+    """Buckets of 256 elements, so that a tiny model has several."""
+    return {} if case["offload"] is None else {"offload": {"to": case["offload"], "bucket": 256, "chunk": 2}}

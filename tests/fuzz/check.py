@@ -1,0 +1,171 @@
+"""One run on its layout's ranks, through the training loop, against one device: losses, norms, gradients, weights.
+
+In float64 and float32 the tolerances are those of `meshwright verify`. Half precision rounds sums that are made in
+another order to other numbers, how far apart depends on the model: there both are held against one device in float64,
+and the layout may be FURTHER times as far from it as one device in half precision is. Gradients are the first step's.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.batch import Batch, rows_of
+from meshwright.bucket import Place
+from meshwright.build import Parts, build
+from meshwright.config import Config, parse_config
+from meshwright.grid import Grid
+from meshwright.mesh import Mesh, solo_mesh
+from meshwright.train.loop import Trainer
+from meshwright.verify.compare import tolerance_of
+from tests.data_parallel.test_equality import BATCHES
+from tests.workers import run_ranks
+
+TIMEOUT_SECONDS = 100
+
+FURTHER = 6
+
+Pieces = list[tuple[Place, Tensor]]
+"""What a rank holds of some tensors."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank has after its steps."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: Pieces
+    weights: Pieces
+
+
+@dataclass(frozen=True)
+class Random:
+    """The random batches of a run as its samples, one batch after the other."""
+
+    config: Config
+
+    def __len__(self) -> int:
+        return self.config.batch.global_ * (self.config.steps + 1)
+
+    def samples(self, first: int, count: int) -> Batch:
+        step, row = divmod(first, self.config.batch.global_)
+        return rows_of(BATCHES[self.config.model.family](self.config, step), slice(row, row + count))
+
+    def held_out(self, first: int, count: int) -> Batch:
+        raise AssertionError("nothing is held out")
+
+
+def one_device(config: Config) -> list[Config]:
+    """The same run on one device, without what may change no number; of half precision the same in float64, too."""
+    tree = config.model_dump(mode="json", by_alias=True) | {"layout": {"transport": "torch"}, "memory": {}}
+    exact = {"level": "O0", "dtype": "float64"}
+    if config.precision.level == "O0":
+        tree["batch"]["micro"] = config.batch.global_
+        return [parse_config(tree)]
+    tree["batch"]["micro"] = config.micro
+    return [parse_config(tree), parse_config(tree | {"precision": exact})]
+
+
+def train(mesh: Mesh, config: Config, threads: int) -> tuple[Trained, list[Trained]]:
+    """Every rank's; on rank 0 one device's, and of half precision one device's in float64."""
+    faulthandler.dump_traceback_later(0.9 * TIMEOUT_SECONDS)
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory(prefix="meshwright-fuzz-") as folder:
+        ours = _train(mesh, config, Path(folder))
+        oracles = one_device(config) if mesh.rank == 0 else []
+        alone = [_train(solo_mesh(mesh.device), oracle, Path(folder)) for oracle in oracles]
+    faulthandler.cancel_dump_traceback_later()
+    return ours, alone
+
+
+def _train(mesh: Mesh, config: Config, folder: Path) -> Trained:
+    parts = build(config, mesh, folder)
+    assert parts.strategy.make_replicas_equal() == [], "replicas begin with different weights"
+    trainer = Trainer(parts, Random(config))
+    losses, norms = [], []
+    gradients: Pieces = []
+    for step in range(config.steps):
+        scale = parts.optimizer.scaler.scale
+        keep = _keeper(parts, gradients, scale) if step == 0 else None
+        line, _ = trainer.turn(None, keep)
+        losses.append(float(line["loss"]))
+        if step == 0:
+            norms.append(float(line["grad_norm"]))
+    weights = [(place, _part(slot.parameter, place)) for slot in parts.strategy.slots for place in slot.places]
+    return Trained(losses, norms, gradients, weights)
+
+
+def _keeper(parts: Parts, into: Pieces, scale: float) -> Callable[[], None]:
+    def keep() -> None:
+        for slot in parts.strategy.slots:
+            assert slot.parameter.grad is not None or not slot.places, "a slot without a gradient"
+            into.extend((place, _part(slot.parameter.grad, place) / scale) for place in slot.places)
+
+    return keep
+
+
+def _part(x: Tensor, place: Place) -> Tensor:
+    return x.detach()[place.start : place.stop].view(place.box.lengths).double().clone()
+
+
+def mistakes(config: Config, threads: int = 1) -> list[str]:
+    """What is off, in words. Raises what the ranks raise, and AssertionError where they hang.
+
+    `threads`: of a rank. More than one only where this process has never had any: GNU's OpenMP hangs in a fork of one
+    that has.
+    """
+    grid, token_axes = Grid(config.layout.axes), config.layout.token_axes
+    results = run_ranks(train, grid, config, threads, token_axes=token_axes, timeout=TIMEOUT_SECONDS)
+    ranks, oracles = [ours for ours, _ in results], results[0][1]
+    allowed = tolerance_of(config)
+
+    def of(kind: str) -> tuple[list[Any], list[Any]]:
+        """The ranks' and the oracles'."""
+        return [getattr(one, kind) for one in ranks], [getattr(one, kind) for one in oracles]
+
+    return [
+        *_scalars("loss", *of("losses"), allowed.loss),
+        *_scalars("norm", *of("norms"), allowed.gradient),
+        *_pieces("gradient", *of("gradients"), allowed.gradient),
+        *_pieces("weight", *of("weights"), allowed.weight),
+    ]
+
+
+def _scalars(kind: str, ranks: list[list[float]], oracles: list[list[float]], tolerance: float) -> Iterator[str]:
+    """Every rank's number of each step against the last oracle's."""
+    for rank, numbers in enumerate(ranks):
+        for step, (mine, wanted) in enumerate(zip(numbers, oracles[-1], strict=True)):
+            error, half = (abs(one - wanted) / abs(wanted) for one in (mine, oracles[0][step]))
+            if not error <= _allowed(tolerance, half, oracles):
+                yield f"rank {rank}: the {kind} of step {step + 1} is off by {error:.1e}"
+
+
+def _pieces(kind: str, ranks: list[Pieces], oracles: list[Pieces], tolerance: float) -> Iterator[str]:
+    """Each rank's part of each parameter against the same part of the whole one, and whether all parts are there."""
+    alone, whole = ({place.name: part for place, part in oracle} for oracle in (oracles[0], oracles[-1]))
+    missing = {name: torch.ones(part.shape, dtype=torch.bool) for name, part in whole.items()}
+    yield from (f"{name}: one device's {kind} is zero everywhere" for name, part in whole.items() if not part.any())
+    for rank, pieces in enumerate(ranks):
+        for place, part in pieces:
+            wanted, box = whole[place.name], place.box.slices
+            missing[place.name][box] = False
+            error = float((part - wanted[box]).norm() / wanted.norm())
+            half = float((alone[place.name] - wanted).norm() / wanted.norm())
+            if not error <= _allowed(tolerance, half, oracles):
+                yield f"rank {rank}: the {kind} of {place.name} is off by {error:.1e}"
+    for name, places in missing.items():
+        if places.any():
+            yield f"{name}: no rank has {int(places.sum())} elements of its {kind}"
+
+
+def _allowed(tolerance: float, half: float, oracles: Sequence[object]) -> float:
+    """`half`: how far one device in half precision is from one in float64."""
+    return tolerance if len(oracles) == 1 else tolerance + FURTHER * half

@@ -1,0 +1,63 @@
+"""Runs over all axes compute what one device computes: every pair of values that may stand together, what was found
+before, and with --long a thousand drawn at random (twenty minutes to an hour on 2 cores).
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from random import Random
+
+import pytest
+
+from meshwright.config import load_config, parse_config
+from tests.fuzz.__main__ import COVERING, FOUND
+from tests.fuzz.axes import AXES, Case, tree_of
+from tests.fuzz.check import mistakes
+from tests.fuzz.draw import Drawing, covering, pairs_of
+
+FIXED: list[Case] = [json.loads(line) for line in COVERING.read_text().splitlines()]
+
+RANDOM_RUNS, A_TEST = 1000, 20
+
+
+def label(case: Case) -> str:
+    """What stands out."""
+    told = ("model", "precision", "data", "sync", "stages", "schedule", "tensor", "common", "branch")
+    return "-".join(f"{case[axis]}" for axis in told if case[axis] is not None)
+
+
+@pytest.mark.parametrize("number", range(len(FIXED)), ids=[f"{n}-{label(case)}" for n, case in enumerate(FIXED)])
+def test_equals_serial(number: int) -> None:
+    assert mistakes(parse_config(tree_of(FIXED[number]))) == []
+
+
+@pytest.mark.parametrize("path", sorted(FOUND.glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_was_found_stays_mended(path) -> None:
+    assert mistakes(load_config(path)) == []
+
+
+def test_a_drawn_run_holds_no_new_pair() -> None:
+    """The fixed set covers what the config's rules allow; where they change: `python -m tests.fuzz --cover`."""
+    covered = set().union(*map(pairs_of, FIXED))
+    for case, _ in islice(Drawing(Random(5)).cases(), 300):
+        assert pairs_of(case) <= covered, f"`python -m tests.fuzz --cover`: nothing has {pairs_of(case) - covered}"
+
+
+def test_every_value_is_drawn() -> None:
+    drawn = [case for case, _ in islice(Drawing(Random(6)).cases(), 500)]
+    for axis, values in AXES.items():
+        assert {case[axis] for case in drawn} == set(values), axis
+
+
+@pytest.mark.long
+def test_the_fixed_set_is_the_generator_s() -> None:
+    assert covering(1) == FIXED
+
+
+@pytest.mark.long
+@pytest.mark.timeout(A_TEST * 100)
+@pytest.mark.parametrize("seed", range(RANDOM_RUNS // A_TEST))
+def test_drawn_runs_equal_serial(seed: int) -> None:
+    for case, config in islice(Drawing(Random(f"long/{seed}")).cases(), A_TEST):
+        assert mistakes(config) == [], case
