@@ -1,4 +1,4 @@
-"""One run on its layout's ranks, through the training loop, against one device: losses, norms, gradients, weights.
+"""One run on its layout's ranks, through the training loop, against `verify`'s reference: plain torch on one device.
 
 In float64 and float32 the tolerances are those of `meshwright verify`. Half precision rounds sums that are made in
 another order to other numbers, how far apart depends on the model: there both are held against one device in float64,
@@ -22,9 +22,10 @@ from meshwright.bucket import Place
 from meshwright.build import Parts, build
 from meshwright.config import Config, parse_config
 from meshwright.grid import Grid
-from meshwright.mesh import Mesh, solo_mesh
+from meshwright.mesh import Mesh
 from meshwright.train.loop import Trainer
 from meshwright.verify.compare import tolerance_of
+from meshwright.verify.reference import Outcome, reference_run
 from tests.data_parallel.test_equality import BATCHES
 from tests.workers import run_ranks
 
@@ -47,7 +48,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Random:
+class Stream:
     """The random batches of a run as its samples, one batch after the other."""
 
     config: Config
@@ -63,33 +64,32 @@ class Random:
         raise AssertionError("nothing is held out")
 
 
-def one_device(config: Config) -> list[Config]:
-    """The same run on one device, without what may change no number; of half precision the same in float64, too."""
+def oracles_of(config: Config) -> list[Outcome]:
+    """One device in the run's precision; of half precision in float64, too."""
     tree = config.model_dump(mode="json", by_alias=True) | {"layout": {"transport": "torch"}, "memory": {}}
     exact = {"level": "O0", "dtype": "float64"}
-    if config.precision.level == "O0":
-        tree["batch"]["micro"] = config.batch.global_
-        return [parse_config(tree)]
-    tree["batch"]["micro"] = config.micro
-    return [parse_config(tree), parse_config(tree | {"precision": exact})]
+    precisions = [tree["precision"]] if config.precision.level == "O0" else [tree["precision"], exact]
+    runs = [parse_config(tree | {"precision": precision}) for precision in precisions]
+    stream = Stream(config)
+    batches = [stream.samples(step * config.batch.global_, config.batch.global_) for step in range(config.steps)]
+    return [reference_run(run, batches, config.steps) for run in runs]
 
 
-def train(mesh: Mesh, config: Config, threads: int) -> tuple[Trained, list[Trained]]:
-    """Every rank's; on rank 0 one device's, and of half precision one device's in float64."""
+def train(mesh: Mesh, config: Config, threads: int) -> tuple[Trained, list[Outcome]]:
+    """Every rank's; on rank 0 the oracles', too."""
     faulthandler.dump_traceback_later(0.9 * TIMEOUT_SECONDS)
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory(prefix="meshwright-fuzz-") as folder:
-        ours = _train(mesh, config, Path(folder))
-        oracles = one_device(config) if mesh.rank == 0 else []
-        alone = [_train(solo_mesh(mesh.device), oracle, Path(folder)) for oracle in oracles]
+        trained = _train(mesh, config, Path(folder))
+    oracles = oracles_of(config) if mesh.rank == 0 else []
     faulthandler.cancel_dump_traceback_later()
-    return ours, alone
+    return trained, oracles
 
 
 def _train(mesh: Mesh, config: Config, folder: Path) -> Trained:
     parts = build(config, mesh, folder)
     assert parts.strategy.make_replicas_equal() == [], "replicas begin with different weights"
-    trainer = Trainer(parts, Random(config))
+    trainer = Trainer(parts, Stream(config))
     losses, norms = [], []
     gradients: Pieces = []
     for step in range(config.steps):
@@ -97,8 +97,7 @@ def _train(mesh: Mesh, config: Config, folder: Path) -> Trained:
         keep = _keeper(parts, gradients, scale) if step == 0 else None
         line, _ = trainer.turn(None, keep)
         losses.append(float(line["loss"]))
-        if step == 0:
-            norms.append(float(line["grad_norm"]))
+        norms.append(float(line["grad_norm"]))
     weights = [(place, _part(slot.parameter, place)) for slot in parts.strategy.slots for place in slot.places]
     return Trained(losses, norms, gradients, weights)
 
@@ -124,16 +123,16 @@ def mistakes(config: Config, threads: int = 1) -> list[str]:
     """
     grid, token_axes = Grid(config.layout.axes), config.layout.token_axes
     results = run_ranks(train, grid, config, threads, token_axes=token_axes, timeout=TIMEOUT_SECONDS)
-    ranks, oracles = [ours for ours, _ in results], results[0][1]
+    ranks, oracles = [trained for trained, _ in results], results[0][1]
     allowed = tolerance_of(config)
 
     def of(kind: str) -> tuple[list[Any], list[Any]]:
         """The ranks' and the oracles'."""
-        return [getattr(one, kind) for one in ranks], [getattr(one, kind) for one in oracles]
+        return [getattr(trained, kind) for trained in ranks], [getattr(oracle, kind) for oracle in oracles]
 
     return [
         *_scalars("loss", *of("losses"), allowed.loss),
-        *_scalars("norm", *of("norms"), allowed.gradient),
+        *_scalars("norm", *of("norms"), allowed.norm),
         *_pieces("gradient", *of("gradients"), allowed.gradient),
         *_pieces("weight", *of("weights"), allowed.weight),
     ]
@@ -148,18 +147,18 @@ def _scalars(kind: str, ranks: list[list[float]], oracles: list[list[float]], to
                 yield f"rank {rank}: the {kind} of step {step + 1} is off by {error:.1e}"
 
 
-def _pieces(kind: str, ranks: list[Pieces], oracles: list[Pieces], tolerance: float) -> Iterator[str]:
+def _pieces(kind: str, ranks: list[Pieces], oracles: list[dict[str, Tensor]], tolerance: float) -> Iterator[str]:
     """Each rank's part of each parameter against the same part of the whole one, and whether all parts are there."""
-    alone, whole = ({place.name: part for place, part in oracle} for oracle in (oracles[0], oracles[-1]))
-    missing = {name: torch.ones(part.shape, dtype=torch.bool) for name, part in whole.items()}
-    yield from (f"{name}: one device's {kind} is zero everywhere" for name, part in whole.items() if not part.any())
+    alone, whole = ({name: x.double() for name, x in oracle.items()} for oracle in (oracles[0], oracles[-1]))
+    sizes = {name: float(x.norm()) for name, x in whole.items()}
+    halves = {name: float((alone[name] - x).norm()) / (sizes[name] or 1) for name, x in whole.items()}
+    missing = {name: torch.ones(x.shape, dtype=torch.bool) for name, x in whole.items()}
+    yield from (f"{name}: the {kind} on one device is zero everywhere" for name, size in sizes.items() if not size)
     for rank, pieces in enumerate(ranks):
         for place, part in pieces:
-            wanted, box = whole[place.name], place.box.slices
-            missing[place.name][box] = False
-            error = float((part - wanted[box]).norm() / wanted.norm())
-            half = float((alone[place.name] - wanted).norm() / wanted.norm())
-            if not error <= _allowed(tolerance, half, oracles):
+            missing[place.name][place.box.slices] = False
+            error = float((part - whole[place.name][place.box.slices]).norm()) / (sizes[place.name] or 1)
+            if not error <= _allowed(tolerance, halves[place.name], oracles):
                 yield f"rank {rank}: the {kind} of {place.name} is off by {error:.1e}"
     for name, places in missing.items():
         if places.any():

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from random import Random
 
-from meshwright.config import Config, parse_config
+from meshwright.config import Config
+from meshwright.config.load import parse_run
 from meshwright.errors import ConfigError
 from tests.fuzz.axes import AXES, FIELDS, Case, Value, tree_of, world_size
 
@@ -56,7 +57,7 @@ class Drawing:
         if world_size(case) > self.most_ranks:
             return ["ranks"]
         try:
-            return parse_config(tree_of(case))
+            return parse_run(tree_of(case))
         except ConfigError as error:
             return [problem.field for problem in error.problems]
 

@@ -10,7 +10,8 @@ from random import Random
 
 import pytest
 
-from meshwright.config import load_config, parse_config
+from meshwright.config import load_config
+from meshwright.config.load import parse_run
 from tests.fuzz.__main__ import COVERING, FOUND
 from tests.fuzz.axes import AXES, Case, tree_of
 from tests.fuzz.check import mistakes
@@ -28,8 +29,8 @@ def label(case: Case) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(FIXED)), ids=[f"{n}-{label(case)}" for n, case in enumerate(FIXED)])
-def test_equals_serial(number: int) -> None:
-    assert mistakes(parse_config(tree_of(FIXED[number]))) == []
+def test_equals_one_device(number: int) -> None:
+    assert mistakes(parse_run(tree_of(FIXED[number]))) == []
 
 
 @pytest.mark.parametrize("path", sorted(FOUND.glob("*.yaml")), ids=lambda path: path.stem)
@@ -58,6 +59,6 @@ def test_the_fixed_set_is_the_generator_s() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(A_TEST * 100)
 @pytest.mark.parametrize("seed", range(RANDOM_RUNS // A_TEST))
-def test_drawn_runs_equal_serial(seed: int) -> None:
+def test_drawn_runs_equal_one_device(seed: int) -> None:
     for case, config in islice(Drawing(Random(f"long/{seed}")).cases(), A_TEST):
         assert mistakes(config) == [], case
