@@ -33,9 +33,13 @@ class Grid:
 
     @property
     def axis_sets(self) -> tuple[str, ...]:
-        """Every set of axes that a group may span: `data`, `row`, `data+row`, ...; single axes first."""
-        counts = range(1, len(self.names) + 1)
-        return tuple("+".join(some) for count in counts for some in combinations(self.names, count))
+        """Every set of axes that a group may span: `data`, `row`, `data+row`, ...; single axes first.
+
+        With stages also `data+ends` and others of the kind: a tied table's gradient goes over the pipe axis's ends.
+        """
+        names = (*self.names, ENDS) if PIPE in self.names and self.size(PIPE) > 1 else self.names
+        chosen = (some for count in range(1, len(names) + 1) for some in combinations(names, count))
+        return tuple("+".join(some) for some in chosen if not {PIPE, ENDS} <= set(some))
 
     @property
     def world_size(self) -> int:

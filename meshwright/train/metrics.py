@@ -148,7 +148,7 @@ def metrics_line(facts: StepFacts, work: StepWork, reports: Sequence[StepReport]
         "loss_scale": facts.loss_scale,
         "applied": facts.result.applied,
         "peak_memory_bytes": max(report.peak_memory_bytes for report in reports),
-        "sent_bytes": {axes: count for axes, count in sent.items() if count or "+" not in axes},
+        "sent_bytes": {axes: count for axes, count in sent.items() if count or axes in grid.names},
         "flops_per_second": rate,
         "paper_flops_per_second": work.paper_flops / facts.step_seconds,
         "mfu": rate / (work.peak_flops * len(reports)) if work.peak_flops else "unknown",

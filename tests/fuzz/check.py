@@ -1,15 +1,16 @@
 """One run on its layout's ranks, through the training loop, against `verify`'s reference: plain torch on one device.
 
-In float64 and float32 the tolerances are those of `meshwright verify`. Half precision rounds sums that are made in
-another order to other numbers, how far apart depends on the model: there both are held against one device in float64,
-and the layout may be FURTHER times as far from it as one device in half precision is. Gradients are the first step's.
+In float64 the tolerances are those of `meshwright verify`. Other precisions round sums that are made in another order
+to other numbers, how far apart depends on the model: there both are held against one device in float64, and the layout
+may be FURTHER times as far from it as one device in its precision is, and verify's tolerance. Gradients are the first
+step's.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,10 @@ class Stream:
 
 
 def oracles_of(config: Config) -> list[Outcome]:
-    """One device in the run's precision; of half precision in float64, too."""
+    """One device in the run's precision; where that is another one in float64, too."""
     tree = config.model_dump(mode="json", by_alias=True) | {"layout": {"transport": "torch"}, "memory": {}}
     exact = {"level": "O0", "dtype": "float64"}
-    precisions = [tree["precision"]] if config.precision.level == "O0" else [tree["precision"], exact]
+    precisions = [exact] if config.precision.dtype == "float64" else [tree["precision"], exact]
     runs = [parse_config(tree | {"precision": precision}) for precision in precisions]
     stream = Stream(config)
     batches = [stream.samples(step * config.batch.global_, config.batch.global_) for step in range(config.steps)]
@@ -142,8 +143,8 @@ def _scalars(kind: str, ranks: list[list[float]], oracles: list[list[float]], to
     """Every rank's number of each step against the last oracle's."""
     for rank, numbers in enumerate(ranks):
         for step, (mine, wanted) in enumerate(zip(numbers, oracles[-1], strict=True)):
-            error, half = (abs(one - wanted) / abs(wanted) for one in (mine, oracles[0][step]))
-            if not error <= _allowed(tolerance, half, oracles):
+            error, rounding = (abs(one - wanted) / abs(wanted) for one in (mine, oracles[0][step]))
+            if not error <= _allowed(tolerance, rounding):
                 yield f"rank {rank}: the {kind} of step {step + 1} is off by {error:.1e}"
 
 
@@ -151,20 +152,20 @@ def _pieces(kind: str, ranks: list[Pieces], oracles: list[dict[str, Tensor]], to
     """Each rank's part of each parameter against the same part of the whole one, and whether all parts are there."""
     alone, whole = ({name: x.double() for name, x in oracle.items()} for oracle in (oracles[0], oracles[-1]))
     sizes = {name: float(x.norm()) for name, x in whole.items()}
-    halves = {name: float((alone[name] - x).norm()) / (sizes[name] or 1) for name, x in whole.items()}
+    rounding = {name: float((alone[name] - x).norm()) / (sizes[name] or 1) for name, x in whole.items()}
     missing = {name: torch.ones(x.shape, dtype=torch.bool) for name, x in whole.items()}
     yield from (f"{name}: the {kind} on one device is zero everywhere" for name, size in sizes.items() if not size)
     for rank, pieces in enumerate(ranks):
         for place, part in pieces:
             missing[place.name][place.box.slices] = False
             error = float((part - whole[place.name][place.box.slices]).norm()) / (sizes[place.name] or 1)
-            if not error <= _allowed(tolerance, halves[place.name], oracles):
+            if not error <= _allowed(tolerance, rounding[place.name]):
                 yield f"rank {rank}: the {kind} of {place.name} is off by {error:.1e}"
     for name, places in missing.items():
         if places.any():
             yield f"{name}: no rank has {int(places.sum())} elements of its {kind}"
 
 
-def _allowed(tolerance: float, half: float, oracles: Sequence[object]) -> float:
-    """`half`: how far one device in half precision is from one in float64."""
-    return tolerance if len(oracles) == 1 else tolerance + FURTHER * half
+def _allowed(tolerance: float, rounding: float) -> float:
+    """`rounding`: how far one device in the run's precision is from one in float64."""
+    return tolerance + FURTHER * rounding

@@ -16,15 +16,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
-from meshwright.config import Config, load_config
+from meshwright.config import Config, load_config, parse_config
 from meshwright.data.packed import open_packed
 from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.families import family_of
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
 from meshwright.optim.optimizer import StepResult
+from meshwright.train.loop import Trainer
 from meshwright.train.metrics import BusyClock, MetricsWriter, StepFacts, StepWork, metrics_line, peak_flops
 from meshwright.train.step_report import StepReport
+from tests.fuzz.check import Stream
 from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.workers import run_ranks
 
@@ -144,6 +146,29 @@ def test_sent_bytes(sync: str, size: int, norm: int, corpus: Path, tmp_path: Pat
         assert line["sent_bytes"]["data"] == pytest.approx(expected, abs=size)
 
 
+def second_step(mesh: Mesh, config: Config) -> tuple[dict[str, int], set[str]]:
+    """Its reported bytes, and the axes over which this rank has sent anything."""
+    trainer = Trainer(build(config, mesh), Stream(config))
+    trainer.turn(None)
+    line, _ = trainer.turn(None)
+    sent: Any = line["sent_bytes"]
+    return sent, {axes for axes, count in mesh.ledger.sent_bytes().items() if count}
+
+
+@pytest.mark.parametrize("sync, shares", [("allreduce", 2), ("ring", 2), ("zero1", 2)])
+def test_sent_bytes_of_stages(sync: str, shares: int) -> None:
+    """A tied table is summed over the replicas of the first and the last of three stages: four ranks."""
+    model = {"layers": 3, "hidden": 16, "heads": 2, "positions": 8, "vocabulary": 300, "vocabulary_multiple": 8}
+    layout = {"data": {"size": 2, "sync": sync}, "pipeline": {"size": 3}, "transport": "torch"}
+    config = parse_config({
+        "model": model | {"dropout": 0.0}, "data": {"sequence": 8}, "batch": {"global": 8, "micro": 2},
+        "layout": layout, "precision": {"dtype": "float64"}, "steps": 2,
+    })  # fmt: skip
+    for sent, used in run_ranks(second_step, Grid(config.layout.axes), config):
+        assert used <= set(sent)
+        assert sent["data+ends"] == shares * 3 * 304 * 16 * 8 // 4
+
+
 def plain_loss(mesh: Mesh, run_folder: Path, corpus: Path, num_windows: int) -> float:
     """The mean over the first windows of the validation file, one by one, by torch's own cross entropy."""
     checkpoint = Checkpoint(find_checkpoint(run_folder))
@@ -242,7 +267,7 @@ def test_busy_clock_counts_work() -> None:
 
 
 def report(busy: float = 1.0, pipeline: float = 1.0, tasks: float = 1.0) -> StepReport:
-    return StepReport(0.5, [8], False, busy, pipeline, tasks, peak_memory_bytes=1, sent_bytes=(3, 0, 0))
+    return StepReport(0.5, [8], False, busy, pipeline, tasks, peak_memory_bytes=1, sent_bytes=(3, 0, 0, 0, 0))
 
 
 FACTS = StepFacts(1, StepResult(1.0, 0.1, applied=True), 1.0, 2.0, {"pipeline": 1.5})
