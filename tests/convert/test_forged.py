@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from meshwright.config.models import T5, Bert, Gpt2, Vit
 from meshwright.convert import export_folder, import_folder
+from meshwright.convert.registry import FAMILIES, family_of
+from meshwright.convert.settings import Settings
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from tests.evaluate.tiny import tiny_checkpoint, tiny_config
 
@@ -226,3 +230,32 @@ def test_any_byte_may_change(sound: Path, tmp_path: Path) -> None:
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(hf)
     assert refused > 50
+
+
+MODELS = {
+    "gpt2": Gpt2(),
+    "bert": Bert(family="bert"),
+    "t5": T5(family="t5"),
+    "vit": Vit(family="vit"),
+}
+WRONG = (None, "x", "", [1], [], {}, {"a": 1}, -1, 0, 10**9, 10**30, 0.5, True, False, float("nan"), float("inf"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_setting_may_be_anything(name: str, tmp_path: Path) -> None:
+    """Every key of a family's config.json, with every kind of value: read, or refused as a checkpoint is."""
+    assert MODELS.keys() == FAMILIES.keys()
+    family, path = FAMILIES[name], tmp_path / CONFIG
+    right = json.loads(family.files(MODELS[name], None, "float32")[CONFIG])
+    outcomes = Counter[str]()
+    for key in right:
+        for value in (*WRONG, ...):
+            changed = {other: right[other] for other in right if other != key} | ({} if value is ... else {key: value})
+            path.write_text(json.dumps(changed))
+            settings = Settings(path)
+            try:
+                family_of(settings).read(settings, frozenset())
+                outcomes["read"] += 1
+            except CheckpointError:
+                outcomes["refused"] += 1
+    assert min(outcomes["read"], outcomes["refused"]) > 50

@@ -173,7 +173,7 @@ def test_old_folders_hold_copies_and_what_none_reads(tmp_path: Path) -> None:
         ({"num_heads": 4}, r"relative_attention_bias\.weight is \[8, 3\], and config\.json makes it \[8, 4\]"),
         ({"num_layers": 3, "num_decoder_layers": 3}, r"has no tensor decoder\.block\.2\."),
         ({"num_layers": 1, "num_decoder_layers": 1}, r"has a tensor that T5 has not: decoder\.block\.1\."),
-        ({"layer_norm_epsilon": 0}, "norm_epsilon=0: "),
+        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon=0 is not above 0"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
