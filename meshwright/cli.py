@@ -7,7 +7,7 @@ import platform
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -62,7 +62,7 @@ def options(
 
 @app.command()
 def train(
-    run: RunFile,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN.yaml", help="The run file.", show_default=False)] = None,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Where the run is written; out/NAME-OF-RUN.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest complete checkpoint in --out.")] = False,
@@ -79,11 +79,21 @@ def train(
         list[str] | None,
         typer.Option(metavar="STEP", help="A step to trace into --out, for Perfetto; with --explain a file.json."),
     ] = None,
+    status: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Say where each rank of the run in OUT is; train nothing.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Of --status: print JSON for a script.")] = False,
 ) -> None:
     """Train, on local workers or as one rank of torchrun, srun or mpirun.
 
     Example: meshwright train run.yaml layout.data.size=2 optimizer.lr=1e-3 --out out/first
     """
+    if status is not None:
+        _show_status(run, status, as_json)
+    if as_json:
+        raise ConfigError.of("--json", "true", "has no effect on training", "leave it out, or add --status OUT")
+    if run is None:
+        raise ConfigError.of("RUN.yaml", "", "is missing", "a run file, or --status OUT")
     from meshwright.plan.auto import load_run
 
     config = load_run(run, overrides or (), progress)
@@ -112,6 +122,20 @@ def train(
         accept_changes=accept_changes,
         trace=traced,
     )
+
+
+def _show_status(run: Path | None, out: Path, as_json: bool) -> NoReturn:
+    """Exit code 1 where no run is alive and none has ended by itself."""
+    from meshwright.train.status import as_dict, render, status_of
+
+    if run is not None:
+        raise ConfigError.of("--status", out, f"trains nothing, and needs no run file ({run})", "--status OUT alone")
+    found = status_of(out)
+    if as_json:
+        print(json.dumps(as_dict(found)))
+    else:
+        render(found)
+    sys.exit(found.exit_code)
 
 
 @app.command()

@@ -62,7 +62,8 @@ class Failure:
 class Report:
     """A failed rank's last words. `details`: its traceback; empty for a user's mistake, whose text says all.
 
-    `certain`: the same run, started again, would fail so again.
+    `nanoseconds`: when it failed, by the clock of all processes here that never jumps. `certain`: the same run, started
+    again, would fail so again.
     """
 
     rank: int
@@ -75,12 +76,12 @@ class Report:
     def of(cls, rank: int, error: BaseException) -> Report:
         """The report on an exception being handled."""
         if isinstance(error, MeshwrightError):
-            return cls(rank, time.time_ns(), str(error), "", certain=not error.restartable)
+            return cls(rank, time.monotonic_ns(), str(error), "", certain=not error.restartable)
         if isinstance(error, SystemExit):
-            return cls(rank, time.time_ns(), f"it called exit with {error.code!r}", "")
+            return cls(rank, time.monotonic_ns(), f"it called exit with {error.code!r}", "")
         lines = str(error).strip().splitlines() or [""]
         summary = f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
-        return cls(rank, time.time_ns(), summary, "".join(traceback.format_exception(error)).rstrip())
+        return cls(rank, time.monotonic_ns(), summary, "".join(traceback.format_exception(error)).rstrip())
 
     def write(self, folder: Path, attempt: int) -> None:
         """Leave the report where `read_reports` finds it, whole or not at all."""

@@ -22,9 +22,10 @@ class Watch:
         self.device = device
 
     def start(self) -> None:
-        """Moments on a GPU count from here."""
+        """Moments count from here. The calendar is asked once, so that a clock that jumps moves no moment of a step."""
+        self._started, self._from = time.time(), time.perf_counter()
         if self.device.type == "cuda":
-            self._started, self._start = time.time(), self._event()
+            self._start = self._event()
 
     def now(self) -> Moment:
         """This moment: when the device has done what it was given so far."""
@@ -36,7 +37,7 @@ class Watch:
                 return float(started + start.elapsed_time(event) / 1e3)
 
             return ask
-        seconds = time.time()
+        seconds = self._started + time.perf_counter() - self._from
         return lambda: seconds
 
     def _event(self) -> torch.cuda.Event:

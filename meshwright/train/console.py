@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshwright.launch.output import PatientStream
+from meshwright.train.straggler import Straggler
 
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_STRAGGLERS = 300.0
 
 
 class RunDisplay:
@@ -22,6 +24,7 @@ class RunDisplay:
         self.console = Console(file=cast(TextIO, PatientStream(sys.stdout)), highlight=False, quiet=not speaks)
         self.steps = steps
         self._last_line = 0.0
+        self._last_straggler = -SECONDS_BETWEEN_STRAGGLERS
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -50,6 +53,9 @@ class RunDisplay:
         if not self.console.is_terminal and due:
             self._last_line = time.monotonic()
             self.say(f"step {line['step']}/{self.steps}  {facts}")
+        if line["straggler"] is not None and time.monotonic() - self._last_straggler > SECONDS_BETWEEN_STRAGGLERS:
+            self._last_straggler = time.monotonic()
+            self.say(f"step {line['step']}: {Straggler(**line['straggler'])}")
 
     def say(self, text: str) -> None:
         """A line of its own."""

@@ -31,11 +31,9 @@ from meshwright.train.console import RunDisplay
 from meshwright.train.loop import Trainer
 from meshwright.train.meeting import facts_of, meet
 from meshwright.train.metrics import MetricsWriter
+from meshwright.train.status import STATUS
 from meshwright.train.trace import write_step
 from meshwright.train.validate import validate
-
-STATUS = "status"
-"""The folder in a run's in which its ranks leave where they are."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -37,6 +37,7 @@ from meshwright.train.metrics import (
 from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
 from meshwright.train.replicas import gathered, require_equal_replicas, state_hashes, weight_hashes
 from meshwright.train.step_report import ReportExchange, StepReport
+from meshwright.train.straggler import OwnClock, StragglerWatch
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Trainer:
         self.samples = samples
         self.phases = PhaseClock(parts.mesh.device, parts.mesh.recorder)
         self._clock = BusyClock(parts.mesh.device)
+        self._own_clock = OwnClock(parts.mesh.recorder)
+        self._stragglers = StragglerWatch(parts.mesh.grid)
         self._sent: dict[str, int] = {}
         self.work = work_of(parts)
         batch = self._load(samples)
@@ -99,7 +102,13 @@ class Trainer:
         self._empty_cache()
         seconds = time.perf_counter() - started
         facts = StepFacts(self.step, result, scale, seconds, phases.seconds())
-        return metrics_line(facts, self.work, reports, parts.mesh.grid), any(report.stop for report in reports)
+        line = metrics_line(facts, self.work, reports, parts.mesh.grid)
+        line["straggler"] = self._straggler(reports)
+        return line, any(report.stop for report in reports)
+
+    def _straggler(self, reports: Sequence[StepReport]) -> dict[str, float] | None:
+        found = self._stragglers.step([report.own_seconds for report in reports])
+        return None if found is None else asdict(found)
 
     def _then_reports(
         self, arrivals: Iterable[int], exchange: ReportExchange, reports: list[StepReport]
@@ -192,6 +201,7 @@ class Trainer:
             task_seconds=sum(span.seconds for span in self.parts.passes.spans),
             peak_memory_bytes=peak_memory_bytes(mesh.device),
             sent_bytes=tuple(self._sent.get(axes, 0) - before.get(axes, 0) for axes in mesh.grid.axis_sets),
+            own_seconds=self._own_clock.lap(),
             hashes=tuple(weight_hashes(self.parts)) if every and (self.step + 1) % every == 0 else (),
         )
 

@@ -153,6 +153,7 @@ def metrics_line(facts: StepFacts, work: StepWork, reports: Sequence[StepReport]
         "paper_flops_per_second": work.paper_flops / facts.step_seconds,
         "mfu": rate / (work.peak_flops * len(reports)) if work.peak_flops else "unknown",
         "utilisation": [_share(report.busy_seconds, facts.step_seconds) for report in reports],
+        "own_seconds": [report.own_seconds for report in reports],
     }
     return line
 

@@ -20,6 +20,7 @@ class StepReport:
     """What one rank says: its share of the loss, of the next step's counted labels, and how it fares.
 
     `pipeline_seconds`: its forward and backward passes, and the waits between them; `task_seconds`: without the waits.
+    `own_seconds`: since its last report, without its waits for others.
     `hashes`: of the weights that it shares with others (replicas.py), in the steps in which they are compared.
     """
 
@@ -32,17 +33,18 @@ class StepReport:
     peak_memory_bytes: int
     sent_bytes: tuple[int, ...]
     hashes: tuple[int, ...] = ()
+    own_seconds: float = 0.0
 
     def numbers(self) -> list[float]:
-        times = (self.busy_seconds, self.pipeline_seconds, self.task_seconds)
+        times = (self.busy_seconds, self.pipeline_seconds, self.task_seconds, self.own_seconds)
         head = (self.loss, self.stop, *times, self.peak_memory_bytes)
         return [float(number) for number in (*head, *self.next_counts, *self.sent_bytes)]
 
     @classmethod
     def of(cls, numbers: Sequence[float], num_labels: int) -> StepReport:
-        loss, stop, busy, pipeline, tasks, peak, *rest = numbers
+        loss, stop, busy, pipeline, tasks, own, peak, *rest = numbers
         counts, sent = list(map(int, rest[:num_labels])), tuple(map(int, rest[num_labels:]))
-        return cls(loss, counts, bool(stop), busy, pipeline, tasks, int(peak), sent)
+        return cls(loss, counts, bool(stop), busy, pipeline, tasks, int(peak), sent, own_seconds=own)
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.workers import run_ranks
 
 PEAK = 1e9
-REPORT_BYTES = (10 + 1) * 8
-"""Ten numbers, and the hash of what replicas hold in common."""
+REPORT_BYTES = (11 + 1) * 8
+"""Eleven numbers, and the hash of what replicas hold in common."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_every_field(whole_run: Path, corpus: Path) -> None:
         assert set(line) - {"validation_loss", "validation_accuracy"} == {
             "step", "loss", "tokens", "tokens_per_second", "step_seconds", "learning_rate", "grad_norm", "loss_scale",
             "applied", "peak_memory_bytes", "sent_bytes", "flops_per_second", "mfu", "utilisation", "phase_seconds",
-            "idle_shares", "days_for_300g_tokens", "paper_flops_per_second",
+            "idle_shares", "days_for_300g_tokens", "paper_flops_per_second", "own_seconds", "straggler",
         }  # fmt: skip
         assert 2 < line["loss"] < math.log(model.padded_vocabulary) + 0.5
         assert line["tokens"] == 12 * 12
@@ -101,7 +101,8 @@ def test_every_field(whole_run: Path, corpus: Path) -> None:
         assert 0 < line["grad_norm"] < 100
         assert (line["loss_scale"], line["applied"]) == (1.0, True)
         assert 50e6 < line["peak_memory_bytes"] < 10e9
-        assert len(line["utilisation"]) == 2
+        assert len(line["utilisation"]) == len(line["own_seconds"]) == 2
+        assert all(seconds > 0 for seconds in line["own_seconds"])
         assert all(0 < share <= 1 for share in line["utilisation"])
     assert [line["learning_rate"] for line in lines] == pytest.approx([0.005, 0.01, 0.01, 0.005])
     assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4]

@@ -1,0 +1,138 @@
+"""`meshwright train --status OUT`: where each rank of a run is, from the records that it leaves while it lives.
+
+Whether a run lives is seen by whether its records are renewed: that needs no process to ask, and works from any host
+that sees the run's folder, whatever its clock says.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.hang import Record, explain_hang, read_records
+
+STATUS = "status"
+"""The folder in a run's in which its ranks leave where they are."""
+
+LOOK_SECONDS = 0.2
+PATIENCE_SECONDS = 4.0
+"""Several records of a rank that lives."""
+
+LONG_SECONDS = 5.0
+"""A wait of which somebody who asks for the status wants to know the cause."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """`renewed`: the ranks that have left a new record while we looked. `waits`: who keeps whom waiting, if anybody."""
+
+    state: Literal["alive", "hung", "ended", "dead", "none"]
+    out: Path
+    records: tuple[Record, ...]
+    renewed: frozenset[int]
+    waits: str | None
+
+    @property
+    def summary(self) -> str:
+        last = max((record.where.step for record in self.records), default=0)
+        match self.state:
+            case "alive":
+                silent = [str(record.rank) for record in self._running if record.rank not in self.renewed]
+                unheard = f"; no sign of life from rank {', '.join(silent)}" if silent else ""
+                return f"{self.out}: a run is alive, in step {last}{unheard}"
+            case "ended":
+                return f"{self.out}: no run is alive here; the last one ended by itself, after step {last}"
+            case "hung":
+                return f"{self.out}: no run is alive here; the last one gave up waiting in step {last}"
+            case "dead":
+                return f"{self.out}: no run is alive here; the last one was killed in step {last}"
+        return f"{self.out}: no run is alive here, and none has left a status"
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.state in ("alive", "ended") else 1
+
+    @property
+    def _running(self) -> list[Record]:
+        return [record for record in self.records if record.state == "running"]
+
+
+def status_of(out: Path) -> RunStatus:
+    """Look at a run's records for as long as it takes to see whether it lives: some seconds at most."""
+    before = {record.rank: record for record in read_records(out / STATUS)}
+    end = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        records = read_records(out / STATUS)
+        running = [record for record in records if record.state == "running"]
+        renewed = {record.rank for record in running if _renewed(record, before.get(record.rank))}
+        if len(renewed) == len(running) or time.monotonic() > end:
+            break
+        time.sleep(LOOK_SECONDS)
+    return RunStatus(_state(records, renewed), out, tuple(records), frozenset(renewed), _waits(records, renewed))
+
+
+def _renewed(record: Record, before: Record | None) -> bool:
+    return before is None or (record.pid, record.seconds) != (before.pid, before.seconds)
+
+
+def _state(records: Sequence[Record], renewed: set[int]) -> Literal["alive", "hung", "ended", "dead", "none"]:
+    states = {record.state for record in records}
+    if not records:
+        return "none"
+    if renewed:
+        return "alive"
+    if "hung" in states:
+        return "hung"
+    return "dead" if "running" in states else "ended"
+
+
+def _waits(records: Sequence[Record], renewed: set[int]) -> str | None:
+    """What the ranks would say if they gave up now; None where none has waited for long."""
+    waiting = [wait.seconds for record in records if record.rank in renewed for wait in record.where.waiting[:1]]
+    if renewed and max(waiting, default=0.0) < LONG_SECONDS:
+        return None
+    return explain_hang([replace(record, state="hung") if record.rank in renewed else record for record in records])
+
+
+def as_dict(status: RunStatus) -> dict[str, Any]:
+    ranks = [asdict(record) | {"renewed": record.rank in status.renewed} for record in status.records]
+    return {"state": status.state, "out": str(status.out), "waits": status.waits, "ranks": ranks}
+
+
+def render(status: RunStatus) -> None:
+    """The table of ranks, and what there is to say."""
+    console = Console(highlight=False)
+    console.print(status.summary, markup=False, soft_wrap=True)
+    if status.records:
+        table = Table("rank", "host", "process", "step", "phase", "task", "waits in", "for", "last sign of life")
+        for record in status.records:
+            wait = record.where.waiting[0] if record.where.waiting else None
+            where = record.where
+            table.add_row(
+                str(record.rank),
+                record.host,
+                str(record.pid),
+                str(where.step),
+                where.phase,
+                where.task,
+                str(wait or ""),
+                f"{wait.seconds:.0f} s" if wait else "",
+                "now" if record.rank in status.renewed else f"{_age(record):.0f} s ago, {record.state}",
+            )
+        console.print(table)
+    if status.waits:
+        console.print(status.waits, markup=False, soft_wrap=True)
+
+
+def _age(record: Record) -> float:
+    """Since a record was written: on its own host by the clock that never jumps."""
+    if record.host == socket.gethostname():
+        return time.monotonic() - record.seconds
+    return time.time() - record.time

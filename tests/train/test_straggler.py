@@ -1,0 +1,54 @@
+"""A rank that is slow for many steps is named; one slow step, or the work of another stage, says nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from meshwright.flight_recorder import Call, FlightRecorder
+from meshwright.grid import Grid
+from meshwright.train.straggler import STEPS, OwnClock, Straggler, StragglerWatch
+
+REPLICAS = Grid((("data", 4), ("pipe", 1)))
+
+
+def last(watch: StragglerWatch, steps: list[list[float]]) -> Straggler | None:
+    found = None
+    for own in steps:
+        found = watch.step(own)
+    return found
+
+
+def test_a_straggler_is_named_with_how_much_it_costs() -> None:
+    found = last(StragglerWatch(REPLICAS), [[1.0, 1.1, 2.0, 0.9]] * STEPS)
+    assert found == Straggler(2, pytest.approx(2.0), pytest.approx(1.0))
+    assert "rank 2 holds the others up: its own work takes 2.0 times theirs, 1.00 s more" in str(found)
+
+
+def test_it_takes_some_steps() -> None:
+    assert last(StragglerWatch(REPLICAS), [[1.0, 1.0, 9.0, 1.0]] * (STEPS - 1)) is None
+
+
+def test_one_slow_step_is_none() -> None:
+    assert last(StragglerWatch(REPLICAS), [[1.0] * 4] * 9 + [[1.0, 1.0, 100.0, 1.0]]) is None
+
+
+def test_milliseconds_are_not_worth_a_word() -> None:
+    assert last(StragglerWatch(REPLICAS), [[0.003, 0.001, 0.001, 0.001]] * STEPS) is None
+
+
+def test_stages_have_work_of_their_own() -> None:
+    steps = [[1.0, 5.0, 1.0, 5.0]] * STEPS
+    assert last(StragglerWatch(Grid((("data", 2), ("pipe", 2)))), steps) is None
+    assert last(StragglerWatch(Grid((("data", 1), ("pipe", 4)))), steps) is None
+
+
+def test_waits_are_not_a_ranks_own_seconds() -> None:
+    recorder = FlightRecorder()
+    clock = OwnClock(recorder)
+    with recorder.waiting(Call("data", "all_reduce", 8, (0, 1), 1)):
+        time.sleep(0.2)
+    assert clock.lap() < 0.15
+    time.sleep(0.2)
+    assert clock.lap() >= 0.2
