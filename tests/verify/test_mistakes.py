@@ -65,7 +65,6 @@ def test_sums_in_half_precision_are_seen(tmp_path: Path) -> None:
     verdict = compare(train.config, layout, reference, 1)
     failed = [row for row in verdict.failed if row.kind == "gradient"]
     assert max(row.error for row in failed) > 0.1
-    assert {row.kind for row in verdict.failed} >= {"norm", "gradient"}
 
 
 @pytest.mark.parametrize("plant", [dead_block, dead_model])
