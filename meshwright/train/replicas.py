@@ -39,16 +39,14 @@ def hash_bits(x: Tensor) -> Tensor:
     """The hash of the bits of x [n], contiguous: an int64 scalar on its device."""
     words = _words(x)
     whole = words.numel() // COLUMNS * COLUMNS
-    blocks = list(words[:whole].view(-1, COLUMNS).split(BLOCK_ROWS[x.device.type]))
-    if whole < words.numel():
-        blocks.append(words[whole:].view(1, -1))
-    columns = torch.arange(COLUMNS, device=x.device) * FACTOR | 1
-    total, row = words.new_zeros(()), 1
-    for block in blocks:
-        rows = torch.arange(row, row + block.shape[0], device=x.device) * FACTOR * 2
-        total += (block.sum(0) * columns[: block.shape[1]]).sum() + (block.sum(1) * rows).sum()
-        row += block.shape[0]
-    return total
+    blocks = words[:whole].view(-1, COLUMNS).split(BLOCK_ROWS[x.device.type])
+    rest = words[whole:]
+    rows = torch.cat([*(block.sum(1) for block in blocks), rest.sum(0, keepdim=True)])
+    columns = torch.stack([block.sum(0) for block in blocks]).sum(0) if whole else words.new_zeros(COLUMNS)
+    columns[: rest.numel()] += rest
+    row_factors = torch.arange(1, rows.numel() + 1, device=x.device) * FACTOR * 2
+    column_factors = torch.arange(COLUMNS, device=x.device) * FACTOR | 1
+    return (rows * row_factors).sum() + (columns * column_factors).sum()
 
 
 def _words(x: Tensor) -> Tensor:

@@ -1,0 +1,113 @@
+"""What comparing replicas costs: steps of the reference model with and without it in turns, and hashes by themselves.
+
+    python -m benchmarks.replica_check [--ranks N] [--rounds N] [--steps N]
+
+Each round takes `steps` steps of the train loop with `check.every` 1 and as many with 0, in the same processes. Seconds
+are the first rank's CPU time, so that others' work on the machine counts less; the ratio is that of the medians.
+Hashes: CPU milliseconds for 10^8 float32 weights on one thread, beside torch's vector_norm of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.ours import open_layout, reference_config
+from benchmarks.reference import REFERENCE, global_batch
+from meshwright.batch import Batch
+from meshwright.build import build
+from meshwright.config import Config
+from meshwright.config.schema import Check
+from meshwright.environment import Environment
+from meshwright.launch import Job, StopRequest, launch
+from meshwright.train.loop import Trainer
+from meshwright.train.replicas import hash_bits
+
+HASHED = 10**7
+
+
+class ReferenceRows:
+    """The reference's batches as a data set."""
+
+    def __len__(self) -> int:
+        return 1000 * REFERENCE.batch
+
+    def samples(self, first: int, count: int) -> Batch:
+        step, row = divmod(first, REFERENCE.batch)
+        tokens, labels = global_batch(step)
+        return {"tokens": tokens[row : row + count], "labels": labels[row : row + count]}
+
+    def held_out(self, first: int, count: int) -> Batch:
+        raise AssertionError("nothing is validated here")
+
+
+def worker(environment: Environment, stop: StopRequest, *, ranks: int, rounds: int, steps: int, out: str) -> None:
+    """One rank; the first leaves its seconds a step, with and without, a round a line."""
+    config = reference_config({"layout.data.size": ranks, "layout.transport": "torch"})
+    with open_layout(config) as mesh:
+        trainer = Trainer(build(config, mesh), ReferenceRows())
+        _timed(trainer, config, 1, 2)
+        lines = []
+        for number in range(rounds):
+            order = (1, 0) if number % 2 else (0, 1)
+            seconds = {every: _timed(trainer, config, every, steps) for every in order}
+            lines.append(f"{seconds[1]} {seconds[0]}")
+        if mesh.rank == 0:
+            Path(out).write_text("\n".join(lines))
+
+
+def _timed(trainer: Trainer, config: Config, every: int, steps: int) -> float:
+    """CPU seconds a step: the median."""
+    checked = config.model_copy(update={"check": Check(every=every)})
+    trainer.parts = replace(trainer.parts, config=checked)
+    seconds = []
+    for _ in range(steps):
+        before = time.process_time()
+        trainer.turn(None)
+        seconds.append(time.process_time() - before)
+    return statistics.median(seconds)
+
+
+def _milliseconds(call: Callable[[], Any]) -> float:
+    """The least of ten calls, scaled to 10^8 weights."""
+    seconds = []
+    for _ in range(10):
+        before = time.process_time()
+        call()
+        seconds.append(time.process_time() - before)
+    return min(seconds) * 1e3 * 10**8 / HASHED
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    weights = torch.randn(HASHED)
+    hashed, norm = _milliseconds(lambda: hash_bits(weights)), _milliseconds(lambda: torch.linalg.vector_norm(weights))
+    print(f"10^8 weights: hashed in {hashed:.1f} ms, vector_norm in {norm:.1f} ms")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "seconds.txt")
+        arguments = {"ranks": asked.ranks, "rounds": asked.rounds, "steps": asked.steps, "out": str(out)}
+        launch(Job("benchmarks.replica_check:worker", arguments), asked.ranks, "torch", threads=1)
+        rounds = [tuple(map(float, line.split())) for line in out.read_text().splitlines()]
+    checked, plain = (statistics.median(column) for column in zip(*rounds, strict=True))
+    ratios = sorted(one / other for one, other in rounds)
+    print(
+        f"{asked.ranks} ranks: {checked * 1e3:.0f} ms of CPU a step compared, {plain * 1e3:.0f} ms not; of the medians "
+        f"{checked / plain:.3f}, by round from {ratios[0]:.3f} to {ratios[-1]:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
