@@ -20,9 +20,10 @@ from random import Random
 from typing import Any
 
 import torch
+import yaml
 
-from meshwright.config import Config, dump_config, load_config
-from tests.fuzz.axes import AXES, Case
+from meshwright.config import Config, load_config
+from tests.fuzz.axes import AXES, Case, tree_of
 from tests.fuzz.check import mistakes
 from tests.fuzz.draw import Drawing, covering
 
@@ -50,17 +51,19 @@ def main() -> int:
     return fuzz(options.minutes, options.seed, options.jobs, options.ranks)
 
 
-def threads_of(config: Config) -> int:
-    """Two in float32, where the order of sums shows."""
-    return 2 if config.precision.dtype == "float32" else 1
+def checked(config: Config) -> list[str]:
+    """What is wrong with a run, a rank's error or a hang too. Two threads in float32, where the order of sums shows."""
+    try:
+        return mistakes(config, threads=2 if config.precision.dtype == "float32" else 1)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}".strip()]
 
 
 def replay(runs: list[Path]) -> int:
     """Check these run files; 1 where one fails."""
     failures = 0
     for path in runs:
-        config = load_config(path)
-        wrong = mistakes(config, threads_of(config))
+        wrong = checked(load_config(path))
         failures += bool(wrong)
         print(f"{path}: {'holds' if not wrong else ''}", *wrong, sep="\n  ", flush=True)
     return int(failures > 0)
@@ -109,18 +112,15 @@ def _draw_and_run(seed: str, ranks: int, deadline: float, told: Queue[Any]) -> N
     for case, config in drawing.cases():
         if time.monotonic() > deadline:
             break
-        try:
-            wrong = mistakes(config, threads_of(config))
-        except Exception as error:  # a rank's own, or a hang
-            wrong = [f"{type(error).__name__}: {error}".strip()]
-        failure = _keep(config, case, wrong) if wrong else ""
+        wrong = checked(config)
+        failure = _keep(case, wrong) if wrong else ""
         told.put((case, failure, ()))
     told.put((None, "", (drawing.drawn, drawing.refused.total())))
 
 
-def _keep(config: Config, case: Case, wrong: list[str]) -> str:
+def _keep(case: Case, wrong: list[str]) -> str:
     """Write the run to a file; the line that says so."""
-    text = dump_config(config)
+    text = yaml.safe_dump(tree_of(case), sort_keys=False)
     path = FOUND / f"{case['model']}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.yaml"
     noted = "".join(f"# {line}\n" for mistake in wrong[:8] for line in mistake.splitlines()[-12:])
     path.write_text(noted + text)
