@@ -34,6 +34,7 @@ from meshwright.data.split import SPLITS, Plan, Split, plan_split, split_documen
 from meshwright.data.staging import folder_lock, staged_folder
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind
 from meshwright.data.writer import SplitWriter
+from meshwright.environment import cache_folder
 from meshwright.errors import DataError
 
 __all__ = ["PackedCorpus", "Progress", "Split", "corpus_for", "open_packed", "prepare"]
@@ -103,7 +104,8 @@ def pack(material: Material, tokenizer: str, out: Path, validation: float, progr
                 header = _write(folder, material, made, plan, facts, progress)
                 (folder / HEADER).write_text(header.to_json(), encoding="utf-8")
     except OSError as error:  # no right to write there, a full disk
-        raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}") from error
+        where = "; MESHWRIGHT_CACHE names another folder for what runs prepare" if out.parent == cache_folder() else ""
+        raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}{where}") from error
     return open_packed(out)
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshwright.errors import LaunchError, MeshwrightError
+from meshwright.launch.limits import memory_sentence, open_files_sentence
 from meshwright.launch.stop import STOPPED_EXIT_CODE, attempt_folder
 
 LINGER_SECONDS = 0.5
@@ -77,6 +78,8 @@ class Report:
         """The report on an exception being handled."""
         if isinstance(error, MeshwrightError):
             return cls(rank, time.monotonic_ns(), str(error), "", certain=not error.restartable)
+        if limit := memory_sentence(error) or open_files_sentence(error):
+            return cls(rank, time.monotonic_ns(), limit, "", certain=True)
         if isinstance(error, SystemExit):
             return cls(rank, time.monotonic_ns(), f"it called exit with {error.code!r}", "")
         lines = str(error).strip().splitlines() or [""]

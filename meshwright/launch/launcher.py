@@ -10,6 +10,7 @@ from meshwright.errors import LaunchError
 from meshwright.hang import clear_records, explain_hang, read_records
 from meshwright.launch.failure import Failure, Interrupted
 from meshwright.launch.job import Job
+from meshwright.launch.limits import allow_open_files
 from meshwright.launch.output import SOCKET, OutputServer
 from meshwright.launch.session import Session, open_session
 from meshwright.launch.signals import KillWorkers, StopSignals
@@ -34,6 +35,7 @@ def launch(
     to stop, after the workers have left by themselves or were killed.
     """
     job.resolve()  # a wrong name fails here, once, and not in every worker
+    allow_open_files(num_ranks)
     with open_session() as session, OutputServer(session.folder / SOCKET):
         status = Path(job.status or session.folder)
         clear_records(status)

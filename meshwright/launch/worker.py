@@ -12,6 +12,7 @@ from meshwright.allocator import keep_freed_memory
 from meshwright.environment import read_environment
 from meshwright.launch.failure import Report, leave
 from meshwright.launch.job import Job
+from meshwright.launch.limits import allow_open_files
 from meshwright.launch.output import PatientStream, flush
 from meshwright.launch.stop import STOPPED_EXIT_CODE, FileStop, SignalStop
 
@@ -36,6 +37,7 @@ def run_worker(job: Job, threads: int) -> None:
     environment = replace(read_environment(), status_folder=None if job.status is None else Path(job.status))
     stop = SignalStop()
     try:
+        allow_open_files(environment.world_size)
         job.run(environment, stop)
         if stop.requested and environment.launcher != "torchrun":
             sys.exit(STOPPED_EXIT_CODE)
