@@ -149,6 +149,7 @@ def test_equals_serial(sync: str, size: int, serial: tuple) -> None:
     serial_losses, serial_gradients = serial
     for losses, _ in results:
         torch.testing.assert_close(losses, serial_losses, rtol=1e-10, atol=0)
+    assert {"tokens.weight", "positions.weight", "norm.bias"} <= serial_gradients.keys()
     for name, held in serial_gradients.items():
         (expected,) = held.values()
         parts = [gradients[name] for _, gradients in results if name in gradients]

@@ -44,6 +44,7 @@ def test_equals_serial_over_mpi(
     answers = mpi(size)[sync]
     for losses, _ in answers:
         torch.testing.assert_close(losses, serial_losses, rtol=1e-10, atol=0)
+    assert {"tokens.weight", "positions.weight", "norm.bias"} <= serial_gradients.keys()
     for name, held in serial_gradients.items():
         (expected,) = held.values()
         actual = torch.full_like(expected, torch.nan)

@@ -21,6 +21,7 @@ def test_untied_head_equals_serial(sync: str) -> None:
     results = run_ranks(train, Grid((("data", 2),)), config_for(sync, 2, **changes))
     for losses, _ in results:
         torch.testing.assert_close(losses, serial_losses, rtol=1e-10, atol=0)
+    assert {"tokens.weight", "positions.weight", "norm.bias"} <= serial_gradients.keys()
     for name, held in serial_gradients.items():
         (expected,) = held.values()
         actual = assembled([gradients[name] for _, gradients in results if name in gradients], expected.shape)
