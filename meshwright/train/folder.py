@@ -154,6 +154,8 @@ def _newest(out: Path, step: int | None) -> tuple[str, Checkpoint | None]:
     try:
         checkpoint = Checkpoint(path)
         checkpoint.file(TOKENIZER)
+        if path.name != f"step-{checkpoint.manifest.progress.step}":
+            raise DamagedError(f"{path} holds the checkpoint of step {checkpoint.manifest.progress.step}: name it so")
     except DamagedError as error:
         raise with_offer(error, folder, int(path.name.removeprefix("step-"))) from error
     wrote = checkpoint.manifest.origin.run

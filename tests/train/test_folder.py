@@ -178,6 +178,15 @@ def test_damaged_shard_of_the_older_one_is_not_offered(corpus: Path, used: Path)
         go_on(used, config_for(corpus))
 
 
+def test_renamed_checkpoint_is_refused(corpus: Path, used: Path) -> None:
+    """Its number would be taken for newer than it is, and the run's own set aside."""
+    (used / folder.CHECKPOINTS / "step-3").rename(used / folder.CHECKPOINTS / "step-9")
+    text = r"step-9 holds the checkpoint of step 3: name it so; the newest whole one is step-6: --resume-from 6"
+    with pytest.raises(CheckpointError, match=text):
+        go_on(used, config_for(corpus))
+    assert steps_of(used) == ["step-6", "step-9"]
+
+
 def test_step_that_is_not_there(corpus: Path, used: Path) -> None:
     with pytest.raises(ConfigError, match=r"--resume-from=4 is no checkpoint in .*; valid: 3, 6"):
         go_on(used, config_for(corpus), 4)
