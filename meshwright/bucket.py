@@ -59,7 +59,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`values` [n]: the parameters are views of it. `gradients` [n] likewise. n is padded to the sum axes' size."""
+    """`values` [n]: the parameters are views of it. `gradients` [n] likewise, perhaps of a wider type (gradient_dtype).
+
+    n is padded to the sum axes' size.
+    """
 
     values: Tensor
     gradients: Tensor
@@ -77,6 +80,7 @@ class Bucket:
     def slot(self, start: int, stop: int, *, replicated: bool) -> Slot:
         """The part start..stop as something to step. `replicated`: the ranks of the sum axes all step the same part."""
         parameter = nn.Parameter(self.values[start:stop])
+        parameter.grad_dtype = self.gradients.dtype
         parameter.grad = self.gradients[start:stop]
         places = tuple(part for place in self.places for part in place.clip(start, stop))
         part_axes = self.cut_axes if replicated else (*self.cut_axes, *self.sum_axes)
@@ -141,13 +145,18 @@ def arranged(
 
 
 def make_buckets(
-    parameters: Iterable[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], mesh: Mesh, bucket_bytes: int
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    specs: dict[str, ShardSpec],
+    mesh: Mesh,
+    bucket_bytes: int,
+    *,
+    widens: bool = False,
 ) -> list[Bucket]:
-    """Move the parameters into buckets of about `bucket_bytes`, in order of readiness."""
+    """Move the parameters into buckets of about `bucket_bytes`, in order of readiness. `widens`: as gradient_dtype."""
     members = dict(parameters)
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
     return [
-        _make_bucket(kind, [(name, members[name]) for name in names], specs, mesh)
+        _make_bucket(kind, [(name, members[name]) for name in names], specs, mesh, gradient_dtype(kind.dtype, widens))
         for kind, names in arranged(sizes, specs, mesh, bucket_bytes)
     ]
 
@@ -160,15 +169,31 @@ def assign_rooms(model: nn.Module, buckets: Iterable[Bucket]) -> None:
             module.rooms = {name: rooms[parameter] for name, parameter in module.named_parameters(recurse=False)}
 
 
-def _make_bucket(kind: Kind, group: list[tuple[str, nn.Parameter]], specs: dict[str, ShardSpec], mesh: Mesh) -> Bucket:
+def gradient_dtype(stored: torch.dtype, widens: bool) -> torch.dtype:
+    """Of the gradients of parameters that are `stored` so. `widens`: they are added up in float32 or better.
+
+    In half precision a sum of equal terms stops growing: bf16's after 256 of them, where a term is less than its last
+    bit.
+    """
+    return torch.promote_types(stored, torch.float32) if widens else stored
+
+
+def _make_bucket(
+    kind: Kind,
+    group: list[tuple[str, nn.Parameter]],
+    specs: dict[str, ShardSpec],
+    mesh: Mesh,
+    gradients_in: torch.dtype,
+) -> Bucket:
     padded = kind.padded(sum(parameter.numel() for _, parameter in group), mesh)
     values = torch.zeros(padded, dtype=kind.dtype, device=mesh.device)
-    gradients = torch.zeros_like(values)
+    gradients = torch.zeros_like(values, dtype=gradients_in)
     places, start = [], 0
     for name, parameter in group:
         stop = start + parameter.numel()
         values[start:stop].view(parameter.shape).copy_(parameter.detach())
         parameter.data = values[start:stop].view(parameter.shape)
+        parameter.grad_dtype = gradients_in
         places.append(Place(name, specs[name].shape, specs[name].box(mesh.grid, mesh.rank), start, stop))
         start = stop
     members = tuple(parameter for _, parameter in group)

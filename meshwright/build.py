@@ -253,8 +253,8 @@ def _build_strategy(config: Config, mesh: Mesh, model: Chain) -> Strategy:
         from meshwright.data_parallel.fsdp import FullySharded  # torch's own imports half of its compiler
 
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
-        return FullySharded(model, list(model.blocks.children()), specs, mesh, half)
+        return FullySharded(model, list(model.blocks.children()), specs, mesh, half, widens=config.widens_gradients)
     kind, policy = SYNCHRONISERS[sync]
-    buckets = make_buckets(model.named_parameters(), specs, mesh, bucket_bytes(config))
+    buckets = make_buckets(model.named_parameters(), specs, mesh, bucket_bytes(config), widens=config.widens_gradients)
     assign_rooms(model, buckets)
     return kind(buckets, mesh, policy())

@@ -150,35 +150,29 @@ class ShardedModule(nn.Module):
     def gradient(self, name: str, like: Tensor, write: WriteGradient, *, waits: bool = True) -> Tensor | None:
         """What a backward pass returns as a parameter's gradient, which has the shape and dtype of `like`.
 
-        `write(out, beta)` computes it into `out`, plus beta (0 or 1) times what is there. It is added up in the
-        parameter's room, now, or where weight gradients are deferred and this one `waits`, later; autograd is handed
-        None then, and fires its hooks all the same. A parameter without a room leaves the adding up to autograd.
+        `write(out, beta)` computes it into `out`, plus beta (0 or 1) times what is there; `out` may be wider than
+        `like`. It is added up in the parameter's room, now, or where weight gradients are deferred and this one
+        `waits`, later; autograd is handed None then, and fires its hooks all the same. A parameter without a room
+        leaves the adding up to autograd.
         """
         if self.deferred.collects and waits:
-            shape = like.new_empty(()).expand(like.shape)  # of one number
-            work = partial(self._add_gradient, name, shape, write)
+            work = partial(self._add_gradient, name, like.shape, write)
             self.deferred.add(self.get_parameter(name), work)
         elif name in self.rooms:
-            self._add_gradient(name, like, write, final=False)
+            self._add_gradient(name, like.shape, write, final=False)
         else:
             out = torch.empty_like(like)
             write(out, 0)
             return out
         return None
 
-    def _add_gradient(self, name: str, like: Tensor, write: WriteGradient, final: bool) -> None:
+    def _add_gradient(self, name: str, shape: torch.Size, write: WriteGradient, final: bool) -> None:
         """It becomes .grad or is added to it; of the final one the strategy is told, as no hook does."""
         parameter = self.get_parameter(name)
         adds = parameter.grad is not None
         if parameter.grad is None:
             parameter.grad = self.rooms[name]
-        if like.dtype == parameter.dtype:
-            write(parameter.grad.view(like.shape), int(adds))
-        else:  # under autocast
-            part = torch.empty_like(like, device=parameter.device)
-            write(part, 0)
-            put = parameter.grad.add_ if adds else parameter.grad.copy_
-            put(part.view(parameter.shape))
+        write(parameter.grad.view(shape), int(adds))
         if final:
             self.deferred.filled(parameter)
 

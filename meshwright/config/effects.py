@@ -127,6 +127,13 @@ EFFECTS = (
         "precision.dtype=fp16",
     ),
     Effect(
+        ("precision.accumulate",),
+        ("precision.level", "batch.global", "batch.micro", "layout.data.size"),
+        lambda config: config.precision.level == "O2" and config.num_microbatches > 1,
+        lambda config: "where no half-precision gradients of several microbatches are added up",
+        "precision.level=O2 and a smaller batch.micro",
+    ),
+    Effect(
         ("memory.summa",),
         (TENSOR,),
         lambda config: isinstance(config.layout.tensor, Tesseract),

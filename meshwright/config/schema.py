@@ -56,10 +56,15 @@ class LossScale(Section):
 
 
 class Precision(Section):
-    """O0: all in `dtype`. O1: fp32 weights, autocast. O2: half weights, fp32 master weights and states."""
+    """O0: all in `dtype`. O1: fp32 weights, autocast. O2: half weights, fp32 master weights and states.
+
+    `accumulate`: what O2's gradients of several microbatches are added up in, and summed over ranks: float32, or as
+    they are `stored`, in half precision, with half the memory and traffic (AxoNN, arXiv 2110.13005).
+    """
 
     level: Literal["O0", "O1", "O2"] = "O0"
     dtype: Literal["float32", "float64", "bf16", "fp16"] = "float32"
+    accumulate: Literal["float32", "stored"] = "float32"
     loss_scale: LossScale = LossScale()
 
 
@@ -198,3 +203,8 @@ class Config(Section):
     @property
     def num_microbatches(self) -> int:
         return self.replica_batch // self.micro
+
+    @property
+    def widens_gradients(self) -> bool:
+        """Whether half-precision weights have float32 gradients. A single microbatch adds nothing up."""
+        return self.precision.accumulate == "float32" and self.num_microbatches > 1

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.batch import Batch, LoadRows, Scales
-from meshwright.bucket import FlatWeights, Place, Slot
+from meshwright.bucket import FlatWeights, Place, Slot, gradient_dtype
 from meshwright.comm import SoloComm, TorchComm, same_everywhere
 from meshwright.mesh import Mesh
 from meshwright.model import Model
@@ -33,10 +33,14 @@ class FullySharded:
         specs: dict[str, ShardSpec],
         mesh: Mesh,
         half: torch.dtype | None,
+        *,
+        widens: bool,
     ) -> None:
+        """`widens`: half-precision gradients are added up and summed in float32 (bucket.gradient_dtype)."""
         self.mesh = mesh
         self._differing = self._make_replicas_equal(model)
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
+        summed = half if half is None else gradient_dtype(half, widens)
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=summed)
         device_mesh = self._device_mesh()
         for unit in units:
             fully_shard(unit, mesh=device_mesh, mp_policy=policy)
@@ -53,11 +57,9 @@ class FullySharded:
             for parameter in model.parameters()
             if not any(parameter in set(unit.parameters()) for unit in units)
         ]
-        element_bytes = half.itemsize if half is not None else None
-        self._root_bytes = sum(self._sent_bytes(parameter, element_bytes) for parameter in rest)
-        self._unit_bytes = sum(
-            self._sent_bytes(parameter, element_bytes) for unit in units for parameter in unit.parameters()
-        )
+        whole = [parameter for unit in units for parameter in unit.parameters()]
+        self._gathered_bytes = 2 * self._sent_bytes(whole, half) + self._sent_bytes(rest, half)
+        self._summed_bytes = self._sent_bytes([*whole, *rest], summed)
         self._sharded = [parameter for _, parameter in model.named_parameters()]
         self._slots = [self._slot(name, parameter, specs[name]) for name, parameter in model.named_parameters()]
 
@@ -108,16 +110,17 @@ class FullySharded:
     def _record(self, final: bool) -> None:
         """Write into the ledger what torch has sent: it gathers a unit forward and backward, the rest forward only."""
         ledger = self.mesh.ledger
-        ledger.record("data", "all_gather", 2 * self._unit_bytes + self._root_bytes)
+        ledger.record("data", "all_gather", self._gathered_bytes)
         if final:
-            ledger.record("data", "reduce_scatter", self._unit_bytes + self._root_bytes)
+            ledger.record("data", "reduce_scatter", self._summed_bytes)
 
-    def _sent_bytes(self, parameter: nn.Parameter, element_bytes: int | None) -> int:
-        """(n-1)/n of a parameter as it travels: its first dim padded to n equal parts, in the dtype computed in."""
+    def _sent_bytes(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> int:
+        """(n-1)/n of parameters as they travel: the first dim padded to n equal parts, in `dtype` or as stored."""
         size = self.mesh.size("data")
-        rows = -(-parameter.shape[0] // size)
-        elements = rows * (parameter.numel() // parameter.shape[0])
-        return (size - 1) * elements * (element_bytes or parameter.element_size())
+        return sum(
+            (size - 1) * -(-parameter.shape[0] // size) * parameter[0].numel() * (dtype or parameter.dtype).itemsize
+            for parameter in parameters
+        )
 
     def _make_replicas_equal(self, model: nn.Module) -> list[str]:
         comm = self.mesh.comm("data")

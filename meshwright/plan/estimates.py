@@ -177,7 +177,7 @@ class Estimates:
     def _fullest(self, config: Config) -> tuple[int, Memory]:
         """The stage, and what it holds. The order of the axes does not matter."""
         layout = config.layout
-        key = layout.tensor, layout.data, self._partition(config), config.memory.offload
+        key = layout.tensor, layout.data, self._partition(config), config.memory.offload, config.widens_gradients
         if key not in self._held:
             usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
             self._held[key] = self._held_by(usual, *self._parameters_of_fullest(usual))
@@ -186,15 +186,23 @@ class Estimates:
     def _held_by(self, config: Config, stage: int, parameters: list[Parameter]) -> tuple[int, Memory]:
         """Where weights and gradients alone are too much, nobody needs to know of buckets."""
         device = self.planner.cluster.device
-        weights = sum(parameter.num_elements * parameter.dtype.itemsize for parameter in parameters)
-        if 2 * weights + device.reserved > device.memory:
-            return stage, Memory(weights, weights, 0, 0, 0, device.reserved)
+        weights = sum(parameter.weight_bytes for parameter in parameters)
+        gradients = sum(parameter.gradient_bytes(config) for parameter in parameters)
+        if weights + gradients + device.reserved > device.memory:
+            return stage, Memory(weights, gradients, 0, 0, 0, device.reserved)
         buckets = self.planner.buckets.of(config, 0, parameters, set())
         return stage, memory_of(config, buckets, NOTHING, device.reserved)
 
     def _rest_of(self, config: Config) -> _Rest:
         layout = config.layout
-        key = layout.tensor, layout.axes, layout.data, self._partition(config), config.memory.offload
+        key = (
+            layout.tensor,
+            layout.axes,
+            layout.data,
+            self._partition(config),
+            config.memory.offload,
+            config.widens_gradients,
+        )
         if key not in self._rests:
             _, parameters = self._parameters_of_fullest(config)
             stage = StagePlan((), tuple(parameters), (), ())

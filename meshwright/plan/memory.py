@@ -3,7 +3,7 @@
 | part        | bytes                                                                                             |
 |-------------|---------------------------------------------------------------------------------------------------|
 | weights     | the buckets' values, with their padding                                                           |
-| gradients   | as much                                                                                           |
+| gradients   | as much; in float32 where several microbatches of half-precision ones are added up                |
 | states      | float32 masters of half-precision weights, and moments; with offload the two half-buckets instead |
 | activations | the most that microbatches in flight keep                                                         |
 | temporaries | what tasks make beside that at the dearest moment; or the optimizer's float32 gradients            |
@@ -55,9 +55,10 @@ def streams(config: Config) -> bool:
 def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, framework_bytes: int) -> Memory:
     """Of a rank with these buckets, whose tasks hold so much at most."""
     held = sum(bucket.size_bytes for bucket in buckets)
+    gradients = sum(bucket.gradient_bytes for bucket in buckets)
     most = max(peak.total_bytes, _widened_bytes(config, buckets))
     activations = min(peak.activation_bytes, most)
-    return Memory(held, held, state_bytes(config, buckets), activations, most - activations, framework_bytes)
+    return Memory(held, gradients, state_bytes(config, buckets), activations, most - activations, framework_bytes)
 
 
 def state_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
@@ -78,21 +79,23 @@ def _master_bytes(bucket: PlannedBucket) -> int:
 
 
 def _widened_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
-    """Float32 gradients of half-precision weights, which states in place make of all of them at once."""
+    """Float32 gradients of half-precision ones, which states in place make of all of them at once."""
     if config.memory.offload.to != "none":
         return 0
-    return sum(bucket.stepped_elements * _master_bytes(bucket) for bucket in buckets)
+    return sum(bucket.stepped_elements * SINGLE for bucket in buckets if bucket.summed_in.itemsize < SINGLE)
 
 
 def touched_bytes(config: Config, bucket: PlannedBucket) -> int:
     """Read and written by the norm and the optimizer's step of a bucket: weight and moments twice, gradients once in
     each, and where weights are halves the gradient's widening and the rounding."""
     moments = len(MOMENTS[config.optimizer.name])
-    size = bucket.kind.dtype.itemsize
+    size, gradient = bucket.kind.dtype.itemsize, bucket.summed_in.itemsize
     wide = max(SINGLE, size)
-    each = size + wide * (2 + 2 * moments + 1)
+    each = gradient + wide * (2 + 2 * moments + 1)
+    if gradient < SINGLE:
+        each += gradient + SINGLE
     if _master_bytes(bucket):
-        each += size + SINGLE + SINGLE + size
+        each += SINGLE + size
     return bucket.stepped_elements * each
 
 

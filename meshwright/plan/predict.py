@@ -136,7 +136,8 @@ class Planner:
         anyhow = config.model_copy(update={"memory": config.memory.model_copy(update={"summa": "whole"})})
         q = dict(config.layout.axes)["row"]
         forms = [
-            choose_form("auto", _blocks(stage.parameters), q, self._free_bytes(stage)) for stage in self.stages(anyhow)
+            choose_form("auto", _blocks(stage.parameters), q, self._free_bytes(config, stage))
+            for stage in self.stages(anyhow)
         ]
         if all(form.keeps for form in forms):
             return "gather"
@@ -145,13 +146,15 @@ class Planner:
     def _limit(self, config: Config) -> int:
         """Microbatches that every stage can hold in half of the free memory, with as much again for W's work."""
         own = [
-            self._free_bytes(stage) // 2 // max(1, 2 * stage.cost(Kind.FORWARD, 0, lambda program: 0.0).kept_bytes)
+            self._free_bytes(config, stage)
+            // 2
+            // max(1, 2 * stage.cost(Kind.FORWARD, 0, lambda program: 0.0).kept_bytes)
             for stage in self.stages(config)
         ]
         return max(1, min(config.num_microbatches, *own))
 
-    def _free_bytes(self, stage: StagePlan) -> int:
-        held = 2 * sum(parameter.num_elements * parameter.dtype.itemsize for parameter in stage.parameters)
+    def _free_bytes(self, config: Config, stage: StagePlan) -> int:
+        held = sum(parameter.weight_bytes + parameter.gradient_bytes(config) for parameter in stage.parameters)
         return max(0, self.cluster.device.memory - self.cluster.device.reserved - held)
 
     def backend(self, config: Config) -> Backend:
@@ -180,7 +183,7 @@ def check(config: Config) -> None:
 def _blocks(parameters: Sequence[Parameter]) -> list[int]:
     """Bytes of the weights of 2-D products."""
     return [
-        parameter.num_elements * parameter.dtype.itemsize
+        parameter.weight_bytes
         for parameter in parameters
         if parameter.name.startswith("blocks.") and {"row", "col"} <= parameter.spec.axes
     ]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from meshwright.bucket import assign_rooms, make_buckets
+from meshwright.bucket import assign_rooms, gradient_dtype, make_buckets
 from meshwright.build import SCHEDULES, build_kit, build_model, recompute_in
 from meshwright.config import Config
 from meshwright.config.layout import Subgraph
@@ -55,6 +55,13 @@ class Parameter:
     num_elements: int
     dtype: torch.dtype
     spec: ShardSpec
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def gradient_bytes(self, config: Config) -> int:
+        return self.num_elements * gradient_dtype(self.dtype, config.widens_gradients).itemsize
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ def _what_matters(config: Config) -> tuple[Hashable, ...]:
     microbatches = min(config.num_microbatches, DISTINCT)
     return (
         config.model, config.data, layout.tensor, axes, config.micro, config.precision.level, config.precision.dtype,
-        groups, config.memory.summa, splits(config), microbatches,
+        config.widens_gradients, groups, config.memory.summa, splits(config), microbatches,
     )  # fmt: skip
 
 
@@ -194,7 +201,7 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
     model = build_model(config, kit, mesh, stretch)
     recompute_in(config, model, len(stretch.layers))
     specs = shard_specs(model)
-    assign_rooms(model, make_buckets(model.named_parameters(), specs, mesh, _ALL))
+    assign_rooms(model, make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients))
     deferred = Deferred()
     for module in model.modules():
         if isinstance(module, ShardedModule):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from meshwright.batch import Batch
-from meshwright.bucket import Bucket, Kind, arranged
+from meshwright.bucket import Bucket, Kind, arranged, gradient_dtype
 from meshwright.build import SYNCHRONISERS, bucket_bytes
 from meshwright.config import Config
 from meshwright.data_parallel.parameter_server import ServerLoss
@@ -28,9 +28,10 @@ from meshwright.plan.recordings import Parameter
 @dataclass(frozen=True)
 class PlannedBucket:
     """`names`: of its parameters; `num_elements`: with its padding; `stepped_elements`: those that this rank's
-    optimizer steps; `blocks`: it is summed behind the backward pass."""
+    optimizer steps; `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type."""
 
     kind: Kind
+    summed_in: torch.dtype
     names: tuple[str, ...]
     num_elements: int
     stepped_elements: int
@@ -41,6 +42,10 @@ class PlannedBucket:
     @property
     def size_bytes(self) -> int:
         return self.num_elements * self.kind.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.num_elements * self.summed_in.itemsize
 
 
 @dataclass
@@ -72,11 +77,14 @@ class Buckets:
         for kind, names in arranged(items, specs, mesh, bucket_bytes(config)):
             num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
             index = mesh.comm(*kind.sum_axes).index  # a root does more than the others
-            key = sync, kind.dtype, kind.sum_axes, index, num_elements, config.layout.axes
+            summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
+            key = sync, kind.dtype, summed_in, kind.sum_axes, index, num_elements, config.layout.axes
             if key not in self._programs:
-                self._programs[key] = _programs(policy, kind, num_elements, mesh, recorder)
+                self._programs[key] = _programs(policy, kind, summed_in, num_elements, mesh, recorder)
             stepped, *programs = self._programs[key]
-            buckets.append(PlannedBucket(kind, tuple(names), num_elements, stepped, policy.blocks, *programs))
+            buckets.append(
+                PlannedBucket(kind, summed_in, tuple(names), num_elements, stepped, policy.blocks, *programs)
+            )
         return buckets
 
 
@@ -96,11 +104,12 @@ def share_program(config: Config) -> Program:
 
 
 def _programs(
-    policy: Policy, kind: Kind, num_elements: int, mesh: Mesh, recorder: Recorder
+    policy: Policy, kind: Kind, summed_in: torch.dtype, num_elements: int, mesh: Mesh, recorder: Recorder
 ) -> tuple[int, Program, Program]:
     """How many elements this rank steps, and what it does to sum and to publish."""
     values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
-    bucket = Bucket(values, torch.empty_like(values), (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
+    gradients = torch.empty_like(values, dtype=summed_in)
+    bucket = Bucket(values, gradients, (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
     comm = mesh.comm(*kind.sum_axes)
     start, stop = policy.owned(bucket, comm)
     with recorder.program(mesh.ledger) as made:

@@ -35,15 +35,31 @@ class _Linear(torch.autograd.Function):
 
 def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, layer: ShardedModule) -> Tensor | None:
     """xᵀ dy, added up in the layer's room for its `weight`."""
-    return layer.gradient("weight", weight, lambda out, beta: torch.addmm(out, x.t(), dy, beta=beta, out=out))
+    return layer.gradient("weight", weight, lambda out, beta: write_product(out, x.t(), dy, beta))
+
+
+def write_product(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """a b + beta · out, in `out`. Narrower factors are multiplied first: no CPU kernel adds halves to a float32."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=beta, out=out)
+    else:
+        write_part(out, a @ b, beta)
+
+
+def write_part(out: Tensor, part: Tensor, beta: int) -> None:
+    """part + beta · out, in `out`, which may be wider: sums of rounded parts, not rounded sums."""
+    if beta:
+        out.add_(part)
+    else:
+        out.copy_(part)
 
 
 def bias_gradient(dy: Tensor, layer: ShardedModule) -> Tensor | None:
     """The sum of dy [B·T, out] over its rows, in the layer's room for its `bias`."""
 
     def write(out: Tensor, beta: int) -> None:
-        if beta:
-            out.add_(dy.sum(0))
+        if beta or out.dtype != dy.dtype:
+            write_part(out, dy.sum(0), beta)
         else:
             torch.sum(dy, 0, out=out)
 

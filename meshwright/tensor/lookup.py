@@ -32,7 +32,7 @@ class _Lookup(torch.autograd.Function):
         def write(out: Tensor, beta: int) -> None:
             if not beta:
                 out.zero_()
-            add_rows(out, ids.flatten(), dy.flatten(0, -2), ctx.layer.mesh.device_type)
+            add_rows(out, ids.flatten(), dy.flatten(0, -2).to(out.dtype), ctx.layer.mesh.device_type)
 
         return None, ctx.layer.gradient("weight", weight, write), None
 

@@ -20,7 +20,7 @@ from meshwright.collectives import here
 from meshwright.mesh import Mesh
 from meshwright.shard import ZEROS, Initial, ShardedModule, ShardSpec
 from meshwright.tensor.boundary import Boundary
-from meshwright.tensor.linear import bias_gradient, cast, weight_gradient
+from meshwright.tensor.linear import bias_gradient, cast, weight_gradient, write_product
 
 
 class _Expand(torch.autograd.Function):
@@ -48,7 +48,7 @@ class _Expand(torch.autograd.Function):
         leaving = boundary.start_leave(dx)  # under dW's product
 
         def write(out: Tensor, beta: int) -> None:
-            torch.addmm(out, entering.wait().flatten(0, -2).t(), rows, beta=beta, out=out)
+            write_product(out, entering.wait().flatten(0, -2).t(), rows, beta)
 
         dweight = ctx.layer.gradient("weight", weight, write)
         dbias = bias_gradient(rows, ctx.layer) if ctx.biased else None

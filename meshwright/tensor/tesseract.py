@@ -33,7 +33,7 @@ from meshwright.tensor.cross_entropy import give_to_autograd
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import Pair
-from meshwright.tensor.linear import bias_gradient, cast, linear
+from meshwright.tensor.linear import bias_gradient, cast, linear, write_part
 from meshwright.tensor.local import Local
 from meshwright.tensor.lookup import lookup
 from meshwright.tensor.norm2d import split_layer_norm
@@ -64,9 +64,10 @@ class _Linear(torch.autograd.Function):
 
         def write(out: Tensor, beta: int) -> None:
             for_dw = layer.operands(choice.dw, {X: x, Y: dy}) if not held else layer.operands(choice.dw, {X: x}) | held
-            product = summa.multiply(W, choice.dw, for_dw, None if beta else out).wait()
-            if beta:
-                out.add_(product)
+            there = not beta and out.dtype == dy.dtype
+            product = summa.multiply(W, choice.dw, for_dw, out if there else None).wait()
+            if not there:
+                write_part(out, product, beta)
 
         dweight = layer.gradient("weight", weight, write)
         dbias = bias_gradient(dy, layer) if ctx.biased else None

@@ -91,5 +91,6 @@ def _state_bytes(parts: Parts) -> int:
         return held.tier.live_bytes - size_bytes(held._count)
     assert isinstance(held, InPlace)
     masters = [master for slot, master in zip(held.slots, held.masters, strict=True) if master is not slot.parameter]
-    moments = [x for state in held.torch.state.values() for x in state.values() if x.dim()]
+    states = (held.tensors(index) for index in range(len(held.slots)))
+    moments = [x for state in states for kind, x in state.items() if kind != "weight"]
     return sum(size_bytes(x) for x in (*masters, *moments))
