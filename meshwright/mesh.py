@@ -207,6 +207,7 @@ class Mesh:
     ranks_here: int = 1
     ledger: Ledger = field(default_factory=Ledger)
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
+    timeout: Timeout = DEFAULT_TIMEOUT
     _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict)
     _mailboxes: dict[str, Mailbox] = field(default_factory=dict)
 
@@ -289,7 +290,15 @@ def open_mesh(
         here = environment.local_world_size
         try:
             yield Mesh(
-                grid, environment.rank, device, opened, token_axes, device.type, ranks_here=here, recorder=recorder
+                grid,
+                environment.rank,
+                device,
+                opened,
+                token_axes,
+                device.type,
+                ranks_here=here,
+                recorder=recorder,
+                timeout=timeout,
             )
         finally:
             opened.close()

@@ -28,8 +28,6 @@ from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.mesh import Mesh
 
 PARTIAL = ".partial-"
-PATIENCE_SECONDS = 600.0
-"""How long rank 0 waits for a rank's shard."""
 VISIBLE_SECONDS = 10.0
 """How long a network file system may take to show a rank the folder that rank 0 has made."""
 TEXT_LENGTH = 500
@@ -237,7 +235,7 @@ class CheckpointWriter:
 
     def _listing(self, path: Path) -> Listing:
         """What a rank says of its shard, as soon as it has said it."""
-        self._await(path, PATIENCE_SECONDS)
+        self._await(path, self.mesh.timeout.wait)
         listing = _LISTING.validate_json(path.read_bytes())
         path.unlink()
         return listing
