@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
 import torch
@@ -28,6 +27,7 @@ from meshwright.errors import ConfigError, LaunchError
 from meshwright.grid import PIPE, Grid
 from meshwright.launch import Job, StopRequest, Transport, joined, launch
 from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.launch.session import temporary_folder
 from meshwright.machine import memory_bytes, usable_cores
 from meshwright.mesh import open_mesh
 from meshwright.plan.cluster import Cluster, Level, Links
@@ -86,8 +86,8 @@ def calibrate(out: Path, machine: Machine, effort: Effort, report: Progress = si
     """
     if joined():
         raise LaunchError("calibrate starts its own ranks: run it outside of torchrun, srun and mpirun")
-    with writer_of(out) as write, TemporaryDirectory(prefix="meshwright-calibrate-") as name:
-        runs = _Runs(Path(name), out.absolute().parent, machine, effort, report)
+    with writer_of(out) as write, temporary_folder() as folder:
+        runs = _Runs(folder, out.absolute().parent, machine, effort, report)
         each = runs.launch("device", machine.devices, "torch")
         memory = memory_bytes() // machine.devices if machine.kind == "cpu" else each[0]["memory"]
         device = device_of(machine.kind, memory, merged([of["points"] for of in each]))

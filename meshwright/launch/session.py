@@ -42,15 +42,22 @@ def open_session() -> Iterator[Session]:
 
     Raises LaunchError where the temporary folder cannot be written to.
     """
-    temporary = Path(tempfile.gettempdir())
-    sweep(temporary)
     with ExitStack() as stack:
-        folder = stack.enter_context(_locked_folder(temporary))
+        folder = stack.enter_context(temporary_folder())
         shared = folder
         if os.access(_SHARED_MEMORY, os.W_OK):
             sweep(_SHARED_MEMORY)
             shared = stack.enter_context(_locked_folder(_SHARED_MEMORY))
         yield Session(folder, shared)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A new temporary folder of a process that launches, which the next launch removes where this process cannot."""
+    parent = Path(tempfile.gettempdir())
+    sweep(parent)
+    with _locked_folder(parent) as folder:
+        yield folder
 
 
 @contextmanager

@@ -4,7 +4,6 @@ comparison. Both are jobs of their own, one after the other, and leave files."""
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +28,7 @@ from meshwright.environment import Environment
 from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
 from meshwright.families import family_of
 from meshwright.launch import Interrupted, Job, StopRequest, joined
+from meshwright.launch.session import temporary_folder
 from meshwright.shard import Box
 from meshwright.train.job import open_layout, resources_of, run_ranks, worker_device
 from meshwright.train.loop import Trainer
@@ -117,8 +117,8 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
         raise LaunchError("verify starts its own workers: run it outside of torchrun, srun and mpirun")
     config = comparable(config, as_configured=as_configured)
     data = family_of(config).dataset.prepare(config, report)
-    with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
-        layout, reference = Path(folder) / "layout", Path(folder) / "reference"
+    with temporary_folder() as folder:
+        layout, reference = folder / "layout", folder / "reference"
         report(f"{config.layout.world_size} ranks, {steps} steps", None)
         _run(config, WORKER, "the layout", layout, data, steps)
         report(f"the reference on one device, {steps} steps", None)
