@@ -168,7 +168,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     strategy = _build_strategy(config, mesh, module)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
-    decided = _decide_by_memory(decided, mesh, stages, kit, _coming_bytes(mesh, module, optimizer))
+    decided = _decide_by_memory(decided, mesh, stages, kit, _coming_bytes(config, mesh, module, optimizer))
     config = decided.config
     autocasts = config.precision.level == "O1"
     model: Model = Autocast(module, mesh.device, DTYPES[config.precision.dtype]) if autocasts else module
@@ -199,12 +199,13 @@ def recomputed_group(config: Config, stage_layers: int) -> int:
     return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
 
 
-def _coming_bytes(mesh: Mesh, module: Chain, optimizer: Optimizer) -> int:
+def _coming_bytes(config: Config, mesh: Mesh, module: Chain, optimizer: Optimizer) -> int:
     """Device memory that the first step will take for good: moments and, on a CPU, gradients.
 
     Their zeros are pages there that nobody has touched yet, which the system still counts as free.
     """
-    gradients = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    least = 4 if config.widens_gradients else 0  # half-precision weights have float32 gradients then
+    gradients = sum(parameter.numel() * max(least, parameter.element_size()) for parameter in module.parameters())
     return optimizer.coming_bytes + (gradients if mesh.device_type == "cpu" else 0)
 
 

@@ -120,7 +120,7 @@ EFFECTS = (
         "auto",
     ),
     Effect(
-        ("precision.loss_scale.initial", "precision.loss_scale.interval"),
+        ("precision.loss_scale.initial", "precision.loss_scale.interval", "precision.loss_scale.max_skips"),
         ("precision.dtype",),
         lambda config: config.precision.dtype == "fp16",
         lambda config: f"with precision.dtype={config.precision.dtype}",

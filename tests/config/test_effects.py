@@ -28,7 +28,7 @@ ALWAYS = {
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip"),
     *("optimizer.schedule.warmup", "optimizer.schedule.decay"),
     *("checkpoint.every", "checkpoint.keep", "validation.every"),
-    *("metrics.tensorboard", "metrics.peak_flops"),
+    *("metrics.tensorboard", "metrics.peak_flops", "check.every"),
 }
 """Fields that no other field can switch off. A model's are all of this kind: a family has no field of another's."""
 
@@ -50,6 +50,7 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "layout.order=[pipe, data]": ("layout.data.size=2", "layout.pipeline.size=2"),
     "precision.loss_scale.initial=1024": ("precision.level=O1", "precision.dtype=fp16"),
     "precision.loss_scale.interval=10": ("precision.level=O2", "precision.dtype=fp16"),
+    "precision.loss_scale.max_skips=10": ("precision.level=O1", "precision.dtype=fp16"),
     "precision.accumulate=stored": ("precision.level=O2", "precision.dtype=bf16", "batch.micro=1"),
     "memory.summa=stream": ("layout.tensor={kind: tesseract, q: 2}",),
     "memory.offload.bucket=1M": ("memory.offload.to=host", "precision.level=O2", "precision.dtype=bf16"),
@@ -80,6 +81,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "layout.order=[data, pipe]": (("layout.data.size=2",), "on a layout that has one axis"),
     "precision.loss_scale.initial=65536": ((), "with precision.dtype=float32"),
     "precision.loss_scale.interval=10": (("precision.level=O1", "precision.dtype=bf16"), "with precision.dtype=bf16"),
+    "precision.loss_scale.max_skips=10": ((), "with precision.dtype=float32"),
     "precision.accumulate=float32": (("precision.level=O1", "precision.dtype=bf16"), "where no half-precision"),
     "memory.summa=stream": ((), "with layout.tensor.kind=none"),
     "memory.offload.bucket=1M": ((), "with memory.offload.to=none"),
