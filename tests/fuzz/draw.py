@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, islice
 from random import Random
 
 from meshwright.config import Config
@@ -18,6 +18,9 @@ from tests.fuzz.axes import AXES, FIELDS, Case, Value, tree_of, world_size
 
 TRIES = 40
 """Values drawn again before a case is given up."""
+
+RARE = 3000
+"""Runs that are drawn for pairs that the fixed set lacks still."""
 
 Pair = tuple[tuple[str, Value], tuple[str, Value]]
 """Two axes' values."""
@@ -110,6 +113,11 @@ def covering(seed: int, tries: int = 8, candidates: int = 60) -> list[Case]:
         cases.append(best)
         for covered in pairs_of(best):
             missing.pop(covered, None)
+    have = set().union(*map(pairs_of, cases))
+    for case, _ in islice(drawing.cases(), RARE):  # pairs that few draws around them find
+        if not pairs_of(case) <= have:
+            cases.append(case)
+            have |= pairs_of(case)
     return cases
 
 

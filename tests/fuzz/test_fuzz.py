@@ -15,7 +15,7 @@ from meshwright.config.load import parse_run
 from tests.fuzz.__main__ import COVERING, FOUND
 from tests.fuzz.axes import AXES, Case, tree_of
 from tests.fuzz.check import mistakes
-from tests.fuzz.draw import Drawing, covering, pairs_of
+from tests.fuzz.draw import Drawing, pairs_of
 
 FIXED: list[Case] = [json.loads(line) for line in COVERING.read_text().splitlines()]
 
@@ -45,15 +45,9 @@ def test_a_drawn_run_holds_no_new_pair() -> None:
         assert pairs_of(case) <= covered, f"`python -m tests.fuzz --cover`: nothing has {pairs_of(case) - covered}"
 
 
-def test_every_value_is_drawn() -> None:
-    drawn = [case for case, _ in islice(Drawing(Random(6)).cases(), 500)]
+def test_every_value_is_in_the_fixed_set() -> None:
     for axis, values in AXES.items():
-        assert {case[axis] for case in drawn} == set(values), axis
-
-
-@pytest.mark.long
-def test_the_fixed_set_is_the_generator_s() -> None:
-    assert covering(1) == FIXED
+        assert {case[axis] for case in FIXED} == set(values), axis
 
 
 @pytest.mark.long
