@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--cover", action="store_true")
     parser.add_argument("runs", nargs="*", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # ranks are forks of this process (check.mistakes)
+    torch.set_num_threads(1)  # ranks are forks of this process
     if options.runs:
         return replay(options.runs)
     if options.cover:
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def checked(config: Config) -> list[str]:
-    """What is wrong with a run, a rank's error or a hang too. One thread a rank: forked ranks with more stand still."""
+    """What is wrong with a run, a rank's error or a hang too."""
     try:
         return mistakes(config)
     except Exception as error:
