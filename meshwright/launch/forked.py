@@ -26,7 +26,7 @@ from meshwright.errors import LaunchError
 from meshwright.launch.failure import Death, Failure, explain, read_reports
 from meshwright.launch.job import Job
 from meshwright.launch.output import SOCKET, receive_output
-from meshwright.launch.session import Session, lock_fork_server_folder
+from meshwright.launch.session import Session, make_fork_server_folder
 from meshwright.launch.tether import die_with_parent
 from meshwright.launch.worker import run_launched
 
@@ -39,8 +39,8 @@ def run_forked(session: Session, num_ranks: int, attempt: int, threads: int) -> 
     module, _, _ = Job.read(session.folder).entry.partition(":")
     context.set_forkserver_preload(["meshwright.launch.preload", module])
     try:
+        make_fork_server_folder()
         ensure_running()
-        lock_fork_server_folder()
         store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     except (OSError, RuntimeError) as error:
         raise LaunchError(f"no worker can be started: {error}") from error

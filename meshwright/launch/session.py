@@ -83,13 +83,15 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def lock_fork_server_folder() -> None:
-    """Mark the folder of this process's fork server as ours, for the sweep after a `kill -9`.
+def make_fork_server_folder() -> None:
+    """Make the folder of this process's fork server, marked as ours for the sweep after a `kill -9`.
 
-    multiprocessing removes it at the process's orderly end. The lock's descriptor is left open until then.
+    multiprocessing removes it at the orderly end; the lock's descriptor is left open until then. A folder that
+    is there already stays as it is: it is marked, or belongs to the process that forked this one and lives longer.
     """
+    there = set(Path(tempfile.gettempdir()).glob(f"{_FORK_SERVER_PREFIX}*"))
     folder = Path(get_temp_dir())
-    if not (folder / _LOCK).exists():
+    if folder not in there:
         _lock(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import torch
 from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
 from meshwright.launch.launcher import Transport
+from meshwright.launch.session import make_fork_server_folder, sweep
 from tests.launch.conftest import needs_mpi
 
 HERE = "tests.launch.entries"
@@ -146,3 +148,14 @@ def test_a_temporary_folder_too_long_for_a_socket(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("tempfile.tempdir", str(long))
     with pytest.raises(LaunchError, match="set TMPDIR to a short local path"):
         launch(Job(f"{HERE}:greet"), 1, "mpi", threads=1)
+
+
+def test_a_forked_launcher_leaves_the_folder_of_its_parents_fork_server() -> None:
+    """It once took the lock on it, and died: the next launch removed what the living parent needs."""
+    folder = Path(get_temp_dir())
+    (folder / "launcher.lock").unlink(missing_ok=True)
+    forked = multiprocessing.get_context("fork").Process(target=make_fork_server_folder)
+    forked.start()
+    forked.join()
+    sweep(folder.parent)
+    assert folder.exists()
