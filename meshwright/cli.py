@@ -93,7 +93,7 @@ def train(
     if as_json:
         raise ConfigError.of("--json", "true", "has no effect on training", "leave it out, or add --status OUT")
     if run is None:
-        raise ConfigError.of("RUN.yaml", "", "is missing", "a run file, or --status OUT")
+        raise typer.BadParameter("Missing argument 'RUN.yaml' (or --status OUT).")
     from meshwright.plan.auto import load_run
 
     config = load_run(run, overrides or (), progress)

@@ -117,6 +117,8 @@ def dump_tree(config: Config) -> dict[str, Any]:
     tree = config.model_dump(mode="json", by_alias=True)
     for field in idle_fields(config):
         _remove(tree, field)
+    if not tree["precision"]["loss_scale"]:
+        del tree["precision"]["loss_scale"]  # none of its fields has an effect
     return tree
 
 

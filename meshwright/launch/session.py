@@ -89,9 +89,10 @@ def make_fork_server_folder() -> None:
     multiprocessing removes it at the orderly end; the lock's descriptor is left open until then. A folder that
     is there already stays as it is: it is marked, or belongs to the process that forked this one and lives longer.
     """
-    there = set(Path(tempfile.gettempdir()).glob(f"{_FORK_SERVER_PREFIX}*"))
+    temporary = Path(tempfile.gettempdir())
+    there = set(temporary.glob(f"{_FORK_SERVER_PREFIX}*"))
     folder = Path(get_temp_dir())
-    if folder not in there:
+    if folder.parent == temporary and folder not in there:  # else it is older than this process's TMPDIR
         _lock(folder)
 
 

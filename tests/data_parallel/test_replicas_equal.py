@@ -44,7 +44,7 @@ def plant_in_fsdp(mesh: Mesh) -> tuple[list[str], Tensor]:
     if mesh.rank == 1:
         model.get_parameter(WRONG).data[-1, -1] += 1
     blocks = list(model.get_submodule("blocks").children())
-    strategy = FullySharded(model, blocks, shard_specs(model), mesh, None)
+    strategy = FullySharded(model, blocks, shard_specs(model), mesh, None, widens=False)
     parameter = model.get_parameter(WRONG)
     assert isinstance(parameter, DTensor)
     return strategy.make_replicas_equal(), parameter.full_tensor().detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
@@ -150,12 +151,24 @@ def test_a_temporary_folder_too_long_for_a_socket(tmp_path: Path, monkeypatch: p
         launch(Job(f"{HERE}:greet"), 1, "mpi", threads=1)
 
 
-def test_a_forked_launcher_leaves_the_folder_of_its_parents_fork_server() -> None:
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_childs_launch_leaves_the_folder_of_its_parents_fork_server(
+    method: str, moves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It once took the lock on it, and died: the next launch removed what the living parent needs."""
     folder = Path(get_temp_dir())
-    (folder / "launcher.lock").unlink(missing_ok=True)
-    forked = multiprocessing.get_context("fork").Process(target=make_fork_server_folder)
-    forked.start()
-    forked.join()
+    lock, kept = folder / "launcher.lock", tmp_path / "kept"
+    if lock.exists():
+        lock.rename(kept)
+    if moves:
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+    child = multiprocessing.get_context(method).Process(target=make_fork_server_folder)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
     sweep(folder.parent)
     assert folder.exists()
+    if kept.exists():
+        kept.rename(lock)

@@ -144,7 +144,7 @@ def order(mesh: Mesh, case: Case, folder: Path) -> tuple[list[str], int]:
     slots, events = parts.strategy.slots, []
     before = [slot.parameter.detach().clone() for slot in slots]
     for slot in slots:
-        slot.parameter.grad = torch.ones_like(slot.parameter)
+        slot.parameter.grad = torch.ones_like(slot.parameter, dtype=slot.parameter.grad_dtype)
 
     def arrivals() -> Iterator[int]:
         for index in range(len(slots)):

@@ -108,11 +108,13 @@ def test_the_loss_scale_is_taken_out_again(level: str) -> None:
 
 
 def summed(mesh: Mesh, sync: str) -> tuple[bool, bool, bool]:
-    """Both ranks have the same rows, and a loss so large that twice its gradient is too large for fp16.
+    """Both ranks have the same rows, and a loss so large that twice its gradient, stored in fp16, is too large for it.
 
     Whether a rank's own gradients are finite, their sums, and their sums where the loss was divided beforehand.
     """
-    parts = build(config_of(sync, mesh.size("data"), "O2", "fp16", "sgd"), mesh)
+    config = config_of(sync, mesh.size("data"), "O2", "fp16", "sgd")
+    stored = config.precision.model_copy(update={"accumulate": "stored"})
+    parts = build(config.model_copy(update={"precision": stored}), mesh)
     batch = rows_of(global_batch(parts.config, 0), slice(0, 6))
     (count,) = counts_of(batch, parts.model.labels)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import Config, load_config, parse_config
+from meshwright.config import Config, dump_config, load_config, parse_config
 from meshwright.config.layout import Layout, Megatron
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
@@ -155,7 +155,7 @@ def test_what_is_written_is_the_run(small: tuple[Found, Estimates, tuple[str, ..
     best = found.predictions[0]
     write_run(best, tmp_path / "deep" / "plan.yaml")
     again = load_config(tmp_path / "deep" / "plan.yaml")
-    assert again == best.config
+    assert dump_config(again) == dump_config(best.config)  # fields without an effect are not written
     assert estimates.predict(again).seconds == best.seconds
     with pytest.raises(ConfigError, match="is there already"):
         check_new(tmp_path / "deep" / "plan.yaml")
