@@ -1,6 +1,6 @@
 #: make quickstart   train a small GPT-2, look at it, sample from it (5 minutes on 2 cores after the install)
 #: make test         the tests
-#: make test-long    all tests, every tensor layout for 20 steps: an hour on 2 cores
+#: make test-long    all tests, every tensor layout for 20 steps, 2000 drawn runs: two hours or three on 2 cores
 #: make check        what CI runs: format, lint, types, tests
 #: make validate     the planner's predictions beside published results (2 minutes)
 #:

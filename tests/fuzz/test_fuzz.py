@@ -1,5 +1,5 @@
 """Runs over all axes compute what one device computes: every pair of values that may stand together, what was found
-before, and with --long a thousand drawn at random (twenty minutes to an hour on 2 cores).
+before, and with --long two thousand drawn at random (an hour or two on 2 cores).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.fuzz.draw import Drawing, pairs_of
 
 FIXED: list[Case] = [json.loads(line) for line in COVERING.read_text().splitlines()]
 
-RANDOM_RUNS, A_TEST = 1000, 20
+RANDOM_RUNS, A_TEST = 2000, 20
 
 
 def label(case: Case) -> str:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from meshwright.launch.output import PatientStream
-from tests.train.runs import lines_of, make_corpus, tree_for
+from tests.train.runs import lines_of, make_corpus, make_text, tree_for
 
 
 @pytest.mark.parametrize("kind", ["closed pipe", "full disk"])
@@ -50,3 +50,25 @@ def test_training_goes_on_without_a_display(tmp_path: Path, redirections: str) -
     assert train(tmp_path, redirections) == 0
     assert [line["step"] for line in lines_of(tmp_path / "out")] == [1, 2]
     assert (tmp_path / "out" / "checkpoints" / "step-2").is_dir()
+
+
+@pytest.mark.parametrize("variable, where", [("HOME", "/proc"), ("MESHWRIGHT_CACHE", "/proc/nowhere")])
+def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path: Path, variable: str, where: str) -> None:
+    """/proc: nobody can write there, root neither."""
+    tree = tree_for(make_text(tmp_path), layout={"transport": "torch"}, batch={"global": 4}, steps=1)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    words = [
+        sys.executable,
+        "-m",
+        "meshwright.cli",
+        "train",
+        str(tmp_path / "run.yaml"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    kept = {name: value for name, value in os.environ.items() if name not in ("MESHWRIGHT_CACHE", "XDG_CACHE_HOME")}
+    answer = subprocess.run(words, env=kept | {variable: where}, capture_output=True, text=True, timeout=200)
+    assert answer.returncode == 1
+    (line,) = answer.stderr.strip().splitlines()
+    assert where in line
+    assert "MESHWRIGHT_CACHE names another folder" in line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -140,4 +141,16 @@ def _damaged(
         return turn(self, *words)
 
     with patch.object(Trainer, "turn", damaging):
+        job.worker(environment, stop, **arguments)
+
+
+def straggles(environment: Environment, stop: StopRequest, *, straggler: int, **arguments: Any) -> None:
+    """A run of which one rank takes 60 ms longer for each of its backward passes."""
+    backward = Trainer._backward
+
+    def slow(self: Trainer, *parts: Any) -> Any:
+        time.sleep(0.06 if environment.rank == straggler else 0.0)
+        return backward(self, *parts)
+
+    with patch.object(Trainer, "_backward", slow):
         job.worker(environment, stop, **arguments)
