@@ -147,9 +147,15 @@ def workers_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def test_control_c(shop: Path) -> None:
     process = started(shop, "interrupted")
+    status = json.loads(meshwright(shop, "train", "--status", "interrupted", "--json").stdout)
+    assert (status["state"], [rank["rank"] for rank in status["ranks"]]) == ("alive", [0, 1])
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130
+    assert (
+        "no run is alive here; the last one ended by itself"
+        in meshwright(shop, "train", "--status", "interrupted").stdout
+    )
     assert "stopped; --resume goes on from here" in stdout
     assert "meshwright: stopped by SIGINT" in stderr
     made = losses_of(shop / "interrupted")
