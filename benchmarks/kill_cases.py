@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.config import Config, parse_config
 
-STEPS = 40
+STEPS = 16
 
 
 @dataclass(frozen=True)

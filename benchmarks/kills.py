@@ -22,7 +22,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -227,26 +229,25 @@ def undisturbed(case: Case, corpus: Path, folder: Path) -> dict[str, str]:
 
 
 def kill_in_turns(cases: Sequence[Case], num_kills: int, seed: int, folder: Path, console: Console) -> list[Kill]:
-    """So many kills, of the cases in turns."""
+    """So many kills, of the cases in turns; fewer where a Ctrl-C ends them."""
     corpus, choose = make_corpus(folder), random.Random(seed)
     expected: dict[str, dict[str, str]] = {}
     kills: list[Kill] = []
-    turn = 0
-    while len(kills) < num_kills:
-        case = cases[turn % len(cases)]
-        if case.name not in expected:
-            expected[case.name] = undisturbed(case, corpus, folder)
-        out = folder / f"{turn} {case.name}"
-        turn += 1
-        kill = shoot(case, case.config(corpus), out, expected[case.name], choose)
-        if kill is None:
-            console.print(f"{case.name}: the run was over before the kill; another one")
-            continue
-        kills.append(kill)
-        said = "identical" if not kill.wrong else kill.wrong
-        console.print(
-            f"{len(kills)}/{num_kills} {kill.case} ({kill.transport}): {kill.victim} killed at step {kill.step}: {said}"
-        )
+    with suppress(KeyboardInterrupt):
+        for turn in count():
+            if len(kills) == num_kills:
+                break
+            case = cases[turn % len(cases)]
+            if case.name not in expected:
+                expected[case.name] = undisturbed(case, corpus, folder)
+            kill = shoot(case, case.config(corpus), folder / f"{turn} {case.name}", expected[case.name], choose)
+            if kill is None:
+                console.print(f"{case.name}: the run was over before the kill; another one")
+                continue
+            kills.append(kill)
+            said = "identical" if not kill.wrong else kill.wrong
+            place = f"{kill.victim} killed at step {kill.step}"
+            console.print(f"{len(kills)}/{num_kills} {kill.case} ({kill.transport}): {place}: {said}")
     return kills
 
 
