@@ -4,29 +4,45 @@ In float64 the tolerances are those of `meshwright verify`. Other precisions rou
 to other numbers, how far apart depends on the model: there both are held against one device in float64, and the layout
 may be FURTHER times as far from it as one device in its precision is, and verify's tolerance. Gradients are the first
 step's.
+
+That holds where what is computed does not jump or divide by what rounding has left over. Two things do:
+
+- ReLU's derivative jumps at zero. A sum on the other side of it, by fp16's last bit, in one token's row moves the
+  gradient of a small model by a fiftieth. So ReLU is ReLU in float64 only; elsewhere layout and oracles have SiLU.
+- Adam divides an element of the gradient by its own size. One that is nothing but rounding moves its weight by a tenth
+  of the rate, either way. So in half precision the last weights are one tensor against float64's, as in verify, and in
+  addition each parameter is held, to float32's tolerance, against what torch's optimizer makes of the gradients that
+  the layout itself had, in all steps: whatever they are, that is how they have to be applied.
+
+Weights are the masters, which are stepped: a bias after two steps lies below fp16's normal numbers. The half-precision
+copies have to be the masters, rounded, to the bit.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import math
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from meshwright.batch import Batch, rows_of
-from meshwright.bucket import Place
+from meshwright.bucket import Place, Slot
 from meshwright.build import Parts, build
 from meshwright.config import Config, parse_config
 from meshwright.grid import Grid
 from meshwright.mesh import Mesh
 from meshwright.train.loop import Trainer
-from meshwright.verify.compare import tolerance_of
-from meshwright.verify.reference import Outcome, reference_run
+from meshwright.verify.compare import TOLERANCES, compare_together, tolerance_of, zero_tensors
+from meshwright.verify.reference import Outcome, Reference, reference_run
 from tests.data_parallel.test_equality import BATCHES
 from tests.workers import run_ranks
 
@@ -38,14 +54,24 @@ Pieces = list[tuple[Place, Tensor]]
 """What a rank holds of some tensors."""
 
 
+Plant = Callable[[], None]
+"""Breaks something in a rank's process, before its parts are built."""
+
+
 @dataclass(frozen=True)
 class Trained:
-    """What a rank has after its steps."""
+    """What a rank has after its steps; `gradients` are each step's, unscaled and unclipped; `initial` and `weights`
+    the masters, before the first step and after the last.
 
-    losses: list[float]
-    norms: list[float]
-    gradients: Pieces
-    weights: Pieces
+    `stale`: the parameters whose half-precision copy is not the rounded master.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Pieces] = field(default_factory=list)
+    initial: Pieces = field(default_factory=list)
+    weights: Pieces = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -76,46 +102,77 @@ def oracles_of(config: Config) -> list[Outcome]:
     return [reference_run(run, batches, config.steps) for run in runs]
 
 
-def train(mesh: Mesh, config: Config) -> tuple[Trained, list[Outcome]]:
+def train(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[Trained, list[Outcome]]:
     """Every rank's; on rank 0 the oracles', too."""
     faulthandler.dump_traceback_later(0.9 * TIMEOUT_SECONDS)
-    with tempfile.TemporaryDirectory(prefix="meshwright-fuzz-") as folder:
+    with without_jumps(config), tempfile.TemporaryDirectory(prefix="meshwright-fuzz-") as folder:
+        oracles = oracles_of(config) if mesh.rank == 0 else []
+        if plant is not None:
+            plant()
         trained = _train(mesh, config, Path(folder))
-    oracles = oracles_of(config) if mesh.rank == 0 else []
     faulthandler.cancel_dump_traceback_later()
     return trained, oracles
+
+
+def without_jumps(config: Config) -> AbstractContextManager[Any]:
+    """SiLU for ReLU, but in float64."""
+    if config.precision.dtype == "float64":
+        return nullcontext()
+    return patch.object(functional, "relu", functional.silu)
 
 
 def _train(mesh: Mesh, config: Config, folder: Path) -> Trained:
     parts = build(config, mesh, folder)
     assert parts.strategy.make_replicas_equal() == [], "replicas begin with different weights"
-    trainer = Trainer(parts, Stream(config))
-    losses, norms = [], []
-    gradients: Pieces = []
-    for step in range(config.steps):
-        scale = parts.optimizer.scaler.scale
-        keep = _keeper(parts, gradients, scale) if step == 0 else None
-        line, _ = trainer.turn(None, keep)
-        losses.append(float(line["loss"]))
-        norms.append(float(line["grad_norm"]))
-    weights = [(place, _part(slot.parameter, place)) for slot in parts.strategy.slots for place in slot.places]
-    return Trained(losses, norms, gradients, weights)
+    trainer, trained = Trainer(parts, Stream(config)), Trained(initial=_masters(parts))
+    for _ in range(config.steps):
+        with _watched(parts, trained.gradients):
+            line, _ = trainer.turn(None)
+        trained.losses.append(float(line["loss"]))
+        trained.norms.append(float(line["grad_norm"]))
+    trained.weights.extend(_masters(parts))
+    for index, slot in enumerate(parts.strategy.slots):
+        master = parts.optimizer.states(index)["weight"]
+        if not torch.equal(slot.parameter.detach(), master.to(slot.parameter.dtype)):
+            trained.stale.extend(place.name for place in slot.places)
+    return trained
 
 
-def _keeper(parts: Parts, into: Pieces, scale: float) -> Callable[[], None]:
-    def keep() -> None:
-        for slot in parts.strategy.slots:
+def _watched(parts: Parts, gradients: list[Pieces]) -> AbstractContextManager[Any]:
+    """A step's gradients are noted, each as it arrives: an optimizer that streams goes on streaming."""
+    arrivals, scale = parts.strategy.arrivals, parts.optimizer.scaler.scale
+    noted: Pieces = []
+    gradients.append(noted)
+
+    def watched() -> Iterator[int]:
+        return noting(arrivals())  # at the call, what has not left yet leaves
+
+    def noting(arriving: Iterable[int]) -> Iterator[int]:
+        for index in arriving:
+            slot = parts.strategy.slots[index]
             assert slot.parameter.grad is not None or not slot.places, "a slot without a gradient"
-            into.extend((place, _part(slot.parameter.grad, place) / scale) for place in slot.places)
+            noted.extend((place, part / scale) for place, part in _parts(slot, slot.parameter.grad))
+            yield index
 
-    return keep
+    return patch.object(parts.strategy, "arrivals", watched)
+
+
+def _masters(parts: Parts) -> Pieces:
+    states = [parts.optimizer.states(index) for index in range(len(parts.strategy.slots))]
+    return [
+        piece for slot, own in zip(parts.strategy.slots, states, strict=True) for piece in _parts(slot, own["weight"])
+    ]
+
+
+def _parts(slot: Slot, x: Tensor) -> Pieces:
+    return [(place, _part(x, place)) for place in slot.places]
 
 
 def _part(x: Tensor, place: Place) -> Tensor:
     return x.detach()[place.start : place.stop].view(place.box.lengths).double().clone()
 
 
-def mistakes(config: Config) -> list[str]:
+def mistakes(config: Config, plant: Plant | None = None) -> list[str]:
     """What is off, in words. Raises what the ranks raise, and AssertionError where they hang.
 
     Ranks have two threads each in float32, so that what only shows with several is seen there; one in other precisions.
@@ -125,23 +182,72 @@ def mistakes(config: Config) -> list[str]:
         train,
         Grid(config.layout.axes),
         config,
+        plant,
         token_axes=config.layout.token_axes,
         timeout=TIMEOUT_SECONDS,
         threads=threads,
     )
     ranks, oracles = [trained for trained, _ in results], results[0][1]
     allowed = tolerance_of(config)
-
-    def of(kind: str) -> tuple[list[Any], list[Any]]:
-        """The ranks' and the oracles'."""
-        return [getattr(trained, kind) for trained in ranks], [getattr(oracle, kind) for oracle in oracles]
-
+    gradients = [trained.gradients[0] for trained in ranks]
+    compare_weights = _weights_of_half if allowed.together else _weights
     return [
-        *_scalars("loss", *of("losses"), allowed.loss),
-        *_scalars("norm", *of("norms"), allowed.norm),
-        *_pieces("gradient", *of("gradients"), allowed.gradient),
-        *_pieces("weight", *of("weights"), allowed.weight),
+        *_scalars("loss", [trained.losses for trained in ranks], [one.losses for one in oracles], allowed.loss),
+        *_scalars("norm", [trained.norms for trained in ranks], [one.norms for one in oracles], allowed.norm),
+        *_pieces(
+            "initial weight", [trained.initial for trained in ranks], [one.initial for one in oracles], allowed.weight
+        ),
+        *(f"{name}: the gradient on one device is zero everywhere" for name in zero_tensors(oracles[-1].gradients)),
+        *_pieces("gradient", gradients, [one.gradients for one in oracles], allowed.gradient),
+        *(f"rank {rank}: {name} is not its master, rounded" for rank, one in enumerate(ranks) for name in one.stale),
+        *compare_weights(config, ranks, [oracle.weights for oracle in oracles]),
     ]
+
+
+def _weights(config: Config, ranks: list[Trained], oracles: list[dict[str, Tensor]]) -> Iterator[str]:
+    yield from _pieces("weight", [trained.weights for trained in ranks], oracles, tolerance_of(config).weight)
+
+
+def _weights_of_half(config: Config, ranks: list[Trained], oracles: list[dict[str, Tensor]]) -> Iterator[str]:
+    """All of them as one tensor against the oracles; each against torch's step of the layout's own gradients."""
+    shapes = {name: x.shape for name, x in oracles[-1].items()}
+    mine = _whole([trained.weights for trained in ranks], shapes)
+    error, rounding = (
+        next(compare_together("weight", one.__getitem__, oracles[-1], 0)).error for one in (mine, oracles[0])
+    )
+    if not error <= _allowed(tolerance_of(config).weight, rounding):
+        yield f"the weights, all together, are off by {error:.1e}"
+    gradients = [_whole(of_step, shapes) for of_step in zip(*(trained.gradients for trained in ranks), strict=True)]
+    stepped = _stepped(config, _whole([trained.initial for trained in ranks], shapes), gradients)
+    weights = [trained.weights for trained in ranks]
+    yield from _pieces("optimizer's step", weights, [stepped], TOLERANCES["float32"].weight)
+
+
+def _whole(ranks: Iterable[Pieces], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """All ranks' pieces put together; of what several hold, the last's."""
+    whole = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    for pieces in ranks:
+        for place, part in pieces:
+            whole[place.name][place.box.slices] = part
+    return whole
+
+
+def _stepped(config: Config, initial: dict[str, Tensor], gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The weights that torch's optimizer makes of these steps' gradients; one that overflowed is not applied.
+
+    It begins with the layout's own: fully sharded masters are not rounded to half precision before the first step.
+    """
+    reference = Reference(config, torch.device("cpu"))
+    reference.scaler = torch.amp.GradScaler("cpu", enabled=False)  # they are unscaled already
+    for name, parameter in reference.parameters.items():
+        parameter.data.copy_(initial[name])
+    for step, of_step in enumerate(gradients):
+        norm = math.sqrt(sum(float(x.square().sum()) for x in of_step.values()))
+        if math.isfinite(norm):
+            for name, gradient in reference.gradients.items():
+                gradient.copy_(of_step[name])
+            reference.update(step, norm)
+    return {name: x.detach() for name, x in reference.parameters.items()}
 
 
 def _scalars(kind: str, ranks: list[list[float]], oracles: list[list[float]], tolerance: float) -> Iterator[str]:
@@ -159,7 +265,6 @@ def _pieces(kind: str, ranks: list[Pieces], oracles: list[dict[str, Tensor]], to
     sizes = {name: float(x.norm()) for name, x in whole.items()}
     rounding = {name: float((alone[name] - x).norm()) / (sizes[name] or 1) for name, x in whole.items()}
     missing = {name: torch.ones(x.shape, dtype=torch.bool) for name, x in whole.items()}
-    yield from (f"{name}: the {kind} on one device is zero everywhere" for name, size in sizes.items() if not size)
     for rank, pieces in enumerate(ranks):
         for place, part in pieces:
             missing[place.name][place.box.slices] = False

@@ -1,0 +1,97 @@
+"""In half precision, too, the fuzzing sees mistakes: in sums, in gradients, in the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.bucket import Bucket
+from meshwright.comm import Comm, Work
+from meshwright.config import Config
+from meshwright.config.load import parse_run
+from meshwright.data_parallel.sharded import Zero1
+from meshwright.mesh import Mesh
+from meshwright.optim.in_place import InPlace
+from meshwright.shard import ShardSpec
+from meshwright.tensor import linear
+from tests.fuzz.axes import AXES, Case, Value, tree_of
+from tests.fuzz.check import Plant, mistakes
+from tests.verify.mistakes import decayed_vectors, wrong_bias_correction, wrong_clipping
+
+PLAIN: Case = {axis: values[0] for axis, values in AXES.items()} | {"layers": 1, "heads": 4, "vocabulary": "whole"}
+
+
+def halved_zero1() -> None:
+    """zero1 gives half of the sum."""
+    right = Zero1.reduce
+
+    def wrong(self: Zero1, bucket: Bucket, comm: Comm) -> Work:
+        bucket.gradients.mul_(0.5)
+        return right(self, bucket, comm)
+
+    Zero1.reduce = wrong  # type: ignore[method-assign]
+
+
+def dropped_weight() -> None:
+    """A linear's weight has a gradient of zeros."""
+    right = linear.weight_gradient
+    linear.weight_gradient = lambda x, dy, weight, layer: right(x, torch.zeros_like(dy), weight, layer)
+
+
+def wrong_axis() -> None:
+    """A bias, whole on every rank, is summed over the replicas and not over the ranks that split the sequence."""
+    right = ShardSpec.sum_axes
+
+    def wrong(self: ShardSpec, mesh: Mesh) -> tuple[str, ...]:
+        axes = right(self, mesh)
+        return axes if self.matrix else tuple(axis for axis in axes if axis != "tensor")
+
+    ShardSpec.sum_axes = wrong  # type: ignore[method-assign]
+
+
+def forgotten_vectors() -> None:
+    """The optimizer steps matrices only."""
+    right = InPlace._step_together
+
+    def wrong(self: InPlace, members: list[int], *numbers: Any) -> None:
+        if self.slots[members[0]].matrix:
+            right(self, members, *numbers)
+
+    InPlace._step_together = wrong  # type: ignore[method-assign]
+
+
+def stale_copies() -> None:
+    """The half-precision copies stay what they were."""
+    InPlace.refresh = lambda self: None  # type: ignore[method-assign]
+
+
+def run_of(**values: Value) -> Config:
+    tree = tree_of(PLAIN | values)
+    return parse_run(tree | {"check": {"every": 0}})  # that replicas become different is seen by itself
+
+
+PLANTS: Sequence[tuple[Plant, str, dict[str, Value]]] = (
+    (halved_zero1, "the gradient of", {"data": 2, "sync": "zero1"}),
+    (dropped_weight, "the gradient of", {"data": 2, "sync": "allreduce"}),
+    (wrong_axis, "bias is off", {"data": 2, "sync": "allreduce", "tensor": "sequence-2"}),
+    (forgotten_vectors, "the optimizer's step of", {}),
+    (decayed_vectors, "the optimizer's step of", {}),
+    (wrong_bias_correction, "the optimizer's step of", {}),
+    (wrong_clipping, "the optimizer's step of", {"clip": 0.5}),
+    (stale_copies, "is not its master", {}),
+)
+
+
+@pytest.mark.parametrize("precision", ["O2-bf16", "O2-fp16"])
+@pytest.mark.parametrize("plant, told, values", PLANTS, ids=[plant.__name__ for plant, _, _ in PLANTS])
+def test_a_mistake_is_seen(plant: Plant, told: str, values: dict[str, Value], precision: str) -> None:
+    found = mistakes(run_of(precision=precision, **values), plant)
+    assert any(told in line for line in found), found
+
+
+@pytest.mark.parametrize("precision", ["O1-bf16", "O2-bf16", "O2-fp16"])
+def test_without_a_mistake_all_holds(precision: str) -> None:
+    assert mistakes(run_of(precision=precision, data=2, sync="zero1", tensor="sequence-2", clip=0.5)) == []
