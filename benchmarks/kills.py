@@ -74,8 +74,11 @@ class Kill:
 
 
 def start(config: Config, out: Path, *, resume: bool) -> BaseProcess:
-    """The launcher of a run, in a session of its own; what it prints goes to a file."""
-    launcher = multiprocessing.get_context("fork").Process(target=_train, args=(config, out, resume))
+    """The launcher of a run, in a session of its own; what it prints goes to a file.
+
+    Spawned: a fork of a process that has a fork server could not start another.
+    """
+    launcher = multiprocessing.get_context("spawn").Process(target=_train, args=(config, out, resume))
     launcher.start()
     return launcher
 

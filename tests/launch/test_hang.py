@@ -14,6 +14,9 @@ from meshwright.launch import Job, launch
 from meshwright.launch.launcher import Transport
 from tests.launch.conftest import needs_mpi
 
+on_each = pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[needs_mpi, pytest.mark.long])])
+"""MPI's ranks spin while they wait; a stopped rank and one that never joins are tried over both each time."""
+
 NOTICED_SECONDS = 60
 """Far above what it takes, since the machine may be busy; and far below any timeout of a library."""
 
@@ -40,6 +43,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path, transport: Transport) -> None:
     assert any("rank 2" in line and "step 7" in line and "was stopped (SIGSTOP)" in line for line in rest)
 
 
+@on_each
 def test_a_rank_that_computes_for_ever_tells_where(tmp_path: Path, transport: Transport) -> None:
     message = hung(tmp_path, transport, "compute")
     assert "rank 1 (" in message
@@ -49,6 +53,7 @@ def test_a_rank_that_computes_for_ever_tells_where(tmp_path: Path, transport: Tr
     assert "time.sleep(600)" in message
 
 
+@on_each
 def test_a_forgotten_collective_is_named(tmp_path: Path, transport: Transport) -> None:
     message = hung(tmp_path, transport, "skip", num_ranks=3)
     assert "all_reduce #3 on axis data (4.0 kB)" in message
@@ -56,6 +61,7 @@ def test_a_forgotten_collective_is_named(tmp_path: Path, transport: Transport) -
     assert "they have parted" in message
 
 
+@on_each
 def test_a_stage_that_never_sends_is_named(tmp_path: Path, transport: Transport) -> None:
     message = hung(tmp_path, transport, "say_nothing")
     assert "rank 0 (" in message
@@ -75,6 +81,7 @@ def test_a_rank_that_never_joins_is_named(tmp_path: Path, transport: Transport) 
     assert re.search(r"2 of 3 ranks came to .* within 3 s \(timeout.join\).*; missing: rank 1$", message)
 
 
+@on_each
 def test_a_hang_counts_as_a_lost_rank(tmp_path: Path, transport: Transport) -> None:
     arguments = {"transport": transport, "how": "stand_still", "out": str(tmp_path)}
     launch(Job("tests.launch.hang_entries:hang", arguments, None), 2, transport, restarts=1, threads=1)

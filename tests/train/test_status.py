@@ -74,4 +74,4 @@ def test_a_run_that_is_alive_and_waits(tmp_path: Path, monkeypatch: pytest.Monke
 def test_options_that_do_not_go_together(words: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["train", *words])
     assert result.exit_code != 0
-    assert message in str(result.exception)
+    assert message in f"{result.exception} {result.output}"
