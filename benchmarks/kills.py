@@ -41,7 +41,7 @@ from meshwright.train.job import train
 _PATIENCE_SECONDS = 240.0
 _POLL_SECONDS = 0.002
 _STARTERS = {"mpi": ("mpiexec",), "torch": ()}
-"""What else may be killed: the fork server of torch's ranks is the launcher's own part."""
+"""Processes beside ranks and launcher that may be killed; the fork server of torch's ranks is part of the launcher."""
 _WORDS = (
     "the",
     "quick",
@@ -204,7 +204,7 @@ def shoot(case: Case, config: Config, out: Path, expected: dict[str, str], choos
 
 
 def _wrong(launcher: BaseProcess, out: Path, steps: int, expected: dict[str, str]) -> str:
-    """What a run that came back has wrong; empty where it is identical to the undisturbed one."""
+    """The first difference of a run that came back from the undisturbed one; empty where there is none."""
     if launcher.exitcode == 0:
         return difference(expected, outcome(out, steps))
     said = out.with_suffix(".txt").read_text().strip().splitlines() or ["it said nothing"]
@@ -221,7 +221,7 @@ def make_corpus(folder: Path) -> Path:
 
 
 def undisturbed(case: Case, corpus: Path, folder: Path) -> dict[str, str]:
-    """What the run comes to that nobody kills."""
+    """Train a case that nobody kills; its losses, norms and shards' hashes."""
     out = folder / "undisturbed" / case.name
     out.parent.mkdir(parents=True, exist_ok=True)
     launcher = start(case.config(corpus), out, resume=False)

@@ -170,7 +170,7 @@ def assign_rooms(model: nn.Module, buckets: Iterable[Bucket]) -> None:
 
 
 def gradient_dtype(stored: torch.dtype, widens: bool) -> torch.dtype:
-    """Of the gradients of parameters that are `stored` so. `widens`: they are added up in float32 or better.
+    """The dtype in which gradients of parameters that are `stored` so are held; `widens`: float32 or better.
 
     In half precision a sum of equal terms stops growing: bf16's after 256 of them, where a term is less than its last
     bit.

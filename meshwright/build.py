@@ -210,7 +210,7 @@ def _coming_bytes(config: Config, mesh: Mesh, module: Chain, optimizer: Optimize
 
 
 def _decide_by_memory(decided: Decided, mesh: Mesh, stages: Stages, kit: Kit, coming_bytes: int) -> Decided:
-    """What free memory decides. All ranks come here together."""
+    """Decide what free memory decides, the same on all ranks. Collective over the world."""
     pipeline = decided.config.layout.pipeline
     if isinstance(kit, TesseractKit):
         decided = decide_summa(decided, mesh, kit.weights.block_bytes, free_memory_bytes(mesh, coming_bytes))
