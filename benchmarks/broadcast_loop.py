@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.comm import Comm
-from meshwright.mesh import Mesh
+from meshwright.ranks.comm import Comm
+from meshwright.ranks.mesh import Mesh
 
 
 @dataclass(frozen=True)

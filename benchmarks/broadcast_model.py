@@ -16,8 +16,8 @@ from benchmarks.contender import Contender, Place, Step
 from benchmarks.plain_model import PlainBlock, PlainGPT
 from benchmarks.reference import REFERENCE, global_batch
 from meshwright.environment import read_environment, rendezvous
-from meshwright.grid import Grid
-from meshwright.mesh import open_mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import open_mesh
 
 
 def contender(q: int, depth: int, transport: str) -> Contender:

@@ -28,16 +28,16 @@ from rich.table import Table
 
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
-from meshwright.bucket import Bucket
 from meshwright.build import Parts, build
-from meshwright.comm import Comm, Work
 from meshwright.config import Config, parse_config
-from meshwright.data_parallel.allreduce import AllReduce
+from meshwright.data_parallel.policies import AllReduce
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.environment import read_environment, rendezvous
-from meshwright.grid import Grid
 from meshwright.memory.offload import Offloaded
-from meshwright.mesh import open_mesh, solo_mesh
+from meshwright.parameters.bucket import Bucket
+from meshwright.ranks.comm import Comm, Work
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import open_mesh, solo_mesh
 
 BUCKET = 2**20
 CHUNKS = (1, 2, 4, 8)

@@ -12,14 +12,14 @@ import yaml
 
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.reference import REFERENCE, global_batch
-from meshwright.allocator import keep_freed_memory
-from meshwright.batch import Batch, rows_of
 from meshwright.build import Parts, build
 from meshwright.config import Config
 from meshwright.environment import read_environment, rendezvous
 from meshwright.families import family_of
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh, open_mesh
+from meshwright.machine import keep_freed_memory
+from meshwright.model import Batch, rows_of
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh, open_mesh
 
 
 def contender(sync: str, transport: str, ranks: int) -> Contender:

@@ -26,18 +26,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.contender import Place, Step
-from meshwright.batch import Batch, Scales
 from meshwright.environment import read_environment, rendezvous
-from meshwright.grid import Grid
-from meshwright.mailbox import Form, Forms, Mailbox, Message, Side, alike
-from meshwright.mesh import Mesh, open_mesh
-from meshwright.model import Hidden, Stretch
+from meshwright.model import Batch, Hidden, Scales, Stretch
 from meshwright.pipeline import pipeline
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Rule
 from meshwright.pipeline.span import Span, Timeline, task_span
 from meshwright.pipeline.task import Kind, Task
 from meshwright.pipeline.trace import write_trace
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mailbox import Form, Forms, Mailbox, Message, Side, alike
+from meshwright.ranks.mesh import Mesh, open_mesh
 
 RULES: dict[str, Rule] = {
     "1f1b": ONE_F_ONE_B,

@@ -10,9 +10,9 @@ import time
 from dataclasses import asdict, dataclass
 
 from meshwright.config import parse_config
-from meshwright.plan.cluster import load_cluster
-from meshwright.plan.search import search
-from meshwright.plan.text import layout_text, seconds_text
+from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.output import layout_text, seconds_text
+from meshwright.tools.plan.search import search
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from rich.table import Table
 
 from benchmarks.planner_cases import SHAPES, Case, cases
 from benchmarks.visits import Visitor
-from meshwright.plan.cluster import Cluster, load_cluster
-from meshwright.plan.predict import predict
-from meshwright.plan.recordings import Recordings
+from meshwright.tools.plan.cluster import Cluster, load_cluster
+from meshwright.tools.plan.predict import predict
+from meshwright.tools.plan.recordings import Recordings
 
 SET, SETS, SEED = 5, 1000, 1
 """Layouts in a comparison, comparisons, and what they are drawn with."""

@@ -29,9 +29,9 @@ from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, sho
 from meshwright.build import Parts, build
 from meshwright.config import Config, parse_config
 from meshwright.data_parallel.strategy import Synchroniser
-from meshwright.grid import Grid
-from meshwright.memory.activations import kept_bytes
-from meshwright.mesh import planned_mesh, solo_mesh
+from meshwright.memory.recompute import kept_bytes
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import planned_mesh, solo_mesh
 from meshwright.stages import empty_batch
 
 SETTINGS: dict[str, Any] = {"none": "none", "selective": "selective", "auto (every 3)": "auto", "every 1": 1}

@@ -22,12 +22,12 @@ import torch
 
 from benchmarks.ours import open_layout, reference_config
 from benchmarks.reference import REFERENCE, global_batch
-from meshwright.batch import Batch
 from meshwright.build import build
 from meshwright.config import Config
 from meshwright.config.schema import Check
 from meshwright.environment import Environment
 from meshwright.launch import Job, StopRequest, launch
+from meshwright.model import Batch
 from meshwright.train.loop import Trainer
 from meshwright.train.replicas import hash_bits
 

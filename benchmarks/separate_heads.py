@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.ours import open_layout, reference_config, steps_of
-from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.build import Parts, build_kit
 from meshwright.config import Config
 from meshwright.config.layout import Subgraph
-from meshwright.data_parallel.allreduce import AllReduce
+from meshwright.data_parallel.policies import AllReduce
 from meshwright.data_parallel.strategy import Synchroniser
-from meshwright.mesh import Mesh
 from meshwright.models.gpt import GPT
-from meshwright.optim.in_place import InPlace
 from meshwright.optim.optimizer import Optimizer
+from meshwright.optim.states import InPlace
+from meshwright.parameters.bucket import assign_rooms, make_buckets
+from meshwright.parameters.shard import Initial, initialise, shard_specs
 from meshwright.pipeline.passes import Accumulation
-from meshwright.shard import Initial, initialise, shard_specs
+from meshwright.ranks.mesh import Mesh
 from meshwright.stages import Stages
 from meshwright.subgraph.branches import Branches
 from meshwright.tensor.kit import Kit

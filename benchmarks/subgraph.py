@@ -20,7 +20,7 @@ from benchmarks import ours, separate_heads
 from benchmarks.contender import Contender, Option
 from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
 from benchmarks.reference import REFERENCE
-from meshwright.train.plan import plan_step
+from meshwright.tools.plan.counted_step import plan_step
 
 HEAD_WIDTH = 64
 SEQUENCE = 32

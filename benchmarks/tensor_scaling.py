@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.config import Config
-from meshwright.train.plan import plan_step
+from meshwright.tools.plan.counted_step import plan_step
 
 LAYOUTS: dict[str, Mapping[str, str | int | bool]] = {
     "[4,4,4]": {"kind": "tesseract", "q": 4, "d": 4},

@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
-from meshwright.comm_mpi import MpiComm
 from meshwright.environment import read_environment, rendezvous
-from meshwright.grid import Grid
-from meshwright.mesh import open_mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import open_mesh
+from meshwright.ranks.mpi import MpiComm
 
 SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24}
 

@@ -20,12 +20,12 @@ import torch
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.ours import reference_config, steps_of
 from benchmarks.team import Team
-from meshwright.allocator import keep_freed_memory
 from meshwright.build import build
 from meshwright.config import Config
 from meshwright.environment import Rendezvous, read_environment, rendezvous
-from meshwright.grid import Grid
-from meshwright.mesh import open_mesh
+from meshwright.machine import keep_freed_memory
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import open_mesh
 
 Options = dict[str, Option]
 

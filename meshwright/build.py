@@ -12,34 +12,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.batch import Batch, rows_of
-from meshwright.bucket import assign_rooms, make_buckets
 from meshwright.config import Config
-from meshwright.data_parallel.allreduce import AllReduce
 from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGradient, ServerLoss
-from meshwright.data_parallel.ring import Ring
-from meshwright.data_parallel.sharded import Zero1
+from meshwright.data_parallel.policies import AllReduce, Ring, Zero1
 from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
 from meshwright.decisions import Decided, decide_limit, decide_partition, decide_summa
 from meshwright.families import family_of
 from meshwright.free_memory import free_memory_bytes, host_memory_bytes
-from meshwright.grid import PIPE
 from meshwright.launch.mpiexec import find_mpiexec
 from meshwright.memory.offload import on_disk, on_host
 from meshwright.memory.recompute import best_group, groups_of, recomputed
-from meshwright.mesh import Mesh
-from meshwright.model import Model, Stretch
+from meshwright.model import Batch, Model, Stretch, rows_of
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain
 from meshwright.optim.autocast import Autocast
-from meshwright.optim.in_place import InPlace
 from meshwright.optim.optimizer import Optimizer
-from meshwright.optim.states import StatesFactory
+from meshwright.optim.states import InPlace, StatesFactory
+from meshwright.parameters.bucket import assign_rooms, make_buckets
+from meshwright.parameters.shard import ShardedModule, ShardSpec, initialise, shard_specs
 from meshwright.pipeline.passes import Accumulation, Passes
 from meshwright.pipeline.pipeline import Pipeline, Place
 from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Rule
 from meshwright.pipeline.stage import Stage
-from meshwright.shard import ShardedModule, ShardSpec, initialise, shard_specs
+from meshwright.ranks.grid import PIPE
+from meshwright.ranks.mesh import Mesh
 from meshwright.stages import Stages, microbatch_bytes, plan_stages
 from meshwright.subgraph.kit import SubgraphKit
 from meshwright.tensor.kit import Kit, rows_of_rank

@@ -94,13 +94,13 @@ def train(
         raise ConfigError.of("--json", "true", "has no effect on training", "leave it out, or add --status OUT")
     if run is None:
         raise typer.BadParameter("Missing argument 'RUN.yaml' (or --status OUT).")
-    from meshwright.plan.auto import load_run
+    from meshwright.tools.plan.auto import load_run
 
     config = load_run(run, overrides or (), progress)
     from meshwright.train.trace import planned_trace, traced_steps
 
     if explain:
-        from meshwright.train.explain import explain as explain_run
+        from meshwright.tools.plan.explain import explain as explain_run
 
         explain_run(config, planned_trace(trace or ()))
         return
@@ -153,11 +153,11 @@ def verify(
 
     Example: meshwright verify run.yaml layout.data.size=4 layout.data.sync=ring
     """
-    from meshwright.plan.auto import load_run
+    from meshwright.tools.plan.auto import load_run
 
     config = load_run(run, overrides or (), progress)
-    from meshwright.verify.job import verify as run_verification
-    from meshwright.verify.table import as_dict, render
+    from meshwright.tools.verify.job import verify as run_verification
+    from meshwright.tools.verify.table import as_dict, render
 
     with progress() as show:
         verdict = run_verification(config, steps=steps, as_configured=as_configured, report=show)
@@ -182,8 +182,8 @@ def branches(
     from meshwright.config import load_config
 
     config = load_config(run, overrides or ())
-    from meshwright.branches.findings import find_branches, parse_grids
-    from meshwright.branches.report import as_dict, render
+    from meshwright.tools.branches.findings import find_branches, parse_grids
+    from meshwright.tools.branches.report import as_dict, render
 
     found = find_branches(config, parse_grids(grids))
     if as_json:
@@ -244,7 +244,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     from rich.console import Console
 
-    from meshwright.doctor import examine, render
+    from meshwright.tools.doctor import examine, render
 
     report = examine()
     if as_json:
@@ -279,8 +279,7 @@ def evaluate(
 
     Example: meshwright eval out/first --data wiki.test.txt --stride 64
     """
-    from meshwright.evaluate.report import facts_of, table_of
-    from meshwright.evaluate.tasks import Question, measure
+    from meshwright.tools.evaluate.tasks import Question, facts_of, measure, table_of
 
     question = Question(checkpoint, device, data, target, stride, context, samples, beams, length_penalty)
     with progress() as show:
@@ -309,8 +308,8 @@ def generate(
 
     Example: meshwright generate out/first --prompt "def main" --temperature 0.8 --top-k 40
     """
-    from meshwright.generate import Request, Sampling
-    from meshwright.generate import generate as generate_from
+    from meshwright.tools.generate import Request, Sampling
+    from meshwright.tools.generate import generate as generate_from
 
     request = Request(prompt, tokens, Sampling(temperature, top_k, seed), beams, length_penalty)
     made = generate_from(checkpoint, request, device, context)
@@ -339,7 +338,7 @@ def convert_import(
 
     Example: meshwright convert import gpt2 --out out/tuned/checkpoints/step-0
     """
-    from meshwright.convert import import_folder
+    from meshwright.tools.convert import import_folder
 
     with progress() as show:
         made = import_folder(source, out, show)
@@ -361,7 +360,7 @@ def convert_export(checkpoint: Source, out: OutFolder, as_json: AsJson = False) 
 
     Example: meshwright convert export out/first --out first-hf
     """
-    from meshwright.convert import export_folder
+    from meshwright.tools.convert import export_folder
 
     with progress() as show:
         folder = export_folder(checkpoint, out, show)

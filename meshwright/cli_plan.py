@@ -27,10 +27,10 @@ def calibrate(
 
     Example: meshwright calibrate --out here.yaml --ranks 2,4
     """
-    from meshwright.calibrate.job import calibrate as run_calibration
-    from meshwright.calibrate.job import this_machine
-    from meshwright.calibrate.report import as_dict, render
-    from meshwright.calibrate.timing import effort_of
+    from meshwright.tools.calibrate.job import calibrate as run_calibration
+    from meshwright.tools.calibrate.job import this_machine
+    from meshwright.tools.calibrate.report import as_dict, render
+    from meshwright.tools.calibrate.timing import effort_of
 
     machine = this_machine(ranks, device)
     with progress() as show:
@@ -62,11 +62,10 @@ def compare(
 
     Example: meshwright compare run.yaml --layouts rows.yaml stages.yaml --cluster here.yaml --rounds 3
     """
-    from meshwright.compare.ask import Asked, entries_of, split_words
-    from meshwright.compare.job import PAGE, Order, check
-    from meshwright.compare.job import compare as run_comparison
-    from meshwright.compare.predicted import Foresight
-    from meshwright.compare.table import as_dict, render
+    from meshwright.tools.compare.ask import Asked, Foresight, entries_of, split_words
+    from meshwright.tools.compare.job import PAGE, Order, check
+    from meshwright.tools.compare.job import compare as run_comparison
+    from meshwright.tools.compare.table import as_dict, render
 
     words, files = split_words(overrides or (), layouts or ())
     foresight = Foresight.on(cluster)
@@ -104,14 +103,14 @@ def plan(
 
     Example: meshwright plan run.yaml layout.data.sync=zero1 --cluster dgx-a100 --devices 64 --out best.yaml
     """
-    from meshwright.plan.auto import load_free
+    from meshwright.tools.plan.auto import load_free
 
     config = load_free(run, overrides or ())
-    from meshwright.plan.cluster import load_cluster
-    from meshwright.plan.output import check_new, write_run, write_timeline
-    from meshwright.plan.report import as_dict, render
-    from meshwright.plan.search import search
-    from meshwright.plan.space import fixed_fields
+    from meshwright.tools.plan.cluster import load_cluster
+    from meshwright.tools.plan.output import check_new, write_run, write_timeline
+    from meshwright.tools.plan.report import as_dict, render
+    from meshwright.tools.plan.search import search
+    from meshwright.tools.plan.space import fixed_fields
 
     described = load_cluster(cluster)
     check_new(out)
@@ -148,15 +147,15 @@ def scale(
 
     Example: meshwright scale run.yaml --cluster dgx-a100 --devices 4,16,64,256 --mode weak --out out/weak
     """
-    from meshwright.plan.auto import load_free
+    from meshwright.tools.plan.auto import load_free
 
     config = load_free(run, overrides or ())
-    from meshwright.plan.cluster import load_cluster
-    from meshwright.plan.output import check_new
-    from meshwright.plan.scale import STRATEGIES, Question, Search, parse_devices, parse_mode, parse_strategies
-    from meshwright.plan.scale import scale as find_scaling
-    from meshwright.plan.scale_report import as_dict, render, write
-    from meshwright.plan.space import fixed_fields
+    from meshwright.tools.plan.cluster import load_cluster
+    from meshwright.tools.plan.output import check_new
+    from meshwright.tools.plan.scale import STRATEGIES, Question, Search, parse_devices, parse_mode, parse_strategies
+    from meshwright.tools.plan.scale import scale as find_scaling
+    from meshwright.tools.plan.scale_report import as_dict, render, write
+    from meshwright.tools.plan.space import fixed_fields
 
     names = tuple(STRATEGIES) if strategies is None else parse_strategies(strategies)
     described, given = load_cluster(cluster), fixed_fields(overrides or ())

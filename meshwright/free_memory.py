@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshwright.machine import available_memory_bytes
-from meshwright.mesh import Mesh
+from meshwright.ranks.mesh import Mesh
 
 
 def host_memory_bytes(mesh: Mesh) -> int:

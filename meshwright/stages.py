@@ -15,17 +15,16 @@ from functools import partial
 import torch
 from torch import nn
 
-from meshwright.batch import Batch
 from meshwright.config import Config
 from meshwright.families import family_of
-from meshwright.grid import PIPE
-from meshwright.mailbox import Form, Forms
-from meshwright.memory.activations import kept_bytes
-from meshwright.mesh import Mesh, planned_mesh, solo_mesh
-from meshwright.model import Costs, Hidden, Stretch
+from meshwright.memory.recompute import kept_bytes
+from meshwright.model import Batch, Costs, Hidden, Stretch
 from meshwright.models.chain import Chain
+from meshwright.parameters.shard import ShardedModule, ShardSpec, num_parameters, shard_specs
 from meshwright.pipeline.partition import balanced, ranges_of
-from meshwright.shard import ShardedModule, ShardSpec, num_parameters, shard_specs
+from meshwright.ranks.grid import PIPE
+from meshwright.ranks.mailbox import Form, Forms
+from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
 from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.serial import SerialKit
 

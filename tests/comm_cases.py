@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import Comm
-from meshwright.mesh import Mesh
+from meshwright.ranks.comm import Comm
+from meshwright.ranks.mesh import Mesh
 
 DTYPES = {
     "float32": torch.float32,

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm import size_bytes
 from meshwright.environment import Environment, Rendezvous
-from meshwright.grid import Grid
-from meshwright.mailbox import Form, Mailbox, Message, alike
-from meshwright.mesh import Mesh, open_mesh
+from meshwright.ranks.comm import size_bytes
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mailbox import Form, Mailbox, Message, alike
+from meshwright.ranks.mesh import Mesh, open_mesh
 
 Answer = tuple[Any, dict[str, Tensor]]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.mesh import Mesh
+from meshwright.ranks.mesh import Mesh
 
 ASKED = {
     0: (("data",), ("row",), ("data", "pipe"), ("data", "row")),

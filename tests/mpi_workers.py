@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.environment import Environment, Rendezvous
-from meshwright.grid import Grid
 from meshwright.launch import Job, StopRequest, launch
-from meshwright.mesh import open_mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import open_mesh
 from tests.workers import with_stages
 
 Answer = tuple[Any, dict[str, torch.Tensor]]

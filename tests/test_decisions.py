@@ -15,9 +15,9 @@ from meshwright.config import Config, parse_config
 from meshwright.decisions import Decided, as_before, decide_limit, decide_summa, resolved_fields
 from meshwright.errors import CheckpointError
 from meshwright.free_memory import free_memory_bytes, host_memory_bytes
-from meshwright.grid import Grid
 from meshwright.machine import available_memory_bytes
-from meshwright.mesh import Mesh, solo_mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh, solo_mesh
 from tests.train.runs import config_for, losses_of, make_corpus, run
 from tests.workers import run_ranks
 

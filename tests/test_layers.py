@@ -13,21 +13,21 @@ PACKAGE = Path(__file__).resolve().parent.parent / "meshwright"
 
 FLOORS: dict[str, int] = {
     # 0: facts. No torch.
-    "errors": 0, "config": 0, "grid": 0, "environment": 0, "allocator": 0, "machine": 0, "configs": 0,
+    "errors": 0, "config": 0, "environment": 0, "machine": 0, "configs": 0,
     # 1: ranks and what they hold.
-    "batch": 1, "model": 1, "comm": 1, "comm_mpi": 1, "comm_store": 1, "mailbox": 1, "mailbox_torch": 1,
-    "mailbox_mpi": 1, "mesh": 1, "flight_recorder": 1, "hang": 1, "watchdog": 1,
-    "ledger": 1, "topology": 1, "collectives": 1, "deferred": 1, "free_memory": 1, "shard": 1, "bucket": 1,
+    "model": 1, "ranks": 1, "parameters": 1, "free_memory": 1,
     # 2: rooms that never import each other.
     "tensor": 2, "data_parallel": 2, "optim": 2, "pipeline": 2, "memory": 2,
     # 3: a kit made of the tensor room's layers; models, written against the kit.
     "subgraph": 3, "models": 3,
     # 4: what makes a run of the parts.
-    "branches": 4, "calibrate": 4, "compare": 4,
-    "families": 4, "stages": 4, "decisions": 4, "build": 4, "checkpoint": 4, "convert": 4, "data": 4,
-    "doctor": 4, "evaluate": 4, "generate": 4, "launch": 4, "plan": 4, "report": 4, "train": 4, "verify": 4,
+    "families": 4, "stages": 4, "decisions": 4, "build": 4, "checkpoint": 4, "data": 4, "launch": 4,
+    # 5: the run. The core ends here.
+    "train": 5,
+    # 6: what asks questions of a run, before, beside and after it.
+    "tools": 6,
     # On top.
-    "__main__": 5, "cli": 5, "cli_options": 5, "cli_plan": 5, "__init__": 5,
+    "__main__": 7, "cli": 7, "cli_options": 7, "cli_plan": 7, "__init__": 7,
 }  # fmt: skip
 
 ROOMS_APART = 2
@@ -78,10 +78,10 @@ def test_libraries_stay_in_their_rooms(path: Path) -> None:
     names = list(imports_of(path))
     if FLOORS[room] == 0:
         assert not [name for name in names if name.split(".")[0] == "torch"], "floor 0 knows no torch"
-    # fully_shard is torch.distributed itself; the launcher uses its elastic agent, doctor asks it what there is.
-    if room not in ("comm", "comm_store", "mailbox_torch", "mesh", "launch", "doctor") and path.stem != "fsdp":
+    # fully_shard is torch.distributed itself; the launcher uses its store; doctor asks both what there is.
+    if room not in ("ranks", "launch") and path.stem not in ("fsdp", "doctor"):
         assert not [name for name in names if name.startswith("torch.distributed")]
-    if room not in ("comm_mpi", "mailbox_mpi", "mesh", "doctor"):
+    if room != "ranks" and path.stem != "doctor":
         assert not [name for name in names if name.split(".")[0] == "mpi4py"]
 
 
@@ -98,7 +98,7 @@ def test_one_place_reads_the_environment_and_nothing_is_unpickled(path: Path) ->
 
 @pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "models"], ids=lambda path: path.stem)
 def test_models_know_no_axis(path: Path) -> None:
-    allowed = {"batch", "config", "model", "shard", "tensor", "models"}
+    allowed = {"config", "model", "parameters", "tensor", "models"}
     assert set(rooms_imported(path)) <= allowed, "a model knows the kit, its config and initial values"
     words = re.findall(r"\b(mesh|comm|axis|all_reduce|gather)\b", path.read_text())
     assert not words, f"not a line about parallelism in a model: {words}"

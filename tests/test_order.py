@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
-from meshwright.mesh import Mesh
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import train
 from tests.mpi_workers import Answer
 from tests.tensor.test_equality import check, run

@@ -11,10 +11,10 @@ from meshwright.build import _make, build, build_model
 from meshwright.config import Config
 from meshwright.decisions import Decided, decide_limit
 from meshwright.free_memory import free_memory_bytes
-from meshwright.grid import Grid
-from meshwright.mailbox import Form
-from meshwright.mesh import Mesh, planned_mesh, solo_mesh
-from meshwright.shard import shard_specs
+from meshwright.parameters.shard import shard_specs
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mailbox import Form
+from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
 from meshwright.stages import Stages, microbatch_bytes, plan_stages
 from meshwright.tensor.serial import SerialKit
 from tests.pipeline.test_equality import WHOLE, pipelined

@@ -21,8 +21,8 @@ import torch
 import torch._dynamo  # torch.optim imports it in every rank: a second each, unless the parent has it
 
 from meshwright.environment import Environment, Rendezvous
-from meshwright.grid import Grid
-from meshwright.mesh import open_mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import open_mesh
 
 TIMEOUT_SECONDS = 60
 

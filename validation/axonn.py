@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.plan.predict import Planner, Prediction
+from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.train.phases import DATA_PARALLEL, PIPELINE
 from validation.case import Claim, Finding, Row
 from validation.measure import total_memory_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.config import Config
 from meshwright.config.load import CONFIGS, read_yaml
-from meshwright.plan.predict import Planner
+from meshwright.tools.plan.predict import Planner
 from validation.case import Finding, Row
 from validation.paper import Line, Paper
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.config import Config
 from meshwright.config.models import TextTransformer
-from meshwright.plan.predict import Prediction
+from meshwright.tools.plan.predict import Prediction
 from meshwright.train.phases import DATA_PARALLEL
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.plan.predict import Planner, Prediction
+from meshwright.tools.plan.predict import Planner, Prediction
 from validation.case import Finding, Row
 from validation.measure import paper_tflops
 from validation.paper import Line, Paper

@@ -23,7 +23,7 @@ from typing import Any
 
 from meshwright.config import Config, parse_config
 from meshwright.config.load import read_yaml
-from meshwright.plan.cluster import Cluster, load_cluster
+from meshwright.tools.plan.cluster import Cluster, load_cluster
 
 PAPERS = Path(__file__).resolve().parent / "papers"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.plan.predict import Planner
+from meshwright.tools.plan.predict import Planner
 from validation.case import Claim, Finding, Row
 from validation.measure import backward_seconds, forward_seconds
 from validation.paper import Line, Paper

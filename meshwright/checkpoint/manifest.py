@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from meshwright import __version__
 from meshwright.errors import CheckpointError, DamagedError
-from meshwright.shard import Box
+from meshwright.parameters.shard import Box
 
 FORMAT = 2
 """2: lists every file of the folder, and names the run. 1 (version 0.1.0) listed shards only; it is still read."""

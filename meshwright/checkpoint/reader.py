@@ -16,7 +16,7 @@ from meshwright.config import Config
 from meshwright.config.load import model_names
 from meshwright.config.messages import problems_of
 from meshwright.errors import CheckpointError, DamagedError
-from meshwright.shard import Box
+from meshwright.parameters.shard import Box
 
 STEP = re.compile(r"step-(\d+)")
 

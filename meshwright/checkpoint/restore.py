@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.bucket import Place, Slot
 from meshwright.build import Parts
 from meshwright.checkpoint.manifest import Progress
 from meshwright.checkpoint.reader import Checkpoint
 from meshwright.errors import CheckpointError
-from meshwright.mesh import Mesh
-from meshwright.shard import ShardSpec
+from meshwright.parameters.bucket import Place, Slot
+from meshwright.parameters.shard import ShardSpec
+from meshwright.ranks.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from meshwright.checkpoint.manifest import Entry, Listing, Manifest, Origin, Pro
 from meshwright.checkpoint.reader import newest_step, steps_in
 from meshwright.checkpoint.restore import Piece
 from meshwright.errors import CheckpointError, MeshwrightError
-from meshwright.mesh import Mesh
+from meshwright.ranks.mesh import Mesh
 
 PARTIAL = ".partial-"
 VISIBLE_SECONDS = 10.0

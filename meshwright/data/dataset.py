@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.batch import Samples
 from meshwright.config import Config
 from meshwright.config.models import TextTransformer
 from meshwright.config.schema import Data
@@ -20,6 +19,7 @@ from meshwright.data.sampler import TokenBatches
 from meshwright.data.split import Split
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
+from meshwright.model import Samples
 
 
 @dataclass(frozen=True)

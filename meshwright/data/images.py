@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.batch import Batch
 from meshwright.config import Config
 from meshwright.config.models import ImageNetwork
 from meshwright.data.dataset import Opened, check_held_out
@@ -16,6 +15,7 @@ from meshwright.data.images_packed import PackedImages, images_for, open_images
 from meshwright.data.sampler import Sampler
 from meshwright.data.split import Split
 from meshwright.environment import cache_folder
+from meshwright.model import Batch
 
 
 class ImageSamples:

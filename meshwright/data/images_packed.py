@@ -27,7 +27,7 @@ from meshwright.config.section import Positive, Section
 from meshwright.data.format import file_sha256
 from meshwright.data.images_source import ImageSource, open_source
 from meshwright.data.permutation import Permutation
-from meshwright.data.progress import Progress, silent
+from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.split import SPLITS, Split
 from meshwright.data.staging import folder_lock, staged_folder
 from meshwright.errors import ConfigError, DataError
@@ -95,7 +95,7 @@ def labels_file(split: Split) -> str:
     return f"{split}-labels.npy"
 
 
-def images_for(data: Data, model: ImageNetwork, cache: Path, progress: Progress = silent) -> PackedImages:
+def images_for(data: Data, model: ImageNetwork, cache: Path, progress: ShowProgress = silent) -> PackedImages:
     """The packed images that a config asks for, made once in `cache`; a folder found there is checked whole.
 
     Raises DataError where an image or the packed folder is damaged; ConfigError where the model has too few classes, or
@@ -172,7 +172,9 @@ def _drawn(labels: np.ndarray, share: float) -> np.ndarray:
     return held_out
 
 
-def _write(folder: Path, source: ImageSource, share: float, model: ImageNetwork, progress: Progress) -> ImagesHeader:
+def _write(
+    folder: Path, source: ImageSource, share: float, model: ImageNetwork, progress: ShowProgress
+) -> ImagesHeader:
     """Decode every image into its split's file; returns the header that describes them."""
     parts = split_images(source, share)
     total, done = len(source.labels), 0

@@ -22,7 +22,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from meshwright.batch import IGNORED, Batch, Samples
 from meshwright.config import Config
 from meshwright.config.models import Bert
 from meshwright.data.dataset import CorpusDataset
@@ -31,7 +30,8 @@ from meshwright.data.sampler import Sampler
 from meshwright.data.specials import Specials, specials_of
 from meshwright.data.split import Split
 from meshwright.errors import ConfigError, DataError
-from meshwright.shard import seed_of
+from meshwright.model import IGNORED, Batch, Samples
+from meshwright.parameters.shard import seed_of
 
 ASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
 

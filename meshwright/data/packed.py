@@ -29,7 +29,7 @@ from meshwright.data.format import (
     open_packed,
     token_file,
 )
-from meshwright.data.progress import Progress, silent
+from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.split import SPLITS, Plan, Split, plan_split, split_documents
 from meshwright.data.staging import folder_lock, staged_folder
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind
@@ -37,7 +37,7 @@ from meshwright.data.writer import SplitWriter
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
 
-__all__ = ["PackedCorpus", "Progress", "Split", "corpus_for", "open_packed", "prepare"]
+__all__ = ["PackedCorpus", "ShowProgress", "Split", "corpus_for", "open_packed", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Material:
     """A short one that holds no path of this machine."""
     identity: list[object]
     """What changes when the source changes, found without reading it."""
-    plan: Callable[[float, Progress], Plan]
+    plan: Callable[[float, ShowProgress], Plan]
     """plan(validation, progress): which part is held out."""
     texts: Callable[[Plan], Iterator[tuple[Split, str]]]
     """Every text in order, with the split it belongs to; of pairs the two texts in turn."""
@@ -74,7 +74,7 @@ def _documents(source: str) -> Material:
 
 
 def prepare(
-    source: str, tokenizer: str, out: Path, validation: float = 0.05, progress: Progress = silent
+    source: str, tokenizer: str, out: Path, validation: float = 0.05, progress: ShowProgress = silent
 ) -> PackedCorpus:
     """Tokenize `source` into the folder `out`; a folder that already holds just this is used as it is.
 
@@ -85,7 +85,7 @@ def prepare(
     return pack(_documents(source), tokenizer, Path(out), validation, progress)
 
 
-def pack(material: Material, tokenizer: str, out: Path, validation: float, progress: Progress) -> PackedCorpus:
+def pack(material: Material, tokenizer: str, out: Path, validation: float, progress: ShowProgress) -> PackedCorpus:
     """As `prepare`, of any material."""
     if not 0 < validation < 1:
         raise DataError(f"validation={validation}: is no share; valid: between 0 and 1, such as 0.05")
@@ -112,7 +112,7 @@ def pack(material: Material, tokenizer: str, out: Path, validation: float, progr
 def corpus_for(
     data: Data,
     cache: Path,
-    progress: Progress = silent,
+    progress: ShowProgress = silent,
     kind: Kind = "text",
     material: Callable[[Data], Material] = text_material,
 ) -> PackedCorpus:
@@ -137,7 +137,7 @@ def corpus_for(
 
 
 def _write(
-    folder: Path, material: Material, tokenizer: Tokenizer, plan: Plan, facts: dict[str, Any], progress: Progress
+    folder: Path, material: Material, tokenizer: Tokenizer, plan: Plan, facts: dict[str, Any], progress: ShowProgress
 ) -> Header:
     """Write the tokenizer and both token files; returns the header that describes them, with `facts` in it."""
     tokenizer.save(folder / TOKENIZER)

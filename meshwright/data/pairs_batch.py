@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from meshwright.batch import IGNORED, Batch
 from meshwright.config import Config
 from meshwright.config.data_rules import SENTINELS, objective_of
 from meshwright.config.lengths import Lengths
@@ -25,6 +24,7 @@ from meshwright.config.models import T5, EncoderDecoder
 from meshwright.data.specials import SequenceSpecials, sequence_specials
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError, DataError
+from meshwright.model import IGNORED, Batch
 
 
 def specials_for(config: Config, tokenizer: Tokenizer) -> SequenceSpecials:

@@ -27,7 +27,7 @@ import numpy as np
 from meshwright.config.data_rules import BUCKET_MULTIPLE
 from meshwright.data.permutation import Permutation
 from meshwright.data.sampler import Sampler
-from meshwright.shard import seed_of
+from meshwright.parameters.shard import seed_of
 
 
 class PairOrder:

@@ -13,7 +13,7 @@ from meshwright.config.schema import Data
 from meshwright.data.format import PackedCorpus
 from meshwright.data.packed import Material, pack
 from meshwright.data.pairs_source import PairSource, pair_source
-from meshwright.data.progress import Progress
+from meshwright.data.progress import ShowProgress
 from meshwright.data.split import Plan, Split, check_unchanged, plan_texts
 from meshwright.errors import DataError
 
@@ -25,7 +25,7 @@ def prepare_pairs(
     tokenizer: str,
     out: Path,
     validation: float,
-    progress: Progress,
+    progress: ShowProgress,
 ) -> PackedCorpus:
     """As `prepare` (packed.py), of pairs of texts. Raises DataError also where `source` holds none."""
     material = pair_material(Data(source=source, target=target, languages=languages))
@@ -45,7 +45,7 @@ def pair_material(data: Data) -> Material:
     )
 
 
-def _plan(source: PairSource, validation: float, progress: Progress) -> Plan:
+def _plan(source: PairSource, validation: float, progress: ShowProgress) -> Plan:
     joined = (f"{pair.source}\t{pair.target}" for pair in source.read())
     plan = plan_texts(joined, source.where, validation, progress)
     if plan.tail_of is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.batch import Batch
 from meshwright.config import Config
 from meshwright.config.lengths import Lengths
 from meshwright.data.format import PackedCorpus, document_ends
@@ -17,6 +16,7 @@ from meshwright.data.pairs_order import PairOrder
 from meshwright.data.specials import SequenceSpecials
 from meshwright.data.split import Split
 from meshwright.errors import DataError
+from meshwright.model import Batch
 
 
 class PairSamples:

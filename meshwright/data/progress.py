@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-Progress = Callable[[str, float | None], None]
+ShowProgress = Callable[[str, float | None], None]
 
 
 def silent(text: str, done: float | None) -> None:

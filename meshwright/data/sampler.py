@@ -13,11 +13,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from meshwright.batch import Batch
 from meshwright.data.format import PackedCorpus
 from meshwright.data.permutation import Permutation
 from meshwright.data.split import Split
 from meshwright.errors import DataError
+from meshwright.model import Batch
 
 
 class Sampler:

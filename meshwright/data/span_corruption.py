@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.batch import Batch
 from meshwright.config import Config
 from meshwright.config.lengths import Lengths, lengths_of, window_of
 from meshwright.data.format import PackedCorpus
@@ -31,7 +30,8 @@ from meshwright.data.sampler import Sampler
 from meshwright.data.specials import SequenceSpecials
 from meshwright.data.split import Split
 from meshwright.errors import DataError
-from meshwright.shard import seed_of
+from meshwright.model import Batch
+from meshwright.parameters.shard import seed_of
 
 
 class SpanSamples:

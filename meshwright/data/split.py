@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from meshwright.data.corpus import documents
-from meshwright.data.progress import Progress
+from meshwright.data.progress import ShowProgress
 from meshwright.errors import DataError
 
 Split = Literal["train", "validation"]
@@ -40,7 +40,7 @@ class Plan:
     tail_characters: int
 
 
-def plan_split(source: str, validation: float, progress: Progress) -> Plan:
+def plan_split(source: str, validation: float, progress: ShowProgress) -> Plan:
     """Read the corpus once and choose what is held out: about `validation` of its characters.
 
     Raises DataError if there is no text at all.
@@ -48,7 +48,7 @@ def plan_split(source: str, validation: float, progress: Progress) -> Plan:
     return plan_texts(documents(source), source, validation, progress)
 
 
-def plan_texts(texts: Iterable[str], source: str, validation: float, progress: Progress) -> Plan:
+def plan_texts(texts: Iterable[str], source: str, validation: float, progress: ShowProgress) -> Plan:
     """As `plan_split`, of any texts that are held out whole or not at all."""
     hashes, lengths, whole = array("Q"), array("Q"), hashlib.sha256()
     for text in texts:

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.data.progress import Progress
+from meshwright.data.progress import ShowProgress
 
 
 @contextmanager
-def folder_lock(out: Path, progress: Progress) -> Iterator[None]:
+def folder_lock(out: Path, progress: ShowProgress) -> Iterator[None]:
     """Hold the right to write `out`. Waits while another process holds it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     path = out.parent / f".{out.name}.lock"
@@ -45,7 +45,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _lock(path: Path, out: Path, progress: Progress) -> int:
+def _lock(path: Path, out: Path, progress: ShowProgress) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

@@ -18,7 +18,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from meshwright.data.progress import Progress
+from meshwright.data.progress import ShowProgress
 from meshwright.errors import DataError
 
 BYTES = "bytes"
@@ -144,7 +144,7 @@ def tokenizer_kind(tokenizer: str) -> str:
     return "file"
 
 
-def make_tokenizer(tokenizer: str, texts: Iterable[str], progress: Progress) -> Tokenizer:
+def make_tokenizer(tokenizer: str, texts: Iterable[str], progress: ShowProgress) -> Tokenizer:
     """The tokenizer that a config names; only bpe:SIZE reads `texts`, to be trained on them."""
     if tokenizer == BYTES:
         return byte_tokenizer()

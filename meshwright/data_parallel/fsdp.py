@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshwright.batch import Batch, LoadRows, Scales
-from meshwright.bucket import FlatWeights, Place, Slot, gradient_dtype
-from meshwright.comm import SoloComm, TorchComm, same_everywhere
-from meshwright.mesh import Mesh
-from meshwright.model import Model
-from meshwright.shard import Box, ShardSpec
+from meshwright.model import Batch, LoadRows, Model, Scales
+from meshwright.parameters.bucket import FlatWeights, Place, Slot, gradient_dtype
+from meshwright.parameters.shard import Box, ShardSpec
+from meshwright.ranks.comm import SoloComm, TorchComm, same_everywhere
+from meshwright.ranks.mesh import Mesh
 
 
 class FullySharded:

@@ -17,12 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.batch import Batch, LoadRows, Scales
-from meshwright.bucket import Bucket
-from meshwright.collectives import gather
-from meshwright.comm import Comm, Work
 from meshwright.data_parallel.strategy import Synchroniser, nothing_to_publish, whole
-from meshwright.model import Model
+from meshwright.model import Batch, LoadRows, Model, Scales
+from meshwright.parameters.bucket import Bucket
+from meshwright.ranks.collectives import gather
+from meshwright.ranks.comm import Comm, Work
 
 ROOT = 0
 

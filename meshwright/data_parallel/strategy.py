@@ -12,12 +12,11 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from meshwright.batch import Batch, LoadRows, Scales
-from meshwright.bucket import Bucket, FlatWeights, Slot
-from meshwright.comm import DONE, Comm, Later, Work, same_everywhere
-from meshwright.deferred import Deferred
-from meshwright.mesh import Mesh
-from meshwright.model import Model
+from meshwright.model import Batch, LoadRows, Model, Scales
+from meshwright.parameters.bucket import Bucket, FlatWeights, Slot
+from meshwright.parameters.deferred import Deferred
+from meshwright.ranks.comm import DONE, Comm, Later, Work, same_everywhere
+from meshwright.ranks.mesh import Mesh
 
 
 class Policy(Protocol):

@@ -9,9 +9,8 @@ the file `stop`, whose existence asks the workers to finish their step and leave
 """
 
 from meshwright.launch.failure import Interrupted
-from meshwright.launch.job import Job
 from meshwright.launch.launcher import Transport, launch
-from meshwright.launch.stop import StopRequest
-from meshwright.launch.worker import joined, run_worker
+from meshwright.launch.signals import StopRequest
+from meshwright.launch.worker import Job, joined, run_worker
 
 __all__ = ["Interrupted", "Job", "StopRequest", "Transport", "joined", "launch", "run_worker"]

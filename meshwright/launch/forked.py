@@ -24,11 +24,10 @@ import torch.distributed as dist
 from meshwright.environment import enter_local_rank
 from meshwright.errors import LaunchError
 from meshwright.launch.failure import Death, Failure, explain, read_reports
-from meshwright.launch.job import Job
 from meshwright.launch.output import SOCKET, receive_output
 from meshwright.launch.session import Session, make_fork_server_folder
 from meshwright.launch.tether import die_with_parent
-from meshwright.launch.worker import run_launched
+from meshwright.launch.worker import Job, run_launched
 
 _LOOPBACK = "127.0.0.1"
 

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.errors import LaunchError
-from meshwright.hang import clear_records, explain_hang, read_records
-from meshwright.launch.failure import Failure, Interrupted
-from meshwright.launch.job import Job
-from meshwright.launch.limits import allow_open_files
+from meshwright.launch.failure import Failure, Interrupted, allow_open_files
 from meshwright.launch.output import SOCKET, OutputServer
 from meshwright.launch.session import Session, open_session
-from meshwright.launch.signals import KillWorkers, StopSignals
-from meshwright.launch.stop import STOP_FILE, listens
+from meshwright.launch.signals import STOP_FILE, KillWorkers, StopSignals, listens
+from meshwright.launch.worker import Job
+from meshwright.ranks.hang import clear_records, explain_hang, read_records
 
 Transport = Literal["torch", "mpi"]
 

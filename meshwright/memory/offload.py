@@ -24,12 +24,11 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from meshwright.bucket import Slot
-from meshwright.comm import Work
 from meshwright.config import Config
-from meshwright.memory.lane import Lane, StreamLane, ThreadLane
-from meshwright.memory.staging import GRADIENT, Staging, Tier
+from meshwright.memory.staging import GRADIENT, Lane, Staging, StreamLane, ThreadLane, Tier
 from meshwright.memory.store import ELEMENT_BYTES, PAGE_ELEMENTS, DiskStore, HostStore, Store
+from meshwright.parameters.bucket import Slot
+from meshwright.ranks.comm import Work
 
 WEIGHT = "weight"
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}

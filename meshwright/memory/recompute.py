@@ -3,14 +3,18 @@
 Chen et al., arXiv 1604.06174. torch's own checkpoint, which gives the second pass the random numbers of the first, so
 that dropout masks are the same. In a stage of l of the network's N layers, groups of a cost about l/a inputs and the
 activations of a layers: least where a is near √N (AxoNN, arXiv 2110.13005, section 4.2).
+
+How much a forward pass keeps for its backward pass, counted on tensors without numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -28,3 +32,24 @@ def best_group(stage_layers: int, network_layers: int) -> int:
     """The factor of a stage's layers nearest to the square root of the network's; of two as near, the smaller."""
     factors = [size for size in range(1, stage_layers + 1) if stage_layers % size == 0]
     return min(factors, key=lambda size: abs(size - math.sqrt(network_layers)), default=1)
+
+
+def kept_bytes(forward: Callable[[], object], parameters: Iterable[Tensor]) -> int:
+    """Bytes of the tensors that autograd keeps of a forward pass. Views of one memory count once, parameters do not.
+
+    What torch.utils.checkpoint keeps by itself, the arguments of a recomputed function, is not seen.
+    """
+    held = {parameter.untyped_storage()._cdata for parameter in parameters}
+    sizes: dict[int, int] = {}
+    alive: list[Tensor] = []  # a freed memory's address may come again
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in held:
+            sizes[storage._cdata] = storage.nbytes()
+            alive.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        forward()
+    return sum(sizes.values())

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.batch import Batch, Scales
-from meshwright.model import Hidden, Stretch
+from meshwright.model import Batch, Hidden, Scales, Stretch
 
 Run = Callable[..., Any]
 """run(function, *arguments): the function's result. One of them keeps less for the backward pass."""

@@ -16,11 +16,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.lengths import lengths_of
 from meshwright.config.models import EncoderDecoder
-from meshwright.model import Costs, Hidden, Stretch
+from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
 from meshwright.models.chain import Chain
 from meshwright.models.encoder_decoder_blocks import DecoderBlock, DecoderCache, EncoderBlock
 from meshwright.tensor.kit import Head

@@ -23,7 +23,7 @@ from meshwright.model import Hidden, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import blocks_of
 from meshwright.models.gpt import KeyValueCache
-from meshwright.shard import Initial
+from meshwright.parameters.shard import Initial
 from meshwright.tensor.kit import Kit
 
 KeyValue = tuple[Tensor, Tensor]

@@ -12,13 +12,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.models import Gpt2
-from meshwright.model import Costs, Hidden, Stretch
+from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
-from meshwright.shard import Initial
+from meshwright.parameters.shard import Initial
 from meshwright.tensor.gelu import gelu
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit

@@ -26,12 +26,11 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.batch import Batch, Scales
 from meshwright.config import Config
 from meshwright.config.models import ResNeXt
-from meshwright.model import Costs, Hidden, Stretch
+from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
 from meshwright.models.chain import Chain, blocks_of
-from meshwright.shard import Initial
+from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit
 

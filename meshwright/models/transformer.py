@@ -18,7 +18,7 @@ from meshwright.model import Costs, Stretch
 from meshwright.models import encoder_decoder
 from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.encoder_decoder_blocks import Initials, Recipe, encoder_decoder_blocks
-from meshwright.shard import Initial
+from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.batch import Batch, Scales
-from meshwright.model import Hidden, Model
+from meshwright.model import Batch, Hidden, Model, Scales
 
 
 class Autocast:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.bucket import Slot
-from meshwright.grid import ENDS, PIPE
-from meshwright.mesh import Mesh
+from meshwright.parameters.bucket import Slot
+from meshwright.ranks.grid import ENDS, PIPE
+from meshwright.ranks.mesh import Mesh
 
 PIECE = 2**20
 """Elements of a gradient that are widened at once on a CPU, where torch makes a float64 copy of what it sums."""

@@ -7,25 +7,85 @@ which are what is stepped and what a checkpoint holds.
 One exception: states that stream (an offloaded optimizer) step each slot while the next is still being summed, where
 nothing needs to be known before the first write: no clipping, no loss scaling. A norm that is not finite then still
 ends the run, and the newest checkpoint is the older one.
+
+The learning rate as a pure function of the step, so that a resumed run needs no scheduler state.
+
+Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740): fp16 gradients are kept out of the underflow.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshwright.bucket import Slot
-from meshwright.comm import same_everywhere
 from meshwright.config import Config
+from meshwright.config.schema import Schedule
 from meshwright.errors import DivergedError
-from meshwright.mesh import Mesh
-from meshwright.optim.in_place import InPlace
 from meshwright.optim.norm import norm_of_squares, square_of
-from meshwright.optim.scaler import LossScaler
-from meshwright.optim.schedule import learning_rate
-from meshwright.optim.states import StatesFactory
+from meshwright.optim.states import InPlace, StatesFactory
+from meshwright.parameters.bucket import Slot
+from meshwright.ranks.comm import same_everywhere
+from meshwright.ranks.mesh import Mesh
+
+
+def learning_rate(peak: float, schedule: Schedule, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then the decay to floor · peak."""
+    if step < schedule.warmup:
+        return peak * (step + 1) / schedule.warmup
+    progress = min(1.0, (step - schedule.warmup) / max(1, steps - schedule.warmup))
+    match schedule.decay:
+        case "constant":
+            return peak
+        case "linear":
+            left = 1 - progress
+        case "cosine":
+            left = (1 + math.cos(math.pi * progress)) / 2
+    return peak * (schedule.floor + (1 - schedule.floor) * left)
+
+
+SMALLEST = 2.0**-24
+"""fp16's own smallest step: at this scale nothing overflows that is a number."""
+
+
+@dataclass
+class LossScaler:
+    """`scale` multiplies the loss. It is halved on an overflow and doubled after `interval` good steps in a row.
+
+    `max_skips`: so many overflows in a row are no matter of scale any more, and end the run.
+
+    Pure bookkeeping on numbers that every rank knows, so that all ranks stay agreed without a message.
+    """
+
+    scale: float
+    interval: int
+    dynamic: bool
+    max_skips: int = 1
+    good_steps: int = 0
+    skips: int = 0
+    """Overflows in a row, up to now."""
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether another overflow may still be a matter of scale."""
+        return self.dynamic and self.scale > SMALLEST and self.skips + 1 < self.max_skips
+
+    def update(self, *, overflow: bool) -> None:
+        """Take note of a step."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.scale /= 2
+            self.good_steps = 0
+            self.skips += 1
+            return
+        self.skips = 0
+        self.good_steps += 1
+        if self.good_steps == self.interval:
+            self.scale *= 2
+            self.good_steps = 0
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 
 from meshwright.pipeline.schedule import Schedule
-from meshwright.pipeline.task import WAIT, Arrival, Task, Wait
-from meshwright.pipeline.view import View
+from meshwright.pipeline.task import WAIT, Arrival, Task, View, Wait
 
 StageProcess = Generator[Task | Wait, Sequence[Arrival], None]
 

@@ -9,11 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.batch import Batch, Scales
-from meshwright.flight_recorder import FlightRecorder
-from meshwright.model import Model
-from meshwright.pipeline.moment import Moment, Watch
-from meshwright.pipeline.span import Span
+from meshwright.model import Batch, Model, Scales
+from meshwright.pipeline.span import Moment, Span, Watch
+from meshwright.ranks.flight_recorder import FlightRecorder
 
 Seed = Callable[[int], None]
 """seed(i): sets the random numbers of microbatch i's forward pass."""

@@ -12,18 +12,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.batch import Batch, Scales
-from meshwright.comm import Comm
-from meshwright.flight_recorder import FlightRecorder
-from meshwright.mailbox import Forms, Mailbox, Message
-from meshwright.model import Hidden, Stretch
+from meshwright.model import Batch, Hidden, Scales, Stretch
 from meshwright.pipeline.engine import stage_process
-from meshwright.pipeline.moment import Moment, Watch
 from meshwright.pipeline.passes import Seed
 from meshwright.pipeline.schedule import FORWARD_ONLY, Rule, Schedule
-from meshwright.pipeline.span import Span, task_span
-from meshwright.pipeline.task import Arrival, Kind, Task
-from meshwright.pipeline.view import View
+from meshwright.pipeline.span import Moment, Span, Watch, task_span
+from meshwright.pipeline.task import Arrival, Kind, Task, View
+from meshwright.ranks.comm import Comm
+from meshwright.ranks.flight_recorder import FlightRecorder
+from meshwright.ranks.mailbox import Forms, Mailbox, Message
 
 Received = dict[Arrival, Hidden]
 """Messages by the tasks that they make ready."""

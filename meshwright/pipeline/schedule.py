@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from meshwright.pipeline.task import Kind, Task
-from meshwright.pipeline.view import View
+from meshwright.pipeline.task import Kind, Task, View
 
 Schedule = Callable[[View], Task | None]
 """The task to do next, which must be ready; None: wait for a message."""

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.batch import Batch, Scales
-from meshwright.deferred import Deferred, WeightWork
-from meshwright.model import Hidden, Model, Stretch
+from meshwright.model import Batch, Hidden, Model, Scales, Stretch
+from meshwright.parameters.deferred import Deferred, WeightWork
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.shard import Initial, ShardedModule
+from meshwright.parameters.shard import Initial, ShardedModule
 from meshwright.subgraph.segment import Segment
 from meshwright.tensor.linear import autocast_dtype
 from meshwright.tensor.serial import SerialLinear

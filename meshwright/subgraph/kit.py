@@ -21,8 +21,8 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 
 from meshwright.config.layout import Subgraph
-from meshwright.mesh import Mesh
-from meshwright.shard import Initial, ShardedModule, ShardSpec
+from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec
+from meshwright.ranks.mesh import Mesh
 from meshwright.subgraph.common import (
     Absent,
     AbsentHead,
@@ -35,7 +35,7 @@ from meshwright.subgraph.common import (
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Pair
-from meshwright.tensor.local import Local
+from meshwright.tensor.linear import Local
 from meshwright.tensor.norms import GroupNorm, RmsNorm
 from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.serial import SerialEmbedding, SerialHead, SerialNorm, SerialPatches

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.collectives import Moving, start_cut_sum, start_join, start_trade
-from meshwright.mesh import Mesh
+from meshwright.ranks.collectives import Moving, start_cut_sum, start_join, start_trade
+from meshwright.ranks.mesh import Mesh
 
 ROWS = 0
 """The dim of B."""

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.comm import Comm
-from meshwright.mesh import Mesh
-from meshwright.shard import Box
+from meshwright.parameters.shard import Box
+from meshwright.ranks.comm import Comm
+from meshwright.ranks.mesh import Mesh
 
 Layout = tuple[Box, ...]
 """By rank of an axis: the box that it holds, of some dims of a tensor; of the others it holds all."""

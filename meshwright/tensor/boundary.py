@@ -1,4 +1,16 @@
-"""How activations cross into a pair of linears that is cut over an axis, and out of it again."""
+"""How activations cross into a pair of linears that is cut over an axis, and out of it again.
+
+How 1-D tensor parallelism holds activations between two pairs of linears: whole on every rank, or cut by sequence.
+
+| form  | activation between pairs | into a pair              | out of a pair                        |
+|-------|--------------------------|--------------------------|--------------------------------------|
+| whole | [B, T, H]                | as it is                 | all-reduce                           |
+| cut   | [B, T/tensor, H]         | all-gather along T       | reduce-scatter along T               |
+
+Going back, gradients enter and leave a pair as activations do. The cut form moves the same bytes as the whole one, but
+for an all-gather of the pair's input that the backward pass does again instead of keeping it.
+(Megatron-LM: arXiv 1909.08053; sequence parallelism: Korthikanti et al., arXiv 2205.05198.)
+"""
 
 from __future__ import annotations
 
@@ -6,7 +18,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from meshwright.collectives import Moving
+from meshwright.ranks.collectives import Moving, cut_sum, enter, here, join, leave, start_cut_sum, start_join, start_sum
+from meshwright.ranks.mesh import Mesh
 
 
 class Boundary(Protocol):
@@ -33,3 +46,68 @@ class Boundary(Protocol):
 
     def leave(self, x: Tensor) -> Tensor:
         """As start_leave; differentiable, and x is kept."""
+
+
+SEQUENCE = -2
+"""The dim of T in [B, T, H] and in [T, H]."""
+
+
+class Sequence(Boundary, Protocol):
+    """One of the two forms."""
+
+    def part(self, x: Tensor) -> Tensor:
+        """What a rank holds of x [B, T, H], where every rank has all of it and needs no gradient."""
+
+
+class WholeSequence:
+    """Every rank holds all tokens."""
+
+    axis = "tensor"
+    split_axes: tuple[str, ...] = ()
+    keeps = False
+    holds = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def start_enter(self, x: Tensor) -> Moving:
+        return here(x)
+
+    def start_leave(self, x: Tensor) -> Moving:
+        return start_sum(x, self.mesh.comm("tensor"))
+
+    def enter(self, x: Tensor) -> Tensor:
+        return enter(x, self.mesh, "tensor")
+
+    def leave(self, x: Tensor) -> Tensor:
+        return leave(x, self.mesh, "tensor")
+
+    def part(self, x: Tensor) -> Tensor:
+        return x
+
+
+class CutSequence:
+    """Rank r holds the r-th part of each sequence's tokens."""
+
+    axis = "tensor"
+    split_axes: tuple[str, ...] = ("tensor",)
+    keeps = False
+    holds = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def start_enter(self, x: Tensor) -> Moving:
+        return start_join(x, self.mesh.comm("tensor"), SEQUENCE)
+
+    def start_leave(self, x: Tensor) -> Moving:
+        return start_cut_sum(x, self.mesh.comm("tensor"), SEQUENCE)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return join(x, self.mesh, "tensor", SEQUENCE)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return cut_sum(x, self.mesh, "tensor", SEQUENCE)
+
+    def part(self, x: Tensor) -> Tensor:
+        return x.chunk(self.mesh.size("tensor"), SEQUENCE)[self.mesh.index("tensor")]

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.batch import IGNORED
-from meshwright.comm import Comm
-from meshwright.shard import WriteGradient
+from meshwright.model import IGNORED
+from meshwright.parameters.shard import WriteGradient
+from meshwright.ranks.comm import Comm
 from meshwright.tensor.linear import autocast_dtype
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}

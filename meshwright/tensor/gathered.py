@@ -18,9 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from meshwright.comm import size_bytes
-from meshwright.mesh import Mesh
-from meshwright.shard import ShardedModule
+from meshwright.parameters.shard import ShardedModule
+from meshwright.ranks.comm import size_bytes
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.summa import Form, Panels, Summa
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.batch import IGNORED
-from meshwright.mesh import Mesh
-from meshwright.shard import Initial, ShardedModule, ShardSpec, WriteGradient
+from meshwright.model import IGNORED
+from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec, WriteGradient
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_right
 
 Cuts = tuple[tuple[int, str], ...]

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from meshwright.batch import Batch
-from meshwright.shard import Initial
+from meshwright.model import Batch
+from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 
 

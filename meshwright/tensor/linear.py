@@ -1,9 +1,17 @@
-"""x W + b with weights stored [in, out], so that the weight gradient xᵀ dy is written in the weight's own layout.
+"""Linears and look-ups that add up their gradients where the buckets hold them.
+
+A linear is x W + b with weights stored [in, out], so that the weight gradient xᵀ dy has the weight's own layout.
 
 forward:  y  = x W + b        [B·T, out]
 backward: dx = dy Wᵀ          [B·T, in]
           dW = xᵀ dy          [in, out], added up straight in the parameter's room in its bucket, where it has one
           db = sum of dy      [out], likewise
+
+A look-up reads rows of a table:
+
+forward:  y = table[ids]             [B, T, H]
+backward: dtable[ids] += dy          [V, H], in the table's room: only the rows that were read are touched after the
+                                     first microbatch; torch's embedding makes and adds a table for each
 """
 
 from __future__ import annotations
@@ -11,10 +19,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.shard import ShardedModule
+from meshwright.parameters.shard import ShardedModule, ShardSpec
+from meshwright.ranks.mesh import Mesh
+
+
+class Local(ShardedModule):
+    """`weight`, as its spec cuts it: a table of attention's biases by head, the kernels of a grouped convolution."""
+
+    def __init__(self, mesh: Mesh, spec: ShardSpec) -> None:
+        super().__init__(mesh)
+        self.weight = self.declare("weight", spec)
+
+    def forward(self) -> Tensor:
+        return self.weight
 
 
 class _Linear(torch.autograd.Function):
@@ -90,3 +111,41 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule)
     x, weight, bias = cast(x, weight, bias)
     y: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias, layer)
     return y.view(*x.shape[:-1], weight.shape[1])
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: ShardedModule) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        ctx.layer = layer
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
+        ids, weight = ctx.saved_tensors
+
+        def write(out: Tensor, beta: int) -> None:
+            if not beta:
+                out.zero_()
+            add_rows(out, ids.flatten(), dy.flatten(0, -2).to(out.dtype), ctx.layer.mesh.device_type)
+
+        return None, ctx.layer.gradient("weight", weight, write), None
+
+
+def add_rows(table: Tensor, ids: Tensor, rows: Tensor, device_type: str) -> None:
+    """table[ids] += rows, ids [n] with repeats, rows [n, H]; in an order, and so with bits, that are always the same.
+
+    Of torch's two forms one is, and not the same one everywhere: on GPUs `index_put_` sorts the ids and `index_add_`
+    adds atomically; on CPUs `index_add_` goes id by id and `index_put_` adds atomically, from several threads.
+    """
+    if device_type == "cuda":
+        table.index_put_((ids,), rows, accumulate=True)
+    else:
+        table.index_add_(0, ids, rows)
+
+
+def lookup(ids: Tensor, layer: ShardedModule) -> Tensor:
+    """ids [...] -> [..., H]: rows of the layer's `weight` [V, H]."""
+    y: Tensor = _Lookup.apply(ids, layer.weight, layer)
+    return y

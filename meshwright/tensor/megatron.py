@@ -23,16 +23,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from meshwright.mesh import Mesh
-from meshwright.shard import Initial, ShardedModule, ShardSpec, seed_of
+from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec, seed_of
+from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.boundary import CutSequence, Sequence, WholeSequence
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import Pair
-from meshwright.tensor.linear import linear
-from meshwright.tensor.local import Local
-from meshwright.tensor.lookup import lookup
+from meshwright.tensor.linear import Local, linear, lookup
 from meshwright.tensor.norms import GroupNorm, RmsNorm
 from meshwright.tensor.pair import CutContract, CutExpand
-from meshwright.tensor.sequence import CutSequence, Sequence, WholeSequence
 from meshwright.tensor.serial import SerialLinear, SerialNorm
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.collectives import here
-from meshwright.mesh import Mesh
-from meshwright.shard import ZEROS, Initial, ShardedModule, ShardSpec
+from meshwright.parameters.shard import ZEROS, Initial, ShardedModule, ShardSpec
+from meshwright.ranks.collectives import here
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
 from meshwright.tensor.linear import bias_gradient, cast, weight_gradient, write_product
 

@@ -18,14 +18,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.mesh import Mesh
-from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
+from meshwright.parameters.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import chunked_token_losses
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import Pair
-from meshwright.tensor.linear import linear
-from meshwright.tensor.local import Local
-from meshwright.tensor.lookup import lookup
+from meshwright.tensor.linear import Local, linear, lookup
 from meshwright.tensor.norms import GroupNorm, RmsNorm
 
 

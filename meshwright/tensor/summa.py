@@ -26,9 +26,9 @@ from itertools import product, repeat
 import torch
 from torch import Tensor
 
-from meshwright.collectives import Moving, here
-from meshwright.comm import Work
-from meshwright.mesh import Mesh
+from meshwright.ranks.collectives import Moving, here
+from meshwright.ranks.comm import Work
+from meshwright.ranks.mesh import Mesh
 
 X, W, Y = "X", "W", "Y"
 

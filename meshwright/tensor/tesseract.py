@@ -26,18 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.collectives import cut_sum, enter, join, leave
-from meshwright.mesh import Mesh
-from meshwright.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec, WriteGradient
+from meshwright.parameters.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec, WriteGradient
+from meshwright.ranks.collectives import cut_sum, enter, join, leave
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import give_to_autograd
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import Pair
-from meshwright.tensor.linear import bias_gradient, cast, linear, write_part
-from meshwright.tensor.local import Local
-from meshwright.tensor.lookup import lookup
-from meshwright.tensor.norm2d import split_layer_norm
-from meshwright.tensor.norms import GroupNorm
+from meshwright.tensor.linear import Local, bias_gradient, cast, linear, lookup, write_part
+from meshwright.tensor.norms import GroupNorm, split_layer_norm
 from meshwright.tensor.summa import Choice, Panels, Sizes, Summa, W, X, Y, best_choice
 
 

@@ -22,18 +22,17 @@ from meshwright.decisions import as_before, resolved_fields
 from meshwright.environment import Environment, read_environment, rendezvous, starts_mpi
 from meshwright.errors import ConfigError, DamagedError
 from meshwright.families import family_of
-from meshwright.grid import Grid
 from meshwright.launch import Job, StopRequest, joined, launch, run_worker
 from meshwright.machine import usable_cores
-from meshwright.mesh import Mesh, open_mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh, open_mesh
 from meshwright.train import folder
 from meshwright.train.console import RunDisplay
-from meshwright.train.loop import Trainer
+from meshwright.train.loop import Trainer, validate
 from meshwright.train.meeting import facts_of, meet
 from meshwright.train.metrics import MetricsWriter
 from meshwright.train.status import STATUS
 from meshwright.train.trace import write_step
-from meshwright.train.validate import validate
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,7 @@ class _Run:
             writer.wait()
             if metrics is not None:
                 metrics.close()
-                from meshwright.report.curves import draw_loss  # matplotlib: a second that the first step need not wait
+                from meshwright.train.curves import draw_loss  # matplotlib: a second that the first step need not wait
 
                 try:
                     draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")

@@ -1,6 +1,8 @@
-"""The wheel: one step after another until the last, a stop request, or an error.
+"""The training loop: one step after another until the last, a stop request, or an error.
 
 A step: backward passes of this replica's microbatches, one step report, the optimizer as gradients arrive, publishing.
+
+`validate` measures the held-out split: the mean loss, and how often the likeliest answer is right.
 """
 
 from __future__ import annotations
@@ -10,34 +12,50 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
-from meshwright.batch import Batch, Samples, counts_of, scales_of, to_device
 from meshwright.build import Parts
 from meshwright.errors import DivergedError
-from meshwright.grid import PIPE
-from meshwright.launch.stop import StopRequest
+from meshwright.launch.signals import StopRequest
+from meshwright.model import Batch, Samples, counts_of, scales_of, to_device
 from meshwright.optim.optimizer import StepResult
+from meshwright.parameters.shard import seed_of
 from meshwright.pipeline.span import Span
-from meshwright.shard import seed_of
-from meshwright.train.divergence import (
-    REMEDY,
-    diagnosed,
-    require_curable,
-    require_finite_loss,
-    require_finite_weights,
-)
-from meshwright.train.metrics import (
-    BusyClock,
-    StepFacts,
-    metrics_line,
-    peak_memory_bytes,
-    release_free_memory,
-    work_of,
-)
+from meshwright.ranks.grid import PIPE
+from meshwright.train.divergence import REMEDY, diagnosed, require_curable, require_finite_loss, require_finite_weights
+from meshwright.train.metrics import BusyClock, StepFacts, metrics_line, peak_memory_bytes, release_free_memory, work_of
 from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
 from meshwright.train.replicas import gathered, require_equal_replicas, state_hashes, weight_hashes
-from meshwright.train.step_report import ReportExchange, StepReport
-from meshwright.train.straggler import OwnClock, StragglerWatch
+from meshwright.train.step_report import OwnClock, ReportExchange, StepReport, StragglerWatch
+
+
+@torch.no_grad()
+def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, float]:
+    """Over the first `num_batches` global batches of a split. The accuracy is that of the model's first label.
+
+    A model of several losses: the sum of their means.
+    """
+    config, mesh = parts.config, parts.mesh
+    parts.module.eval()
+    sums = torch.zeros(3, len(parts.model.labels), dtype=torch.float64, device=mesh.device)  # losses, counts, right
+    mine = mesh.index("data") * config.replica_batch
+    with parts.strategy.whole_weights():
+        for index in range(num_batches):
+            rows = held_out.held_out(index * config.batch.global_ + mine, config.replica_batch)
+            batches = parts.microbatches(to_device(rows, mesh.device))
+            for h, batch in zip(parts.passes.hidden(batches), batches, strict=True):
+                if h is not None:
+                    sums += _sums(parts, h, batch)
+    mesh.comm(*config.layout.batch_axes, PIPE).all_reduce(sums)
+    losses, counts, right = sums
+    return {"validation_loss": float((losses / counts).sum()), "validation_accuracy": float(right[0] / counts[0])}
+
+
+def _sums(parts: Parts, h: Tensor, batch: Batch) -> Tensor:
+    """[3, labels]: of each label the summed loss, how many elements count, how many are predicted."""
+    model, names = parts.model, parts.model.labels
+    losses = [float(model.loss(h, batch, {other: float(other == name) for other in names})) for name in names]
+    return torch.tensor([losses, counts_of(batch, names), model.right(h, batch)], device=h.device, dtype=torch.float64)
 
 
 @dataclass(frozen=True)

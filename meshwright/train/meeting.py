@@ -23,7 +23,7 @@ import meshwright
 from meshwright.config import Config
 from meshwright.data.format import fingerprint
 from meshwright.errors import LaunchError
-from meshwright.mesh import Mesh
+from meshwright.ranks.mesh import Mesh
 
 _HOST = "host"
 """The one fact that may differ."""

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
-from meshwright.allocator import release_freed_memory
 from meshwright.build import Parts
 from meshwright.errors import MeshwrightError
 from meshwright.families import family_of
-from meshwright.grid import PIPE, Grid
-from meshwright.machine import peak_resident_bytes
+from meshwright.machine import peak_resident_bytes, release_freed_memory
 from meshwright.model import Costs
 from meshwright.optim.optimizer import StepResult
+from meshwright.ranks.grid import PIPE, Grid
 from meshwright.train.step_report import StepReport
 
 PAPER_TOKENS = 3e11

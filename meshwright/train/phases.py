@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from meshwright.flight_recorder import FlightRecorder
-from meshwright.pipeline.moment import Moment, Watch
-from meshwright.pipeline.span import Span, phase_span
+from meshwright.pipeline.span import Moment, Span, Watch, phase_span
+from meshwright.ranks.flight_recorder import FlightRecorder
 
 PIPELINE, DATA_PARALLEL, OPTIMIZER = PHASES = ("pipeline", "data_parallel", "optimizer")
 BETWEEN = "between phases"

@@ -20,11 +20,11 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from meshwright.bucket import FlatWeights
 from meshwright.build import Parts
 from meshwright.errors import CorruptionError
-from meshwright.grid import ENDS, PIPE, Grid
-from meshwright.mesh import Mesh
+from meshwright.parameters.bucket import FlatWeights
+from meshwright.ranks.grid import ENDS, PIPE, Grid
+from meshwright.ranks.mesh import Mesh
 
 COLUMNS = 2**10
 BLOCK_ROWS = {"cpu": 2**7, "cuda": 2**17}

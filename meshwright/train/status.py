@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.hang import Record, explain_hang, read_records
+from meshwright.ranks.hang import Record, explain_hang, read_records
 
 STATUS = "status"
 """The folder in a run's in which its ranks leave where they are."""

@@ -17,10 +17,10 @@ import torch
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.grid import PIPE
-from meshwright.mesh import Mesh
 from meshwright.pipeline.span import Span, Timeline
 from meshwright.pipeline.trace import write_trace
+from meshwright.ranks.grid import PIPE
+from meshwright.ranks.mesh import Mesh
 
 
 def traced_steps(words: Sequence[str], config: Config) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def write_step(spans: Sequence[Span], mesh: Mesh, step: int, folder: Path) -> No
     """Gather the spans that every rank has of a step; rank 0 writes trace-step-N.json and trace-step-N.png."""
     gathered = _gathered(spans, mesh)
     if mesh.rank == 0:
-        from meshwright.report.timeline import draw_timelines  # matplotlib: only a traced step needs it
+        from meshwright.train.timeline import draw_timelines  # matplotlib: only a traced step needs it
 
         timeline = Timeline(mesh.size(PIPE), gathered)
         path = folder / f"trace-step-{step}.json"

@@ -9,8 +9,8 @@ from benchmarks.broadcast_loop import Shape
 from benchmarks.broadcast_model import BroadcastGPT
 from benchmarks.plain_model import PlainGPT
 from benchmarks.reference import Reference
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
 
 SMALL = Reference(layers=2, hidden=24, heads=6, sequence=8, batch=12, vocabulary=36)

@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from benchmarks.dtensor import HeadwiseBlock, parallel_model
 from benchmarks.plain_model import PlainGPT
 from benchmarks.reference import Reference
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
 
 SMALL = Reference(layers=2, hidden=24, heads=6, sequence=8, batch=3, vocabulary=36)

@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.paced import CONDITIONS, RULES, HeldMailbox, PacedPipeline, Run
 from benchmarks.pipeline import Measured, planned, scaled, summed_up
-from meshwright.grid import Grid
-from meshwright.mailbox import Form, Message, SoloMailbox, alike
-from meshwright.mesh import Mesh
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Kind, Task
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mailbox import Form, Message, SoloMailbox, alike
+from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
 
 FORWARD_SECONDS = 0.003

@@ -8,8 +8,8 @@ from benchmarks import subgraph
 from benchmarks.ours import reference_config
 from meshwright.config.rules import broken_rules
 from meshwright.families import family_of
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.tensor_scaling import BATCH, LAYOUTS, sent_bytes
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
 
 SEQUENCE = 64

@@ -9,8 +9,8 @@ from benchmarks.contender import Place
 from benchmarks.plain_model import PlainGPT
 from benchmarks.reference import Reference
 from benchmarks.torch_pipeline import TorchPipeline, cut, fused_adamw, own_chunks
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
 
 SMALL = Reference(layers=4, hidden=24, heads=6, sequence=8, batch=8, vocabulary=36)

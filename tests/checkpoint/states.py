@@ -14,7 +14,7 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config
 from meshwright.data.tokenizer import byte_tokenizer
-from meshwright.mesh import Mesh
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import train_step
 
 States = dict[tuple[str, str], Tensor]

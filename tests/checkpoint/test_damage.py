@@ -20,9 +20,9 @@ from meshwright.checkpoint import Checkpoint, find_checkpoint, newest_step, rest
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright.config import Config
 from meshwright.errors import CheckpointError
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.shard import Box
+from meshwright.parameters.shard import Box
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.checkpoint.states import run_leg
 from tests.data_parallel.test_equality import config_for
 from tests.workers import run_ranks

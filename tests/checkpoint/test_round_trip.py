@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from meshwright.checkpoint import Checkpoint
-from meshwright.grid import Grid
-from meshwright.shard import Box
+from meshwright.parameters.shard import Box
+from meshwright.ranks.grid import Grid
 from tests.checkpoint.states import Leg, States, run_leg, whole
 from tests.data_parallel.test_equality import SYNCS, config_for
 from tests.workers import run_ranks

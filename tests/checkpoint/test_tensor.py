@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.grid import Grid
+from meshwright.ranks.grid import Grid
 from tests.checkpoint.states import Leg, run_leg
 from tests.checkpoint.test_round_trip import assert_same_bits, taken_up, written
 from tests.tensor.test_equality import config_for

@@ -22,14 +22,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.bucket import Place
 from meshwright.checkpoint import Checkpoint, Piece, newest_step, writer
 from meshwright.checkpoint.manifest import Manifest, Progress
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import CheckpointError
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh, open_mesh
-from meshwright.shard import Box
+from meshwright.parameters.bucket import Place
+from meshwright.parameters.shard import Box
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh, open_mesh
 from tests.checkpoint.states import open_writer
 from tests.data_parallel.test_equality import config_for
 from tests.workers import run_ranks

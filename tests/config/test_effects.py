@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from meshwright.compare.layouts import from_files
 from meshwright.config import Config, dump_config, dump_tree, load_config, parse_config, parse_run
 from meshwright.config.effects import EFFECTS, idle_fields
 from meshwright.config.load import CONFIGS
 from meshwright.config.section import Section
 from meshwright.errors import ConfigError
-from meshwright.plan.auto import load_free, load_run
+from meshwright.tools.compare.layouts import from_files
+from meshwright.tools.plan.auto import load_free, load_run
 
 ALWAYS = {
     *("seed", "steps", "device", "threads", "restarts", "timeout.join", "timeout.wait"),

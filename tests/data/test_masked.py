@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.batch import IGNORED, Batch
 from meshwright.config import Config, parse_config
 from meshwright.data.masked import MASKED_TEXT, MaskedSamples, masked_tokens, runs
 from meshwright.data.packed import PackedCorpus, prepare
 from meshwright.data.specials import NAMES, Specials, specials_of, with_specials
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
 from meshwright.errors import ConfigError, DataError
+from meshwright.model import IGNORED, Batch
 
 END, T = 256, 32
 SPECIALS = Specials(padding=257, first=258, separator=259, mask=260, end=END, vocabulary_size=261)

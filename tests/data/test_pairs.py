@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.batch import IGNORED, Batch
 from meshwright.config import Config, parse_config
 from meshwright.config.data_rules import objective_of
 from meshwright.data.dataset import TEXT, Opened
@@ -20,6 +19,7 @@ from meshwright.data.progress import silent
 from meshwright.data.specials import SequenceSpecials, sequence_specials
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
 from meshwright.errors import ConfigError, DataError
+from meshwright.model import IGNORED, Batch
 
 TEXTS = [(f"number {n} and its square", "=" * (n % 40) + str(n * n)) for n in range(300)]
 SEQUENCE = 40

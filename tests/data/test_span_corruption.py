@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.batch import IGNORED, Batch
 from meshwright.config.lengths import Lengths, Window, span_lengths, window_of
 from meshwright.data.span_corruption import SpanSamples, parts_of
 from meshwright.data.specials import SequenceSpecials
 from meshwright.errors import ConfigError, DataError
+from meshwright.model import IGNORED, Batch
 
 END, PAD, S0 = 256, 257, 258
 SPECIALS = SequenceSpecials(PAD, PAD, END, tuple(range(S0, S0 + 100)), S0 + 100)

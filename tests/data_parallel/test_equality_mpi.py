@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, train
 from tests.mpi_cases import SIZES, SYNCS
 from tests.mpi_workers import Answer

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.build import build, build_model
 from meshwright.data_parallel.fsdp import FullySharded
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
 from meshwright.optim.optimizer import Optimizer
-from meshwright.shard import shard_specs
+from meshwright.parameters.shard import shard_specs
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from tests.data_parallel.test_equality import config_for
 from tests.workers import run_ranks

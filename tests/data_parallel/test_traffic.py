@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.batch import rows_of
 from meshwright.build import build
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.model import rows_of
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
 from tests.workers import run_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.grid import Grid
+from meshwright.ranks.grid import Grid
 from tests.data_parallel.test_equality import SYNCS, assembled, config_for, train
 from tests.workers import run_ranks
 

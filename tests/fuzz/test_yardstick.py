@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.bucket import Bucket
-from meshwright.comm import Comm, Work
 from meshwright.config import Config
 from meshwright.config.load import parse_run
-from meshwright.data_parallel.sharded import Zero1
-from meshwright.mesh import Mesh
-from meshwright.optim.in_place import InPlace
-from meshwright.shard import ShardSpec
+from meshwright.data_parallel.policies import Zero1
+from meshwright.optim.states import InPlace
+from meshwright.parameters.bucket import Bucket
+from meshwright.parameters.shard import ShardSpec
+from meshwright.ranks.comm import Comm, Work
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor import linear
 from tests.fuzz.axes import AXES, Case, Value, tree_of
 from tests.fuzz.check import Plant, mistakes
-from tests.verify.mistakes import decayed_vectors, wrong_bias_correction, wrong_clipping
+from tests.tools.verify.mistakes import decayed_vectors, wrong_bias_correction, wrong_clipping
 
 PLAIN: Case = {axis: values[0] for axis, values in AXES.items()} | {"layers": 1, "heads": 4, "vocabulary": "whole"}
 

@@ -11,10 +11,10 @@ import torch
 
 from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, rendezvous
-from meshwright.grid import Grid
 from meshwright.launch import StopRequest
-from meshwright.mailbox import Form, alike
-from meshwright.mesh import Mesh, open_mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mailbox import Form, alike
+from meshwright.ranks.mesh import Mesh, open_mesh
 
 TIMEOUT = Timeout(join=30, wait=3)
 FORM = Form((4, 4), torch.float32)

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from meshwright.errors import LaunchError
-from meshwright.launch.failure import Report
-from meshwright.launch.limits import allow_open_files, memory_sentence
+from meshwright.launch.failure import Report, allow_open_files, memory_sentence
 
 HOST = socket.gethostname()
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.bucket import Slot
 from meshwright.checkpoint import Checkpoint, pieces_of, restore
 from meshwright.checkpoint.restore import progress_of
 from meshwright.errors import DivergedError
-from meshwright.grid import Grid
 from meshwright.memory.offload import on_disk, on_host
-from meshwright.mesh import Mesh
+from meshwright.parameters.bucket import Slot
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.checkpoint.states import open_writer
 from tests.memory.runs import (
     BUCKET,

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from meshwright.build import Parts, build
 from meshwright.config import Config, parse_config
-from meshwright.grid import Grid
-from meshwright.memory.activations import kept_bytes
-from meshwright.memory.recompute import best_group, groups_of
-from meshwright.mesh import Mesh, planned_mesh
+from meshwright.memory.recompute import best_group, groups_of, kept_bytes
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh, planned_mesh
 from meshwright.stages import empty_batch
 from tests.data_parallel.test_equality import train_step
 from tests.pipeline.test_equality import WHOLE, pipelined

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from meshwright.errors import ConfigError
-from meshwright.grid import Grid
 from meshwright.memory.store import DiskStore, HostStore
-from meshwright.mesh import Mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
 
 CPU = torch.device("cpu")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.batch import IGNORED, Batch, counts_of, scales_of
 from meshwright.build import build_model
 from meshwright.config import Config, parse_config
 from meshwright.families import family_of
-from meshwright.mesh import Mesh
+from meshwright.model import IGNORED, Batch, counts_of, scales_of
 from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.encoder_decoder_blocks import DecoderCache
-from meshwright.shard import num_parameters, shard_specs
+from meshwright.parameters.shard import num_parameters, shard_specs
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 
 B = 3

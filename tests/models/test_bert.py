@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.batch import IGNORED, Batch, counts_of, scales_of
 from meshwright.build import build_model
 from meshwright.config import Config, parse_config
 from meshwright.config.models import Bert
-from meshwright.convert.bert import BERT as CONVERTED
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.model import IGNORED, Batch, counts_of, scales_of
 from meshwright.models.bert import BERT
-from meshwright.shard import num_parameters, shard_specs
+from meshwright.parameters.shard import num_parameters, shard_specs
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
+from meshwright.tools.convert.bert import BERT as CONVERTED
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

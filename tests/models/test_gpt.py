@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from meshwright.build import build_model
 from meshwright.config import Config, parse_config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
 from meshwright.models.gpt import GPT, KeyValueCache
-from meshwright.shard import num_parameters, shard_specs
+from meshwright.parameters.shard import num_parameters, shard_specs
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from tests.workers import run_ranks
 

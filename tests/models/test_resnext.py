@@ -15,11 +15,11 @@ from meshwright.build import _make, build_model
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.families import family_of
-from meshwright.grid import Grid
-from meshwright.mailbox import Form
-from meshwright.mesh import Mesh, planned_mesh, solo_mesh
 from meshwright.models.resnext import BlockShape, ResNeXtModel, block_shapes
-from meshwright.shard import num_parameters, shard_specs
+from meshwright.parameters.shard import num_parameters, shard_specs
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mailbox import Form
+from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
 from meshwright.stages import _measured, counted, plan_stages
 from meshwright.tensor.serial import SerialKit
 from tests.tensor.test_equality import check, run

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import counts_of, scales_of
 from meshwright.build import build_model
 from meshwright.config import Config, parse_config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.model import counts_of, scales_of
 from meshwright.models.t5 import T5Model, distance_buckets
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from tests.models.pairs import counted_parameters, decoded, dropout_facts, pair_batch, random_model
 from tests.workers import run_ranks

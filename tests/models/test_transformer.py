@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.batch import Batch, counts_of, scales_of
 from meshwright.config import Config, parse_config
 from meshwright.families import family_of
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.model import Batch, counts_of, scales_of
 from meshwright.models.transformer import sinusoids
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.models.pairs import B, counted_parameters, decoded, dropout_facts, pair_batch, random_model
 from tests.workers import run_ranks
 

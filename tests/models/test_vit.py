@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from meshwright.build import build_model
 from meshwright.config import Config, parse_config
 from meshwright.families import family_of
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
 from meshwright.models.vit import ViT, patch_rows
-from meshwright.shard import num_parameters, shard_specs
+from meshwright.parameters.shard import num_parameters, shard_specs
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from tests.workers import run_ranks
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.batch import Batch
 from meshwright.build import build
 from meshwright.config import Config, parse_config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.model import Batch
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel import test_equality
 from tests.data_parallel.test_equality import global_batch, train_step
 from tests.workers import run_ranks

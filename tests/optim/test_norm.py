@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.batch import rows_of
-from meshwright.bucket import Slot
 from meshwright.build import build
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.model import rows_of
 from meshwright.optim.norm import gradient_norm
+from meshwright.parameters.bucket import Slot
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
 from tests.workers import run_ranks
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import rows_of
 from meshwright.build import Parts, build
 from meshwright.errors import DivergedError
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.optim.in_place import InPlace
+from meshwright.model import rows_of
+from meshwright.optim.states import InPlace
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
 from tests.workers import run_ranks
 

@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 import torch
 
-from meshwright.batch import counts_of, rows_of, scales_of
 from meshwright.build import Parts, build
 from meshwright.config import Config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.optim.in_place import InPlace
+from meshwright.model import counts_of, rows_of, scales_of
+from meshwright.optim.states import InPlace
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
 from tests.workers import run_ranks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.optim.scaler import LossScaler
+from meshwright.optim.optimizer import LossScaler
 
 
 def test_halves_on_overflow_and_starts_counting_again() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from meshwright.config.schema import Schedule
-from meshwright.optim.schedule import learning_rate
+from meshwright.optim.optimizer import learning_rate
 
 
 def rates(decay: str, warmup: int, steps: int, floor: float = 0.1) -> list[float]:

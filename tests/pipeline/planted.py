@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.pipeline.stage import Stage
-from meshwright.verify.job import worker
+from meshwright.tools.verify.job import worker
 
 
 def dropped_work(*arguments: Any, **named: Any) -> None:

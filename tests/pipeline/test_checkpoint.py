@@ -10,7 +10,7 @@ import torch
 
 from meshwright.checkpoint import Checkpoint
 from meshwright.config import Config, parse_config
-from meshwright.grid import Grid
+from meshwright.ranks.grid import Grid
 from tests.checkpoint.states import Leg, run_leg
 from tests.checkpoint.test_round_trip import KINDS, assert_same_bits, read_whole, taken_up, written
 from tests.pipeline.test_equality import WHOLE, pipelined

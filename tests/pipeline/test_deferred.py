@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import counts_of, scales_of
 from meshwright.build import Parts, build
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.shard import ShardedModule
+from meshwright.model import counts_of, scales_of
+from meshwright.parameters.shard import ShardedModule
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import BATCHES
 from tests.tensor.test_equality import BLOCKS, MODELS, ONE_D, SEQUENCE, config_for
 from tests.workers import run_ranks

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.pipeline.engine import stage_process
 from meshwright.pipeline.schedule import AXONN, FORWARD_ONLY, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Rule, Schedule
-from meshwright.pipeline.task import WAIT, Arrival, Kind, Task
-from meshwright.pipeline.view import View
+from meshwright.pipeline.task import WAIT, Arrival, Kind, Task, View
 
 RULES = {
     "gpipe": GPIPE,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from meshwright.mesh import Mesh
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import train
 from tests.mpi_cases import PIPELINES
 from tests.mpi_workers import Answer

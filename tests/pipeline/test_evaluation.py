@@ -13,11 +13,11 @@ from meshwright.build import build
 from meshwright.cli import app
 from meshwright.config import Config
 from meshwright.families import family_of
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.train.validate import validate
-from meshwright.verify import job
-from meshwright.verify.job import verify
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.tools.verify import job
+from meshwright.tools.verify.job import verify
+from meshwright.train.loop import validate
 from tests.tensor.test_equality import BLOCKS, ONE_D
 from tests.train.runs import config_for, lines_of, make_corpus, run
 from tests.workers import run_ranks

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from meshwright.pipeline.moment import Watch
+from meshwright.pipeline.span import Watch
 
 
 def test_on_a_host() -> None:

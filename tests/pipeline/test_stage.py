@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.batch import counts_of, scales_of
 from meshwright.build import Parts, build
 from meshwright.config import Config, parse_config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.model import counts_of, scales_of
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import BATCHES
 from tests.pipeline.test_equality import WHOLE, pipelined
 from tests.tensor.test_equality import BLOCKS, ONE_D

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.shard import Initial, initialise, num_parameters, shard_specs
+from meshwright.parameters.shard import Initial, initialise, num_parameters, shard_specs
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.subgraph.branches import Branches, Common, Enter, Leave
 from meshwright.tensor.serial import SerialLinear
 from tests.mpi_workers import Answer

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh, solo_mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.subgraph.branches import Branches
 from tests.workers import run_ranks
 

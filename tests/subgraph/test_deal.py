@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
-from meshwright.subgraph.deal import Deal, deal
+from meshwright.subgraph.branches import Deal, deal
 
 COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 

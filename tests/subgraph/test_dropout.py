@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.batch import Batch, rows_of
 from meshwright.build import build
 from meshwright.config import Config, parse_config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.model import Batch, rows_of
 from meshwright.models.attention import AttentionCore
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.train.loop import Trainer
 from tests.data_parallel.test_equality import global_batch
 from tests.tensor.test_equality import config_for

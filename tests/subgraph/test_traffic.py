@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 
 from meshwright.config import Config, parse_config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.train.plan import plan_step
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.tools.plan.counted_step import plan_step
 from tests.workers import run_ranks
 
 LAYERS, HIDDEN, SEQUENCE, BATCH = 3, 16, 6, 8

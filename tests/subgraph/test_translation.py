@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.shard import Box
+from meshwright.parameters.shard import Box
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.subgraph.translation import Layout, intervals, nearly_even, plan, rows_on, translate
 from tests.workers import run_ranks
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.comm import SoloComm
-from meshwright.grid import Grid
-from meshwright.ledger import Ledger
-from meshwright.mesh import Mesh
-from meshwright.shard import Initial, initialise
+from meshwright.parameters.shard import Initial, initialise
+from meshwright.ranks.comm import SoloComm
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.ledger import Ledger
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor import cross_entropy
 from meshwright.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses, num_right
 from meshwright.tensor.head import HeadShape

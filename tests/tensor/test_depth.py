@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.batch import rows_of
 from meshwright.build import build, build_kit
 from meshwright.config import Config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.shard import Initial, ShardSpec, initialise
+from meshwright.model import rows_of
+from meshwright.parameters.shard import Initial, ShardSpec, initialise
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import global_batch
 from tests.tensor.test_equality import check, config_for, run
 from tests.workers import run_ranks

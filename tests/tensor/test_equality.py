@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.grid import Grid
+from meshwright.ranks.grid import Grid
 from tests.data_parallel.test_equality import assembled, train
 from tests.workers import run_ranks
 

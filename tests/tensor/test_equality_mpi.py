@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.mesh import Mesh
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import train
 from tests.mpi_cases import TENSOR
 from tests.mpi_workers import Answer

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.gelu import SLICE_ELEMENTS, gelu
 from tests.workers import run_ranks
 

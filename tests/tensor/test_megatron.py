@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.batch import rows_of
 from meshwright.build import build, build_kit
 from meshwright.config import Config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.model import rows_of
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import global_batch
 from tests.tensor.test_equality import config_for
 from tests.workers import run_ranks

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.batch import Batch
 from meshwright.build import Parts, build
 from meshwright.config import Config, parse_config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.model import Batch
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import BATCHES, train_step
 from tests.mpi_cases import REAL_VOCABULARIES
 from tests.mpi_workers import Answer as MpiAnswer

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.shard import Initial, initialise
+from meshwright.parameters.shard import Initial, initialise
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from tests.workers import run_ranks
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.collectives import cut_sum, join
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.shard import Initial, initialise
+from meshwright.parameters.shard import Initial, initialise
+from meshwright.ranks.collectives import cut_sum, join
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.gathered import Weights, choose_form
 from meshwright.tensor.summa import ROUTES, Choice, Form, Sizes, best_choice
 from meshwright.tensor.tesseract import TesseractLinear

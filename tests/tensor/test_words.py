@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from meshwright.build import build_kit
 from meshwright.config import Config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.shard import Initial, seed_of, shard_specs
+from meshwright.parameters.shard import Initial, seed_of, shard_specs
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
 from tests.tensor.test_equality import config_for

@@ -13,10 +13,10 @@ import torch
 
 from meshwright.build import build
 from meshwright.config import Config, parse_config
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
 from meshwright.optim.norm import gradient_norm
-from meshwright.tensor.lookup import add_rows
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.linear import add_rows
 from tests.data_parallel.test_equality import train_step
 from tests.workers import run_ranks
 

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.config import Config
 from meshwright.errors import CorruptionError, DivergedError, LaunchError
-from meshwright.mesh import Mesh
+from meshwright.ranks.mesh import Mesh
 from meshwright.train.loop import Trainer
 from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.train.test_replicas import EXPAND, NORM, config_of, run_layout, trainer_of

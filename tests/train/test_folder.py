@@ -16,16 +16,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshwright.bucket import Place
 from meshwright.checkpoint import CheckpointWriter, Piece
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.cli import app
 from meshwright.config import Config, dump_config
 from meshwright.config.load import CONFIGS
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
-from meshwright.shard import Box
+from meshwright.parameters.bucket import Place
+from meshwright.parameters.shard import Box
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.train import folder
 from meshwright.train.job import train
 from tests.train.runs import config_for, make_corpus

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import LaunchError
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.train.meeting import facts_of, meet
 from tests.train.runs import config_for, make_corpus
 from tests.workers import run_ranks

@@ -20,9 +20,9 @@ from meshwright.config import Config, load_config, parse_config
 from meshwright.data.packed import open_packed
 from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.families import family_of
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
 from meshwright.optim.optimizer import StepResult
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.train.loop import Trainer
 from meshwright.train.metrics import BusyClock, MetricsWriter, StepFacts, StepWork, metrics_line, peak_flops
 from meshwright.train.step_report import StepReport

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from meshwright.flight_recorder import FlightRecorder
+from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.train.phases import PHASES, PhaseClock
 
 NAP = 0.02

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.batch import Batch
 from meshwright.build import build
 from meshwright.config import Config
 from meshwright.errors import CorruptionError
-from meshwright.grid import Grid
-from meshwright.mesh import Mesh
+from meshwright.model import Batch
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.train.loop import Trainer
 from meshwright.train.replicas import (
     COLUMNS,

@@ -12,9 +12,9 @@ from meshwright import build
 from meshwright.config import parse_config
 from meshwright.environment import Environment
 from meshwright.errors import LaunchError
-from meshwright.grid import Grid
 from meshwright.launch.mpiexec import find_mpiexec
-from meshwright.mesh import open_mesh
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import open_mesh
 from meshwright.train.job import Resources, resources_of
 
 LAUNCHERS = {

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.flight_recorder import Waiting, Whereabouts
-from meshwright.hang import Record
+from meshwright.ranks.flight_recorder import Waiting, Whereabouts
+from meshwright.ranks.hang import Record
 from meshwright.train.status import STATUS, status_of
 
 WAIT = Waiting("data", "all_reduce", 4000, (0, 1), 12, 9.0)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.flight_recorder import Call, FlightRecorder
-from meshwright.grid import Grid
-from meshwright.train.straggler import STEPS, OwnClock, Straggler, StragglerWatch
+from meshwright.ranks.flight_recorder import Call, FlightRecorder
+from meshwright.ranks.grid import Grid
+from meshwright.train.step_report import STEPS, OwnClock, Straggler, StragglerWatch
 from tests.train.runs import config_for, lines_of, make_corpus, run_as
 
 REPLICAS = Grid((("data", 4), ("pipe", 1)))

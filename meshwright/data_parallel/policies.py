@@ -1,0 +1,96 @@
+"""Policies in which every rank takes part alike: all-reduce, Horovod's ring, ZeRO-1.
+
+All-reduce: every rank sums all gradients and steps its own copy (Bai's DPS; torch's DistributedDataParallel).
+
+Sends 2(n-1)/n of the gradients' bytes a rank, under the backward pass.
+
+Horovod's ring all-reduce (Patarasuk and Yuan, 2009), written out over point-to-point messages.
+
+Each rank cuts a bucket (the tensor fusion) into n blocks. In n-1 steps partial sums travel round the ring until rank r
+holds block r+1 whole; in n-1 more the whole blocks travel round. Each step sends one block: 2(n-1)/n of the bytes a
+rank.
+
+Sharded data parallelism: ZeRO-1 (arXiv 1910.02054, section 5.1) by us, the full sharding by torch's fully_shard.
+
+| sync  | a rank holds           | forward, backward                      | gradients      | then       |
+|-------|------------------------|----------------------------------------|----------------|------------|
+| zero1 | 1/n of the states      | -                                      | reduce-scatter | all-gather |
+| fsdp  | 1/n of everything      | all-gather of a block's weights, twice | reduce-scatter | -          |
+
+ZeRO-1 sends (n-1)/n of the gradients and as much of the parameters: an all-reduce's bytes, with the optimizer's work in
+between done once instead of n times.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.data_parallel.strategy import nothing_to_publish, whole
+from meshwright.parameters.bucket import Bucket
+from meshwright.ranks.comm import DONE, Comm, Work
+
+
+class AllReduce:
+    """One all-reduce a bucket, by the transport's own algorithm."""
+
+    replicated = True
+    blocks = False
+
+    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
+        return whole(bucket)
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Work:
+        return comm.all_reduce(bucket.gradients, wait=False)
+
+    def publish(self, bucket: Bucket, comm: Comm) -> Work:
+        return nothing_to_publish(bucket, comm)
+
+
+def ring_all_reduce(x: Tensor, comm: Comm) -> None:
+    """Sum x over the comm, in place. x [n·k]: its length is a multiple of the number of ranks."""
+    size, index = comm.size, comm.index
+    blocks = x.view(size, -1)
+    after, before = (index + 1) % size, (index - 1) % size
+    incoming = torch.empty_like(blocks[0])
+    for step in range(size - 1):  # reduce-scatter: my partial sum moves on, the one behind it arrives
+        comm.exchange(blocks[(index - step) % size], after, incoming, before)
+        blocks[(index - step - 1) % size] += incoming
+    for step in range(size - 1):  # all-gather: whole blocks move on
+        comm.exchange(blocks[(index - step + 1) % size], after, blocks[(index - step) % size], before)
+
+
+class Ring:
+    """Ring all-reduce of each bucket."""
+
+    replicated = True
+    blocks = True
+
+    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
+        return whole(bucket)
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Work:
+        ring_all_reduce(bucket.gradients, comm)
+        return DONE
+
+    def publish(self, bucket: Bucket, comm: Comm) -> Work:
+        return nothing_to_publish(bucket, comm)
+
+
+class Zero1:
+    """Rank r owns the r-th slice of every bucket."""
+
+    replicated = False
+    blocks = False
+
+    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
+        length = bucket.values.numel() // comm.size
+        return comm.index * length, (comm.index + 1) * length
+
+    def reduce(self, bucket: Bucket, comm: Comm) -> Work:
+        start, stop = self.owned(bucket, comm)
+        return comm.reduce_scatter(bucket.gradients[start:stop], bucket.gradients, wait=False)
+
+    def publish(self, bucket: Bucket, comm: Comm) -> Work:
+        start, stop = self.owned(bucket, comm)
+        return comm.all_gather(bucket.values, bucket.values[start:stop], wait=False)

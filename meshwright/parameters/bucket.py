@@ -1,0 +1,200 @@
+"""Buckets: parameters and gradients in few flat runs of memory, so that one collective or one kernel serves many.
+
+A bucket's parameters have the same dtype, decay alike and are summed over the same axes. They lie in the reverse
+order of registration, about the order in which the backward pass finishes their gradients.
+A `Slot` is the part of a bucket that this rank's optimizer steps: all of it, a slice (ZeRO-1), or nothing (a worker
+of a parameter server). A `Place` says which part of which parameter lies where in a slot; checkpoints are written
+from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parameters.shard import Box, ShardedModule, ShardSpec
+from meshwright.ranks.grid import ENDS, PIPE, Grid
+from meshwright.ranks.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements start..stop of a flat tensor are the `box` of the parameter `name` of global `shape`, row by row."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    start: int
+    stop: int
+
+    def clip(self, start: int, stop: int) -> Iterator[Place]:
+        """The boxes of this place that lie in start..stop, counted from start."""
+        position = max(start, self.start)
+        for box in self.box.flat_parts(position - self.start, min(stop, self.stop) - self.start):
+            yield Place(self.name, self.shape, box, position - start, position - start + box.num_elements)
+            position += box.num_elements
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Flat memory that this rank's optimizer steps: `parameter` [n], its .grad [n], and what they hold.
+
+    `part_axes`: the axes whose ranks hold different parts, so that a norm is summed over them. (So do the stages of a
+    pipeline, whatever the slot.) `tied`: of parameters that the first and the last stage share.
+    """
+
+    parameter: nn.Parameter
+    places: tuple[Place, ...]
+    matrix: bool
+    part_axes: tuple[str, ...]
+    tied: bool = False
+
+    def copy_axes(self, grid: Grid) -> tuple[str, ...]:
+        """The axes whose ranks hold the same part."""
+        return other_axes(grid, self.part_axes, self.tied)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """`values` [n]: the parameters are views of it. `gradients` [n] likewise, perhaps of a wider type (gradient_dtype).
+
+    n is padded to the sum axes' size.
+    """
+
+    values: Tensor
+    gradients: Tensor
+    parameters: tuple[nn.Parameter, ...]
+    places: tuple[Place, ...]
+    matrix: bool
+    sum_axes: tuple[str, ...]
+    cut_axes: tuple[str, ...]
+
+    def members(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with its part of `gradients`, in the parameter's shape."""
+        for parameter, place in zip(self.parameters, self.places, strict=True):
+            yield parameter, self.gradients[place.start : place.stop].view(parameter.shape)
+
+    def slot(self, start: int, stop: int, *, replicated: bool) -> Slot:
+        """The part start..stop as something to step. `replicated`: the ranks of the sum axes all step the same part."""
+        parameter = nn.Parameter(self.values[start:stop])
+        parameter.grad_dtype = self.gradients.dtype
+        parameter.grad = self.gradients[start:stop]
+        places = tuple(part for place in self.places for part in place.clip(start, stop))
+        part_axes = self.cut_axes if replicated else (*self.cut_axes, *self.sum_axes)
+        return Slot(parameter, places, self.matrix, part_axes, self.tied)
+
+    @property
+    def tied(self) -> bool:
+        return ENDS in self.sum_axes
+
+    def copy_axes(self, grid: Grid) -> tuple[str, ...]:
+        """The axes whose ranks hold the same parameters."""
+        return other_axes(grid, self.cut_axes, self.tied)
+
+
+def other_axes(grid: Grid, axes: Collection[str], tied: bool) -> tuple[str, ...]:
+    """All axes but the given ones and the stages, which hold different parameters; the ends of a tied one."""
+    ends = (ENDS,) if tied else ()
+    return tuple(axis for axis in (*grid.names, *ends) if axis != PIPE and axis not in axes)
+
+
+@dataclass(frozen=True)
+class FlatWeights:
+    """Weights as a rank computes with them: `values` [n], what lies where in them, and whose ranks hold the same."""
+
+    values: Tensor
+    places: tuple[Place, ...]
+    copy_axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a bucket have in common."""
+
+    dtype: torch.dtype
+    matrix: bool
+    sum_axes: tuple[str, ...]
+    cut_axes: tuple[str, ...]
+
+    def padded(self, num_elements: int, mesh: Mesh) -> int:
+        """How long a bucket of so many elements is: each of those that sum it can have an equal part."""
+        ranks = len(mesh.grid.group(mesh.rank, *self.sum_axes))
+        return -(-num_elements // ranks) * ranks
+
+
+def arranged(
+    parameters: Iterable[tuple[str, int, torch.dtype]], specs: dict[str, ShardSpec], mesh: Mesh, bucket_bytes: int
+) -> list[tuple[Kind, list[str]]]:
+    """Which parameters (name, elements on this rank, dtype) share a bucket of about `bucket_bytes`, in order of
+    readiness: the reverse of the given order."""
+    open_groups: dict[Kind, list[str]] = {}
+    sizes: dict[Kind, int] = {}
+    full: list[tuple[Kind, list[str]]] = []
+    for name, num_elements, dtype in reversed(list(parameters)):
+        spec = specs[name]
+        kind = Kind(dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes))
+        open_groups.setdefault(kind, []).append(name)
+        sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
+        if sizes[kind] >= bucket_bytes:
+            full.append((kind, open_groups.pop(kind)))
+            del sizes[kind]
+    return [*full, *open_groups.items()]
+
+
+def make_buckets(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    specs: dict[str, ShardSpec],
+    mesh: Mesh,
+    bucket_bytes: int,
+    *,
+    widens: bool = False,
+) -> list[Bucket]:
+    """Move the parameters into buckets of about `bucket_bytes`, in order of readiness. `widens`: as gradient_dtype."""
+    members = dict(parameters)
+    sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
+    return [
+        _make_bucket(kind, [(name, members[name]) for name in names], specs, mesh, gradient_dtype(kind.dtype, widens))
+        for kind, names in arranged(sizes, specs, mesh, bucket_bytes)
+    ]
+
+
+def assign_rooms(model: nn.Module, buckets: Iterable[Bucket]) -> None:
+    """Tell each layer where its parameters' gradients belong, so that a backward pass can write them there."""
+    rooms = {parameter: view for bucket in buckets for parameter, view in bucket.members()}
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.rooms = {name: rooms[parameter] for name, parameter in module.named_parameters(recurse=False)}
+
+
+def gradient_dtype(stored: torch.dtype, widens: bool) -> torch.dtype:
+    """The dtype in which gradients of parameters that are `stored` so are held; `widens`: float32 or better.
+
+    In half precision a sum of equal terms stops growing: bf16's after 256 of them, where a term is less than its last
+    bit.
+    """
+    return torch.promote_types(stored, torch.float32) if widens else stored
+
+
+def _make_bucket(
+    kind: Kind,
+    group: list[tuple[str, nn.Parameter]],
+    specs: dict[str, ShardSpec],
+    mesh: Mesh,
+    gradients_in: torch.dtype,
+) -> Bucket:
+    padded = kind.padded(sum(parameter.numel() for _, parameter in group), mesh)
+    values = torch.zeros(padded, dtype=kind.dtype, device=mesh.device)
+    gradients = torch.zeros_like(values, dtype=gradients_in)
+    places, start = [], 0
+    for name, parameter in group:
+        stop = start + parameter.numel()
+        values[start:stop].view(parameter.shape).copy_(parameter.detach())
+        parameter.data = values[start:stop].view(parameter.shape)
+        parameter.grad_dtype = gradients_in
+        places.append(Place(name, specs[name].shape, specs[name].box(mesh.grid, mesh.rank), start, stop))
+        start = stop
+    members = tuple(parameter for _, parameter in group)
+    return Bucket(values, gradients, members, tuple(places), kind.matrix, kind.sum_axes, kind.cut_axes)

@@ -1,0 +1,271 @@
+"""What a rank holds of a parameter: ShardSpec, Box, and the base class of layers that declare theirs.
+
+One principle follows from the spec: a gradient is summed over exactly those axes that split the tokens and do not
+cut the parameter. The same spec gives initial values, the gradient norm, the parameter count and checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import ConfigError
+from meshwright.parameters.deferred import Deferred
+from meshwright.ranks.grid import ENDS, Grid
+from meshwright.ranks.mesh import Mesh
+
+BLOCK_ELEMENTS = 2**20
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a global tensor: `offsets` and `lengths`, one of each per dim."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.lengths)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of this box in the global tensor."""
+        return tuple(slice(start, start + length) for start, length in zip(self.offsets, self.lengths, strict=True))
+
+    def intersection(self, other: Box) -> Box | None:
+        """What both hold, or None."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = (min(a.stop, b.stop) for a, b in zip(self.slices, other.slices, strict=True))
+        lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, lengths) if all(length > 0 for length in lengths) else None
+
+    def within(self, outer: Box) -> Box:
+        """The same part, counted from the corner of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
+
+    def flat_parts(self, start: int, stop: int) -> Iterator[Box]:
+        """The elements start..stop of this box in row-major order, as at most 2·dims - 1 boxes, in order."""
+        for offsets, lengths in _runs(self.lengths, start, stop):
+            yield Box(tuple(map(sum, zip(self.offsets, offsets, strict=True))), lengths)
+
+
+def _runs(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, lengths) of the boxes: a part of the first row, whole rows, a part of the last row."""
+    inner = math.prod(lengths[1:])
+
+    def row(index: int, begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        for offsets, part in _runs(lengths[1:], begin, end):
+            yield (index, *offsets), (1, *part)
+
+    if start >= stop:
+        return
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # begins and ends inside one row
+        yield from row(last, start - last * inner, stop - last * inner)
+        return
+    if start < first * inner:
+        yield from row(first - 1, start - (first - 1) * inner, inner)
+    if first < last:
+        yield (first, *(0 for _ in lengths[1:])), (last - first, *lengths[1:])
+    if last * inner < stop:
+        yield from row(last, 0, stop - last * inner)
+
+
+@dataclass(frozen=True)
+class Initial:
+    """A parameter's first values: normal with `std` around `mean`; std 0 is a constant."""
+
+    std: float
+    mean: float = 0.0
+
+
+WriteGradient = Callable[[Tensor, int], object]
+"""write(out, beta): compute a gradient into out, plus beta times what is there."""
+
+ZEROS = Initial(0.0)
+ONES = Initial(0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Which mesh axis cuts which dim of a parameter: `shape` is global, `cuts` holds (dim, axis) pairs.
+
+    `matrix`: takes part in matrix products, so that weight decay acts on it. `full_precision`: stays in
+    float32 where O2 stores weights in half. `tied`: the first and the last pipeline stage have a copy each, and its
+    gradient is the sum of both. `home`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
+    row of it. `initial` None: the values that it was made with, which are the same on every rank.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[int, str], ...] = ()
+    initial: Initial | None = ZEROS
+    matrix: bool = True
+    full_precision: bool = False
+    tied: bool = False
+    home: tuple[str, int] | None = None
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes whose ranks hold different parts of this parameter."""
+        return frozenset([*(axis for _, axis in self.cuts), *([self.home[0]] if self.home else [])])
+
+    def box(self, grid: Grid, rank: int) -> Box:
+        """What the rank holds. Cut dims are divisible: the config's rules have seen to it."""
+        offsets, lengths = [0] * len(self.shape), list(self.shape)
+        for dim, axis in self.cuts:
+            assert lengths[dim] % grid.size(axis) == 0, f"{self} is not divisible over {axis} of {grid}"
+            lengths[dim] //= grid.size(axis)
+            offsets[dim] += lengths[dim] * grid.index(rank, axis)
+        if self.home is not None and grid.index(rank, self.home[0]) != self.home[1]:
+            lengths[0] = 0
+        return Box(tuple(offsets), tuple(lengths))
+
+    def sum_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes over which this parameter's gradient is summed: they split the tokens and do not cut it.
+
+        And, of a tied one, the pipeline's ends, which split its uses.
+        """
+        ends = (ENDS,) if self.tied else ()
+        return mesh.grid.ordered([*(axis for axis in mesh.token_axes if axis not in self.axes), *ends])
+
+
+class ShardedModule(nn.Module):
+    """A layer that declares each parameter with its spec. The mesh says which part this rank holds."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.specs: dict[str, ShardSpec] = {}
+        self.rooms: dict[str, Tensor] = {}
+        """Where a parameter's gradient belongs: its part of a bucket, in the parameter's shape."""
+        self.deferred = Deferred()
+
+    def gradient(self, name: str, like: Tensor, write: WriteGradient, *, waits: bool = True) -> Tensor | None:
+        """What a backward pass returns as a parameter's gradient, which has the shape and dtype of `like`.
+
+        `write(out, beta)` computes it into `out`, plus beta (0 or 1) times what is there; `out` may be wider than
+        `like`. It is added up in the parameter's room, now, or where weight gradients are deferred and this one
+        `waits`, later; autograd is handed None then, and fires its hooks all the same. A parameter without a room
+        leaves the adding up to autograd.
+        """
+        if self.deferred.collects and waits:
+            work = partial(self._add_gradient, name, like.shape, write)
+            self.deferred.add(self.get_parameter(name), work)
+        elif name in self.rooms:
+            self._add_gradient(name, like.shape, write, final=False)
+        else:
+            out = torch.empty_like(like)
+            write(out, 0)
+            return out
+        return None
+
+    def _add_gradient(self, name: str, shape: torch.Size, write: WriteGradient, final: bool) -> None:
+        """It becomes .grad or is added to it; of the final one the strategy is told, as no hook does."""
+        parameter = self.get_parameter(name)
+        adds = parameter.grad is not None
+        if parameter.grad is None:
+            parameter.grad = self.rooms[name]
+        write(parameter.grad.view(shape), int(adds))
+        if final:
+            self.deferred.filled(parameter)
+
+    def declare(self, name: str, spec: ShardSpec) -> nn.Parameter:
+        """Register a parameter of this rank's shape, without values: `initialise` fills it."""
+        box = spec.box(self.mesh.grid, self.mesh.rank)
+        parameter = nn.Parameter(torch.empty(box.lengths, device=self.mesh.device))
+        self.register_parameter(name, parameter)
+        self.specs[name] = spec
+        return parameter
+
+    def settle(self, home: tuple[str, int] | None) -> None:
+        """Let the layer's parameters live whole at (axis, index) and nowhere else on the axis; None: everywhere."""
+        for name, spec in self.specs.items() if home is not None else ():
+            self.declare(name, replace(spec, home=home))
+
+    def adopt(self, name: str, module: nn.Module, home: tuple[str, int] | None) -> None:
+        """Take in anyone's module, whose parameters live whole at (axis, index); None: everywhere.
+
+        Parameters of plain modules keep the values that they have: every rank makes the same. Raises ConfigError for
+        one without a dim, which cannot be empty elsewhere.
+        """
+        self.add_module(name, module.to(self.mesh.device))
+        layers = [layer for layer in module.modules() if isinstance(layer, ShardedModule)]
+        for layer in layers:
+            layer.settle(home)
+        declared = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+        for path, parameter in module.named_parameters(name):
+            if id(parameter) in declared:
+                continue
+            if parameter.dim() == 0:
+                raise ConfigError.of("branches", path, "is a parameter without a dim", "parameters of shape (1,)")
+            spec = ShardSpec(tuple(parameter.shape), initial=None, matrix=parameter.dim() > 1, home=home)
+            parameter.data = parameter.data[spec.box(self.mesh.grid, self.mesh.rank).slices].clone()
+            self.specs[path] = spec
+
+
+def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
+    """The spec of every parameter, by its full name, in the order of named_parameters()."""
+    specs = {
+        f"{path}.{name}" if path else name: spec
+        for path, module in model.named_modules()
+        if isinstance(module, ShardedModule)
+        for name, spec in module.specs.items()
+    }
+    names = [name for name, _ in model.named_parameters()]
+    assert set(names) == set(specs), f"parameters without a spec: {set(names) ^ set(specs)}"
+    return {name: specs[name] for name in names}
+
+
+def num_parameters(specs: Sequence[ShardSpec]) -> int:
+    """Parameters of the whole model: each counted once, wherever it lives."""
+    return sum(math.prod(spec.shape) for spec in specs)
+
+
+def initialise(model: nn.Module, mesh: Mesh, seed: int) -> None:
+    """Fill every parameter with its part of the global tensor that its name and the seed give.
+
+    Drawn in blocks of whole rows, each from a generator of its own, so that a rank draws only the rows it holds
+    a part of and no rank ever holds a whole embedding. Float32 draws whatever the run's precision.
+    """
+    specs = shard_specs(model)
+    if mesh.device.type == "meta":
+        return  # shapes have no values
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spec = specs[name]
+            if parameter.numel() == 0:
+                continue  # its home is elsewhere
+            initial = spec.initial
+            if initial is None:
+                continue
+            if initial.std == 0:
+                parameter.fill_(initial.mean)
+                continue
+            box = spec.box(mesh.grid, mesh.rank)
+            for block, values in _blocks(spec.shape, initial, box, f"{seed}/{name}"):
+                part = block.intersection(box)
+                assert part is not None, f"{block} was drawn for {box}"
+                parameter[part.within(box).slices] = values[part.within(block).slices].to(parameter)
+
+
+def _blocks(shape: tuple[int, ...], initial: Initial, wanted: Box, label: str) -> Iterator[tuple[Box, Tensor]]:
+    """The blocks of the global tensor that meet `wanted`, with their values."""
+    rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+    first, last = wanted.offsets[0] // rows, (wanted.offsets[0] + wanted.lengths[0] - 1) // rows
+    for index in range(first, last + 1):
+        length = min(rows, shape[0] - index * rows)
+        block = Box((index * rows, *(0 for _ in shape[1:])), (length, *shape[1:]))
+        generator = torch.Generator().manual_seed(seed_of(f"{label}/{index}"))
+        yield block, torch.empty(block.lengths).normal_(initial.mean, initial.std, generator=generator)
+
+
+def seed_of(label: str) -> int:
+    """A 63-bit seed made of a text: the same on every machine and in every Python process."""
+    return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,1 @@
+"""Ranks: their grid, the verbs and mailboxes between them, and the watch over who waits for whom."""

@@ -1,0 +1,191 @@
+"""Ranks' records, and the one message on a job in which a rank has waited for another for too long.
+
+Who is to blame: of the ranks that are waited for, those that wait for nobody themselves. They compute, are stopped,
+have ended or were never there. Where all wait, some have begun different collectives under one number, or they wait in
+a circle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.ranks.flight_recorder import CONNECT, Waiting, Whereabouts
+
+State = Literal["running", "hung", "ended"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A rank's record. `seconds`: when it was written, by its host's clock that never jumps; `time`: by the calendar.
+
+    `limit_seconds`: how long the rank waits at most. Of a rank that gave up: the `stacks` of its threads by name, and
+    the other ranks of its host that are `stopped` by a signal.
+    """
+
+    rank: int
+    world_size: int
+    attempt: int
+    host: str
+    pid: int
+    state: State
+    seconds: float
+    time: float
+    where: Whereabouts
+    limit_seconds: float = 0.0
+    stacks: dict[str, str] = field(default_factory=dict)
+    stopped: list[int] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        """Replace the rank's record; readers see the old one or the new one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"rank-{self.rank}.partial"
+        partial.write_text(json.dumps(asdict(self)))
+        partial.rename(partial.with_suffix(".json"))
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        tree: dict[str, Any] = json.loads(path.read_text())
+        return cls(**{**tree, "where": Whereabouts.from_json(tree["where"])})
+
+
+def read_records(folder: Path, attempt: int | None = None) -> list[Record]:
+    """The records of an attempt, the newest that there are records of, by rank."""
+    records = []
+    for path in folder.glob("rank-*.json"):
+        with suppress(FileNotFoundError):  # a new run has cleared the folder meanwhile
+            records.append(Record.read(path))
+    chosen = max((record.attempt for record in records), default=0) if attempt is None else attempt
+    return sorted((record for record in records if record.attempt == chosen), key=lambda record: record.rank)
+
+
+def clear_records(folder: Path) -> None:
+    """Remove what an earlier job left."""
+    for path in (*folder.glob("rank-*.json"), *folder.glob("rank-*.partial"), *folder.glob("hung-*")):
+        path.unlink(missing_ok=True)
+
+
+_FAILED_TO = {
+    CONNECT: "did not connect",
+    "receive": "sent nothing",
+    "send": "received nothing",
+    "exchange": "exchanged nothing",
+}
+"""What is said of who does not come, by the verb of who waits; all others are collectives."""
+
+
+MOST_LINES = 16
+"""Of ranks that wait: a message on a thousand must be read, too."""
+
+
+def explain_hang(records: Sequence[Record]) -> str | None:
+    """The message; None where no rank has given up."""
+    hung = [record for record in records if record.state == "hung"]
+    if not hung:
+        return None
+    known = {record.rank: record for record in records}
+    missed = _missed(hung, known)
+    blamed = [rank for rank in sorted(missed) if _waits_for_nobody(known.get(rank))] or sorted(missed)
+    limit = max(record.limit_seconds for record in hung)
+    lines = [_parted(hung)] if not any(_waits_for_nobody(known.get(rank)) for rank in missed) else []
+    lines = [line for line in lines if line] or [_accusation(rank, missed[rank], known) for rank in blamed]
+    late = f"a wait took {limit:g} s; when the ranks left their records, all had come to what the others waited for"
+    first = f"no progress: {lines[0]} (timeout: {limit:g} s)" if lines else late
+    others = [record.rank for record in hung if record.rank not in blamed]
+    details = [f"  {_where(rank, known.get(rank), hung)}" for rank in [*blamed, *others]]
+    stacks = [stack for rank in blamed[:1] or others[:1] if (stack := _stack(known.get(rank)))]
+    left_out = [f"  and {len(details) - MOST_LINES} more ranks"] if len(details) > MOST_LINES else []
+    return "\n".join([first, *lines[1:], *details[:MOST_LINES], *left_out, *stacks])
+
+
+def absent(missing: Collection[int], world_size: int, seconds: float) -> str:
+    """The message on ranks that have not come to the start of the job."""
+    names = ", ".join(map(str, sorted(missing)[:MOST_LINES])) + (", ..." if len(missing) > MOST_LINES else "")
+    came = world_size - len(missing)
+    return f"{came} of {world_size} ranks came to the start within {seconds:g} s (timeout.join); missing: rank {names}"
+
+
+def _missed(hung: Iterable[Record], known: dict[int, Record]) -> dict[int, list[Record]]:
+    """By rank that is waited for: those who wait for it, in what each has waited for longest."""
+    missed: defaultdict[int, list[Record]] = defaultdict(list)
+    for record in hung:
+        for wait in record.where.waiting[:1]:
+            for rank in wait.ranks:
+                if rank != record.rank and not _has_come(known.get(rank), wait):
+                    missed[rank].append(record)
+    return missed
+
+
+def _has_come(record: Record | None, wait: Waiting) -> bool:
+    """Whether a rank has begun the collective that another waits for. A message has not come, whoever sends it."""
+    if record is None or not wait.number:
+        return False
+    begun = record.where.begun.get(wait.axis, ())
+    forgotten = bool(begun) and wait.number < min(number for number, _, _ in begun)
+    return forgotten or (wait.number, wait.verb, wait.payload_bytes) in begun
+
+
+def _waits_for_nobody(record: Record | None) -> bool:
+    return record is None or record.state != "hung" or not record.where.waiting
+
+
+def _parted(hung: Sequence[Record]) -> str:
+    """The first collective under whose number ranks of an axis have begun different ones; empty if there is none."""
+    for record in hung:
+        for wait in record.where.waiting[:1]:
+            for other in hung:
+                for number, verb, size in other.where.begun.get(wait.axis, ()):
+                    if (
+                        other.rank in wait.ranks
+                        and number == wait.number
+                        and (verb, size)
+                        != (
+                            wait.verb,
+                            wait.payload_bytes,
+                        )
+                    ):
+                        theirs = Waiting(wait.axis, verb, size, (), number, 0.0)
+                        return f"rank {record.rank} is in {wait}, and rank {other.rank} in {theirs}: they have parted"
+    return ""
+
+
+def _accusation(rank: int, waiting: Sequence[Record], known: dict[int, Record]) -> str:
+    host = f" ({known[rank].host})" if rank in known else ""
+    wait = max((record.where.waiting[0] for record in waiting), key=lambda wait: wait.seconds)
+    failed = f"{_FAILED_TO[wait.verb]} on axis {wait.axis}" if wait.verb in _FAILED_TO else f"did not come to {wait}"
+    who = ", ".join(str(record.rank) for record in waiting[:MOST_LINES])
+    one = len(waiting) == 1
+    return (
+        f"rank {rank}{host} {failed}; rank{'' if one else 's'} {who} wait{'s' if one else ''} for {wait.seconds:.0f} s"
+    )
+
+
+def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
+    """A line on one rank: what it does, or what it did when it was last heard of."""
+    if record is None:
+        return f"rank {rank} has left no record: it never started, or its host cannot write to the status folder"
+    name = f"rank {rank} ({record.host}, process {record.pid})"
+    if record.state == "ended":
+        return f"{name} has ended; it was last in {record.where}"
+    if record.state == "running":
+        stopped = any(rank in other.stopped for other in hung)
+        state = "; its process was stopped (SIGSTOP)" if stopped else ""
+        ages = [other.seconds - record.seconds for other in hung if other.host == record.host]
+        age = f"was last heard of {max(ages):.0f} s ago" if ages else "gave no answer; it was last heard of"
+        return f"{name} {age} in {record.where}{state}"
+    if not record.where.waiting:
+        return f"{name} waits for nobody, in {record.where}"
+    wait = record.where.waiting[0]
+    return f"{name} waits in {wait} for {wait.seconds:.0f} s, in {record.where}"
+
+
+def _stack(record: Record | None) -> str:
+    """Where a rank's main thread stands."""
+    if record is None or "MainThread" not in record.stacks:
+        return ""
+    return f"  rank {record.rank} stands at:\n{record.stacks['MainThread']}"

@@ -1,0 +1,330 @@
+"""Mailbox: what the ranks of an axis send to their neighbours, taken in the order in which it comes.
+
+Receives are posted ahead and sends return at once, so that messages travel while the rank computes; it asks `poll` for
+what has come between two tasks, and sleeps in `wait` when it has nothing left to do (AxoNN, arXiv 2110.13005).
+
+Of an epoch, all messages to and from a side have the same forms, forward and backward alike. A message is one transfer:
+
+| bytes | holds |
+|---|---|
+| 0 to 8 | the epoch, int64 |
+| 8 to 16 | the index of the microbatch, int64 |
+| from 16 | the tensors, each at the next multiple of 16 |
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.ranks.comm import NAP_SECONDS, size_bytes
+from meshwright.ranks.flight_recorder import Call, FlightRecorder
+from meshwright.ranks.ledger import Ledger
+
+Side = Literal["before", "after"]
+"""A neighbour on the axis: index - 1 or index + 1. The axis has ends: a side without neighbour is never used."""
+
+SIDES: tuple[Side, Side] = ("before", "after")
+FURTHER: dict[Side, int] = {"before": -1, "after": 1}
+"""How many members of the axis further on a neighbour is."""
+
+MESSAGE = "message"
+"""The mailboxes' verb in the ledger."""
+
+HEADER_BYTES = 16
+ALIGNMENT_BYTES = 16
+AHEAD = {"cpu": 4, "cuda": 1}
+"""Receives that are posted at a time, for each side, by the type of device: a GPU is occupied by one that waits."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What came from a side for the microbatch `index`."""
+
+    side: Side
+    index: int
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor of a message, without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Forms = Mapping[Side, tuple[Form, ...]]
+"""Of the tensors in a message to or from a side; () where there is no neighbour."""
+
+
+def alike(*forms: Form) -> Forms:
+    """The same on both sides."""
+    return dict.fromkeys(SIDES, forms)
+
+
+class Mailbox(Protocol):
+    """Messages between this rank and its neighbours on one axis."""
+
+    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
+        """Begin an epoch (a step, an evaluation), in which so many messages come from the rank before and after.
+
+        Epochs only grow, over the life of the mailbox, and neighbours number theirs alike. What an older epoch left
+        behind is dropped when it comes; it must have had forms of as many bytes on its side.
+        """
+
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
+        """Send tensors of the side's forms. Returns at once; they are copied, and may be changed afterwards."""
+
+    def poll(self) -> list[Message]:
+        """What has come since the last call, without waiting. The tensors are the caller's."""
+
+    def wait(self) -> list[Message]:
+        """The same, but at least one message: asleep until it comes. ConnectionError where a neighbour is gone."""
+
+    def flush(self) -> None:
+        """Return when all that was sent has left. Called when all that was to come has been taken."""
+
+    def shut(self) -> None:
+        """The end: threads and communicators go. Waits for nobody."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where in a message's bytes each tensor lies."""
+
+    forms: tuple[Form, ...] = ()
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of each tensor's first byte, and at last the size of the message."""
+        offsets = [HEADER_BYTES]
+        for form in self.forms:
+            offsets.append(-(-(offsets[-1] + form.size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        return tuple(offsets)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.offsets[-1]
+
+    def pack(self, buffer: Tensor, epoch: int, index: int, tensors: Sequence[Tensor]) -> None:
+        """Write header and tensors into the buffer, uint8 [size_bytes]."""
+        given = tuple(Form(tuple(x.shape), x.dtype) for x in tensors)
+        assert given == self.forms, f"sent {given} in an epoch of {self.forms}"
+        header = buffer[:HEADER_BYTES].view(torch.int64)
+        header[0].fill_(epoch)  # filled in place: a copy from the host would make a GPU wait
+        header[1].fill_(index)
+        for view, x in zip(self.unpack(buffer), tensors, strict=True):
+            view.copy_(x.detach())
+
+    def unpack(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """The tensors as views of the buffer."""
+        return tuple(
+            buffer[offset : offset + form.size_bytes].view(form.dtype).view(form.shape)
+            for form, offset in zip(self.forms, self.offsets, strict=False)
+        )
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A received buffer; its header, int64 [2], on the host."""
+
+    side: Side
+    header: Tensor
+    buffer: Tensor
+
+    @classmethod
+    def on_host(cls, side: Side, buffer: Tensor) -> Arrival:
+        return cls(side, buffer[:HEADER_BYTES].view(torch.int64), buffer)
+
+
+class PackedMailbox(ABC):
+    """What all transports share: packing, epochs, how many receives are posted, and the ledger."""
+
+    def __init__(
+        self,
+        axis: str,
+        neighbours: Mapping[Side, int],
+        ledger: Ledger,
+        recorder: FlightRecorder,
+        device: torch.device,
+        ahead: int,
+    ) -> None:
+        """`neighbours`: their ranks in the world."""
+        self.axis = axis
+        self.neighbours = neighbours
+        self.ledger = ledger
+        self.recorder = recorder
+        self.device = device
+        self.ahead = ahead
+        self._epoch = -1
+        self._packings: dict[Side, Packing] = dict.fromkeys(SIDES, Packing())
+        self._missing: dict[Side, int] = dict.fromkeys(SIDES, 0)
+        self._posted: dict[Side, int] = dict.fromkeys(SIDES, 0)
+
+    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
+        assert epoch > self._epoch, f"epoch {epoch} after {self._epoch}: they only grow"
+        packings = {side: Packing(forms[side]) for side in SIDES}
+        for side, packing in packings.items():
+            assert packing.size_bytes == self._packings[side].size_bytes or not self._posted[side], (
+                f"epoch {epoch} has other forms, and epoch {self._epoch} left receives posted: {self._posted}"
+            )
+        self._epoch, self._packings = epoch, packings
+        self._missing = {"before": before, "after": after}
+        for side, count in self._missing.items():
+            assert not count or side in self.neighbours, (
+                f"axis {self.axis}: no neighbour {side}, {count} messages from it"
+            )
+        self._post_receives()
+
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
+        assert to in self.neighbours, f"axis {self.axis}: no neighbour {to}"
+        buffer = self._new_buffer(to)
+        self._packings[to].pack(buffer, self._epoch, index, tensors)
+        self.ledger.record(self.axis, MESSAGE, sum(size_bytes(x) for x in tensors), FURTHER[to])
+        self._dispatch(to, buffer)
+
+    def poll(self) -> list[Message]:
+        return self._take(self._arrived())
+
+    def wait(self) -> list[Message]:
+        assert any(self._missing.values()), f"axis {self.axis}: epoch {self._epoch} has no message to wait for"
+        messages = self.poll()
+        if not messages:
+            senders = [side for side, count in self._missing.items() if count]
+            with self.recorder.waiting(self._call("receive", senders)):
+                while not messages:
+                    messages = self._take(self._next_arrivals())
+        return messages
+
+    def _call(self, verb: str, sides: Sequence[Side]) -> Call:
+        """What this rank waits in for messages from these sides, or until they have taken its own."""
+        size = max((self._packings[side].size_bytes for side in sides), default=0)
+        return Call(self.axis, verb, size, tuple(self.neighbours[side] for side in sides))
+
+    def _take(self, arrivals: list[Arrival]) -> list[Message]:
+        """The epoch's messages among the arrivals; as many receives are posted again."""
+        messages = []
+        for arrival in arrivals:
+            epoch, index = arrival.header.tolist()
+            assert epoch <= self._epoch, f"axis {self.axis}: {arrival.side} is in epoch {epoch}, we in {self._epoch}"
+            self._posted[arrival.side] -= 1
+            if epoch == self._epoch:
+                self._missing[arrival.side] -= 1
+                messages.append(Message(arrival.side, index, self._packings[arrival.side].unpack(arrival.buffer)))
+        self._post_receives()
+        return messages
+
+    def _post_receives(self) -> None:
+        for side in self.neighbours:
+            while self._posted[side] < min(self.ahead, self._missing[side]):
+                self._post(side, self._new_buffer(side))
+                self._posted[side] += 1
+
+    def _new_buffer(self, side: Side) -> Tensor:
+        return torch.empty(self._packings[side].size_bytes, dtype=torch.uint8, device=self.device)
+
+    @abstractmethod
+    def _post(self, side: Side, buffer: Tensor) -> None:
+        """Begin to receive the side's next message into the buffer. A side's messages come in the order sent."""
+
+    @abstractmethod
+    def _dispatch(self, to: Side, buffer: Tensor) -> None:
+        """Begin to send the buffer, and keep it until it has left."""
+
+    @abstractmethod
+    def _arrived(self) -> list[Arrival]:
+        """The receives that are done, oldest first, without waiting."""
+
+    def _next_arrivals(self) -> list[Arrival]:
+        """The same, but at least one: asleep until then. Here in naps, where a transport's own wait would spin."""
+        arrivals = self._arrived()
+        while not arrivals:
+            time.sleep(NAP_SECONDS)
+            arrivals = self._arrived()
+        return arrivals
+
+    def flush(self) -> None:
+        with self.recorder.waiting(self._call("send", list(self.neighbours))):
+            self._flush()
+
+    @abstractmethod
+    def _flush(self) -> None: ...
+    @abstractmethod
+    def shut(self) -> None: ...
+
+
+class SoloMailbox:
+    """An axis of one rank: nobody to write to."""
+
+    def __init__(self, axis: str) -> None:
+        self.axis = axis
+
+    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
+        assert before == after == 0, f"axis {self.axis} has one rank: {before} and {after} messages from nobody"
+
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
+        raise AssertionError(f"axis {self.axis} has one rank: nobody is {to}")
+
+    def poll(self) -> list[Message]:
+        return []
+
+    def wait(self) -> list[Message]:
+        raise AssertionError(f"axis {self.axis} has one rank: nobody to wait for")
+
+    def flush(self) -> None:
+        return None
+
+    def shut(self) -> None:
+        return None
+
+
+class PlannedMailbox:
+    """A job that does not run: messages without numbers. All from before have come at once, one from after comes for
+    each that is sent there; sends only write the ledger.
+    """
+
+    def __init__(self, axis: str, ledger: Ledger) -> None:
+        self.axis = axis
+        self.ledger = ledger
+        self._forms = alike()
+        self._answers = False
+        self._come: list[Message] = []
+
+    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
+        self._forms, self._answers = forms, after > 0
+        self._come = [self._message("before", index) for index in range(before)]
+
+    def _message(self, side: Side, index: int) -> Message:
+        tensors = (torch.empty(form.shape, dtype=form.dtype, device="meta") for form in self._forms[side])
+        return Message(side, index, tuple(tensors))
+
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
+        self.ledger.record(self.axis, MESSAGE, sum(size_bytes(x) for x in tensors), FURTHER[to])
+        if to == "after" and self._answers:
+            self._come.append(self._message("after", index))
+
+    def poll(self) -> list[Message]:
+        come, self._come = self._come, []
+        return come
+
+    def wait(self) -> list[Message]:
+        assert self._come, f"axis {self.axis}: no message to wait for"
+        return self.poll()
+
+    def flush(self) -> None:
+        return None
+
+    def shut(self) -> None:
+        return None

@@ -1,0 +1,109 @@
+"""Which ranks share a node, and which messages of a ledger stay inside of nodes (SUPER, IPDPS 2021, equations 4 to 7).
+
+Ranks fill nodes in order: rank r is on node r // ranks_per_node. A collective is counted as if every rank that has
+something for another sent it there; libraries send along trees and rings instead, whose edges they choose themselves.
+As in the paper, a rank's part for itself counts as a message inside of its node (of no bytes).
+
+| verb                                   | messages of a call, from this rank                       |
+|----------------------------------------|----------------------------------------------------------|
+| all-gather, reduce-scatter, all-to-all | one to each member                                       |
+| all-reduce                             | two to each member: a reduce-scatter and an all-gather   |
+| broadcast, scatter                     | one to each member from the root, none from the others   |
+| reduce, gather                         | one to the root                                          |
+| send (of a ring, too), message         | one to the receiver                                      |
+
+So of one split by n ranks in g sub-grids, n_g = n/g, with n_node ranks a node, where the one divides the other:
+
+| branch    | inside                                     | between                                         |
+|-----------|--------------------------------------------|-------------------------------------------------|
+| outermost | n (n_g >= n_node), n_node g (n_g <= n_node) | n(g-1) (n_g >= n_node), (n-n_node)g (otherwise) |
+| innermost | n g (g <= n_node), n n_node (otherwise)     | 0 (g <= n_node), n(g-n_node) (otherwise)        |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.ledger import Traffic
+
+TO_EACH = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
+"""Messages to each member of the group, a call."""
+FROM_ROOT = ("broadcast", "scatter")
+TO_ROOT = ("reduce", "gather")
+TO_ONE = ("send", "message")
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What was sent inside of nodes, and between them."""
+
+    messages_inside: int = 0
+    messages_between: int = 0
+    bytes_inside: int = 0
+    bytes_between: int = 0
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(
+            self.messages_inside + other.messages_inside,
+            self.messages_between + other.messages_between,
+            self.bytes_inside + other.bytes_inside,
+            self.bytes_between + other.bytes_between,
+        )
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A job's ranks on its nodes. The last node may have fewer."""
+
+    grid: Grid
+    ranks_per_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.grid.world_size // self.ranks_per_node)
+
+    def node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def volumes(self, rank: int, traffic: Mapping[tuple[str, str], Traffic]) -> dict[tuple[str, str], Volume]:
+        """What a rank's ledger says it sent, by axis and verb."""
+        return {(axis, verb): self._volume(rank, axis, verb, entry) for (axis, verb), entry in traffic.items()}
+
+    def total(self, rank: int, traffic: Mapping[tuple[str, str], Traffic]) -> Volume:
+        """The same in all."""
+        return total(list(self.volumes(rank, traffic).values()))
+
+    def _volume(self, rank: int, axis: str, verb: str, entry: Traffic) -> Volume:
+        ranks = self.grid.group(rank, *axis.split("+"))
+        index = ranks.index(rank)
+        if verb in TO_EACH:
+            return self._to_each(rank, ranks, entry.calls * TO_EACH[verb], entry.sent_bytes)
+        assert verb in (*FROM_ROOT, *TO_ROOT, *TO_ONE), f"{verb}: nobody knows whom it sends to"
+        parts = []
+        for peer, part in entry.by_peer.items():
+            if verb in TO_ONE:
+                parts.append(self._to_one(rank, ranks[(index + peer) % len(ranks)], part))
+            elif verb in TO_ROOT:
+                parts.append(self._to_one(rank, ranks[peer], part))
+            elif peer == index:
+                parts.append(self._to_each(rank, ranks, part.calls, part.sent_bytes))
+        return total(parts)
+
+    def _to_each(self, rank: int, ranks: Sequence[int], messages: int, sent_bytes: int) -> Volume:
+        """So many messages to each of the ranks, bytes in equal parts to all but itself."""
+        elsewhere = sum(self.node(member) != self.node(rank) for member in ranks)
+        between = sent_bytes * elsewhere // (len(ranks) - 1)
+        return Volume(messages * (len(ranks) - elsewhere), messages * elsewhere, sent_bytes - between, between)
+
+    def _to_one(self, rank: int, receiver: int, part: Traffic) -> Volume:
+        if self.node(receiver) == self.node(rank):
+            return Volume(messages_inside=part.calls, bytes_inside=part.sent_bytes)
+        return Volume(messages_between=part.calls, bytes_between=part.sent_bytes)
+
+
+def total(volumes: Sequence[Volume]) -> Volume:
+    """Their sum."""
+    return reduce(Volume.__add__, volumes, Volume())

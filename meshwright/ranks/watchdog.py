@@ -1,0 +1,205 @@
+"""The watchdog: a thread of each rank that ends it when it has waited for another rank for too long.
+
+    rank waits longer than its timeout ── marks the job as hung ── every rank's watchdog sees the mark
+    each leaves its record with the stacks of all its threads ── and ends its process
+
+A rank's record lies in the status folder as rank-R.json, and is replaced every few seconds while the rank lives. A rank
+that is stopped or spins inside a library leaves no stacks; the others' records and its own last one tell of it.
+The launcher, or the first rank where another launcher started it, makes one message of the records (hang.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from meshwright.config.schema import Timeout
+from meshwright.environment import Environment
+from meshwright.errors import LaunchError
+from meshwright.ranks.flight_recorder import FlightRecorder
+from meshwright.ranks.hang import Record, State, absent, explain_hang, read_records
+
+EXIT_CODE = 124
+"""What a rank that gave up leaves with; the command `timeout` does the same."""
+
+LOOK_SECONDS = 0.5
+RECORD_SECONDS = 1.0
+"""Between two records of a rank that lives."""
+
+MOST_FRAMES = 12
+"""Of a stack, the innermost."""
+
+MEETING_SECONDS = 0.02
+"""Between two looks at who has come to the start."""
+
+PATIENCE_SECONDS = 2.0
+"""How long a rank that gave up waits for the records of the others: some looks."""
+
+
+class Watchdog:
+    """Watches a rank while entered. `environment.status_folder` None: it can ask no other rank, and prints what it
+    knows. `give_up` ends the process; a test hands in another, and a clock.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        recorder: FlightRecorder,
+        timeout: Timeout,
+        give_up: Callable[[int], object] = os._exit,
+        tell: Callable[[str], object] = lambda text: print(text, file=sys.stderr, flush=True),
+    ) -> None:
+        self.environment = environment
+        self.recorder = recorder
+        self._timeout = timeout
+        self._limit = timeout.join
+        self._give_up, self._tell = give_up, tell
+        self._folder = environment.status_folder
+        self._marked_before = self._mark()
+        self._last = self._record("running")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._leave_record(self._last)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        self._leave_record(self._record("ended"))
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            self.look()
+
+    def look(self) -> None:
+        """Give up where this rank has waited too long, or another one has given up; else leave a record now and
+        then."""
+        wait = self.recorder.longest_wait()
+        if wait is not None and wait[1] > self._limit:
+            self._end(marks=True)
+        elif self._mark() != self._marked_before:
+            self._end(marks=False)
+        elif self.recorder.clock() - self._last.seconds >= RECORD_SECONDS:
+            self._leave_record(self._record("running"))
+
+    def meet(self) -> None:
+        """Return when every rank of our own launcher's has left a record. Raises LaunchError that says who has not.
+
+        MPI starts under Python's lock: a rank that waited in there for one that never comes could not be watched.
+        """
+        deadline = self.recorder.clock() + self._timeout.join
+        while self.environment.launched:
+            missing = set(range(self.environment.world_size)) - {record.rank for record in self._records()}
+            if not missing:
+                return
+            if self.recorder.clock() > deadline:
+                raise LaunchError(absent(missing, self.environment.world_size, self._timeout.join))
+            time.sleep(MEETING_SECONDS)
+
+    def joined(self) -> None:
+        """The rank has met the others: from now on it may wait as long as `timeout.wait` says."""
+        self._limit = self._timeout.wait
+
+    def _end(self, *, marks: bool) -> None:
+        """Leave the last record, give the others time for theirs, and end the process."""
+        self._over.set()
+        self._leave_record(replace(self._record("hung"), stacks=_stacks(), stopped=self._stopped()))
+        if marks and self._folder is not None:
+            with suppress(OSError):
+                self._marker(self._folder).touch()
+        deadline = self.recorder.clock() + PATIENCE_SECONDS
+        while self.recorder.clock() < deadline and any(record.state == "running" for record in self._records()):
+            time.sleep(LOOK_SECONDS / 5)
+        records = self._records()
+        first = min(record.rank for record in records if record.state == "hung")
+        if not self.environment.launched and first == self.environment.rank:
+            self._tell(f"meshwright: {explain_hang(records)}")
+        for record in self._silent():
+            with suppress(
+                ProcessLookupError
+            ):  # stopped, or busy in a library: its launcher would ask politely, for long
+                os.kill(record.pid, signal.SIGKILL)
+        self._give_up(EXIT_CODE)
+
+    def _silent(self) -> list[Record]:
+        """The last records of this host's ranks that have not answered so far."""
+        here = [record for record in self._records()[1:] if record.host == self._last.host]
+        return [record for record in here if record.state == "running"]
+
+    def _records(self) -> list[Record]:
+        """All that is known of the job: at least this rank's own record."""
+        records = [] if self._folder is None else read_records(self._folder, self.environment.attempt)
+        mine = self._last
+        return [mine, *(record for record in records if record.rank != mine.rank)]
+
+    def _leave_record(self, record: Record) -> None:
+        self._last = record
+        if self._folder is not None:
+            with suppress(OSError):  # a full or a lost disk: the run lives without a status
+                record.write(self._folder)
+
+    def _marker(self, folder: Path) -> Path:
+        return folder / f"hung-{self.environment.attempt}"
+
+    def _mark(self) -> int | None:
+        """When a rank of this attempt said last that it has given up; of an older job, where none cleared the folder,
+        it is what was there at the start."""
+        if self._folder is None:
+            return None
+        try:
+            return self._marker(self._folder).stat().st_mtime_ns
+        except OSError:
+            return None
+
+    def _stopped(self) -> list[int]:
+        """The other ranks of this host whose processes are stopped, which can leave no record of it themselves."""
+        return [record.rank for record in self._silent() if _is_stopped(record.pid)]
+
+    def _record(self, state: State) -> Record:
+        environment = self.environment
+        return Record(
+            environment.rank,
+            environment.world_size,
+            environment.attempt,
+            socket.gethostname(),
+            os.getpid(),
+            state,
+            self.recorder.clock(),
+            time.time(),
+            self.recorder.whereabouts(),
+            self._limit,
+        )
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process stands still by SIGSTOP or a debugger (Linux tells)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def _stacks() -> dict[str, str]:
+    """The Python stacks of all threads but this one, by the thread's name."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        names.get(ident, f"thread {ident}"): "".join(traceback.format_stack(frame)[-MOST_FRAMES:]).rstrip()
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    }

@@ -1,0 +1,152 @@
+"""What was found, as tables for a terminal and as plain values for a script."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from meshwright.tools.branches.findings import Bound, Findings, Group, unnumbered
+
+WIDTH = 140
+"""Columns, where no terminal says how many there are."""
+
+_FIRST_NUMBER = re.compile(r"\d+")
+
+
+def as_dict(found: Findings) -> dict[str, object]:
+    """For `--json`; flops are of one forward pass of a microbatch."""
+    return {
+        "samples": found.rows,
+        "flops": found.total_flops,
+        "longest_chain_flops": found.longest_flops,
+        "residuals": found.lone,
+        "regions": [_group_dict(found, group) for group in found.groups],
+        "layouts": {value: _bounds_dict(bounds) for value, bounds in found.layouts.items()},
+    }
+
+
+def _group_dict(found: Findings, group: Group) -> dict[str, object]:
+    region = group.region
+    alike = region.form != "split/join"
+    return {
+        "form": region.form,
+        "places": list(group.places),
+        "enter": region.enter,
+        "leave": region.leave,
+        "num_branches": len(region.flops),
+        "branches": list(region.names),
+        "flops": region.flops[0] if alike else list(region.flops),
+        "share": group.total_flops / found.total_flops,
+        "branch": list(group.cut_by),
+        "bounds": _bounds_dict(group.bounds),
+    }
+
+
+def _bounds_dict(bounds: dict[int, Bound]) -> dict[str, dict[str, float]]:
+    return {str(size): {"all": of.all_ranks, "one": of.one} for size, of in bounds.items()}
+
+
+def render(found: Findings) -> None:
+    """Two tables, and what they leave out."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(
+        f"{flops_text(found.total_flops)} FLOP: a microbatch of {found.rows} forward, without layout; products count 2 "
+        "a multiplication, other operators 1 an element"
+    )
+    console.print(_regions(found))
+    gain = found.total_flops / found.longest_flops
+    console.print(
+        f"Not listed: {found.lone} joins of a value with what one branch alone makes of it (residuals). The longest "
+        f"chain of operators has {1 / gain:.1%} of the work: whole operators side by side gain {gain:.2f}x at most."
+    )
+    if found.layouts:
+        console.print(_layouts(found))
+    console.print(
+        "Bounds: against one rank, as if sending took no time; dealt by cost, also where the sub-grids do not divide "
+        "the branches and a layout would be refused."
+    )
+
+
+def _regions(found: Findings) -> Table:
+    """A row a group of regions."""
+    sizes = " ".join(f"{size:>4}" for size in found.groups[0].bounds) if found.groups else ""
+    table = Table(
+        Column("where", overflow="fold"),
+        "enter, leave",
+        Column("branches", overflow="fold"),
+        Column("FLOP each", justify="right"),
+        Column("of model", justify="right"),
+        "branch:",
+        f"all ranks\n{sizes}",
+        f"one\n{sizes}",
+        title="Branches (bounds by sub-grids, of these regions alone: common layers on all ranks, or on one sub-grid)",
+    )
+    for group in found.groups:
+        region = group.region
+        each = region.flops if region.form == "split/join" else region.flops[:1]
+        table.add_row(
+            place_text(group.places),
+            f"{region.enter}, {region.leave}",
+            "\n".join(_names(group)),
+            "\n".join(map(flops_text, each)),
+            f"{group.total_flops / found.total_flops:.1%}",
+            ", ".join(group.cut_by) or "-",
+            *_bounds_texts(group.bounds),
+        )
+    return table
+
+
+def _names(group: Group) -> list[str]:
+    """A line a branch; of like ones one for all."""
+    region = group.region
+    if region.form != "split/join":
+        return [f"{len(region.flops):,} {region.form}"]
+    return [name if len(group.places) == 1 else unnumbered(name) for name in region.names]
+
+
+def _layouts(found: Findings) -> Table:
+    """A row a value of layout.tensor.branch."""
+    sizes = " ".join(f"{size:>4}" for size in next(iter(found.layouts.values())))
+    table = Table(
+        "branch:",
+        Column("dealt out", justify="right"),
+        f"common: all\n{sizes}",
+        f"common: one\n{sizes}",
+        title="layout.tensor: {kind: subgraph, size: g}: bounds for the whole model",
+    )
+    for value, bounds in found.layouts.items():
+        dealt = sum(group.total_flops for group in found.groups if value in group.cut_by)
+        table.add_row(value, f"{dealt / found.total_flops:.1%}", *_bounds_texts(bounds))
+    return table
+
+
+def _bounds_texts(bounds: dict[int, Bound]) -> tuple[str, str]:
+    """`1.98 3.90 7.52` twice: for all ranks, for one sub-grid."""
+    everyone = " ".join(f"{of.all_ranks:4.2f}" for of in bounds.values())
+    return everyone, " ".join(f"{of.one:4.2f}" for of in bounds.values())
+
+
+def place_text(places: tuple[str, ...]) -> str:
+    """blocks.0.attention, blocks.1.attention -> `blocks.0-1.attention`; `-` is the model itself."""
+    numbers = [int(match[0]) for match in map(_FIRST_NUMBER.search, places) if match]
+    if len(places) == 1 or len(numbers) < len(places):
+        return places[0] or "-"
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    return _FIRST_NUMBER.sub(shown, places[0], count=1)
+
+
+def flops_text(flops: float) -> str:
+    """`1.53 G`."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if flops >= size:
+            return f"{flops / size:.2f} {unit}"
+    return f"{flops:.0f}"

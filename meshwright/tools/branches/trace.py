@@ -1,0 +1,181 @@
+"""A module's forward pass as a graph of operators, by torch.export, which sees through custom autograd functions.
+
+No numbers are computed: parameters and inputs may be on the meta device. Costs, of the forward pass alone:
+
+| operator                          | flops                                                            |
+|-----------------------------------|------------------------------------------------------------------|
+| linears, convolutions, attention  | torch.utils.flop_counter's: 2 a multiplication and its addition  |
+| views, copies, look-ups           | 0                                                                |
+| all others                        | 1 for each element of the largest tensor that it reads or writes |
+
+Causal attention counts whole, as it does where it is computed with a mask.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.tools.branches.graph import BATCH, Graph, Kind, Operator
+
+COPIES = frozenset(
+    {"embedding", "cat", "stack", "constant_pad_nd", "pad", "clone", "contiguous", "im2col", "repeat", "dropout"}
+    | {"getitem", "index", "index_select", "_assert_tensor_metadata", "arange", "zeros", "ones", "full", "new_zeros"}
+)
+"""What computes nothing, besides views. Dropout: the module is traced as in evaluation."""
+
+MIXING_COPIES = frozenset({"embedding", "cat", "stack", "im2col", "repeat", "index", "index_select"})
+"""Those which change what is side by side along the channels."""
+
+WEIGHT_AT = {"mm": 1, "matmul": 1, "linear": 1, "addmm": 2}
+"""Products of an activation and a weight: the weight's place among the arguments."""
+
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+
+
+def trace(module: nn.Module, *inputs: Any) -> Graph:
+    """The graph of module(*inputs). The inputs are the batch: tensors, in lists and dicts, and plain numbers.
+
+    Activations begin where a floating-point input is read, and where ids or images of another type meet a weight.
+    """
+    with torch.no_grad():
+        program = torch.export.export(module.eval(), inputs, strict=False)
+        return _Builder(program).build()
+
+
+class _Builder:
+    """From an exported program to a graph: which nodes are activations, and what each is."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        signature = program.graph_signature
+        self.nodes = [node for node in program.graph.nodes if node.op in ("placeholder", "call_function")]
+        given = set(signature.user_inputs)
+        weights = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
+        self.of_batch = {node for node in self.nodes if node.op == "placeholder" and node.name in given}
+        self.of_weights = {node for node in self.nodes if node.op == "placeholder" and node.name in weights}
+        self.numbers = {node: BATCH for node in self.of_batch if _is_floating(node)}
+        self.products: dict[str, int] = {}
+        """Flops by operator and what it is given: layers repeat."""
+
+    def build(self) -> Graph:
+        operators = [Operator("batch", "", (), 0, Kind.OTHER)]
+        beside = 0
+        for node in self.nodes:
+            if node.op == "placeholder":
+                continue
+            for derived in (self.of_batch, self.of_weights):
+                if not derived.isdisjoint(node.all_input_nodes):
+                    derived.add(node)
+            inputs = self._inputs(node)
+            if inputs and _is_floating(node):
+                self.numbers[node] = len(operators)
+                kind, width = self._kind(node)
+                operators.append(Operator(name_of(node), _path(node), inputs, self._flops(node), kind, width))
+            else:
+                beside += self._flops(node)
+        return Graph(tuple(operators), beside)
+
+    def _inputs(self, node: fx.Node) -> tuple[int, ...]:
+        """The activations that it reads; the batch's number where it makes the first of them; () for none."""
+        reads = node.all_input_nodes
+        found = tuple(dict.fromkeys(self.numbers[read] for read in reads if read in self.numbers))
+        meets = any(read in self.of_batch for read in reads) and any(read in self.of_weights for read in reads)
+        makes = name_of(node) == "embedding" or self._product_flops(node) > 0
+        return found or ((BATCH,) if meets and makes else ())
+
+    def _kind(self, node: fx.Node) -> tuple[Kind, int]:
+        """What branches may do with it, and its width."""
+        name, arguments = name_of(node), node.args
+        if name == "scaled_dot_product_attention":
+            return Kind.HEADS, _shape(arguments[0])[-3]
+        if name in CONVOLUTIONS:
+            groups = _argument(node, "groups")
+            return (Kind.GROUPS, groups) if groups > 1 else (Kind.LINEAR, _shape(arguments[1])[1])
+        if name in WEIGHT_AT and arguments[WEIGHT_AT[name]] not in self.numbers:
+            return Kind.LINEAR, _shape(arguments[WEIGHT_AT[name] - 1])[-1]
+        if name == "group_norm":
+            return Kind.LOCAL, _argument(node, "num_groups")
+        return (Kind.LOCAL if _is_local(node) else Kind.OTHER), 0
+
+    def _flops(self, node: fx.Node) -> int:
+        if name_of(node) in COPIES or _is_view(node):
+            return 0
+        tensors = [*_tensors(node), *(x for read in node.all_input_nodes for x in _tensors(read))]
+        return self._product_flops(node) or max((x.numel() for x in tensors), default=0)
+
+    def _product_flops(self, node: fx.Node) -> int:
+        """What torch counts of it, on tensors without numbers; 0 where it is no product."""
+        if not isinstance(node.target, torch._ops.OpOverload) or _is_local(node):
+            return 0
+        arguments = fx.node.map_arg((node.args, node.kwargs), _without_numbers)
+        key = repr((node.target, arguments))
+        if key not in self.products:
+            args, kwargs = arguments
+            with FlopCounterMode(display=False) as counter:
+                node.target(*args, **kwargs)
+            self.products[key] = counter.get_total_flops()
+        return self.products[key]
+
+
+def _without_numbers(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    return torch.empty_like(value, device="meta") if torch.is_tensor(value) else value
+
+
+def name_of(node: fx.Node) -> str:
+    """`add` of aten.add.Tensor."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.overloadpacket.__name__
+    assert node.target is operator.getitem, f"{node}: {node.target} is none of torch's operators"
+    return "getitem"
+
+
+def _path(node: fx.Node) -> str:
+    """The innermost module that the node is part of."""
+    stack = list(node.meta["nn_module_stack"].values())
+    return stack[-1][0] if stack else ""
+
+
+def _argument(node: fx.Node, name: str) -> int:
+    """An operator's argument by its name, or the default that it has there."""
+    assert isinstance(node.target, torch._ops.OpOverload), node
+    schema = node.target._schema.arguments
+    place = next(place for place, argument in enumerate(schema) if argument.name == name)
+    value = node.args[place] if place < len(node.args) else node.kwargs.get(name, schema[place].default_value)
+    assert isinstance(value, int), (node, name, value)
+    return value
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(result.alias_info for result in target._schema.returns)
+
+
+def _is_local(node: fx.Node) -> bool:
+    name = name_of(node)
+    if name in COPIES | {"batch_norm"} or _is_view(node):
+        return name not in MIXING_COPIES
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _tensors(node: fx.Node) -> Iterator[Tensor]:
+    value = node.meta.get("val")
+    for x in value if isinstance(value, list | tuple) else (value,):
+        if torch.is_tensor(x):
+            yield x
+
+
+def _is_floating(node: fx.Node) -> bool:
+    return any(x.is_floating_point() for x in _tensors(node))
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    assert isinstance(node, fx.Node), node
+    (x,) = _tensors(node)
+    return tuple(x.shape)

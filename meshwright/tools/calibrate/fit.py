@@ -1,0 +1,112 @@
+"""From points to the curves and rates of a cluster file (plan/cluster.py).
+
+A call's time is taken apart as plan/kernels.py puts it together: the launch first, then the bytes, then the rest.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from meshwright.tools.calibrate.timing import Points
+from meshwright.tools.plan.cluster import Device, Level, Links, Measured, interpolated
+
+LEAST_PART = 1 / 50
+"""Of a call's time at least this much is not the launch: for the smallest calls the difference drowns in noise."""
+
+SPECIAL_BYTES = 8
+"""That an element of a special or random kernel takes of reading and writing."""
+
+DIGITS = 4
+
+
+def merged(ranks: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
+    """The medians over the ranks, point by point."""
+    first = ranks[0]
+    return {
+        name: [
+            tuple(map(statistics.median, zip(*(of[name][index] for of in ranks), strict=True)))
+            for index in range(len(points))
+        ]
+        for name, points in first.items()
+    }
+
+
+def device_of(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, Points]) -> Device:
+    """A device from the points of measure_device. The curve is that of the dtype with the most points; the peaks of
+    others are what gives their rates by the same curve.
+    """
+    launch = points["launch"][0][1]
+    products = {name.removeprefix("product "): _rates(name, points) for name in points if name.startswith("product ")}
+    curve = max(products, key=lambda name: len(products[name]))
+    peak = max(rate for _, rate in products[curve])
+    efficiency = tuple((side, rounded(rate / peak)) for side, rate in products[curve])
+    peaks = {name: rounded(rates[-1][1] / interpolated(efficiency, rates[-1][0])) for name, rates in products.items()}
+    bandwidth = tuple((size, rounded(size / _beyond(seconds, launch))) for size, seconds in points["stream"])
+    attention = [flops / seconds / peak for flops, seconds in points["attention"]]
+    return Device.model_validate(
+        {
+            "kind": kind,
+            "memory": memory,
+            "reserved": int(points["reserved"][0][0]),
+            "peak": peaks | {curve: rounded(peak)},
+            "efficiency": efficiency,
+            "attention": rounded(min(1.0, statistics.mean(attention))) if attention else None,
+            "bandwidth": bandwidth,
+            "launch": rounded(launch),
+            "elements": {name: _element_seconds(name, points, bandwidth) for name in ("special", "random")},
+            "host_link": rounded(points["host link"][0][0] / points["host link"][0][1]),
+            "disk": rounded(points["disk"][0][0] / points["disk"][0][1]),
+        }
+    )
+
+
+def _rates(name: str, points: Mapping[str, Points]) -> Points:
+    """Flops a second of products of each side."""
+    return [(side, 2 * side**3 / seconds) for side, seconds in points[name]]
+
+
+def _beyond(seconds: float, launch: float) -> float:
+    return max(seconds - launch, seconds * LEAST_PART)
+
+
+def _element_seconds(name: str, points: Mapping[str, Points], bandwidth: Sequence[tuple[float, float]]) -> float:
+    """The mean over the kernels of a kind of what an element takes on top of launch and bytes."""
+    left = []
+    for elements, seconds in points[name]:
+        touched = elements * SPECIAL_BYTES
+        beyond = seconds - points["tiny"][0][1] - touched / interpolated(tuple(bandwidth), touched)
+        left.append(max(0.0, beyond / elements))
+    return rounded(statistics.mean(left))
+
+
+def links_of(measured: Mapping[int, Mapping[str, Points]], overlaps: float) -> Links:
+    """Links from the points of measure_links, by number of ranks. The one level is what a send says of them."""
+    fewest = min(measured)
+    rows = [
+        Measured(verb=verb, ranks=ranks, points=tuple((size, rounded(seconds)) for size, seconds in points))
+        for ranks, verbs in sorted(measured.items())
+        for verb, points in verbs.items()
+    ]
+    return Links(levels=(level_of(measured[fewest]["send"]),), measured=tuple(rows), overlaps=rounded(overlaps))
+
+
+def level_of(points: Points) -> Level:
+    """The line seconds = latency + bytes / bandwidth with the least relative errors, neither of them below zero."""
+    weights = [1 / seconds**2 for _, seconds in points]
+    sums = [
+        sum(w * size**power * seconds**other for w, (size, seconds) in zip(weights, points, strict=True))
+        for power, other in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
+    ]
+    one, x, xx, y, xy = sums
+    divisor = one * xx - x * x
+    latency, slope = ((y * xx - x * xy) / divisor, (one * xy - x * y) / divisor) if divisor > 0 else (0.0, 0.0)
+    if latency < 0 or slope <= 0:
+        latency, slope = 0.0, xy / xx
+    return Level(latency=rounded(latency), bandwidth=rounded(1 / slope))
+
+
+def rounded(value: float) -> float:
+    """To as many digits as a measurement has."""
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,189 @@
+"""`meshwright calibrate`: jobs of ranks that measure, one after another, and the cluster that comes of it.
+
+Ranks are started by the launcher that starts a run's, with one thread each. The first job has a rank on every device;
+then one for each backend and each number of ranks times the links.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from meshwright.data.progress import ShowProgress, silent
+from meshwright.environment import Environment, rendezvous
+from meshwright.errors import ConfigError, LaunchError
+from meshwright.launch import Job, StopRequest, Transport, joined, launch
+from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.launch.session import temporary_folder
+from meshwright.machine import memory_bytes, usable_cores
+from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.mesh import open_mesh
+from meshwright.tools.calibrate.fit import device_of, links_of, merged, rounded
+from meshwright.tools.calibrate.kernels import measure_device
+from meshwright.tools.calibrate.links import measure_links, measure_overlap, measure_turns
+from meshwright.tools.calibrate.report import writer_of
+from meshwright.tools.calibrate.timing import Effort, Timer, meeting
+from meshwright.tools.plan.cluster import Cluster, Level, Links
+from meshwright.train.job import worker_device
+
+Kind = Literal["cpu", "cuda"]
+
+CPU_FACTS = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is to be measured: `devices` of a `kind` by one rank each, links by each of `backends` among `ranks`."""
+
+    kind: Kind
+    devices: int
+    ranks: tuple[int, ...]
+    backends: tuple[Transport, ...]
+
+    @property
+    def jobs(self) -> int:
+        return 1 + len(self.backends) * len(self.ranks)
+
+
+def this_machine(ranks: str | None, device: str) -> Machine:
+    """`ranks`: `2,4`; None: 2 and 4 on CPUs, powers of two up to all GPUs. Raises ConfigError for what is not here."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError.of("--device", device, "is no kind of device", "auto, cpu, cuda")
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise ConfigError.of("--device", device, "finds no GPU", "cpu")
+    if device == "cpu" or not gpus:
+        mpi = find_spec("mpi4py") is not None and find_mpiexec() is not None
+        backends: tuple[Transport, ...] = ("torch", "mpi") if mpi else ("torch",)
+        return Machine("cpu", usable_cores(), parse_ranks(ranks or "2,4"), backends)
+    powers = [2**power for power in range(1, gpus.bit_length()) if 2**power <= gpus]
+    counts = tuple(powers) if ranks is None else parse_ranks(ranks)
+    if any(count > gpus for count in counts):
+        raise ConfigError.of("--ranks", ranks, f"is more than the {gpus} GPUs here", f"up to {gpus}")
+    return Machine("cuda", gpus, counts, ("torch",))
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """`2,4` -> (2, 4). Raises ConfigError for what is no number of ranks."""
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not (word.isdecimal() and int(word) > 1):
+            raise ConfigError.of("--ranks", word, "is no number of ranks between which there are links", "2,4")
+    return tuple(sorted(set(map(int, words))))
+
+
+def calibrate(out: Path, machine: Machine, effort: Effort, report: ShowProgress = silent) -> Cluster:
+    """Measure the machine and write `out`.
+
+    Raises ConfigError, before anything is measured, where `out` cannot be written; LaunchError; Interrupted.
+    """
+    if joined():
+        raise LaunchError("calibrate starts its own ranks: run it outside of torchrun, srun and mpirun")
+    with writer_of(out) as write, temporary_folder() as folder:
+        runs = _Runs(folder, out.absolute().parent, machine, effort, report)
+        each = runs.launch("device", machine.devices, "torch")
+        memory = memory_bytes() // machine.devices if machine.kind == "cpu" else each[0]["memory"]
+        device = device_of(machine.kind, memory, merged([of["points"] for of in each]))
+        links: dict[Transport, Links] = {}
+        turns: list[tuple[float, float]] = []
+        for backend in machine.backends:
+            answers = {ranks: runs.launch("links", ranks, backend)[0] for ranks in machine.ranks}
+            if machine.kind == "cpu":  # of the last one, which a run takes by itself
+                turns = [(float(ranks), rounded(answer["turns"])) for ranks, answer in sorted(answers.items())]
+            if answers:
+                links[backend] = links_of(
+                    {ranks: answer["points"] for ranks, answer in answers.items()}, answers[min(answers)]["overlaps"]
+                )
+            else:  # a lone GPU: another one would be reached through the host
+                links[backend] = Links(levels=(Level(latency=device.launch, bandwidth=device.host_link),))
+        cluster = Cluster(
+            name=out.stem,
+            source=source_of(machine),
+            device=device,
+            devices_per_node=machine.devices,
+            cores=machine.devices if machine.kind == "cpu" else None,
+            turns=tuple(turns) or None,
+            links=cast(Any, links),
+        )
+        write(cluster)
+    return cluster
+
+
+class _Runs:
+    """The jobs of a calibration, as they are started."""
+
+    def __init__(self, folder: Path, disk: Path, machine: Machine, effort: Effort, report: ShowProgress) -> None:
+        self.folder = folder
+        self.disk = disk
+        self.machine = machine
+        self.effort = effort
+        self.report = report
+        self.done = 0
+
+    def launch(self, what: str, ranks: int, backend: Transport) -> list[dict[str, Any]]:
+        """What each of the ranks has found out."""
+        self.report(f"{what}, {backend}, {ranks} ranks", self.done / self.machine.jobs)
+        folder = self.folder / str(self.done)
+        folder.mkdir()
+        arguments = {
+            "what": what,
+            "out": str(folder),
+            "disk": str(self.disk),
+            "effort": asdict(self.effort),
+            "transport": backend,
+            "device": self.machine.kind,
+            "overlap": ranks == min(self.machine.ranks, default=0),
+        }
+        launch(Job(f"{__name__}:worker", arguments), ranks, backend, threads=1)
+        self.done += 1
+        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def worker(
+    environment: Environment,
+    stop: StopRequest,
+    *,
+    what: str,
+    out: str,
+    disk: str,
+    effort: Mapping[str, Any],
+    transport: str,
+    device: str,
+    overlap: bool,
+) -> None:
+    """A rank that measures its device beside the others of the machine, or the links to them."""
+    where, asked = worker_device(device, environment), Effort(**effort)
+    point = rendezvous(job="calibrate") if transport == "torch" else None
+    with open_mesh(Grid(((PIPE, environment.world_size),)), environment, transport, where, point) as mesh:
+        if what == "device":
+            timer = Timer(where, asked.point_seconds, meeting(mesh.world, where, stop))
+            memory = torch.cuda.get_device_properties(where).total_memory if device == "cuda" else 0
+            found: dict[str, Any] = {"points": measure_device(asked, timer, Path(disk)), "memory": memory}
+        else:
+            found = {
+                "points": measure_links(asked, mesh, stop),
+                "overlaps": measure_overlap(asked, mesh, stop) if overlap else None,
+                "turns": measure_turns(asked, mesh, stop) if device == "cpu" else None,
+            }
+        Path(out, f"rank-{environment.rank}.json").write_text(json.dumps(found))
+
+
+def source_of(machine: Machine) -> str:
+    """What was measured, with what and when."""
+    device = torch.cuda.get_device_name() if machine.kind == "cuda" else _cpu_name()
+    day = datetime.now(UTC).date().isoformat()
+    text = f"meshwright calibrate, {day}: {machine.devices} x {device}, torch {torch.__version__}"
+    return text if machine.ranks else text + "; a lone GPU: the level is its link to the host"
+
+
+def _cpu_name() -> str:
+    lines: Sequence[str] = CPU_FACTS.read_text().splitlines() if CPU_FACTS.is_file() else ()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"core of {names[0]}" if names else "CPU core"

@@ -1,0 +1,198 @@
+"""What the links between ranks do: every verb of a Comm and a mailbox's messages, timed as a job's ranks meet them.
+
+| verb                                                    | payload, bytes of                |
+|---------------------------------------------------------|----------------------------------|
+| all_reduce, broadcast, reduce                           | the tensor                       |
+| reduce_scatter, all_gather, all_to_all, gather, scatter | all members' parts together      |
+| send                                                    | what each sends to the next one  |
+| message                                                 | what goes to a neighbour         |
+
+Rooted verbs take another root at each call, so that none begins before the last one has arrived. Where there are more
+ranks than cores, the times have in them that ranks take turns.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.launch import StopRequest
+from meshwright.ranks.comm import Comm
+from meshwright.ranks.grid import PIPE
+from meshwright.ranks.mailbox import Form, Mailbox, Side, alike
+from meshwright.ranks.mesh import Mesh
+from meshwright.tools.calibrate.timing import Effort, Points, finish, undisturbed
+
+ROUNDS = 5
+MOST_CALLS = 1000
+ELEMENT_BYTES = 4
+WORK_SECONDS = 5e-3
+MEETING_BYTES = 2**20
+"""About what a rank computes between two collectives of tensor parallelism, and what they sum."""
+TURNS_ROUNDS = 10
+"""Points' time that is spent on how ranks take turns: how cores are dealt out changes from call to call."""
+
+Call = Callable[[int], object]
+"""The i-th call of a row of calls."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Times calls that all ranks make together. The first rank says how many, and none where it is asked to stop."""
+
+    comm: Comm
+    device: torch.device
+    point_seconds: float
+    stop: StopRequest
+
+    def seconds(self, call: Call) -> float:
+        """Seconds of a call in an undisturbed round, as this rank sees them."""
+        self._round(call, 2)  # connections, buffers
+        calls = self.agreed(self._round(call, 2))
+        return undisturbed([self._round(call, calls) for _ in range(ROUNDS)])
+
+    def agreed(self, once: float) -> int:
+        """How many calls of about `once` seconds make a round. Ends the rank where the job is to stop."""
+        wanted = max(1, min(MOST_CALLS, math.ceil(self.point_seconds / ROUNDS / once)))
+        calls = torch.tensor([0 if self.stop.requested else wanted], device=self.device)
+        self.comm.broadcast(calls, root=0)
+        if not calls.item():
+            sys.exit()
+        return int(calls.item())
+
+    def _round(self, call: Call, calls: int) -> float:
+        self.comm.barrier()
+        finish(self.device)
+        start = time.perf_counter()
+        for index in range(calls):
+            call(index)
+        finish(self.device)
+        return (time.perf_counter() - start) / calls
+
+
+def measure_links(effort: Effort, mesh: Mesh, stop: StopRequest) -> dict[str, Points]:
+    """Points (bytes of the payload, seconds) of each verb among all ranks, which are those of the pipe axis."""
+    conversation = Conversation(mesh.comm(PIPE), mesh.device, effort.point_seconds, stop)
+    points: dict[str, Points] = {}
+    for wanted in effort.payloads:
+        for verb, payload, call in _verbs(conversation.comm, mesh.device, wanted):
+            points.setdefault(verb, []).append((payload, conversation.seconds(call)))
+    exchange = Exchange(mesh.mailbox(PIPE), mesh.index(PIPE), mesh.size(PIPE))
+    points["message"] = [(payload, exchange.seconds(conversation, payload)) for payload in effort.payloads]
+    return points
+
+
+def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
+    """The part of a sum of `overlap_bytes` that goes on while this rank multiplies matrices for twice its time."""
+    comm = mesh.comm(PIPE)
+    conversation = Conversation(comm, mesh.device, effort.point_seconds * ROUNDS, stop)
+    x = torch.zeros(effort.overlap_bytes // ELEMENT_BYTES, device=mesh.device)
+    a, b = (torch.randn(effort.dtype_side, effort.dtype_side, device=mesh.device) for _ in range(2))
+    alone = conversation.seconds(lambda _: comm.all_reduce(x))
+    product = conversation.seconds(lambda _: torch.matmul(a, b))
+    count = torch.tensor([math.ceil(2 * alone / product)], device=mesh.device)
+    comm.broadcast(count, root=0)
+
+    def compute() -> None:
+        for _ in range(int(count.item())):
+            torch.matmul(a, b)
+
+    def beside(_: int) -> None:
+        work = comm.all_reduce(x, wait=False)
+        compute()
+        work.wait()
+
+    work_seconds = conversation.seconds(lambda _: compute())
+    hidden = alone + work_seconds - conversation.seconds(beside)
+    return min(1.0, max(0.0, hidden / alone))
+
+
+def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
+    """How many times as long a rank's work takes among all of them as its own processor time, where they sum
+    MEETING_BYTES after every WORK_SECONDS of it: cores are dealt out unevenly, and all wait for the last. For CPUs.
+    """
+    comm = mesh.comm(PIPE)
+    conversation = Conversation(comm, mesh.device, TURNS_ROUNDS * effort.point_seconds, stop)
+    x = torch.zeros(MEETING_BYTES // ELEMENT_BYTES)
+    a, b = (torch.randn(effort.dtype_side, effort.dtype_side) for _ in range(2))
+
+    def processor_seconds(products: int) -> float:
+        start = time.process_time()
+        for _ in range(products):
+            torch.matmul(a, b)
+        return (time.process_time() - start) / products
+
+    wanted = torch.tensor([math.ceil(WORK_SECONDS / processor_seconds(TURNS_ROUNDS))])
+    comm.broadcast(wanted, root=0)
+    products = int(wanted.item())
+
+    def work_and_meet(_: int) -> None:
+        for _ in range(products):
+            torch.matmul(a, b)
+        comm.all_reduce(x)
+
+    own = undisturbed([processor_seconds(products) for _ in range(TURNS_ROUNDS)])
+    meeting = conversation.seconds(lambda _: comm.all_reduce(x))
+    return max(1.0, (conversation.seconds(work_and_meet) - meeting) / (products * own))
+
+
+def _verbs(comm: Comm, device: torch.device, wanted_bytes: int) -> Iterator[tuple[str, int, Call]]:
+    """(verb, bytes of its payload, a call) of all verbs; payloads are whole parts for every rank."""
+    size, index = comm.size, comm.index
+    whole = torch.zeros(size, max(1, wanted_bytes // ELEMENT_BYTES // size), device=device)
+    payload = whole.numel() * ELEMENT_BYTES
+    mine, other, apart = whole[index], torch.zeros_like(whole), torch.zeros_like(whole[0])
+    after, before = (index + 1) % size, (index - 1) % size
+    calls: dict[str, Call] = {
+        "all_reduce": lambda _: comm.all_reduce(whole),
+        "reduce_scatter": lambda _: comm.reduce_scatter(mine, whole),
+        "all_gather": lambda _: comm.all_gather(whole, mine),
+        "all_to_all": lambda _: comm.all_to_all(other, whole),
+        "broadcast": lambda call: comm.broadcast(whole, call % size),
+        "reduce": lambda call: comm.reduce(whole, call % size),
+        "gather": lambda call: comm.gather(whole, apart, call % size),
+        "scatter": lambda call: comm.scatter(apart, whole, call % size),
+        "send": lambda _: comm.exchange(whole, after, other, before),
+    }
+    for verb, call in calls.items():
+        yield verb, payload, call
+
+
+class Exchange:
+    """Messages to and fro between neighbours: ranks 0 and 1, 2 and 3, ...; the last of an odd number has none."""
+
+    def __init__(self, mailbox: Mailbox, index: int, size: int) -> None:
+        self.mailbox = mailbox
+        self.side: Side = "before" if index % 2 else "after"
+        self.paired = index % 2 == 1 or index < size - 1
+        self.epoch = 0
+
+    def seconds(self, conversation: Conversation, payload: int) -> float:
+        """Of one way, in an undisturbed round."""
+        self._there_and_back(conversation, payload, 2)
+        calls = conversation.agreed(self._there_and_back(conversation, payload, 2))
+        return undisturbed([self._there_and_back(conversation, payload, calls) for _ in range(ROUNDS)]) / 2
+
+    def _there_and_back(self, conversation: Conversation, payload: int, calls: int) -> float:
+        x = torch.zeros(payload, dtype=torch.uint8, device=conversation.device)
+        expected = calls if self.paired else 0
+        counts = {"before": 0, "after": 0} | {self.side: expected}
+        self.mailbox.open(self.epoch, alike(Form(tuple(x.shape), x.dtype)), **counts)
+        self.epoch += 1
+        conversation.comm.barrier()
+        start = time.perf_counter()
+        for index in range(expected):
+            if self.side == "after":
+                self.mailbox.send("after", index, (x,))
+                self.mailbox.wait()
+            else:
+                self.mailbox.wait()
+                self.mailbox.send("before", index, (x,))
+        self.mailbox.flush()
+        finish(conversation.device)
+        return (time.perf_counter() - start) / calls

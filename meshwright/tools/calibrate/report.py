@@ -1,0 +1,110 @@
+"""A calibrated cluster as a file, as tables for a terminal, and as plain values for a script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Column, Table
+
+from meshwright.errors import ConfigError
+from meshwright.tools.plan.cluster import Cluster, Links, interpolated
+
+WIDTH = 140
+"""Columns, where no terminal says how many there are."""
+
+COLUMNS = 4
+"""Payloads that are shown of those that were measured."""
+
+
+@contextmanager
+def writer_of(out: Path) -> Iterator[Callable[[Cluster], None]]:
+    """What writes the file, whole or not at all. Raises ConfigError at once where it could not."""
+    valid = "a .yaml file in a folder that you may write to"
+    if out.suffix not in (".yaml", ".yml") or out.is_dir():
+        raise ConfigError.of("--out", out, "is no name of a YAML file", valid)
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    except OSError as error:
+        raise ConfigError.of("--out", out, f"cannot be written ({error.strerror})", valid) from error
+
+    def write(cluster: Cluster) -> None:
+        partial.write_text(text_of(cluster), encoding="utf-8")
+        partial.rename(out)
+
+    try:
+        yield write
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def text_of(cluster: Cluster) -> str:
+    """The file's text."""
+    tree = cluster.model_dump(exclude_none=True)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """A curve stands on one line."""
+
+
+def _tuple(dumper: _Dumper, values: tuple[object, ...]) -> yaml.Node:
+    curve = all(type(value) is tuple or type(value) is float for value in values)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=curve)
+
+
+_Dumper.add_representer(tuple, _tuple)
+
+
+def as_dict(cluster: Cluster, out: Path) -> dict[str, object]:
+    """For `--json`."""
+    return {"out": str(out), "cluster": cluster.model_dump(mode="json")}
+
+
+def render(cluster: Cluster, out: Path) -> None:
+    """The device, and the verbs of each backend."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    device = cluster.device
+    peaks = ", ".join(f"{dtype} {rate / 1e9:,.1f}" for dtype, rate in device.peak.items())
+    curve = ", ".join(f"{side:.0f}: {part:.0%}" for side, part in device.efficiency)
+    streams = ", ".join(f"{_size(size)}: {rate / 1e9:.1f}" for size, rate in device.bandwidth)
+    elements = ", ".join(f"{kind} {seconds * 1e9:.2f}" for kind, seconds in device.elements.items())
+    attention = "none fused" if device.attention is None else f"{device.attention:.0%}"
+    for line in (
+        f"{cluster.devices_per_node} devices ({device.kind}), {device.memory / 2**30:.1f} GiB each",
+        f"Gflop/s: {peaks}; of it by the side of a product: {curve}; a fused attention: {attention}",
+        f"GB/s by the bytes of a kernel: {streams}; host {device.host_link / 1e9:.1f}, disk {device.disk / 1e9:.2f}",
+        f"launch {device.launch * 1e6:.2f} us; ns an element: {elements}",
+    ):
+        console.print(line)
+    for backend, links in cluster.links.items():
+        if links.measured:
+            console.print(_table(backend, links))
+    console.print(f"{out}: plan with --cluster {out}")
+
+
+def _table(backend: str, links: Links) -> Table:
+    level = links.levels[0]
+    title = f"{backend}: {level.latency * 1e6:,.0f} us + bytes / {level.bandwidth / 1e9:.2f} GB/s; "
+    title += f"{links.overlaps:.0%} of a sum is hidden under computation"
+    payloads = [size for size, _ in links.measured[0].points]
+    shown = payloads[:: -(-len(payloads) // COLUMNS)]
+    table = Table("verb", "ranks", *(Column(f"{_size(size)}, us", justify="right") for size in shown), title=title)
+    for row in links.measured:
+        times = (f"{interpolated(row.points, size) * 1e6:,.0f}" for size in shown)
+        table.add_row(row.verb, str(row.ranks), *times)
+    return table
+
+
+def _size(num_bytes: float) -> str:
+    """`64 KiB`."""
+    value, units = num_bytes, ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}"

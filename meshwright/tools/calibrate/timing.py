@@ -1,0 +1,124 @@
+"""How long a call takes, and how much time may go into finding out."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.launch import StopRequest
+from meshwright.ranks.comm import Comm
+
+SAMPLE_SECONDS = 1e-3
+"""Calls that are shorter are timed several at a time."""
+
+WARM_UPS = 2
+"""Libraries choose their code at the first call, and the heap still grows at the second."""
+
+Points = list[tuple[float, float]]
+"""(size, seconds of a call)."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured, and for how long: `point_seconds` at each point. `sides`: of products; `dtype_side`: of those
+    in the other dtypes; `lengths`: of the attention's sequences; `stream_bytes`: what a kernel touches; `copy_bytes`:
+    what goes to the host and to the disk; `payloads`: bytes of what is sent; `overlap_bytes`: of the sum beside which
+    products run."""
+
+    point_seconds: float
+    sides: Sequence[int]
+    dtype_side: int
+    lengths: Sequence[int]
+    stream_bytes: Sequence[int]
+    copy_bytes: int
+    payloads: Sequence[int]
+    overlap_bytes: int
+
+
+def effort_of(kind: str, *, quick: bool) -> Effort:
+    """For a `kind` of device, cpu or cuda. A GPU's products are larger before they reach its peak."""
+    larger = 4 if kind == "cuda" else 1
+    if quick:
+        return Effort(
+            point_seconds=0.02,
+            sides=tuple(side * larger for side in (16, 64, 256, 1024)),
+            dtype_side=256 * larger,
+            lengths=(128, 256),
+            stream_bytes=tuple(2**power for power in range(12, 27, 4)),
+            copy_bytes=2**25,
+            payloads=tuple(2**power for power in range(10, 23, 4)),
+            overlap_bytes=2**22,
+        )
+    return Effort(
+        point_seconds=0.12,
+        sides=tuple(side * larger for side in (16, 32, 64, 128, 256, 512, 1024, 2048)),
+        dtype_side=256 * larger,
+        lengths=(128, 256, 512),
+        stream_bytes=tuple(2**power for power in range(12, 29, 2)),
+        copy_bytes=2**27,
+        payloads=tuple(2**power for power in range(10, 25, 2)),
+        overlap_bytes=2**22,
+    )
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Times calls of this rank alone, which compute and do not wait: on a CPU it counts what the rank has of its core,
+    not what another process takes of it. `meet`: returns when all ranks are there, and ends them if they are to stop.
+    """
+
+    device: torch.device
+    point_seconds: float
+    meet: Callable[[], None]
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Seconds of an undisturbed call, while the other ranks do the same. The first calls are not counted."""
+        self.meet()
+        for _ in range(WARM_UPS):
+            call()
+        once = self._sample(call, 1)
+        if once > self.point_seconds:
+            return once
+        repeats = math.ceil(SAMPLE_SECONDS / once)
+        samples: list[float] = []
+        end = time.perf_counter() + self.point_seconds
+        while not samples or time.perf_counter() < end:
+            samples.append(self._sample(call, repeats))
+        return undisturbed(samples)
+
+    def _sample(self, call: Callable[[], object], repeats: int) -> float:
+        clock = time.perf_counter if self.device.type == "cuda" else time.thread_time
+        finish(self.device)
+        start = clock()
+        for _ in range(repeats):
+            call()
+        finish(self.device)
+        return (clock() - start) / repeats
+
+
+def undisturbed(samples: Sequence[float]) -> float:
+    """The lower quartile: what else goes on on a machine only ever adds, and to some samples more than to others."""
+    return sorted(samples)[len(samples) // 4]
+
+
+def finish(device: torch.device) -> None:
+    """Return when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def meeting(comm: Comm, device: torch.device, stop: StopRequest) -> Callable[[], None]:
+    """A place where all ranks wait for each other; where any of them was asked to stop, all leave the job."""
+
+    def meet() -> None:
+        asked = torch.tensor([float(stop.requested)], device=device)
+        comm.all_reduce(asked)
+        if asked.item():
+            sys.exit()
+
+    return meet

@@ -1,0 +1,237 @@
+"""Between Hugging Face's folders and our checkpoints.
+
+A Hugging Face folder -> a checkpoint of step 0: no step taken, so no optimizer state.
+
+To fine-tune it, import it as the first checkpoint of a run's folder, and resume that run:
+
+    meshwright convert import HF --out RUN/checkpoints/step-0
+    meshwright train run.yaml --out RUN --resume          # with the `model` section that the import prints
+
+A checkpoint -> a Hugging Face folder: config.json, model.safetensors, and what the family wants beside them.
+
+Which families can be converted: by our name, and by Hugging Face's model_type.
+
+The folder that a conversion makes: whole or not at all, and never in the place of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshwright.build import DTYPES
+from meshwright.checkpoint import Checkpoint, find_checkpoint
+from meshwright.checkpoint.manifest import Entry, Manifest, Origin, Progress, stored_file
+from meshwright.config import Config
+from meshwright.config.models import Model, TextTransformer
+from meshwright.config.schema import Data, Precision
+from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.staging import folder_lock, staged_folder
+from meshwright.data.tokenizer import load_tokenizer
+from meshwright.errors import CheckpointError
+from meshwright.parameters.shard import Box
+from meshwright.tools.convert.bert import BERT
+from meshwright.tools.convert.family import Family, Pair
+from meshwright.tools.convert.gpt2 import GPT2
+from meshwright.tools.convert.settings import Settings
+from meshwright.tools.convert.source import SINGLE, Source
+from meshwright.tools.convert.t5 import T5_FAMILY
+from meshwright.tools.convert.vit import VIT
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": GPT2,
+    "bert": BERT,
+    "t5": T5_FAMILY,
+    "vit": VIT,
+}
+"""By `model.family`."""
+
+
+def family_of(settings: Settings) -> Family:
+    """The family of a config.json. Raises CheckpointError naming those that there are."""
+    known = [kind for family in FAMILIES.values() for kind in family.model_types]
+    kind = settings.get("model_type", known[0])
+    for family in FAMILIES.values():
+        if kind in family.model_types:
+            return family
+    raise settings.refused(f"model_type={kind} is not supported; valid: {', '.join(known)}")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write in, which becomes `out` if all goes well. Raises CheckpointError where `out` is taken."""
+    try:
+        with folder_lock(out.absolute(), silent):
+            if out.exists() and (out.is_file() or any(out.iterdir())):
+                raise CheckpointError(f"{out} exists; give another folder, or remove it")
+            with staged_folder(out.absolute()) as folder:
+                yield folder
+    except (OSError, SafetensorError) as error:  # no right to write there, a full disk
+        raise CheckpointError(f"{out} could not be written: {error}") from error
+
+
+FILE = "rank-0.safetensors"
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import wrote. `has_tokenizer`: whether the folder had one; without it, no text goes in or out."""
+
+    folder: Path
+    model: Model
+    parameters: int
+    reads_text: bool
+    has_tokenizer: bool
+
+
+def import_folder(source: Path, out: Path, report: ShowProgress = silent) -> Imported:
+    """Write the checkpoint `out` from a Hugging Face folder: weights in their own dtype, padding rows of zeros.
+
+    Raises CheckpointError where the folder is incomplete, of another architecture, or holds only a pickle; where `out`
+    exists; DataError where its tokenizer cannot be used.
+    """
+    settings = Settings(source / "config.json")
+    family = family_of(settings)
+    held = Source(source, family.full_name)
+    model = family.read(settings, held.names)
+    pairs = _pairs(settings, family, model, len(held.names))
+    _check_names(held, family, pairs, family.copies(model))
+    has_tokenizer = family.reads_text and (source / TOKENIZER).is_file()
+    if has_tokenizer:
+        load_tokenizer(source / TOKENIZER)
+    with new_folder(out) as folder:
+        tensors = {}
+        for index, pair in enumerate(pairs):
+            report("reading weights", index / len(pairs))
+            tensors[pair.name] = _ours(held, pair)
+        report("writing", None)
+        if has_tokenizer:
+            (folder / TOKENIZER).write_bytes((source / TOKENIZER).read_bytes())
+        _write(folder, tensors, _config(model, family, tensors))
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    return Imported(out, model, parameters, family.reads_text, has_tokenizer)
+
+
+def _pairs(settings: Settings, family: Family, model: Model, num_stored: int) -> list[Pair]:
+    """Every parameter. Raises CheckpointError where the settings are of no model that the folder could hold."""
+    if model.num_blocks > num_stored:  # before each of them is built
+        raise settings.refused(f"makes a model of {model.num_blocks} layers, and the folder holds {num_stored} tensors")
+    try:
+        return family.pairs(model)
+    except RuntimeError as error:  # more numbers than can be counted
+        raise settings.refused(f"its sizes cannot be those of a model: {error}") from error
+
+
+def _check_names(held: Source, family: Family, pairs: list[Pair], copies: dict[str, str]) -> None:
+    """Raises CheckpointError unless the folder holds each wanted tensor, and none that would be dropped in silence."""
+    wanted = {name for pair in pairs for name in pair.theirs}
+    extra = {name for name in held.names - wanted if not family.passed_over.fullmatch(name)}
+    for name in copies.keys() & extra:
+        if not torch.equal(held.read(name), held.read(copies[name])):
+            raise CheckpointError(f"{held.folder}: {name} is not {copies[name]}, though tie_word_embeddings says so")
+    extra -= copies.keys()
+    has_more = f"has a tensor that {family.title} has not:"
+    for what, names in (("has no tensor", wanted - held.names), (has_more, extra)):
+        if names:
+            rest = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise CheckpointError(f"{held.folder} {what} {min(names)}{rest}")
+
+
+def _ours(held: Source, pair: Pair) -> Tensor:
+    """In our dims, with rows of zeros where a table is padded."""
+    theirs = [_checked(held, name, shape) for name, shape in pair.theirs.items()]
+    rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
+    if pair.padding:
+        rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
+    return rows.contiguous()
+
+
+def _checked(held: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    tensor = held.read(name)
+    if tuple(tensor.shape) != shape:
+        was, wanted = list(tensor.shape), list(shape)
+        raise CheckpointError(f"{held.folder}: {name} is {was}, and config.json makes it {wanted}")
+    if tensor.dtype not in DTYPES.values():
+        valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+        raise CheckpointError(
+            f"{held.folder}: {name} is stored as {tensor.dtype}, which holds no weights; valid: {valid}"
+        )
+    if wrong := int((~tensor.isfinite()).sum()):
+        numbers = "1 number that is" if wrong == 1 else f"{wrong:,} numbers that are"
+        raise CheckpointError(f"{held.file_of(name)}: {name} holds {numbers} not finite: it was damaged, or diverged")
+    return tensor
+
+
+def _config(model: Model, family: Family, tensors: dict[str, Tensor]) -> Config:
+    """A config that says what the weights are. The rest of it, data above all, is the fine-tuning run's to say."""
+    double = all(tensor.dtype == torch.float64 for tensor in tensors.values())
+    precision = Precision(level="O0", dtype="float64" if double else "float32")
+    data = Data(sequence=model.positions) if isinstance(model, TextTransformer) else Data()
+    return Config(model=model, data=data, precision=precision)
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: Config) -> None:
+    path = folder / FILE
+    save_file({f"weight/{name}": tensor for name, tensor in tensors.items()}, path)
+    beside = [folder / TOKENIZER] if (folder / TOKENIZER).is_file() else []
+    entries = tuple(
+        Entry(
+            name,
+            "weight",
+            tuple(tensor.shape),
+            (0,) * tensor.dim(),
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            FILE,
+            f"weight/{name}",
+        )
+        for name, tensor in tensors.items()
+    )
+    dump = config.model_dump(mode="json", by_alias=True)
+    files = tuple(stored_file(file) for file in (path, *beside))
+    Manifest(Progress(), Origin(dump), files, entries).write(folder)
+
+
+def export_folder(path: Path, out: Path, report: ShowProgress = silent) -> Path:
+    """Write `out` from a step folder or a run's newest checkpoint; returns the step folder that was read.
+
+    Weights keep the dtype in which the checkpoint holds them; padding rows of tables and optimizer states are left out.
+    Raises CheckpointError, and DataError where the tokenizer is damaged.
+    """
+    checkpoint = Checkpoint(find_checkpoint(path))
+    model = checkpoint.config.model
+    family = FAMILIES[model.family]
+    tensors: dict[str, Tensor] = {}
+    pairs = family.pairs(model)
+    for index, pair in enumerate(pairs):
+        report("reading weights", index / len(pairs))
+        tensors |= _theirs(checkpoint, pair)
+    held = checkpoint.file(TOKENIZER)
+    tokenizer = None if held is None else held.read_text(encoding="utf-8")
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    texts = family.files(model, tokenizer, dtype)
+    with new_folder(out) as folder:
+        report("writing", None)
+        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    return checkpoint.folder
+
+
+def _theirs(checkpoint: Checkpoint, pair: Pair) -> dict[str, Tensor]:
+    """In their dims, without the padding rows."""
+    shape = checkpoint.shapes.get(pair.name)
+    if shape != pair.shape:
+        raise CheckpointError(f"{checkpoint.folder}: {pair.name} is {shape}, and its config makes it {pair.shape}")
+    box = Box((0,) * len(shape), (shape[0] - pair.padding, *shape[1:]))
+    parts = pair.to_theirs(checkpoint.read(pair.name, "weight", box))
+    named = zip(pair.theirs.items(), parts, strict=True)
+    return {name: part.reshape(shape).contiguous() for (name, shape), part in named}

@@ -1,0 +1,119 @@
+"""LAMBADA (Paperno et al., 2016, arXiv 1606.06031): can the model name the last word of a passage?
+
+A word is right if every one of its sub-tokens is the most likely one given the passage and the sub-tokens before it. As
+the sub-tokens before it must be right too, one forward pass over the whole passage decides the same as greedy
+generation. The word is encoded with a space in front, apart from its context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from meshwright.data.corpus import documents
+from meshwright.data.progress import ShowProgress, silent
+from meshwright.errors import DataError
+from meshwright.tools.evaluate.model import LoadedModel
+from meshwright.tools.evaluate.perplexity import BATCH_TOKENS, exponential
+
+_ONE_PASSAGE_A_RECORD = frozenset({".jsonl", ".parquet"})
+
+
+@dataclass(frozen=True)
+class Cloze:
+    """Last words named right. `total_loss` in nats, over all sub-tokens of the last words."""
+
+    data: str
+    passages: int
+    correct: int
+    context: int
+    total_loss: float
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.passages
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean loss of a last word, all its sub-tokens together."""
+        return exponential(self.total_loss / self.passages)
+
+    @property
+    def facts(self) -> dict[str, str | int | float]:
+        return {
+            "data": self.data,
+            "passages": self.passages,
+            "correct": self.correct,
+            "context": self.context,
+            "accuracy": self.accuracy,
+            "perplexity_per_word": self.perplexity,
+        }
+
+
+@dataclass(frozen=True)
+class _Question:
+    inputs: list[int]
+    target: list[int]
+    """The last len(target) predictions of the inputs should be these."""
+
+
+def passages(source: str) -> Iterator[str]:
+    """The passages of jsonl or parquet records, of a folder's documents, or of a text file's lines."""
+    path = Path(source).expanduser()
+    whole = path.is_dir() or path.suffix.lower() in _ONE_PASSAGE_A_RECORD
+    for document in documents(source):
+        if whole:
+            yield document
+        else:
+            yield from (line for line in document.splitlines() if line.strip())
+
+
+def cloze_accuracy(loaded: LoadedModel, source: str, progress: ShowProgress = silent) -> Cloze:
+    """Ask for the last word of every passage. A context that is too long is cut from the left.
+
+    Raises DataError on a passage of less than two words, or a last word longer than the model's context.
+    """
+    questions = [_question(loaded, text, f"{source} passage {at}") for at, text in enumerate(passages(source), start=1)]
+    if not questions:
+        raise DataError(f"{source}: holds no passage")
+    questions.sort(key=lambda question: -len(question.inputs))  # a batch's first is its longest; little padding
+    correct, total, done = 0, 0.0, 0
+    while done < len(questions):
+        batch = questions[done : done + max(1, BATCH_TOKENS // len(questions[done].inputs))]
+        right, loss = _ask(loaded, batch)
+        correct += right
+        total += loss
+        done += len(batch)
+        progress("cloze", done / len(questions))
+    return Cloze(source, len(questions), correct, loaded.context, total)
+
+
+def _question(loaded: LoadedModel, text: str, where: str) -> _Question:
+    words = text.rsplit(maxsplit=1)
+    if len(words) < 2:
+        raise DataError(f"{where}: is a single word; wanted a context and the word to name behind it")
+    context, target = loaded.tokenizer.encode(words[0].strip()), loaded.tokenizer.encode(f" {words[1]}")
+    if len(target) > loaded.context:
+        raise DataError(f"{where}: its last word has {len(target)} tokens, and the model sees {loaded.context}")
+    return _Question([*context, *target[:-1]][-loaded.context :], target)
+
+
+@torch.inference_mode()
+def _ask(loaded: LoadedModel, batch: list[_Question]) -> tuple[int, float]:
+    """How many are right, and the summed loss of their targets."""
+    longest = max(len(question.inputs) for question in batch)
+    end = loaded.tokenizer.end  # padding to the right: nothing before it can see it
+    inputs = torch.tensor([question.inputs + [end] * (longest - len(question.inputs)) for question in batch])
+    h = loaded.model.hidden(inputs.to(loaded.device))  # [B, T, H]
+    correct, total = 0, 0.0
+    for row, question in zip(h, batch, strict=True):
+        stop = len(question.inputs)
+        logits = loaded.head.logits(row[stop - len(question.target) : stop])  # [t, V]
+        target = torch.tensor(question.target, device=loaded.device)
+        correct += int((logits.argmax(-1) == target).all())
+        total += float(F.cross_entropy(logits.double(), target, reduction="sum"))
+    return correct, total

@@ -1,0 +1,167 @@
+"""Held-out samples of an encoder-decoder, and how well it predicts their targets.
+
+| --data | pairs | spans |
+|---|---|---|
+| none | the run's held-out split | the same |
+| a prepared folder | its validation split | the same |
+| FILE.tsv, FILE.jsonl; FILE and --target FILE | all of it | - |
+| any other text | - | all of it |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.config.data_rules import holds_pairs, objective_of
+from meshwright.config.lengths import Lengths, span_lengths
+from meshwright.config.schema import Data
+from meshwright.data.format import PackedCorpus, document_ends, is_prepared, open_packed
+from meshwright.data.packed import corpus_for
+from meshwright.data.pairs_batch import sequence_batch
+from meshwright.data.pairs_packed import pair_material
+from meshwright.data.pairs_source import Pair, pair_source
+from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.span_corruption import SpanSamples
+from meshwright.environment import cache_folder
+from meshwright.errors import ConfigError, DataError
+from meshwright.model import Batch
+from meshwright.tools.evaluate.perplexity import BATCH_TOKENS, exponential
+from meshwright.tools.evaluate.sequence import LoadedSequence, target_loss
+from meshwright.tools.evaluate.text import check_tokenizer, check_trained, stream_for
+
+
+@dataclass(frozen=True)
+class TextPairs:
+    """`name`: what was read, for the reader of the result."""
+
+    pairs: list[Pair]
+    name: str
+
+
+@dataclass(frozen=True)
+class TargetPerplexity:
+    """How well a model predicts targets, end tokens among them. `left_out`: pairs with a side beyond the context."""
+
+    data: str
+    samples: int
+    left_out: int
+    tokens: int
+    context: int
+    total_loss: float
+    """In nats, without label smoothing."""
+
+    @property
+    def facts(self) -> dict[str, str | int | float]:
+        loss = self.total_loss / self.tokens
+        return {
+            "data": self.data,
+            "samples": self.samples,
+            "left_out": self.left_out,
+            "tokens": self.tokens,
+            "context": self.context,
+            "loss_per_token": loss,
+            "perplexity_per_token": exponential(loss),
+        }
+
+
+def _asked(loaded: LoadedSequence, data: str | None, target: str | None) -> Data:
+    """The run's data, or what is to be measured in its place. Raises ConfigError where `target` has no partner."""
+    if data is not None:
+        return loaded.config.data.model_copy(update={"source": data, "target": target})
+    if target is not None:
+        raise ConfigError.of("--target", target, "has no partner", "with --data, the file of its sources")
+    return loaded.config.data
+
+
+def pairs_for(
+    loaded: LoadedSequence, data: str | None, target: str | None = None, progress: ShowProgress = silent
+) -> TextPairs:
+    """The pairs to measure. Raises DataError where they cannot be read, ConfigError where there are none of the run."""
+    asked = _asked(loaded, data, target)
+    if data is not None and not is_prepared(Path(data).expanduser()):
+        found = pair_source(asked)
+        return _some(list(found.read()), found.where)
+    if data is not None:
+        folder = Path(data).expanduser()
+        return _held_out(open_packed(folder), loaded, f"validation split of {folder}")
+    check_trained(loaded)
+    if objective_of(loaded.config) != "pairs":
+        raise ConfigError.of("--data", "none", f"leaves {loaded.folder} without pairs: it learned spans", "a tsv file")
+    corpus = corpus_for(asked, cache_folder(), progress, "pairs", pair_material)
+    return _held_out(corpus, loaded, f"the run's held-out split (data.source={asked.source})")
+
+
+def _some(pairs: list[Pair], name: str) -> TextPairs:
+    if not pairs:
+        raise DataError(f"{name}: holds no pair")
+    return TextPairs(pairs, name)
+
+
+def _held_out(corpus: PackedCorpus, loaded: LoadedSequence, name: str) -> TextPairs:
+    """A source and its target in turn, each with an end token behind it."""
+    if corpus.header.kind != "pairs":
+        raise DataError(f"{corpus.folder}: was prepared of {corpus.header.kind}, and pairs are wanted")
+    check_tokenizer(corpus, loaded, name)
+    tokens = np.asarray(corpus.tokens("validation"))
+    documents = np.split(tokens, document_ends(tokens, corpus.header.end) + 1)[:-1]
+    texts = [corpus.tokenizer.decode(document[:-1].tolist()) for document in documents]
+    return _some([Pair(source, target) for source, target in zip(texts[::2], texts[1::2], strict=True)], name)
+
+
+def target_perplexity(
+    loaded: LoadedSequence, data: str | None, target: str | None = None, progress: ShowProgress = silent
+) -> TargetPerplexity:
+    """Measure held-out samples of what the run learned: targets of pairs, or spans cut out of a text as in validation.
+
+    Raises as `pairs_for` and `stream_for`; DataError where all pairs are too long.
+    """
+    asked = _asked(loaded, data, target)
+    on_pairs = objective_of(loaded.config) == "pairs" or (data is not None and holds_pairs(asked))
+    read = _pair_batches if on_pairs else _span_batches
+    name, samples, left_out, batches = read(loaded, data, target, progress)
+    total, num_tokens, done = 0.0, 0, 0
+    for batch in batches:
+        loss, num = target_loss(loaded, batch)
+        total, num_tokens, done = total + loss, num_tokens + num, done + len(batch["labels"])
+        progress("perplexity", done / samples)
+    return TargetPerplexity(name, samples, left_out, num_tokens, loaded.context, total)
+
+
+_Read = tuple[str, int, int, Iterator[Batch]]
+"""What was read, its samples, how many more are left out, and all in batches."""
+
+
+def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:
+    found = pairs_for(loaded, data, target, progress)
+    encode, end = loaded.tokenizer.encode, [loaded.specials.end]
+    sides = [[np.array(encode(text) + end) for text in pair] for pair in found.pairs]
+    short = sorted((pair for pair in sides if _longer(pair) <= loaded.context), key=_longer)
+    if not short:
+        raise DataError(f"{found.name}: has no pair of at most {loaded.context} tokens a side; see --context")
+    rows = max(1, BATCH_TOKENS // _longer(short[-1]))
+
+    def batches() -> Iterator[Batch]:
+        for first in range(0, len(short), rows):
+            part = short[first : first + rows]
+            sources, targets = zip(*part, strict=True)
+            yield sequence_batch(sources, targets, loaded.specials, Lengths(_longer(part[-1]), _longer(part[-1])))
+
+    return found.name, len(short), len(sides) - len(short), batches()
+
+
+def _longer(pair: list[np.ndarray]) -> int:
+    return max(map(len, pair))
+
+
+def _span_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:
+    stream = stream_for(loaded, data, progress)
+    tokens = stream.tokens[1:]  # as training has them, without an end token in front
+    samples = SpanSamples(tokens, loaded.specials, span_lengths(loaded.context), loaded.config.seed, stream.name)
+    rows = max(1, BATCH_TOKENS // loaded.context)
+    starts = range(0, len(samples), rows)
+    batches = (samples.held_out(first, min(rows, len(samples) - first)) for first in starts)
+    return stream.name, len(samples), 0, batches

@@ -1,0 +1,134 @@
+"""An encoder-decoder that can be asked: for its answers to sources, and for the loss of targets.
+
+Letters: B samples, S source, R rows of beam search, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.config.lengths import Lengths
+from meshwright.config.models import EncoderDecoder
+from meshwright.data.pairs_batch import sequence_batch, specials_for, specials_with_room
+from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.specials import SENTINEL, SequenceSpecials
+from meshwright.model import IGNORED, Batch, to_device
+from meshwright.models.encoder_decoder import EncoderDecoderChain
+from meshwright.models.encoder_decoder_blocks import DecoderCache
+from meshwright.tensor.kit import WholeHead
+from meshwright.tools.evaluate.beam import Answer, Beam, beam_search
+from meshwright.tools.evaluate.model import LoadedText, load_text
+from meshwright.tools.evaluate.perplexity import BATCH_TOKENS
+
+SEQUENCE_FAMILIES = ("transformer", "t5")
+
+_SENTINEL = re.compile(re.escape(SENTINEL).replace(r"\{\}", r"(\d\d?)"))
+
+MORE = 50
+"""So many tokens more than its source an answer may have (Vaswani et al., section 6.1)."""
+
+
+@dataclass(frozen=True)
+class LoadedSequence(LoadedText):
+    """An encoder-decoder in evaluation mode. `context`: of source and of target, each with its end token."""
+
+    model: EncoderDecoderChain
+    specials: SequenceSpecials
+
+    @property
+    def head(self) -> WholeHead:
+        return cast(WholeHead, self.model.head)
+
+
+def load_sequence(path: Path, device: str = "auto", context: int | None = None) -> LoadedSequence:
+    """The Transformer or T5 of a step folder, or of a run's newest checkpoint. Raises as `load_text`."""
+    loaded, model = load_text(path, device, context, *SEQUENCE_FAMILIES)
+    assert isinstance(model, EncoderDecoderChain)
+    config, tokenizer = loaded.config, loaded.tokenizer
+    assert isinstance(config.model, EncoderDecoder), config.model
+    specials = specials_for(config, tokenizer) if loaded.steps else specials_with_room(config.model, tokenizer)
+    return LoadedSequence(**vars(loaded), model=model, specials=specials)
+
+
+def source_ids(loaded: LoadedSequence, text: str) -> list[int]:
+    """A text as the encoder reads it, with its end token. Where the model knows sentinels, <extra_id_0> is one."""
+    parts = _SENTINEL.split(text) if loaded.specials.sentinels else [text]
+    ids: list[int] = []
+    for at, part in enumerate(parts):  # text and numbers of sentinels in turn
+        ids += [loaded.specials.sentinels[int(part)]] if at % 2 else loaded.tokenizer.encode(part)
+    return [*ids, loaded.specials.end]
+
+
+def text_of(loaded: LoadedSequence, ids: Sequence[int]) -> str:
+    """What an answer says; sentinels as <extra_id_0>."""
+    numbers = {sentinel: number for number, sentinel in enumerate(loaded.specials.sentinels)}
+    texts = []
+    for is_sentinel, group in groupby(ids, lambda token: token in numbers):
+        found = list(group)
+        texts += [SENTINEL.format(numbers[i]) for i in found] if is_sentinel else [loaded.tokenizer.decode(found)]
+    return "".join(texts)
+
+
+@torch.inference_mode()
+def answers(
+    loaded: LoadedSequence,
+    sources: Sequence[Sequence[int]],
+    beam: Beam,
+    most: int | None = None,
+    progress: ShowProgress = silent,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+) -> list[Answer]:
+    """The answer to each source, ids with the end token. `most` tokens; by default MORE than the source's, within the
+    context. `batch_tokens`: about so many go through the encoder at once, for all places of the beam."""
+    order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))  # little padding
+    found: dict[int, Answer] = {}
+    while len(found) < len(sources):
+        first = len(found)
+        rows = max(1, batch_tokens // (len(sources[order[first]]) * beam.beams))
+        chosen = order[first : first + rows]
+        read = [np.array(sources[index]) for index in chosen]
+        empty = [np.array([loaded.specials.end])] * len(read)
+        batch = to_device(sequence_batch(read, empty, loaded.specials, Lengths(len(read[0]), 1)), loaded.device)
+        limits = torch.tensor([most or min(len(ids) + MORE, loaded.context) for ids in read], device=loaded.device)
+        step = _Decoder(loaded, batch)
+        given = beam_search(step, loaded.specials.start, loaded.specials.end, limits, beam)
+        found |= dict(zip(chosen, given, strict=True))
+        progress("answers", len(found) / len(sources))
+    return [found[index] for index in range(len(sources))]
+
+
+class _Decoder:
+    """The step of beam search: what follows the targets so far, with a cache."""
+
+    def __init__(self, loaded: LoadedSequence, batch: Batch) -> None:
+        self._loaded, self._mask, self._cache = loaded, batch["source_mask"], DecoderCache()
+        self._memory = loaded.model.encode(batch["source"], self._mask)
+
+    def __call__(self, tokens: Tensor, origins: Tensor) -> Tensor:
+        specials = self._loaded.specials
+        self._cache.select(origins)
+        self._mask, self._memory = self._mask[origins], self._memory[origins]
+        h = self._loaded.model.decode(tokens[:, -1:], self._memory, self._mask, self._cache)  # [R, 1, H]
+        logits = self._loaded.head.logits(h[:, 0])[:, : specials.vocabulary_size]
+        never = torch.tensor([specials.padding, specials.start], device=logits.device)
+        return logits.index_fill(1, never, -torch.inf).log_softmax(-1)
+
+
+@torch.inference_mode()
+def target_loss(loaded: LoadedSequence, batch: Batch) -> tuple[float, int]:
+    """The summed loss in nats, and the number, of a batch's labels; end tokens count, smoothing does not."""
+    batch = to_device(batch, loaded.device)
+    counted = batch["labels"] != IGNORED
+    h = loaded.model.trunk(batch)[counted].unsqueeze(0)  # [1, n, H]: the head works for what counts only
+    losses = loaded.head.token_losses(h, batch["labels"][counted].unsqueeze(0))
+    return float(losses.double().sum()), losses.numel()

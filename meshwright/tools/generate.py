@@ -1,0 +1,194 @@
+"""Text from a model, token by token, with a key-value cache: a GPT-2 goes on from a prompt, an encoder-decoder answers
+it with what beam search finds.
+
+When a GPT-2's context is full it slides: the last half of it is computed afresh and the rest is forgotten.
+(Positions are learned, so the cached keys of the older half cannot simply be moved.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import ConfigError
+from meshwright.models.gpt import KeyValueCache
+from meshwright.tools.evaluate.beam import Beam, beam_of
+from meshwright.tools.evaluate.model import LoadedModel, family_at, load_model
+from meshwright.tools.evaluate.sequence import (
+    SEQUENCE_FAMILIES,
+    LoadedSequence,
+    answers,
+    load_sequence,
+    source_ids,
+    text_of,
+)
+
+DEFAULT_TOKENS = 100
+
+_UNFINISHED = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0: the most likely one; else drawn, from the `top_k` most likely."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    seed: int | None = None
+    """None: 1."""
+
+    def check(self) -> None:
+        """Raises ConfigError on a value that cannot be, or that would have no effect."""
+        if not self.temperature >= 0 or self.temperature == float("inf"):
+            raise ConfigError.of(
+                "--temperature", self.temperature, "is no temperature", "0 (greedy) or more, such as 0.8"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError.of("--top-k", self.top_k, "leaves nothing to draw from", "1 or more")
+        for option, value in (("--top-k", self.top_k), ("--seed", self.seed)):
+            if value is not None and self.temperature == 0:
+                raise ConfigError.of(option, value, "has no effect at temperature 0", "with --temperature, such as 0.8")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a checkpoint; None: not given. `sampling` is a GPT-2's, the next two an encoder-decoder's."""
+
+    prompt: str
+    tokens: int | None = None
+    """At most; a GPT-2's default is 100, an encoder-decoder's 50 more than the prompt has, within the context."""
+    sampling: Sampling = Sampling()
+    beams: int | None = None
+    length_penalty: float | None = None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """`folder`: the step folder; `begun`: what the text goes on from, empty where it is an answer; its parts, each as
+    soon as it is there."""
+
+    folder: Path
+    begun: str
+    parts: Iterator[str]
+
+
+def generate(checkpoint: Path, request: Request, device: str = "auto", context: int | None = None) -> Generated:
+    """Raises ConfigError on options that cannot be or have no effect on the checkpoint's family; as the loaders."""
+    sampling = request.sampling
+    sampling.check()
+    if request.tokens is not None and request.tokens < 1:
+        raise ConfigError.of("--tokens", request.tokens, "asks for nothing", "1 or more")
+    family = family_at(checkpoint)
+    if family in SEQUENCE_FAMILIES:
+        given = {"--temperature": sampling.temperature or None, "--top-k": sampling.top_k, "--seed": sampling.seed}
+        _refuse(given, family, "which searches its likeliest answer", "--beams, --length-penalty")
+        beam = beam_of(request.beams, request.length_penalty)
+        answering = load_sequence(checkpoint, device, context)
+        return Generated(answering.folder, "", iter([answer_text(answering, request.prompt, beam, request.tokens)]))
+    given = {"--beams": request.beams, "--length-penalty": request.length_penalty}
+    _refuse(given, family, "which goes on token by token", "--temperature, --top-k, --seed")
+    loaded = load_model(checkpoint, device, context)
+    parts = generate_text(loaded, request.prompt, request.tokens or DEFAULT_TOKENS, sampling)
+    return Generated(loaded.folder, request.prompt, parts)
+
+
+def _refuse(given: dict[str, float | None], family: str, how: str, valid: str) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError.of(option, value, f"has no effect on a {family}, {how}", valid)
+
+
+def answer_text(loaded: LoadedSequence, prompt: str, beam: Beam, most: int | None) -> str:
+    """An encoder-decoder's answer. Raises ConfigError where the prompt does not fit the context."""
+    ids = source_ids(loaded, prompt)
+    if len(ids) > loaded.context:
+        rule = f"has {len(ids)} tokens with its end, and the model reads {loaded.context}"
+        raise ConfigError.of("--prompt", f"{prompt:.20}...", rule, "a shorter one, or a larger --context")
+    return text_of(loaded, answers(loaded, [ids], beam, most)[0].tokens)
+
+
+class _Chooser:
+    """Picks a token from logits [V]."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        # On the host, so that every device draws the same numbers.
+        self._generator = torch.Generator().manual_seed(1 if sampling.seed is None else sampling.seed)
+
+    def __call__(self, logits: Tensor) -> int:
+        if self._sampling.temperature == 0:
+            return int(logits.argmax())
+        scores = logits.cpu().double() / self._sampling.temperature
+        likely, ids = scores.topk(min(self._sampling.top_k or len(scores), len(scores)))
+        return int(ids[torch.multinomial(likely.softmax(-1), 1, generator=self._generator)])
+
+
+def generate_tokens(loaded: LoadedModel, prompt: list[int], most: int, sampling: Sampling) -> Iterator[int]:
+    """At most `most` tokens that follow the prompt's; ends before the end token. An empty prompt is an end token.
+
+    A prompt longer than the context is cut as the context is when it slides: its last half context stays.
+    """
+    choose = _Chooser(sampling)
+    tokens = prompt or [loaded.tokenizer.end]
+    fresh = tokens if len(tokens) <= loaded.context else _kept(tokens, loaded.context)
+    cache = KeyValueCache()
+    for _ in range(most):
+        token = choose(_next_logits(loaded, fresh, cache))
+        if token == loaded.tokenizer.end:
+            return
+        yield token
+        tokens = [*tokens[-loaded.context :], token]
+        fresh = [token]
+        if cache.num_tokens == loaded.context:
+            fresh, cache = _kept(tokens, loaded.context), KeyValueCache()
+
+
+def _kept(tokens: list[int], context: int) -> list[int]:
+    """What stays of a context that is full."""
+    return tokens[-max(1, context // 2) :]
+
+
+@torch.inference_mode()
+def _next_logits(loaded: LoadedModel, fresh: list[int], cache: KeyValueCache) -> Tensor:
+    """Logits [V] of the token behind the cache's and the fresh ones; ids that the tokenizer lacks are left out."""
+    h = loaded.model.hidden(torch.tensor([fresh], device=loaded.device), cache)  # [1, T, H]
+    return loaded.head.logits(h[0, -1])[: loaded.tokenizer.vocabulary_size]
+
+
+def generate_text(loaded: LoadedModel, prompt: str, most: int, sampling: Sampling) -> Iterator[str]:
+    """The continuation of a prompt in parts, as soon as each is whole characters.
+
+    Raises ConfigError on a sampling that cannot be.
+    """
+    sampling.check()
+    if most < 1:
+        raise ConfigError.of("--tokens", most, "asks for nothing", "1 or more")
+    ids = loaded.tokenizer.encode(prompt)
+    return whole_characters(loaded.tokenizer, ids, generate_tokens(loaded, ids, most, sampling))
+
+
+def whole_characters(tokenizer: Tokenizer, before: list[int], tokens: Iterator[int]) -> Iterator[str]:
+    """The text of tokens that follow those `before`, in parts that end with whole characters.
+
+    A token may end in the middle of a character: it is held back until the rest is there. Each part is decoded with the
+    one before it in front, because some tokenizers drop the space at the beginning of a text.
+    """
+    known, fresh = before[-8:], []
+    for token in tokens:
+        fresh.append(token)
+        text = _behind(tokenizer, known, fresh)
+        if text and not text.endswith(_UNFINISHED):
+            yield text
+            known, fresh = fresh, []
+    if fresh and (text := _behind(tokenizer, known, fresh)):
+        yield text
+
+
+def _behind(tokenizer: Tokenizer, known: list[int], fresh: list[int]) -> str:
+    """The text that the fresh tokens add to the known ones'."""
+    return tokenizer.decode([*known, *fresh])[len(tokenizer.decode(known)) :]

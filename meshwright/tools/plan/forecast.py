@@ -1,0 +1,91 @@
+"""What the virtual clock says of a planned pipeline, under its own schedule and under the others.
+
+A task takes its part of the counted work of its stage, by which layers are shared out (stages.py): F a third, B the
+rest where it is whole, a third each where B and W are split. Messages take no time, and recomputation is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.build import SCHEDULES, build_kit, build_model
+from meshwright.model import Costs, Stretch
+from meshwright.models.chain import Chain
+from meshwright.pipeline.clock import simulate
+from meshwright.pipeline.pipeline import Pipeline
+from meshwright.pipeline.schedule import Rule
+from meshwright.pipeline.span import Timeline
+from meshwright.pipeline.task import Kind, Task
+from meshwright.ranks.mesh import Mesh
+from meshwright.stages import counted
+from meshwright.tensor.kit import Kit
+from meshwright.tools.plan.counted_step import Plan
+
+UNIT = "forward passes of a microbatch"
+"""The clock's second: a microbatch's forward pass through the whole model."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`shares`: of each stage in the work; they add up to 1. `limits`: the most microbatches that it holds.
+
+    `timelines`: a step by schedule, in UNITs; `schedule`: the run's own, with these limits, where the others have those
+    that they come with.
+    """
+
+    schedule: str
+    shares: tuple[float, ...]
+    limits: tuple[int, ...]
+    timelines: dict[str, Timeline]
+
+    @property
+    def chosen(self) -> Timeline:
+        """The run's own."""
+        return self.timelines[self.schedule]
+
+
+def forecast(plans: Sequence[Plan]) -> Forecast:
+    """Of one rank's plan for each stage."""
+    config = plans[0].parts.config
+    name, num_stages, num_microbatches = config.layout.pipeline.schedule, len(plans), config.num_microbatches
+    shares = _shares(plans[0])
+    rules = [_rule(plan) for plan in plans]
+    limits = tuple(rule.limit(stage, num_stages, num_microbatches) for stage, rule in enumerate(rules))
+
+    def own(stage: int, num_stages: int, num_microbatches: int) -> int:
+        return limits[stage]
+
+    def run(rule: Rule) -> Timeline:
+        backward = 1 if rule.splits else 2
+
+        def costs(stage: int, task: Task) -> float:
+            return shares[stage] * (backward if task.kind is Kind.BACKWARD else 1)
+
+        return simulate(num_stages, num_microbatches, rule, costs, lambda start, end, message: 0.0)
+
+    others = {other: run(rule) for other, rule in SCHEDULES.items() if other != name}
+    return Forecast(name, shares, limits, {name: run(replace(SCHEDULES[name], limit=own))} | others)
+
+
+def _rule(plan: Plan) -> Rule:
+    passes = plan.parts.passes
+    assert isinstance(passes, Pipeline), "a plan of a run without stages"
+    return passes.rule
+
+
+def _shares(plan: Plan) -> tuple[float, ...]:
+    """What part of the work each stage does."""
+    parts = plan.parts
+
+    def make(mesh: Mesh, stretch: Stretch) -> tuple[Chain, Kit]:
+        kit = build_kit(parts.config, mesh)
+        return build_model(parts.config, kit, mesh, stretch), kit
+
+    costs = counted(parts.config, parts.mesh, make)
+    return tuple(_cost(costs, stretch) / costs.total for stretch in parts.stages.stretches)
+
+
+def _cost(costs: Costs, stretch: Stretch) -> float:
+    ends = costs.begin * stretch.first + costs.end * stretch.last
+    return ends + sum(costs.layers[layer] for layer in stretch.layers)

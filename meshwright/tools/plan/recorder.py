@@ -1,0 +1,265 @@
+"""A recorder: what code does on tensors without numbers, kernel by kernel, collective by collective, byte by byte.
+
+While it is entered, every operation on meta tensors is written down as a kernel (program.py), and memory is followed:
+a storage lives from the operation that makes it to the moment when the last tensor on it is gone. It is also the watch
+of a planned mesh (comm.py). Where the device has a fused attention, it is taken in place of torch's step-by-step one,
+which is all that meta tensors have.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.ranks.comm import Work
+from meshwright.ranks.ledger import Ledger, Traffic
+from meshwright.tensor.gelu import gelu_by_slices
+from meshwright.tools.plan.program import Event, Kernel, KernelKind, Program, Start, Wait
+
+aten = torch.ops.aten
+
+PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
+"""Products of matrices, and at which argument the first factor is."""
+CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
+"""And how many convolutions' worth of products one is."""
+ATTENTIONS = {
+    "_scaled_dot_product_flash_attention_for_cpu": (0, 1.0),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2.5),
+    "_scaled_dot_product_efficient_attention": (0, 1.0),
+    "_scaled_dot_product_efficient_attention_backward": (1, 2.5),
+}
+"""Fused attentions, at which argument the query is, and their products in those of a forward pass."""
+SPECIAL = frozenset(
+    [
+        "exp",
+        "exp_",
+        "log",
+        "log_",
+        "tanh",
+        "sigmoid",
+        "sigmoid_",
+        "gelu",
+        "gelu_backward",
+        "erf",
+        "_softmax",
+        "_safe_softmax",
+        "_log_softmax",
+        "logsumexp",
+    ]
+)
+RANDOM = frozenset(["bernoulli", "bernoulli_", "native_dropout", "uniform_", "normal_", "rand_like", "rand"])
+LOOKUPS = frozenset(["embedding", "gather", "index", "index_select"])
+"""They read as much of their first tensor as they make."""
+UPDATES = frozenset(["index_put_", "index_add_", "scatter_", "scatter_add_"])
+"""They read and write as much of their first tensor as the last one has."""
+NOTHING = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"])
+"""They take memory and no time."""
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A recorded collective: waiting for it is written down."""
+
+    wait_for: Callable[[], None]
+
+    def wait(self) -> None:
+        self.wait_for()
+
+
+class Recorder(TorchDispatchMode):
+    """One for all programs of a rank. `live_bytes`: held now, of what was made while it was entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self._most_bytes = 0
+        self._events: list[Event] = []
+        self._number = 0
+        self._ledger = Ledger()
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = op(*args, **(kwargs or {}))
+        made = list(_tensors((result,)))
+        given = [*_tensors(args), *_tensors(kwargs.values() if kwargs else ())]
+        given_storages = {x.untyped_storage()._cdata for x in given}
+        new = [x for x in made if x.untyped_storage()._cdata not in given_storages]
+        for x in new:
+            self._follow(x)
+        name, mutates = _facts(op)
+        if name not in NOTHING and (new or mutates or not made):
+            self._events.append(_kernel(name, args, given, made, self._ledger.times))
+        return result
+
+    def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
+        """A collective begins (comm.Watch)."""
+        self._number += 1
+        self._events.append(Start(self._number, axes, verb, payload_bytes, root, self._ledger.times))
+        return UnderWay(partial(self._events.append, Wait(self._number)))
+
+    @contextmanager
+    def program(self, ledger: Ledger) -> Iterator[Callable[[], Program]]:
+        """Record what is done inside; the function that it gives makes the program of it, afterwards."""
+        self._events, self._most_bytes, before = [], self.live_bytes, self.live_bytes
+        self._ledger = ledger
+        ledger.traffic.clear()
+
+        def make() -> Program:
+            kept, peak = self.live_bytes - before, self._most_bytes - before
+            return Program(tuple(self._events), kept, peak, _copied(ledger.traffic))
+
+        with self:
+            yield make
+
+    def _follow(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        address = storage._cdata
+        if address in self._alive:
+            return
+        size = storage.nbytes()
+        self.live_bytes += size
+        self._most_bytes = max(self._most_bytes, self.live_bytes)
+
+        def gone(_: object) -> None:
+            del self._alive[address]
+            self.live_bytes -= size
+
+        self._alive[address] = weakref.ref(storage, gone)
+
+
+class AsOnDevice(TorchFunctionMode):
+    """What tensors without numbers would not do as a device's do it: attention as its fused kernel, where it has one
+    and that fits, as F.scaled_dot_product_attention would choose; on a CPU our own GELU."""
+
+    def __init__(self, device_type: str, *, fuses: bool) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.fuses = fuses
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is F.scaled_dot_product_attention and self.fuses:
+            return self._attend(*args, **(kwargs or {}))
+        if function is F.gelu and kwargs == {"approximate": "tanh"} and self.device_type == "cpu":
+            [x] = args
+            if x.element_size() >= 4:  # as gelu.py decides
+                return gelu_by_slices(x)
+        return function(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        learns_mask = attn_mask is not None and attn_mask.requires_grad
+        if learns_mask or (self.device_type == "cpu" and dropout_p > 0):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
+        if self.device_type == "cpu":
+            attended: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+            return attended
+        keeps = torch.is_grad_enabled()
+        bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+        efficient: Tensor = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, keeps, dropout_p, is_causal, scale=scale
+        )[0]
+        return efficient
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among an operation's arguments or results, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+@cache
+def _facts(op: Any) -> tuple[str, bool]:
+    """An operation's name, and whether it writes to what it is given."""
+    return op._schema.name.removeprefix("aten::"), op._schema.is_mutable
+
+
+def _kernel(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor], times: int) -> Kernel:
+    moved = _moved(name, given, made)
+    touched = sum(_size_bytes(x) for x in moved)
+    largest = max((x.numel() for x in moved), default=0)
+    dtype = _DTYPES.get((made or given)[0].dtype, "float32") if made or given else "float32"
+    flops, side = _products(name, args)
+    return Kernel(_kind(name), flops, touched, largest, dtype, side, times)
+
+
+def _moved(name: str, given: list[Tensor], made: list[Tensor]) -> list[Tensor]:
+    """What is read and written, as tensors of these sizes."""
+    if name in LOOKUPS:
+        return [*given[1:], *made, *made]
+    if name in UPDATES:
+        return [*given[1:], *given[-1:], *given[-1:]]
+    return [*given, *made]
+
+
+_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _kind(name: str) -> KernelKind:
+    if name in PRODUCTS or name in CONVOLUTIONS:
+        return "product"
+    if name in ATTENTIONS:
+        return "attention"
+    if name in SPECIAL:
+        return "special"
+    return "random" if name in RANDOM else "element"
+
+
+def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float]:
+    """Floating-point operations, and the cube root of a product's three sizes."""
+    if name in PRODUCTS:
+        first = PRODUCTS[name]
+        *batch, rows, inner = args[first].shape
+        columns = args[first + 1].shape[-1]
+        return 2.0 * math.prod(batch) * rows * inner * columns, float(rows * inner * columns) ** (1 / 3)
+    if name in ATTENTIONS:
+        first, times = ATTENTIONS[name]
+        query, key = args[first], args[first + 1]
+        batch, heads, rows, width = query.shape
+        return times * 4.0 * batch * heads * rows * key.shape[2] * width, float(rows * width * key.shape[2]) ** (1 / 3)
+    if name in CONVOLUTIONS:
+        times = CONVOLUTIONS[name]
+        x, weight = args[times - 1], args[times]
+        rows, inner = x.shape[0] * math.prod(x.shape[2:]), math.prod(weight.shape[1:])
+        groups = x.shape[1] // weight.shape[1]
+        side = float(rows * inner * (weight.shape[0] // groups)) ** (1 / 3)
+        return times * 2.0 * rows * inner * weight.shape[0], side
+    return 0.0, 0.0
+
+
+def _size_bytes(x: Tensor) -> int:
+    """What of its memory a tensor shows: an expanded one no more than there is."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+def _copied(traffic: Mapping[tuple[str, str], Traffic]) -> dict[tuple[str, str], Traffic]:
+    return {key: entry.scaled(1) for key, entry in traffic.items()}

@@ -1,0 +1,254 @@
+"""Recordings: the programs of a model's links, each run once on meta tensors by the real kits and the real stage.
+
+The chain is begin, groups of layers, end (model.py). Layers that are alike are recorded once; so a model of a hundred
+layers costs as much as one of two. A link's programs differ with the place of the microbatch in the step: the first
+gathers weights that the others find, the last makes gradients whole.
+
+A group of k layers that are recomputed together is k-1 times what a second layer adds to a group, and a group of one:
+the last layer of a group need not be computed again to its end.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from meshwright.build import SCHEDULES, build_kit, build_model, recompute_in
+from meshwright.config import Config
+from meshwright.config.layout import Subgraph
+from meshwright.families import family_of
+from meshwright.memory.recompute import recomputed
+from meshwright.model import Costs, Stretch
+from meshwright.parameters.bucket import assign_rooms, gradient_dtype, make_buckets
+from meshwright.parameters.deferred import Deferred
+from meshwright.parameters.shard import ShardedModule, ShardSpec, shard_specs
+from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.task import Kind
+from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.mailbox import Form
+from meshwright.ranks.mesh import planned_mesh, solo_mesh
+from meshwright.stages import empty_batch, links, parameters_of
+from meshwright.tensor.serial import SerialKit
+from meshwright.tools.plan.cluster import Device
+from meshwright.tools.plan.program import Program
+from meshwright.tools.plan.recorder import AsOnDevice, Recorder
+
+Forms = tuple[Form, ...]
+
+DISTINCT = 3
+"""Places in a step that a microbatch can have: first, between, last."""
+
+_BLOCK = re.compile(r"^blocks\.(\d+)\.")
+_ALL = 2**60
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One of a link, as a rank holds it."""
+
+    name: str
+    num_elements: int
+    dtype: torch.dtype
+    spec: ShardSpec
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def gradient_bytes(self, config: Config) -> int:
+        return self.num_elements * gradient_dtype(self.dtype, config.widens_gradients).itemsize
+
+
+@dataclass(frozen=True)
+class Link:
+    """`programs`: of each task, by the microbatch's place in the step (`place`). `outgoing`: what it gives to the next
+    link; `output_bytes`: of that, what is freed when nobody reads it. `holds_input`: whether its backward pass reads
+    what the link was given, or only what was made of it. `kept_input_bytes`, `kept_gradient_bytes`: what W needs of
+    that, and of the gradient that the next link gave back; the rest is freed after B.
+    """
+
+    programs: dict[Kind, tuple[Program, ...]]
+    parameters: tuple[Parameter, ...]
+    outgoing: Forms
+    output_bytes: int
+    holds_input: bool
+    kept_input_bytes: int
+    kept_gradient_bytes: int
+
+    def moved(self, layers: int) -> Link:
+        """The same link so many layers further on."""
+        if layers == 0:
+            return self
+        moved = (replace(parameter, name=_moved(parameter.name, layers)) for parameter in self.parameters)
+        return replace(self, parameters=tuple(moved))
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a model is made of, whatever the layout. `alike`: for each layer the first of its like neighbours;
+    `order`: the place of each parameter in the whole model, by name; `parameters`: how many each link has.
+    """
+
+    alike: tuple[int, ...]
+    order: dict[str, int]
+    parameters: Costs
+
+
+def place(microbatch: int, num_microbatches: int) -> int:
+    """Which of a link's programs a microbatch runs."""
+    if microbatch == num_microbatches - 1:
+        return min(num_microbatches, DISTINCT) - 1
+    return min(microbatch, 1)
+
+
+def splits(config: Config) -> bool:
+    """Whether weight gradients are tasks of their own."""
+    return config.layout.pipeline.size > 1 and SCHEDULES[config.layout.pipeline.schedule].splits
+
+
+class Recordings:
+    """Records what it is asked for, and remembers it."""
+
+    def __init__(self) -> None:
+        self._links: dict[Hashable, Link] = {}
+        self._outlines: dict[Hashable, Outline] = {}
+
+    def __len__(self) -> int:
+        """How many links it knows."""
+        return len(self._links)
+
+    def outline(self, config: Config) -> Outline:
+        key = config.model, config.data
+        if key not in self._outlines:
+            self._outlines[key] = _outline(config)
+        return self._outlines[key]
+
+    def link(self, config: Config, device: Device, stretch: Stretch, incoming: Forms) -> Link:
+        """The beginning, the end, or some layers, which are recomputed together where any are. `incoming`: what it is
+        given by the link before."""
+        further = 0
+        if stretch.layers:
+            alike = self.outline(config).alike
+            first = alike[stretch.layers.start]
+            if all(alike[layer] == first for layer in stretch.layers):  # then those after the first of its kind are too
+                further = stretch.layers.start - first
+                stretch = replace(stretch, layers=range(first, first + len(stretch.layers)))
+        key = (stretch, incoming, *_what_matters(config), device.kind, device.attention is None)
+        if key not in self._links:
+            self._links[key] = _record(config, device, stretch, incoming)
+        return self._links[key].moved(further)
+
+
+def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
+    """A link's, in the order of registration."""
+    specs = shard_specs(model)
+    return tuple(
+        Parameter(name, parameter.numel(), parameter.dtype, specs[name]) for name, parameter in model.named_parameters()
+    )
+
+
+def _what_matters(config: Config) -> tuple[Hashable, ...]:
+    """All of a config that changes a link's programs."""
+    layout, recompute = config.layout, config.memory.recompute
+    axes = tuple(axis for axis in layout.axes if axis[0] not in ("data", PIPE))
+    groups = recompute if recompute in ("none", "selective") else "groups"
+    microbatches = min(config.num_microbatches, DISTINCT)
+    return (
+        config.model, config.data, layout.tensor, axes, config.micro, config.precision.level, config.precision.dtype,
+        config.widens_gradients, groups, config.memory.summa, splits(config), microbatches,
+    )  # fmt: skip
+
+
+def _outline(config: Config) -> Outline:
+    family, kit = family_of(config), SerialKit(solo_mesh(torch.device("meta")))
+    model = family.model(config.model, kit, None)
+    parts: dict[int, list[Hashable]] = {layer: [cost] for layer, cost in enumerate(family.products(config).layers)}
+    names = [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        block = _BLOCK.match(name)
+        if block:
+            parts[int(block[1])].append((name[block.end() :], tuple(parameter.shape)))
+    first: dict[Hashable, int] = {}
+    alike = tuple(first.setdefault(tuple(part), layer) for layer, part in parts.items())
+    specs = [shard_specs(family.model(config.model, kit, link)) for link in links(config.model.num_blocks)]
+    return Outline(_contiguous(alike), {name: index for index, name in enumerate(names)}, parameters_of(*specs))
+
+
+def _contiguous(alike: tuple[int, ...]) -> tuple[int, ...]:
+    """Only neighbours count as alike, so that what is like a run's first layer lies behind it."""
+    runs: list[int] = []
+    for layer, first in enumerate(alike):
+        goes_on = layer > 0 and alike[layer - 1] == first
+        runs.append(runs[-1] if goes_on else layer)
+    return tuple(runs)
+
+
+def _moved(name: str, layers: int) -> str:
+    return _BLOCK.sub(lambda match: f"blocks.{int(match[1]) + layers}.", name)
+
+
+def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -> Link:
+    """Run a link's tasks for each place of a microbatch."""
+    recorder, layout = Recorder(), config.layout
+    grid = Grid(tuple((name, 1 if name in ("data", PIPE) else size) for name, size in layout.axes))
+    mesh = planned_mesh(grid, 0, layout.token_axes, device.kind, recorder.started)
+    kit = build_kit(config, mesh)
+    model = build_model(config, kit, mesh, stretch)
+    recompute_in(config, model, len(stretch.layers))
+    specs = shard_specs(model)
+    assign_rooms(model, make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients))
+    deferred = Deferred()
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.deferred = deferred
+    stage = Stage(model, stretch, deferred)
+    tensor = layout.tensor
+    leads = tensor.size if isinstance(tensor, Subgraph) and tensor.common == "one" else 1
+    on_device = AsOnDevice(device.kind, fuses=device.attention is not None)
+    programs: dict[Kind, list[Program]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+    scales, count = dict.fromkeys(model.labels, 1.0), min(config.num_microbatches, DISTINCT)
+    for index in range(count):
+        batch = empty_batch(config, kit, model.inside, mesh.device)
+        given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)
+        saved: set[int] = set()
+        with on_device, _seeing(saved), recorder.program(mesh.ledger) as made:
+            outgoing = stage.forward(index, given, batch, scales)
+        programs[Kind.FORWARD].append(replace(made(), leads=leads))
+        forms = () if stretch.last else tuple(Form(tuple(x.shape), x.dtype) for x in outgoing)
+        recomputes = model.run_group is recomputed and len(stretch.layers) > 0
+        holds_input = recomputes or any(x.untyped_storage()._cdata in saved for x in given)
+        held = recorder.live_bytes
+        del outgoing
+        output_bytes = held - recorder.live_bytes
+        gradients = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
+        with on_device, recorder.program(mesh.ledger) as made:
+            returned = stage.backward(index, gradients, defers=splits(config))
+        programs[Kind.BACKWARD].append(replace(made(), leads=leads))
+        watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, gradients)]
+        del returned, gradients, given
+        kept_input, kept_gradient = (sum(_alive_bytes(ref()) for ref in refs) for refs in watched)
+        if splits(config):
+            with recorder.program(mesh.ledger) as made:
+                stage.weights(index, final=index == count - 1)
+            programs.setdefault(Kind.WEIGHT, []).append(replace(made(), leads=leads))
+    made_by_kind = {kind: tuple(made) for kind, made in programs.items()}
+    return Link(made_by_kind, parameters_in(model), forms, output_bytes, holds_input, kept_input, kept_gradient)
+
+
+def _seeing(saved: set[int]) -> torch.autograd.graph.saved_tensors_hooks:
+    """While entered, the storages that autograd keeps are added to the set."""
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.add(x.untyped_storage()._cdata)
+        return x
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+
+
+def _alive_bytes(storage: torch.UntypedStorage | None) -> int:
+    return 0 if storage is None else storage.nbytes()

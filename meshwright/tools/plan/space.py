@@ -1,0 +1,245 @@
+"""The space that is searched: every legal layout of a run on so many devices of a cluster, as configs like the run's.
+
+| field                      | values, in the order in which they are chosen                                          |
+|----------------------------|----------------------------------------------------------------------------------------|
+| layout.tensor              | none, megatron (activations whole, cut by sequence), tesseract q x q x d, sub-graphs   |
+| layout.pipeline.size       | divisors of the devices that are left                                                  |
+| layout.data.size           | what is left then                                                                      |
+| layout.order               | orders of data, pipe and the tensor section's axes that put others together on a node  |
+| batch.micro                | divisors of a replica's samples                                                        |
+| layout.pipeline.schedule   | all four; without stages the run's                                                     |
+| layout.pipeline.limit      | auto; message-driven: 2p, p                                                            |
+| memory.recompute           | none, selective, auto                                                                  |
+| memory.offload.to          | none, host                                                                             |
+| layout.data.sync           | allreduce; zero1 where gradients are summed at all                                     |
+
+A layout is legal where the config's own rules say so (config/rules.py); there are no others here. A rule is asked as
+soon as the last of the fields that it reads is chosen, so that what it refuses is not gone into.
+
+Fields that the user has fixed keep their values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations, product
+from typing import Any
+
+import yaml
+
+from meshwright.config import Config
+from meshwright.config.layout import Layout, Megatron, Subgraph, Tesseract, Whole
+from meshwright.config.rule import Rule
+from meshwright.config.rules import RULES
+from meshwright.config.section import divisors, field_of, with_field
+from meshwright.errors import Problem
+from meshwright.tools.plan.cluster import Cluster
+
+SIZES = ("layout.tensor", "layout.pipeline.size", "layout.data.size")
+"""Together they must be all devices, also where they are fixed."""
+
+TensorSection = Whole | Megatron | Tesseract | Subgraph
+
+
+@dataclass(frozen=True)
+class Job:
+    """What layouts are sought for. `fixed`: dotted names of fields that keep the run's values."""
+
+    run: Config
+    cluster: Cluster
+    devices: int
+    fixed: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A field and the values that it may take, given those chosen before it."""
+
+    field: str
+    values: Callable[[Config, Job], Iterable[Any]]
+
+
+def legal_layouts(job: Job, refused: dict[str, Problem] | None = None) -> Iterator[Config]:
+    """All of them. `refused`: is given for each kind of tensor section the first problem that one of its kind has."""
+    yield from _chosen(_start(job), 0, job, {} if refused is None else refused)
+
+
+def fixed_fields(overrides: Iterable[str]) -> frozenset[str]:
+    """The fields that `key=value` words set: `layout.tensor={kind: megatron}` sets layout.tensor.kind."""
+    fields: set[str] = set()
+    for word in overrides:
+        key, _, text = word.partition("=")
+        fields |= set(_leaves(key, yaml.safe_load(text)))
+    return frozenset(fields)
+
+
+def ranks_per_node(cluster: Cluster, devices: int) -> int:
+    """The most that nodes can have of so many ranks, all nodes as many."""
+    return max(size for size in divisors(devices) if size <= cluster.devices_per_node)
+
+
+def _leaves(key: str, value: object) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key
+
+
+def _start(job: Job) -> Config:
+    """The run, its nodes those of the cluster, and nothing left of a partition for other stages."""
+    config = job.run
+    for field, value in {
+        "layout.ranks_per_node": ranks_per_node(job.cluster, job.devices),
+        "layout.pipeline.partition": "auto",
+    }.items():
+        if field not in job.fixed:
+            config = with_field(config, field, value)
+    return config
+
+
+def _chosen(config: Config, index: int, job: Job, refused: dict[str, Problem]) -> Iterator[Config]:
+    """Every way to go on from a config whose first `index` choices are made."""
+    if index == len(CHOICES):
+        yield config
+        return
+    choice = CHOICES[index]
+    for value in _allowed(choice, config, job):
+        made = with_field(config, choice.field, value)
+        problem = next((problem for rule in _rules_after(index) for problem in rule.check(made)), None)
+        if problem is None:
+            yield from _chosen(made, index + 1, job, refused)
+        else:
+            refused.setdefault(made.layout.tensor.kind, problem)
+
+
+def _allowed(choice: Choice, config: Config, job: Job) -> Iterable[Any]:
+    """The values of a choice that agree with what is fixed."""
+    run = field_of(job.run, choice.field)
+    values = choice.values(config, job)
+    inner = [name for name in job.fixed if name.startswith(choice.field + ".")]
+    whole = any(choice.field == name or choice.field.startswith(name + ".") for name in job.fixed)
+    if choice.field == "layout.tensor" and inner and not whole:
+        return [value for value in values if all(_field(value, name) == _field(run, name) for name in inner)]
+    if not (whole or inner):
+        return values
+    return [value for value in values if value == run] if choice.field in SIZES else [run]
+
+
+def _field(section: TensorSection, name: str) -> object:
+    """What a section has under a dotted name's last word; None where it has no such field."""
+    return section.model_dump().get(name.rpartition(".")[2])
+
+
+@cache
+def _rules_after(index: int) -> tuple[Rule, ...]:
+    """The rules that read the field of a choice and of none after it."""
+
+    def last(rule: Rule) -> int:
+        touched = (i for i, choice in enumerate(CHOICES) for read in rule.reads if _overlap(read, choice.field))
+        return max(touched, default=-1)
+
+    return tuple(rule for rule in RULES if last(rule) == index)
+
+
+def _overlap(one: str, other: str) -> bool:
+    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
+
+
+def _tensors(config: Config, job: Job) -> Iterator[TensorSection]:
+    yield Whole()
+    for size in divisors(job.devices)[1:]:
+        yield Megatron(kind="megatron", size=size)
+        yield Megatron(kind="megatron", size=size, sequence_parallel=True)
+    for q in range(2, math.isqrt(job.devices) + 1):
+        for d in range(1, q + 1):
+            if job.devices % (q * q * d) == 0:
+                yield Tesseract(kind="tesseract", q=q, d=d)
+    for size in divisors(job.devices)[1:]:
+        for common, branch in product(("all", "one"), ("attention-core", "attention", "block")):
+            yield Subgraph.model_validate({"kind": "subgraph", "size": size, "common": common, "branch": branch})
+
+
+def _left(job: Job, *used: int) -> int:
+    return job.devices // math.prod(used)
+
+
+def _tensor_size(layout: Layout) -> int:
+    return math.prod(size for _, size in layout.tensor.axes)
+
+
+def _stages(config: Config, job: Job) -> list[int]:
+    return divisors(_left(job, _tensor_size(config.layout)))
+
+
+def _replicas(config: Config, job: Job) -> list[int]:
+    return [_left(job, _tensor_size(config.layout), config.layout.pipeline.size)]
+
+
+def _orders(config: Config, job: Job) -> Iterator[tuple[str, ...] | str]:
+    """auto, and each order that puts other ranks together on a node."""
+    usual = config.layout.model_copy(update={"order": "auto"}).axes
+    sizes = dict(usual)
+    blocks = (("data",), ("pipe",), tuple(name for name, _ in config.layout.tensor.axes))
+    nodes = config.layout.ranks_per_node
+    seen: set[tuple[int, ...]] = set()
+    for order in (tuple(name for name, _ in usual), *map(_joined, permutations(blocks))):
+        together = _together([(name, sizes[name]) for name in order], job.devices if nodes == "auto" else nodes)
+        if together not in seen:
+            yield "auto" if not seen else tuple(name for name in order if sizes[name] > 1)
+        seen.add(together)
+
+
+def _joined(blocks: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(name for block in blocks for name in block)
+
+
+def _together(axes: list[tuple[str, int]], unit: int) -> tuple[int, ...]:
+    """Which ranks share a unit, whatever the order: each one's unit, ranks by their coordinates on the axes by name,
+    units by the first one in them."""
+    strides, stride = {}, 1
+    for name, size in reversed(axes):
+        strides[name], stride = stride, stride * size
+    steps = [range(0, size * strides[name], strides[name]) for name, size in sorted(axes)]
+    number: dict[int, int] = {}
+    return tuple(number.setdefault(sum(place) // unit, len(number)) for place in product(*steps))
+
+
+def _micros(config: Config, job: Job) -> list[int]:
+    return divisors(config.replica_batch) if config.replica_batch else []
+
+
+def _schedules(config: Config, job: Job) -> tuple[str, ...]:
+    pipeline = config.layout.pipeline
+    return ("message-driven", "1f1b", "gpipe", "axonn") if pipeline.size > 1 else (pipeline.schedule,)
+
+
+def _limits(config: Config, job: Job) -> list[int | str]:
+    """Of a message-driven pipeline one round through the stages, and two; numbers, where a run would ask its memory."""
+    stages, count = config.layout.pipeline.size, config.num_microbatches
+    if stages == 1 or config.layout.pipeline.schedule != "message-driven":
+        return ["auto"]
+    return sorted({min(stages, count), min(2 * stages, count)}, reverse=True)
+
+
+def _syncs(config: Config, job: Job) -> tuple[str, ...]:
+    sizes = dict(config.layout.axes)
+    summed = math.prod(sizes[axis] for axis in config.layout.token_axes)
+    return ("allreduce", "zero1") if summed > 1 else ("allreduce",)
+
+
+CHOICES = (
+    Choice("layout.tensor", _tensors),
+    Choice("layout.pipeline.size", _stages),
+    Choice("layout.data.size", _replicas),
+    Choice("layout.order", _orders),
+    Choice("batch.micro", _micros),
+    Choice("layout.pipeline.schedule", _schedules),
+    Choice("layout.pipeline.limit", _limits),
+    Choice("memory.recompute", lambda config, job: ("none", "selective", "auto")),
+    Choice("memory.offload.to", lambda config, job: ("none", "host")),
+    Choice("layout.data.sync", _syncs),
+)

@@ -1,0 +1,250 @@
+"""One device in plain torch: what `verify` holds every layout against, a layout of one rank too.
+
+The model files are the run's own; nothing else of the package computes here: a test looks.
+Layers are torch's functions on whole tensors, gradients are autograd's, the optimizer is torch's on whole parameters, a
+step goes over all rows of the global batch. So a mistake that all layouts share (in buckets, the norm, the learning
+rate, our cross entropy) is seen as well. O1 is torch.autocast; O2 casts float32 weights in each pass, and adds up the
+gradients of microbatches in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config import Config
+from meshwright.config.schema import Schedule
+from meshwright.families import family_of
+from meshwright.model import IGNORED, Batch
+from meshwright.parameters.shard import ONES, Initial
+from meshwright.tensor.head import HeadShape
+
+Shape = tuple[int, ...]
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What some steps leave behind. `norms` and `gradients`, of the first step that did not overflow, are unclipped."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+class Layer(nn.Module):
+    """`function(*inputs, weight, bias)` of whole parameters, under the names that all kits give them.
+
+    `decays`: weight decay acts on the weight. `wide`: O2 keeps the layer in float32.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], weight: Shape | None, initial: Initial,
+                 bias: Shape | None = None, *, decays: bool = True, wide: bool = False) -> None:  # fmt: skip
+        super().__init__()
+        self.function, self.initial, self.decays, self.wide = function, initial, decays, wide
+        self.weight = None if weight is None else nn.Parameter(torch.empty(weight))
+        self.bias = None if bias is None else nn.Parameter(torch.empty(bias))
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.function(*inputs, self.weight, self.bias)
+
+
+class ReferenceKit:
+    """The words of tensor/kit.py, as torch's functions."""
+
+    split_axes: tuple[str, ...] = ()
+
+    @property
+    def branches(self) -> ReferenceKit:
+        return self
+
+    def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
+        return Layer(lambda ids, weight, _: F.embedding(ids, weight), (num_rows, hidden), initial)
+
+    def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
+        return _linear(inputs, (hidden,), initial, biased=False)
+
+    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return _linear(inputs, (outputs,), initial, bias)
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        return _linear(hidden, (inner,) if groups == 1 else (groups, inner // groups), initial, bias)
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return _linear(inner, (hidden,), initial, bias)
+
+    def norm(self, hidden: int, epsilon: float) -> nn.Module:
+        return _norm(lambda x, weight, bias: F.layer_norm(x, (hidden,), weight, bias, epsilon), hidden)
+
+    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
+        return _norm(lambda x, weight, _: F.rms_norm(x, (hidden,), weight, epsilon), hidden, bias=False)
+
+    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        return _norm(lambda x, weight, bias: F.group_norm(x.mT, groups, weight, bias, epsilon).mT, channels)
+
+    local_group_norm = group_norm
+
+    def local(self, shape: Shape, dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
+        return Layer(lambda weight, _: weight, shape, initial, decays=matrix)
+
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
+        """Whole logits [B, t, V], without the table's padding, and torch's cross entropy."""
+
+        def function(h: Tensor, labels: Tensor, scale: float, weight: Any, bias: Tensor | None) -> Tensor:
+            table: Any = weight if tied is None else tied.weight
+            real, smooth = slice(shape.vocabulary), shape.smoothing
+            logits = F.linear(h[:, : labels.shape[1]], table[real], None if bias is None else bias[real]).flatten(0, -2)
+            wide, targets = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten()
+            loss = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smooth)
+            return loss * scale
+
+        own = None if tied is not None else (shape.padded, shape.hidden)
+        return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None)
+
+    def local_heads(self, heads: int) -> int:
+        return heads
+
+    def slice_batch(self, x: Tensor) -> Tensor:
+        return x
+
+    slice_inside = slice_hidden = slice_batch
+
+    def own_randomness(self, rate: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end_step(self) -> None:
+        return None
+
+
+def _linear(inputs: int, outputs: Shape, initial: Initial, biased: bool) -> Layer:
+    """[..., inputs] -> [..., *outputs]; the weight is [inputs, *outputs]."""
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight.flatten(1).t(), None if bias is None else bias.flatten()).unflatten(-1, outputs)
+
+    return Layer(function, (inputs, *outputs), initial, outputs if biased else None)
+
+
+def _norm(function: Callable[..., Tensor], hidden: int, bias: bool = True) -> Layer:
+    """`function` in the weight's precision, float32 or better; the output has the input's."""
+
+    def cast(x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
+        return function(x.to(weight.dtype), weight, offsets).to(x.dtype)
+
+    return Layer(cast, (hidden,), ONES, (hidden,) if bias else None, decays=False, wide=True)
+
+
+class Reference:
+    """A run on one device: the model, torch's optimizer over whole parameters, torch's loss scaler."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        precision, self.config, self.device = config.precision, config, device
+        self.level, self.dtype = precision.level, DTYPES[precision.dtype]
+        self.model = family_of(config).model(config.model, ReferenceKit(), None)
+        self.model.to(device, self.dtype if self.level == "O0" else torch.float32)
+        self.parameters = dict(self.model.named_parameters())
+        self.gradients: dict[str, Tensor] = {}  # each parameter's .grad, to which autograd adds
+        self.narrow: set[str] = set()  # what O2 casts to half precision
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}  # whether they decay
+        for name, parameter in self.parameters.items():
+            path, own = name.rsplit(".", 1)
+            layer = self.model.get_submodule(path)
+            assert isinstance(layer, Layer), f"{name} is no layer's of the reference kit"
+            values = initial_values(f"{config.seed}/{name}", tuple(parameter.shape), layer.initial)
+            if self.level == "O2" and not layer.wide:
+                self.narrow.add(name)
+                values = values.to(self.dtype)
+            parameter.data.copy_(values if own == "weight" else torch.zeros_like(values))
+            parameter.grad = self.gradients[name] = torch.zeros_like(parameter)
+            groups[own == "weight" and layer.decays].append(parameter)
+        self.optimizer = _optimizer(config, groups)
+        scale, half = precision.loss_scale, self.dtype == torch.float16
+        self.scaler = torch.amp.GradScaler(device.type, scale.initial, growth_interval=scale.interval, enabled=half)
+
+    def backward(self, batch: Batch) -> float:
+        """The mean loss over all counted tokens of a global batch, whose gradient is added to `gradients`."""
+        micro, total = self.config.micro, 0.0  # what fits in memory in the run fits here
+        scales = {name: 1 / max(1, int((batch[name] != IGNORED).sum())) for name in self.model.labels}
+        for start in range(0, self.config.batch.global_, micro):
+            rows = {name: x[start : start + micro].to(self.device) for name, x in batch.items()}
+            weights = {name: self.parameters[name].to(self.dtype) for name in self.narrow}  # in the graph
+            with torch.autocast(self.device.type, self.dtype, enabled=self.level == "O1"):
+                loss = torch.func.functional_call(self.model, weights, (rows, scales))
+            self.scaler.scale(loss).backward()
+            total += float(loss.detach())
+        self.scaler.unscale_(self.optimizer)
+        return total
+
+    def update(self, step: int, norm: float) -> None:
+        """The optimizer's step number `step` (from 0), clipped to the global norm; none if a gradient overflowed."""
+        settings = self.config.optimizer
+        if settings.clip and norm > settings.clip:
+            for gradient in self.gradients.values():
+                gradient.mul_(settings.clip / norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.lr * rate_share(settings.schedule, step, self.config.steps)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+def initial_values(label: str, shape: Shape, initial: Initial) -> Tensor:
+    """A whole parameter's first values in blocks of whole rows, about 2^20 elements each; a block's generator is seeded
+    by a hash of "seed/name/block". A layout's ranks draw the same, and cut. `label`: "seed/name"."""
+    if initial.std == 0:
+        return torch.full(shape, initial.mean)
+    rows, blocks = max(1, 2**20 // math.prod(shape[1:])), []
+    for index, start in enumerate(range(0, shape[0], rows)):
+        digest = blake2b(f"{label}/{index}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        block = torch.empty(min(rows, shape[0] - start), *shape[1:])
+        blocks.append(block.normal_(initial.mean, initial.std, generator=generator))
+    return torch.cat(blocks)
+
+
+def rate_share(schedule: Schedule, step: int, steps: int) -> float:
+    """Which part of the peak learning rate step `step` (from 0) of `steps` has."""
+    if step < schedule.warmup:
+        return (step + 1) / schedule.warmup
+    done = min(1.0, (step - schedule.warmup) / max(1, steps - schedule.warmup))
+    share = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule.decay]
+    return schedule.floor + (1 - schedule.floor) * share
+
+
+def _optimizer(config: Config, by_decay: Mapping[bool, list[nn.Parameter]]) -> torch.optim.Optimizer:
+    chosen = config.optimizer
+    groups = [{"params": some, "weight_decay": chosen.weight_decay * decays} for decays, some in by_decay.items()]
+    if chosen.name == "adamw":
+        return torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.epsilon)
+    return torch.optim.SGD(groups, lr=chosen.lr, momentum=chosen.momentum if chosen.name == "momentum" else 0.0)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: torch.device | None = None) -> Outcome:
+    """Train `steps` steps on whole global batches, on the CPU unless on another `device`."""
+    assert config.model.dropout == 0, f"dropout {config.model.dropout}: no two programs share its masks"
+    reference = Reference(config, device or torch.device("cpu"))
+    initial, gradients = _copies(reference.parameters), dict[str, Tensor]()
+    losses, norms = [], []
+    for step, batch in enumerate(islice(batches, steps)):
+        losses.append(reference.backward(batch))
+        norms.append(math.sqrt(sum(float(x.double().square().sum()) for x in reference.gradients.values())))
+        if not gradients and math.isfinite(norms[-1]):
+            gradients = _copies(reference.gradients)
+        reference.update(step, norms[-1])
+    assert len(losses) == steps, f"{len(losses)} batches for {steps} steps"
+    return Outcome(losses, norms, initial, gradients, _copies(reference.parameters))

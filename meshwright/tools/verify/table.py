@@ -1,0 +1,52 @@
+"""A verdict as a table for people and as a dict for scripts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from meshwright.tools.verify.job import Verdict
+
+MOST_FAILURES = 20
+LABELS = {
+    "initial": "initial weights",
+    "loss": "losses",
+    "norm": "gradient norms",
+    "gradient": "gradients",
+    "weight": "weights",
+}
+"""The kinds of comparisons, as people read them."""
+
+
+def as_dict(verdict: Verdict) -> dict[str, Any]:
+    """Every comparison, and the parameters about which they say nothing."""
+    rows = [{**asdict(row), "holds": row.holds} for row in verdict.rows]
+    return {
+        "holds": verdict.holds,
+        "steps": verdict.steps,
+        "comparisons": rows,
+        "zero_gradients": list(verdict.zero_gradients),
+    }
+
+
+def render(verdict: Verdict) -> None:
+    """The worst comparison of each kind, and those that fail."""
+    config = verdict.config
+    precision = f"{config.precision.level} {config.precision.dtype}"
+    title = f"{config.layout.summary} against plain torch on one device, {precision}, {verdict.steps} steps"
+    name = Column("furthest off", overflow="fold")
+    table = Table("compared", "how many", name, "relative error", "allowed", "", title=title)
+    for kind, label in LABELS.items():
+        rows = [row for row in verdict.rows if row.kind == kind]
+        worst = verdict.worst(kind)
+        mark = "holds" if all(row.holds for row in rows) else "FAILS"
+        table.add_row(label, str(len(rows)), worst.name, f"{worst.error:.1e}", f"{worst.allowed:.0e}", mark)
+    console = Console(highlight=False)
+    console.print(table)
+    for row in verdict.failed[:MOST_FAILURES]:
+        console.print(f"{row.kind} of {row.name}: relative error {row.error:.2e} > {row.allowed:.0e}", markup=False)
+    if len(verdict.failed) > MOST_FAILURES:
+        console.print(f"... and {len(verdict.failed) - MOST_FAILURES} more (--json lists all)", markup=False)

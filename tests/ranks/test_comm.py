@@ -1,0 +1,167 @@
+"""Every verb on every transport: the right result on each rank, and the ledger's bytes equal to its own formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.ledger import Ledger
+from tests.comm_cases import DTYPES, PIECE, VERBS, run_subgroups, run_verbs, values
+from tests.mpi_workers import Answer
+from tests.workers import run_ranks
+
+GLOO_SIZES = (1, 2, 3, 4)  # 1: SoloComm
+MPI_SIZES = (2, 3, 4)
+
+
+@cache
+def on_gloo(size: int) -> list[Answer]:
+    return run_ranks(run_verbs, Grid((("data", size),)))
+
+
+@pytest.fixture(
+    params=[*(("gloo", size) for size in GLOO_SIZES), *(("mpi", size) for size in MPI_SIZES)],
+    ids=lambda pair: f"{pair[0]}-{pair[1]}",
+)
+def answers(request: pytest.FixtureRequest) -> list[Answer]:
+    """What each rank of one transport and size answered."""
+    transport, size = request.param
+    if transport == "gloo":
+        return on_gloo(size)
+    mpi: Callable[[int], dict[str, list[Answer]]] = request.getfixturevalue("mpi")
+    return mpi(size)["verbs"]
+
+
+def expected(verb: str, index: int, size: int, dtype: torch.dtype) -> Tensor | None:
+    """What the member `index` must hold afterwards; None where it is undefined."""
+
+    def total(count: int, shift: int = 0) -> Tensor:
+        return torch.stack([values(member + shift, count, dtype) for member in range(size)]).sum(0, dtype=dtype)
+
+    def piece(x: Tensor, number: int) -> Tensor:
+        return x[number * PIECE : (number + 1) * PIECE]
+
+    last = size - 1
+    match verb:
+        case "all_reduce":
+            return total(7)
+        case "all_reduce_matrix":
+            return total(6).view(2, 3)
+        case "all_reduce_scalar":
+            return total(2)[1]
+        case "all_reduce_later":
+            return torch.cat([total(4), total(4, shift=10)])
+        case "reduce_scatter" | "reduce_scatter_in_place":
+            return piece(total(PIECE * size), index)
+        case "all_gather":
+            return torch.stack([values(member, PIECE, dtype).view(2, -1) for member in range(size)])
+        case "all_gather_in_place":
+            return torch.cat([values(member, PIECE, dtype) for member in range(size)])
+        case "all_to_all":
+            return torch.cat([piece(values(member, PIECE * size, dtype), index) for member in range(size)])
+        case "broadcast":
+            return values(last, PIECE, dtype)
+        case "reduce":
+            return total(PIECE + 1) if index == last else None
+        case "gather":
+            rows = [values(member, PIECE, dtype) for member in range(size)]
+            return torch.stack(rows) if index == last else torch.empty(0, PIECE, dtype=dtype)
+        case "scatter":
+            return piece(values(last, PIECE * size, dtype), index)
+        case "exchange":
+            return values((index - 1) % size, PIECE, dtype)
+        case "relay":
+            return torch.stack([values(member, PIECE, dtype) for member in range(index + 1)]).sum(0, dtype=dtype)
+        case "nothing":
+            return torch.empty(size, 0, 3, dtype=dtype)
+    raise AssertionError(verb)
+
+
+def expected_entries(verb: str, index: int, size: int, width: int) -> list[list[Any]]:
+    """[axis, verb, calls, bytes], from the Ledger's docstring; `width`: bytes of an element."""
+    part, others = PIECE * width, size - 1
+    is_root = index == others
+
+    def all_reduce(elements: int, calls: int = 1) -> list[list[Any]]:
+        return [["data", "all_reduce", calls, calls * (2 * others * elements * width // size)]]
+
+    match verb:
+        case "all_reduce":
+            return all_reduce(7)
+        case "all_reduce_matrix":
+            return all_reduce(6)
+        case "all_reduce_scalar":
+            return all_reduce(1)
+        case "all_reduce_later":
+            return all_reduce(4, calls=2)
+        case "broadcast":
+            return [["data", verb, 1, others * part if is_root else 0]]
+        case "reduce":
+            return [["data", verb, 1, 0 if is_root else part + width]]
+        case "gather":
+            return [["data", verb, 1, 0 if is_root else part]]
+        case "scatter":
+            return [["data", verb, 1, others * part if is_root else 0]]
+        case "exchange":
+            return [["data", "send", 1, part]]
+        case "relay":
+            return [] if is_root else [["data", "send", 1, part]]
+        case "nothing":
+            moving = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+            return [["data", name, 1, 0] for name in (*moving, "broadcast", "reduce", "gather", "scatter", "send")]
+    return [["data", verb.removesuffix("_in_place"), 1, others * part]]  # (n-1)/n of n pieces
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_results(answers: list[Answer], verb: str) -> None:
+    for name, dtype in DTYPES.items():
+        for index, (_, results) in enumerate(answers):
+            wanted = expected(verb, index, len(answers), dtype)
+            if wanted is not None:
+                text = f"{verb} of {name} at rank {index}"
+                torch.testing.assert_close(
+                    results[f"{verb}/{name}"], wanted, rtol=0, atol=0, msg=lambda m, t=text: f"{t}: {m}"
+                )
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_ledger(answers: list[Answer], verb: str) -> None:
+    for name, dtype in DTYPES.items():
+        for index, (entries, _) in enumerate(answers):
+            wanted = expected_entries(verb, index, len(answers), dtype.itemsize) if len(answers) > 1 else []
+            assert entries[f"{verb}/{name}"] == wanted, f"{verb} of {name} at rank {index}"
+
+
+@pytest.mark.parametrize("transport", ["gloo", "mpi"])
+def test_subgroups(transport: str, request: pytest.FixtureRequest) -> None:
+    if transport == "gloo":
+        answers = run_ranks(run_subgroups, Grid((("outer", 2), ("inner", 2))))
+    else:
+        answers = request.getfixturevalue("mpi")(4)["subgroups"]
+    for rank, (facts, results) in enumerate(answers):
+        outer, inner = divmod(rank, 2)
+        assert facts["outer"] == [inner, inner + 2]
+        assert facts["inner"] == [2 * outer, 2 * outer + 1]
+        assert facts["outer+inner"] == [0, 1, 2, 3]
+        assert results["outer"].tolist() == [2 * inner + 2, inner + 2]
+        assert results["inner"].tolist() == [4 * outer + 1, 2 * outer + 1]
+        assert results["outer+inner"].tolist() == [6, 1]
+        # all-reduce of 4 bytes: 4 of two ranks, 6 of four; broadcast at its root: 4 for each of the others
+        wanted = {"outer": 4 + 4 * outer, "inner": 4 + 4 * inner, "outer+inner": 6 + 12 * (rank == 1)}
+        assert facts["sent"] == wanted
+
+
+def test_ledger_sums_by_axis() -> None:
+    ledger = Ledger()
+    ledger.record("data", "all_reduce", 10)
+    ledger.record("data", "all_reduce", 5)
+    ledger.record("data", "send", 1)
+    ledger.record("pipe", "send", 7)
+    assert ledger.traffic["data", "all_reduce"].calls == 2
+    assert ledger.sent_bytes() == {"data": 16, "pipe": 7}

@@ -1,0 +1,318 @@
+"""Messages between neighbours: the same over gloo and MPI, whatever comes first; and what needs no transport."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.environment import Environment, Rendezvous
+from meshwright.ranks.flight_recorder import FlightRecorder
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.ledger import Ledger
+from meshwright.ranks.mailbox import (
+    HEADER_BYTES,
+    Arrival,
+    Form,
+    PackedMailbox,
+    Packing,
+    PlannedMailbox,
+    Side,
+    SoloMailbox,
+    alike,
+)
+from meshwright.ranks.mailbox_torch import GlooMailbox
+from meshwright.ranks.mesh import open_mesh, planned_mesh, solo_mesh
+from tests import mailbox_cases
+from tests.mailbox_cases import FAST, FORMS, Answer, take, values
+from tests.workers import run_ranks
+
+PAIR = Grid((("pipe", 2),))
+FORM = Form((3,), torch.float32)
+HOST = torch.device("cpu")
+
+
+@cache
+def on_gloo(case: str) -> list[Answer]:
+    return run_ranks(vars(mailbox_cases)[case], PAIR)
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def answers(request: pytest.FixtureRequest) -> Callable[[str], list[Answer]]:
+    """What both ranks of one transport answered to a case."""
+    if request.param == "gloo":
+        return on_gloo
+    mpi: Callable[[int], dict[str, list[Answer]]] = request.getfixturevalue("mpi")
+    return lambda case: mpi(2)[f"mailbox-{case}"]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_there_and_back(answers: Callable[[str], list[Answer]], name: str) -> None:
+    _, results = answers("ping_pong")[0]
+    for index in range(3):
+        for number, form in enumerate(FORMS[name]):
+            sent = values(index, form)
+            torch.testing.assert_close(results[f"{name}/{index}/{number}"], sent + sent, rtol=0, atol=0)
+
+
+def test_ledger_counts_the_tensors(answers: Callable[[str], list[Answer]]) -> None:
+    a_round = sum(form.size_bytes for forms in FORMS.values() for form in forms)
+    for facts, _ in answers("ping_pong"):
+        assert facts == {"calls": 3 * len(FORMS), "sent_bytes": 3 * a_round}
+
+
+def test_a_fast_sender_does_not_wait_for_a_sleeper(answers: Callable[[str], list[Answer]]) -> None:
+    (sender, _), (receiver, results) = answers("out_of_step")
+    assert sender["seconds"] < 0.9, "the receiver slept 1 s"
+    assert receiver["order"] == list(range(FAST))
+    assert results["sums"].tolist() == [30_000.0 * index for index in range(FAST)], "a send was not a copy"
+
+
+def test_large_messages_pass_each_other(answers: Callable[[str], list[Answer]]) -> None:
+    for rank, (facts, results) in enumerate(answers("both_ways")):
+        assert facts["order"] == [0, 1, 2]
+        for index in range(3):
+            wanted = values(10 * (1 - rank) + index, Form((1 << 20,), torch.float64))
+            assert torch.equal(results[str(index)], wanted), f"message {index} at rank {rank}"
+
+
+def test_no_message_survives_its_epoch(answers: Callable[[str], list[Answer]]) -> None:
+    seen, results = answers("epochs")[1]
+    assert seen == [[4, 0], [4, 1], [5, 0], [5, 1], [5, 2]]
+    for epoch, index in seen:
+        form = Form((9,), torch.float32) if epoch == 4 else Form((4, 4), torch.bfloat16)
+        assert torch.equal(results[f"{epoch}/{index}"], values(10 * epoch + index, form))
+
+
+def check_relay(grid: Grid, answers: list[Answer]) -> None:
+    """There: every stage's rank added, the first's and the last's too. Back: doubled by each stage between."""
+    size, count = grid.size("pipe"), 5
+    for rank, (facts, results) in enumerate(answers):
+        stage, row = grid.index(rank, "pipe"), grid.group(rank, "pipe")
+        links = (stage > 0) + (stage < size - 1)
+        assert facts["calls"] == 2 * count * links
+        assert facts["sent_bytes"] == facts["calls"] * facts["message_bytes"]
+        assert facts["sums"] == [1000.0 * grid.size("data")]
+        assert len(results) == (2 * count if stage == 0 else 0)
+        for name, x in results.items():
+            epoch, index = map(int, name.split("/"))
+            there = values(index, Form((2, 3), torch.float64)) + 100 * epoch + sum(row)
+            assert torch.equal(x, there * 2 ** (size - 2)), f"{name} at rank {rank}"
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 3), (2, 4)], ids=["row", "two-rows", "two-rows-of-4"])
+def test_rows_beside_each_other(sizes: tuple[int, int]) -> None:
+    grid = Grid((("data", sizes[0]), ("pipe", sizes[1])))
+    check_relay(grid, run_ranks(mailbox_cases.relay, grid))
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2)], ids=["row", "two-rows"])
+def test_rows_beside_each_other_over_mpi(sizes: tuple[int, int], mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
+    grid = Grid((("data", sizes[0]), ("pipe", sizes[1])))
+    check_relay(grid, mpi(grid.world_size)["mailbox-relay"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _leave(rank: int, port: int, answer: Connection) -> None:
+    """Rank 1 dies after the first message; rank 0 waits for the second."""
+    environment = Environment(rank, 2, rank, 2, 0, "torchrun")
+    with open_mesh(PAIR, environment, "torch", HOST, Rendezvous("127.0.0.1", port, hosted=False), ()) as mesh:
+        mailbox = mesh.mailbox("pipe")
+        mailbox.open(0, alike(FORM), 0, 2 * (rank == 0))
+        if rank == 1:
+            mailbox.send("before", 0, [values(0, FORM)])
+            mailbox.flush()
+            os._exit(1)
+        received = 0
+        try:
+            while received < 2:
+                received += len(mailbox.wait())
+        except ConnectionError as error:
+            answer.send((received, str(error)))
+
+
+def test_a_dead_neighbour_is_told() -> None:
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    receiver, sender = context.Pipe(duplex=False)
+    workers = [context.Process(target=_leave, args=(rank, port, sender), daemon=True) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    try:
+        assert receiver.poll(60), "rank 0 waits for a dead neighbour"
+        assert receiver.recv() == (1, "axis pipe: the link to rank 1 is broken")
+        workers[0].join(30)
+        assert workers[0].exitcode == 0, "rank 0 did not come to its end"
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+def test_packing(forms: tuple[Form, ...]) -> None:
+    packing, sent = Packing(forms), [values(3, form) for form in forms]
+    buffer = torch.full((packing.size_bytes,), 255, dtype=torch.uint8)
+    packing.pack(buffer, 7, 2**40, sent)
+    assert Arrival.on_host("before", buffer).header.tolist() == [7, 2**40]
+    for x, wanted in zip(packing.unpack(buffer), sent, strict=True):
+        assert torch.equal(x, wanted)
+        assert x.data_ptr() % 16 == 0
+    assert packing.size_bytes < HEADER_BYTES + sum(form.size_bytes + 16 for form in forms) + 1
+
+
+def test_tensors_with_gaps_and_gradients_are_sent_as_numbers() -> None:
+    packing = Packing((Form((3, 2), torch.float64),))
+    x = torch.arange(6.0, dtype=torch.float64, requires_grad=True)
+    buffer = torch.empty(packing.size_bytes, dtype=torch.uint8)
+    packing.pack(buffer, 0, 0, [x.view(2, 3).t()])
+    (received,) = packing.unpack(buffer)
+    assert received.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert not received.requires_grad
+
+
+class Slow(PackedMailbox):
+    """Nothing arrives but what a test lets in."""
+
+    def __init__(self, ahead: int) -> None:
+        super().__init__("pipe", {"before": 0, "after": 2}, Ledger(), FlightRecorder(), HOST, ahead)
+        self.waiting: list[tuple[Side, Tensor]] = []
+        self.come: list[Arrival] = []
+
+    def _post(self, side: Side, buffer: Tensor) -> None:
+        self.waiting.append((side, buffer))
+
+    def let_in(self, epoch: int, index: int) -> None:
+        side, buffer = self.waiting.pop(0)
+        self._packings[side].pack(buffer, epoch, index, [values(index, FORM)])
+        self.come.append(Arrival.on_host(side, buffer))
+
+    def _arrived(self) -> list[Arrival]:
+        come, self.come = self.come, []
+        return come
+
+    def _dispatch(self, to: Side, buffer: Tensor) -> None: ...
+    def _next_arrivals(self) -> list[Arrival]:
+        raise AssertionError("nothing comes")
+
+    def _flush(self) -> None: ...
+    def shut(self) -> None: ...
+
+
+def test_receives_are_posted_ahead_and_never_too_many() -> None:
+    mailbox = Slow(ahead=4)
+    mailbox.open(1, alike(FORM), 6, 0)
+    posted = []
+    for index in range(6):
+        posted.append(len(mailbox.waiting))
+        mailbox.let_in(1, index)
+        assert [message.index for message in mailbox.poll()] == [index]
+    assert posted == [4, 4, 4, 3, 2, 1]
+    assert not mailbox.waiting
+    mailbox.open(2, alike(FORM), 2, 3)
+    assert [side for side, _ in mailbox.waiting] == ["before"] * 2 + ["after"] * 3
+
+
+def test_each_side_has_its_own_forms() -> None:
+    mailbox, other = Slow(ahead=2), Form((100,), torch.float32)
+    mailbox.open(1, {"before": (FORM,), "after": (other, FORM)}, 1, 1)
+    sizes = {side: buffer.numel() for side, buffer in mailbox.waiting}
+    assert sizes == {"before": Packing((FORM,)).size_bytes, "after": Packing((other, FORM)).size_bytes}
+    mailbox.send("after", 0, [torch.zeros(100), values(0, FORM)])
+    with pytest.raises(AssertionError, match=r"sent .*100"):
+        mailbox.send("before", 0, [torch.zeros(100), values(0, FORM)])
+    mailbox.let_in(1, 3)
+    (message,) = mailbox.poll()
+    assert (message.side, [x.shape for x in message.tensors]) == ("before", [FORM.shape])
+
+
+def test_a_dropped_message_has_its_receive_posted_again() -> None:
+    mailbox = Slow(ahead=1)
+    mailbox.open(1, alike(FORM), 1, 0)
+    mailbox.open(2, alike(FORM), 1, 0)
+    assert len(mailbox.waiting) == 1
+    mailbox.let_in(1, 0)
+    assert mailbox.poll() == []
+    mailbox.let_in(2, 5)
+    (message,) = mailbox.wait()
+    assert (message.side, message.index) == ("before", 5)
+
+
+def test_our_own_mistakes() -> None:
+    mailbox = Slow(ahead=2)
+    mailbox.open(4, alike(FORM), 1, 0)
+    with pytest.raises(AssertionError, match="epoch 4 after 4"):
+        mailbox.open(4, alike(FORM), 1, 0)
+    with pytest.raises(AssertionError, match="other forms"):
+        mailbox.open(5, alike(Form((100,), torch.float32)), 1, 0)
+    with pytest.raises(AssertionError, match=r"sent .*float64"):
+        mailbox.send("after", 0, [torch.zeros(3, dtype=torch.float64)])
+    mailbox.let_in(6, 0)
+    with pytest.raises(AssertionError, match="before is in epoch 6, we in 4"):
+        mailbox.poll()
+    alone = GlooMailbox("pipe", {}, Ledger(), FlightRecorder())
+    alone.open(0, alike(FORM), 0, 0)
+    with pytest.raises(AssertionError, match="no message to wait for"):
+        alone.wait()
+    with pytest.raises(AssertionError, match="no neighbour after"):
+        alone.send("after", 0, [values(0, FORM)])
+    with pytest.raises(AssertionError, match="no neighbour before, 2 messages"):
+        alone.open(1, alike(FORM), 2, 0)
+
+
+def test_an_axis_of_one_rank() -> None:
+    mailbox = solo_mesh(HOST, ("data", "pipe")).mailbox("pipe")
+    assert vars(mailbox) == vars(SoloMailbox("pipe"))
+    mailbox.open(0, alike(FORM), 0, 0)
+    assert mailbox.poll() == []
+    mailbox.flush()
+    with pytest.raises(AssertionError, match="nobody is after"):
+        mailbox.send("after", 0, [])
+    with pytest.raises(AssertionError, match="3 and 0 messages from nobody"):
+        mailbox.open(1, alike(FORM), 3, 0)
+
+
+def test_a_plan_has_messages_at_once_and_an_answer_to_each() -> None:
+    mesh = planned_mesh(Grid((("data", 2), ("pipe", 4))), 1, ("data",))
+    mailbox: Any = mesh.mailbox("pipe")
+    assert mesh.mailbox("pipe") is mailbox
+    assert type(mailbox) is PlannedMailbox
+    mailbox.open(0, alike(Form((2, 5), torch.bfloat16)), 2, 1)
+    messages = take(mailbox, 2)
+    assert [(message.side, message.index) for message in messages] == [("before", 0), ("before", 1)]
+    assert all(message.tensors[0].is_meta and message.tensors[0].shape == (2, 5) for message in messages)
+    with pytest.raises(AssertionError, match="no message to wait for"):
+        mailbox.wait()
+    mailbox.send("after", 0, messages[0].tensors)
+    (answer,) = take(mailbox, 1)
+    assert (answer.side, answer.index) == ("after", 0)
+    assert mesh.ledger.sent_bytes() == {"pipe": 20}
+    with pytest.raises(AssertionError, match="no message to wait for"):
+        mailbox.wait()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL between two ranks needs two GPUs")
+def test_gpus_pass_messages() -> None:
+    mailbox_cases.spawn_within(120, mailbox_cases.there_and_back, free_port(), processes=2)
+
+
+def test_a_hang_of_spawned_ranks_is_named() -> None:
+    """What test_gpus_pass_messages relies on, where there are no GPUs."""
+    mailbox_cases.spawn_within(60, mailbox_cases.asleep, 0.0, processes=2, start_method="fork")
+    with pytest.raises(AssertionError, match=r"asleep has not ended in 1 s on ranks \[1\]"):
+        mailbox_cases.spawn_within(1, mailbox_cases.asleep, 3600.0, processes=2, start_method="fork")

@@ -1,0 +1,90 @@
+"""Points of a made-up machine give back the figures that it was made of."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.tools.calibrate.fit import device_of, level_of, links_of, merged
+from meshwright.tools.calibrate.timing import Points
+from meshwright.tools.plan.cluster import interpolated
+
+PAYLOADS = (2**10, 2**14, 2**18, 2**22)
+
+
+def line(latency: float, bandwidth: float) -> Points:
+    return [(size, latency + size / bandwidth) for size in PAYLOADS]
+
+
+def test_a_line_is_found_again() -> None:
+    level = level_of(line(20e-6, 3e9))
+    assert level.latency == pytest.approx(20e-6, rel=1e-3)
+    assert level.bandwidth == pytest.approx(3e9, rel=1e-3)
+
+
+def test_small_payloads_count_as_much_as_large_ones() -> None:
+    """A tenth more on the largest payload must not move the latency, a thousandth of its time, by more than a tenth."""
+    points = line(1e-6, 4e9)
+    points[-1] = (points[-1][0], points[-1][1] * 1.1)
+    assert level_of(points).latency == pytest.approx(1e-6, rel=0.1)
+
+
+@pytest.mark.parametrize("points", [[(1024, 2e-5), (4096, 1e-5)], [(1024, 1e-6), (4096, 8e-6)], [(1024, 1e-5)]])
+def test_no_latency_and_no_bandwidth_below_zero(points: Points) -> None:
+    level = level_of(points)
+    assert level.latency >= 0
+    assert 0 < level.bandwidth < 1e12
+
+
+def test_ranks_are_merged_by_their_medians() -> None:
+    ranks = [{"stream": [(8, seconds), (64, 10 * seconds)]} for seconds in (1.0, 9.0, 2.0)]
+    assert merged(ranks) == {"stream": [(8, 2.0), (64, 20.0)]}
+
+
+LAUNCH, TINY, PEAK, BANDWIDTH = 4e-6, 1e-6, 5e10, 2e10
+EFFICIENCY = {64: 0.25, 256: 1.0, 1024: 0.8}
+
+
+def device_points() -> dict[str, Points]:
+    elements = 2**18
+    return {
+        "launch": [(1, LAUNCH)],
+        "tiny": [(1, TINY)],
+        "reserved": [(3e8, 0.0)],
+        "product float32": [(side, 2 * side**3 / (PEAK * part)) for side, part in EFFICIENCY.items()],
+        "product float64": [(256, 2 * 256**3 / 2.5e10)],
+        "product bf16": [(1024, 2 * 1024**3 / (0.8 * 1e11))],
+        "attention": [(1e9, 1e9 / (0.5 * PEAK)), (4e9, 4e9 / (0.6 * PEAK))],
+        "stream": [(size, LAUNCH + size / BANDWIDTH) for size in (2**12, 2**16, 2**24)],
+        "special": [(elements, TINY + 8 * elements / BANDWIDTH + elements * 1e-9)],
+        "random": [(elements, TINY + 8 * elements / BANDWIDTH + elements * 7e-9)],
+        "host link": [(1e8, 0.02)],
+        "disk": [(2e8, 0.4)],
+    }
+
+
+def test_a_device_is_found_again() -> None:
+    device = device_of("cpu", 2**30, device_points())
+    assert device.peak == {"float32": 5e10, "float64": 2.5e10, "bf16": pytest.approx(1e11, rel=1e-3)}
+    assert dict(device.efficiency) == EFFICIENCY
+    assert device.attention == pytest.approx(0.55, rel=1e-3)
+    assert [rate for _, rate in device.bandwidth] == pytest.approx([BANDWIDTH] * 3, rel=1e-3)
+    assert device.launch == LAUNCH
+    assert device.elements == {"special": pytest.approx(1e-9, rel=1e-2), "random": pytest.approx(7e-9, rel=1e-2)}
+    assert (device.host_link, device.disk, device.reserved) == (5e9, 5e8, 3e8)
+
+
+def test_kernels_that_are_lost_in_their_launch_have_a_bandwidth_all_the_same() -> None:
+    points = device_points() | {"stream": [(64, 0.9 * LAUNCH), (2**24, LAUNCH + 2**24 / BANDWIDTH)]}
+    assert all(rate > 0 for _, rate in device_of("cpu", 2**30, points).bandwidth)
+
+
+def test_a_machine_without_fused_attention_says_so() -> None:
+    assert device_of("cpu", 2**30, device_points() | {"attention": []}).attention is None
+
+
+def test_links_keep_what_was_timed() -> None:
+    links = links_of({4: {"send": line(9e-6, 1e9)}, 2: {"send": line(5e-6, 2e9), "all_reduce": line(7e-6, 1e9)}}, 0.25)
+    assert links.overlaps == 0.25
+    assert [(row.verb, row.ranks) for row in links.measured] == [("send", 2), ("all_reduce", 2), ("send", 4)]
+    assert interpolated(links.measured[1].points, 2**18) == pytest.approx(7e-6 + 2**18 / 1e9, rel=1e-3)
+    assert links.levels[0].bandwidth == pytest.approx(2e9, rel=1e-3)

@@ -1,0 +1,44 @@
+"""Comparisons whose runs are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.config import parse_config
+from meshwright.tools.compare.layouts import Entry
+from meshwright.tools.compare.result import Comparison, Predicted, Row, StagePrediction
+from meshwright.tools.compare.run import Held, RankFacts, Run, Sent
+
+MODEL = {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 257, "dropout": 0.0}
+STAGES = {"pipeline": {"size": 2}}
+
+
+def entry(name: str = "one", layout: dict[str, Any] | None = None, **model: Any) -> Entry:
+    tree = {"model": MODEL | model, "data": {"sequence": 16}, "batch": {"global": 4}, "layout": layout or {}}
+    return Entry(name, parse_config(tree), f"{name}.yaml")
+
+
+def rank(number: int, stage: int = 0, weights: int = 100, sent: Sent | None = None, peak: int = 1000) -> RankFacts:
+    return RankFacts(number, stage, Held(weights, weights, 2 * weights), peak, sent or {})
+
+
+def run(seconds: Sequence[float], losses: Sequence[float], ranks: Sequence[RankFacts]) -> Run:
+    phases = tuple({"pipeline": s / 2, "data_parallel": s / 4, "optimizer": s / 4} for s in seconds)
+    return Run(tuple(losses), tuple(seconds), phases, tuple(ranks))
+
+
+def predicted(seconds: float, *stages: tuple[int, dict[str, int]]) -> Predicted:
+    parts = tuple(
+        StagePrediction(
+            {"weights": w, "gradients": w, "states": 2 * w, "activations": 5, "temporaries": 1, "framework": 500}, sent
+        )
+        for w, sent in stages
+    )
+    return Predicted(seconds, {"pipeline": seconds, "data_parallel": 0.0, "optimizer": 0.0}, parts)
+
+
+def comparison(*rows: Row, **facts: Any) -> Comparison:
+    return Comparison(
+        "run", rows, **({"steps": 4, "rounds": 1, "device": "a CPU of 2 cores", "cluster": "here"} | facts)
+    )

@@ -1,0 +1,216 @@
+"""Two layouts that really run, a round and a half; and what is done around made-up runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from html.parser import HTMLParser
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from meshwright import cli
+from meshwright.config import parse_config
+from meshwright.errors import ConfigError, LaunchError
+from meshwright.launch import Interrupted
+from meshwright.tools.compare import job
+from meshwright.tools.compare.ask import NO_CLUSTER, Foresight
+from meshwright.tools.compare.job import NUMBERS, PAGE, PICTURE, Order, check, compare
+from meshwright.tools.compare.layouts import Entry
+from meshwright.tools.compare.page import html_of
+from meshwright.tools.compare.result import Row
+from meshwright.tools.compare.table import as_dict, render
+from meshwright.tools.plan.cluster import load_cluster
+from tests.tools.compare.runs import MODEL, STAGES, comparison, entry, predicted, rank, run
+
+SMALL = Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml"
+LAYOUTS = {"replicas": {"data": {"size": 2, "sync": "zero1"}}, "stages": STAGES}
+
+
+@pytest.fixture
+def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number} of a text about nothing\n" for number in range(400)))
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    tree = {"model": MODEL, "data": {"source": str(text), "sequence": 16}, "batch": {"global": 4}}
+    tree["precision"] = {"dtype": "float64"}
+    layouts = {name: layout | {"transport": "torch"} for name, layout in LAYOUTS.items()}
+    return [Entry(name, parse_config(tree | {"layout": layout}), f"{name}.yaml") for name, layout in layouts.items()]
+
+
+class Interrupter:
+    """Sends this process a Ctrl-C when a file is there, as a person at the terminal would."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.thread = threading.Thread(target=self._wait, daemon=True)
+        self.thread.start()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + 60
+        while not (self.path.exists() and self.path.stat().st_size) and time.monotonic() < end:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def workers() -> list[psutil.Process]:
+    """Ranks that the launcher has forked and that still run."""
+    server = vars(forkserver._forkserver)["_forkserver_pid"]
+    return [child for child in psutil.Process(server).children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_two_layouts_run_agree_and_are_interrupted(entries: list[Entry], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    Interrupter(out / "2-stages" / "round-2" / "metrics.jsonl")
+    # The second round begins with the last layout: the Ctrl-C comes in the third of four runs.
+    order = Order("tiny", out, steps=24, rounds=2)
+    with pytest.raises(Interrupted) as caught:
+        compare(entries, order, Foresight(load_cluster(str(SMALL)).model_copy(update={"device": double(SMALL)})))
+    assert caught.value.exit_code == 130
+    assert "stopped by SIGINT, after 2 of 4 runs; kept: replicas (1 of 2 rounds), stages (1 of 2 rounds)" in str(
+        caught.value
+    )
+    assert str(out / PAGE) in str(caught.value)
+    assert workers() == []
+
+    made = json.loads((out / NUMBERS).read_text())
+    replicas, stages = made["layouts"]
+    assert (made["cluster"], made["fastest"] in LAYOUTS, made["mean_error"] > 0) == ("small", True, True)
+    assert replicas["losses"]["difference"] == 0.0
+    assert 0 <= stages["losses"]["difference"] < 1e-10
+    assert stages["losses"]["agree"]
+    for row in (replicas, stages):
+        measured = row["measured"]
+        assert len(measured["step_seconds"][0]) == len(measured["losses"][0]) == 24
+        assert measured["quartiles"][0] <= measured["seconds"] <= measured["quartiles"][1]
+        for facts, foreseen in zip(measured["stages"], row["predicted"]["stages"], strict=True):
+            sent: dict[str, int] = {}
+            for call in facts["sent"]:
+                sent[call["axis"]] = sent.get(call["axis"], 0) + call["bytes"]
+            assert sent == foreseen["sent"]
+            assert facts["held"] == {part: foreseen["memory"][part] for part in ("weights", "gradients", "states")}
+    first, second = (stage["held"] for stage in stages["measured"]["stages"])
+    assert first["states"] == 2 * first["weights"]
+    assert first != second
+    held = replicas["measured"]["stages"][0]["held"]
+    assert held["states"] == held["weights"]  # a half of two moments
+    assert well_formed((out / PAGE).read_text()) > 100
+    assert (out / PICTURE).read_bytes().startswith(b"\x89PNG")
+
+
+def double(path: Path) -> Any:
+    """The small cluster's device, which knows float64 too."""
+    device = load_cluster(str(path)).device
+    return device.model_copy(update={"peak": device.peak | {"float64": 1e9}})
+
+
+class Balanced(HTMLParser):
+    """Counts elements; fails where one is closed that is not open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.count = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count += 1
+        for name, value in attrs:
+            assert name not in ("src", "href") or (value or "").startswith("data:"), f"{tag} fetches {value}"
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def well_formed(page: str) -> int:
+    """How many elements a page has, all of them closed, none of them fetched from anywhere."""
+    parser = Balanced()
+    parser.feed(page)
+    parser.close()
+    assert not parser.open
+    assert "<script" not in page
+    assert "http" not in page
+    return parser.count
+
+
+def test_the_page_has_every_layout_and_escapes_its_name() -> None:
+    fine = run((1, 1, 0.5, 0.5), (5.0, 4.0, 3.0, 2.0), [rank(0, sent={("data", "all_reduce"): (1, 4000000)})])
+    rows = [
+        Row(entry("a<b>"), (fine,), predicted(0.6, (100, {"data": 4000000}))),
+        Row(entry("dead"), failure="rank 1 failed: <nothing> left\nmore"),
+        Row(entry("late"), (fine,), unpredicted="it is fsdp"),
+    ]
+    page = html_of(comparison(*rows), b"\x89PNG")
+    well_formed(page)
+    assert "a&lt;b&gt;" in page
+    assert "4.00 / =" in page
+    assert "+20.0%" in page
+    assert "rank 1 failed: &lt;nothing&gt; left" in page
+    assert "late was not predicted: it is fsdp" in page
+    assert "data:image/png;base64,iVBORw==" in page
+
+
+def test_without_a_cluster_the_page_says_why_nothing_was_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    fine = run((1, 1, 0.5, 0.5), (5.0, 4.0, 3.0, 2.0), [rank(0)])
+    made = comparison(Row(entry("a"), (fine,), unpredicted=NO_CLUSTER), cluster="", unpredicted=NO_CLUSTER)
+    page = html_of(made, b"\x89PNG")
+    assert page.count("Nothing was predicted: no --cluster") == 1
+    assert "measured / predicted" not in page
+    render(made)
+    assert "Nothing was predicted" in capsys.readouterr().out
+    assert as_dict(made)["unpredicted"] == NO_CLUSTER
+
+
+def test_rounds_turn_around_and_a_dead_layout_is_left_out(
+    entries: list[Entry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def pretend(config: Any, data: Path, folder: Path, steps: int, resources: Any) -> Any:
+        started.append("/".join(folder.parts[-2:]))
+        if "2-stages" in started[-1]:
+            raise LaunchError("rank 1 was killed by SIGKILL")
+        ranks = [rank(number) for number in range(config.layout.world_size)]
+        return run((1.0, 1.0, 0.5), (5.0, 4.0, 3.0), ranks)
+
+    monkeypatch.setattr(job, "run", pretend)
+    again = Entry("again", entries[0].config, "again.yaml")
+    made = compare([*entries, again], Order("tiny", tmp_path / "out", steps=3, rounds=2), Foresight(None))
+    assert started == [
+        "1-replicas/round-1", "2-stages/round-1", "3-again/round-1", "3-again/round-2", "1-replicas/round-2",
+    ]  # fmt: skip
+    assert [len(row.runs) for row in made.rows] == [2, 0, 2]
+    with pytest.raises(LaunchError, match=r"1 of 3 layouts failed; .*\nstages: rank 1 was killed by SIGKILL"):
+        check(made, tmp_path / "out")
+
+
+def test_what_cannot_run_fails_before_anything_starts(entries: list[Entry], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for steps in (2, 1001):
+        with pytest.raises(ConfigError, match=f"--steps={steps} is no number of steps.*valid: 3 to the run's 1000"):
+            compare(entries, Order("tiny", out, steps, 1), Foresight(None))
+    gpus = [Entry("g", entries[0].config.model_copy(update={"device": "cuda"}), "g.yaml")]
+    with pytest.raises(ConfigError, match=r"g\.yaml: device=cuda finds"):
+        compare(gpus, Order("tiny", out, 3, 1), Foresight(None))
+    assert not out.exists()
+    out.mkdir()
+    (out / "something").touch()
+    with pytest.raises(ConfigError, match=r"--out=.* is not empty; valid: a new folder"):
+        compare(entries, Order("tiny", out, 3, 1), Foresight(None))
+
+
+def test_the_command_names_the_file_of_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: gpt2-mini\nbatch: {global: 8}")
+    (tmp_path / "bad.yaml").write_text("layout: {data: {size: 3}}")
+    words = ["compare", str(tmp_path / "run.yaml"), "--layouts", str(tmp_path / "run.yaml"), str(tmp_path / "bad.yaml")]
+    result = CliRunner().invoke(cli.app, [*words, "--out", str(tmp_path / "out")])
+    assert "bad.yaml: layout.data.size=3 does not divide batch.global=8" in str(result.exception)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,130 @@
+"""Layouts files: what lies over what, and what is refused before anything starts, under the file's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.tools.compare.ask import NO_CLUSTER, Asked, Foresight, entries_of, split_words
+from meshwright.tools.compare.layouts import Entry, from_files
+
+RUN = """
+model: {base: gpt2-mini, dropout: 0.0}
+batch: {global: 8, micro: 4}
+layout: {tensor: {kind: megatron, size: 2}, transport: torch}
+memory: {recompute: auto}
+steps: 20
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return path
+
+
+def layouts(run: Path, text: str, *words: str, name: str = "some.yaml") -> list[Entry]:
+    path = run.parent / name
+    path.write_text(text)
+    return from_files(run, words, [path])
+
+
+def test_a_layout_is_said_whole_and_other_keys_lie_over_the_runs(run: Path) -> None:
+    (entry,) = layouts(run, "layout: {data: {size: 2}}\nbatch: {micro: 2}")
+    assert entry.name == "some"
+    assert entry.config.layout.summary == "data 2 (allreduce)"
+    assert entry.config.layout.transport == "auto"
+    assert (entry.config.micro, entry.config.batch.global_) == (2, 8)
+    assert entry.config.memory.recompute == "auto"
+
+
+def test_without_a_layout_the_runs_stands(run: Path) -> None:
+    (entry,) = layouts(run, "memory: {recompute: none}")
+    assert entry.config.layout.summary == "data 1 (allreduce), tensor 2"
+    assert entry.config.memory.recompute == "none"
+
+
+def test_several_in_a_file_have_names_or_numbers(run: Path) -> None:
+    text = "layouts:\n  - {name: x, layout: {}}\n  - {layout: {}}\n  - {name: x, layout: {}}"
+    assert [entry.name for entry in layouts(run, text)] == ["x-1", "some-2", "x-2"]
+    text = "layouts: [{name: x}, {name: x-1}, {name: x}]"
+    assert [entry.name for entry in layouts(run, text)] == ["x-2", "x-1", "x-3"]
+
+
+def test_the_command_lines_words_come_last(run: Path) -> None:
+    (entry,) = layouts(run, "layout: {data: {size: 2}}", "layout.data.sync=zero1", "model.hidden=64", "steps=9")
+    assert entry.config.layout.data.sync == "zero1"
+    assert (entry.config.model.hidden, entry.config.steps) == (64, 9)
+
+
+def test_a_whole_run_file_is_a_layouts_file(run: Path) -> None:
+    (entry,) = from_files(run, (), [run])
+    assert (entry.name, entry.config.layout.transport) == ("run", "torch")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("layout: {data: {size: 3}}", r"some.yaml: layout.data.size=3 does not divide batch.global=8"),
+        ("layout: {daat: {size: 2}}", r"some.yaml: layout.daat=.* is an unknown key \(did you mean data\?\)"),
+        ("layouts: [{layout: {}}, {name: q, layout: {data: {size: 5}}}]", r"some.yaml, q: layout.data.size=5 does not"),
+        ("model: {hidden: 64}", r"some.yaml: model.hidden=64 is not the run's, .* valid: \d+, or leave it out"),
+        ("batch: {global: 16}", r"some.yaml: batch.global=16 is not the run's"),
+        ("layouts: {a: {}}", "--layouts=.*some.yaml is no list of layouts"),
+        ("layouts: [{layout: {}}]\nsteps: 3", "--layouts=.*some.yaml is no list of layouts"),
+        ("- layout: {}", "--layouts=.*some.yaml holds no `key: value` lines"),
+    ],
+)
+def test_mistakes_name_their_file(run: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layouts(run, text)
+
+
+def test_mistakes_of_all_files_are_told_at_once(run: Path) -> None:
+    files = []
+    for name, size in (("x.yaml", 3), ("y.yaml", 5)):
+        files.append(run.parent / name)
+        files[-1].write_text(f"layout: {{data: {{size: {size}}}}}")
+    with pytest.raises(ConfigError) as caught:
+        from_files(run, (), files)
+    assert len(caught.value.problems) == 2
+    with pytest.raises(ConfigError, match=r"--layouts=.*z.yaml is no such file"):
+        from_files(run, (), [run.parent / "z.yaml"])
+
+
+def test_words_without_an_equals_sign_are_files_behind_the_option() -> None:
+    assert split_words(["b.yaml", "steps=3"], [Path("a.yaml")]) == (["steps=3"], [Path("a.yaml"), Path("b.yaml")])
+    assert split_words(["b.yaml", "steps=3"], []) == (["b.yaml", "steps=3"], [])
+
+
+def test_what_is_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    none = Foresight.on(None)
+    assert none.silence == NO_CLUSTER
+    with pytest.raises(ConfigError, match="--layouts=none leaves nothing to compare"):
+        entries_of(Asked(run, (), ()), none)
+    with pytest.raises(ConfigError, match="--devices=4 says what to plan for, and nothing is planned"):
+        entries_of(Asked(run, (), [run], devices=4), none)
+    with pytest.raises(ConfigError, match="--top=2 needs a cluster to plan for"):
+        entries_of(Asked(run, (), (), top=2), none)
+    with pytest.raises(ConfigError, match="--cluster=nowhere is no cluster"):
+        Foresight.on("nowhere")
+
+
+def test_the_calibrated_file_is_taken_where_none_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    here = Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml"
+    Path("cluster.yaml").write_text(here.read_text())
+    assert Foresight.on(None).name == "small"
+
+
+def test_the_planners_layouts(run: Path) -> None:
+    small = str(Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml")
+    fixed = ("layout.tensor={kind: none}", "layout.data.size=2", "layout.pipeline.size=1", "batch.micro=4")
+    words = ("model.layers=1", "model.hidden=64", "model.heads=2", "data.sequence=32", "memory.recompute=none", *fixed)
+    entries = entries_of(Asked(run, words, (), top=2, devices=2), Foresight.on(small))
+    assert [entry.name for entry in entries] == ["plan-1", "plan-2"]
+    assert all(entry.config.layout.world_size == 2 for entry in entries)

@@ -1,0 +1,96 @@
+"""What a step of a rank really sends and holds, as a prediction names it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.build import Parts, build
+from meshwright.config import Config
+from meshwright.data_parallel.strategy import Synchroniser
+from meshwright.families import family_of
+from meshwright.model import Batch, rows_of
+from meshwright.optim.states import InPlace
+from meshwright.ranks.comm import size_bytes
+from meshwright.ranks.mesh import Mesh
+from tests.tools.plan.live import LiveBytes
+
+Counts = dict[tuple[str, str], tuple[int, int]]
+"""Calls and bytes by axis and verb."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of a rank. `states`: in the device's tier. `peak`: the most that was alive above what was there before the
+    step. `sent`: in a step, without the norm. `tasks`: a stage's, as F0, in the order in which it did them."""
+
+    weights: int
+    gradients: int
+    states: int
+    peak: int
+    sent: Counts
+    tasks: tuple[str, ...]
+
+
+def measured(mesh: Mesh, configs: Sequence[Config]) -> list[Measured]:
+    """Of each config in turn: they share the mesh."""
+    return [_measured(mesh, config) for config in configs]
+
+
+def _measured(mesh: Mesh, config: Config) -> Measured:
+    parts = build(config, mesh)
+    parts.optimizer.prepare_states(0)
+    live = LiveBytes()
+    sent = _step(parts, live)
+    assert isinstance(parts.strategy, Synchroniser)
+    buckets = parts.strategy.buckets
+    return Measured(
+        weights=sum(size_bytes(bucket.values) for bucket in buckets),
+        gradients=sum(size_bytes(bucket.gradients) for bucket in buckets),
+        states=_state_bytes(parts),
+        peak=live.peak,
+        sent=sent,
+        tasks=tuple(span.name for span in parts.passes.spans),
+    )
+
+
+def _step(parts: Parts, live: LiveBytes) -> Counts:
+    """A step of the train loop; what it sent. All tokens count."""
+    everyone = _batch(parts.config)
+    replica = parts.strategy.share(
+        lambda first, count: rows_of(everyone, slice(first, first + count)), parts.config.replica_batch
+    )
+    batches = parts.microbatches(replica)
+    traffic = parts.mesh.ledger.traffic
+    traffic.clear()
+    with live:
+        parts.passes.train(batches, dict.fromkeys(parts.model.labels, 1e-3), torch.manual_seed)
+        parts.strategy.finish()
+        sent = {key: (entry.calls, entry.sent_bytes) for key, entry in traffic.items()}
+        parts.optimizer.step(0)
+        traffic.clear()
+        parts.strategy.publish()
+        parts.kit.end_step()
+    for key, entry in traffic.items():
+        calls, size = sent.get(key, (0, 0))
+        sent[key] = calls + entry.calls, size + entry.sent_bytes
+    return sent
+
+
+def _batch(config: Config) -> Batch:
+    shapes = family_of(config).shapes(config)
+    return {name: torch.ones(config.batch.global_, *shape, dtype=torch.long) for name, shape in shapes.items()}
+
+
+def _state_bytes(parts: Parts) -> int:
+    """Masters and moments on the device; of offloaded ones what they are staged in. Counts of steps are left out."""
+    held = parts.optimizer.held
+    if parts.config.memory.offload.to != "none":
+        return held.tier.live_bytes - size_bytes(held._count)
+    assert isinstance(held, InPlace)
+    masters = [master for slot, master in zip(held.slots, held.masters, strict=True) if master is not slot.parameter]
+    states = (held.tensors(index) for index in range(len(held.slots)))
+    moments = [x for state in states for kind, x in state.items() if kind != "weight"]
+    return sum(size_bytes(x) for x in (*masters, *moments))

@@ -1,0 +1,169 @@
+"""The planner counts what runs do: bytes sent and held exactly, activations within a tenth.
+
+Every kit, every schedule, every sync that is planned, at 2 to 16 ranks; configs of one grid share a group of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+from meshwright.config import Config
+from meshwright.pipeline.task import Kind
+from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.mailbox import AHEAD
+from meshwright.tools.plan.predict import Planner, Prediction
+from meshwright.tools.plan.recordings import place
+from meshwright.tools.plan.stage import StagePlan
+from tests.pipeline.test_equality import SCHEDULES, pipelined
+from tests.tensor.test_equality import config_for
+from tests.tools.plan.clusters import FLAT as SWITCH
+from tests.tools.plan.measured import Measured, measured
+from tests.workers import run_ranks
+
+DTYPES = ("float32", "float64", "bf16", "fp16")
+DEVICE = {"kind": "cpu", "peak": dict.fromkeys(DTYPES, 1e11)}
+CPU = SWITCH.model_copy(update={"device": SWITCH.device.model_copy(update=DEVICE)})
+
+SYNCS = ("allreduce", "ring", "rooted", "zero1")
+WHOLE = {"kind": "none"}
+MEGATRON = {"kind": "megatron", "size": 2}
+CUT = MEGATRON | {"sequence_parallel": True}
+FLAT = {"kind": "tesseract", "q": 2, "d": 1}
+DEEP = {"kind": "tesseract", "q": 2, "d": 2}
+SUBGRAPHS = [
+    {"kind": "subgraph", "size": 2, "common": common, "branch": branch}
+    for common, branch in product(("all", "one"), ("attention-core", "attention", "block"))
+]
+TOLERANCE = 0.1
+
+HALVES = {"precision": {"level": "O2", "dtype": "bf16"}}
+GATHER = {"memory": {"summa": "gather"}}
+"""Decided beforehand: ranks that decide when they begin tell each other how much memory they have."""
+
+
+def batch(data: int) -> dict[str, int]:
+    return {"global": 24 * data, "micro": 8}
+
+
+def synced(sync: str, data: int = 2, tensor: dict[str, Any] = WHOLE, **changes: Any) -> Config:
+    """Three microbatches a replica."""
+    layout = {"data": {"size": data, "sync": sync, "bucket": 8192}, "tensor": tensor}
+    return config_for("gpt2", tensor, data, **({"batch": batch(data), "layout": layout} | changes))
+
+
+def summa(tensor: dict[str, Any], form: str, samples: int = 8, microbatches: int = 2) -> Config:
+    """A tied table's gradient is planned for, which a whole model has room for: it must be small beside the rest."""
+    sizes = {"global": microbatches * samples, "micro": samples}
+    return config_for("gpt2", tensor, memory={"summa": form}, batch=sizes)
+
+
+OFFLOADED = {"offload": {"to": "host", "bucket": 4096, "chunk": 2}}
+
+FEW = {
+    "syncs": [synced(sync) for sync in SYNCS],
+    "memory": [
+        synced("allreduce", memory={"recompute": "auto"}),
+        synced("zero1", memory={"recompute": "selective"}, **HALVES),
+        synced("allreduce", memory=OFFLOADED, layout={"data": {"size": 2}}, **HALVES),
+    ],
+    "1-D cut": [synced("allreduce", 1, CUT)],
+    "2-D": [summa(FLAT, form) for form in ("gather", "stream")],
+    "2.5-D": [summa(DEEP, "gather")],
+    "sub-graphs": [synced("allreduce", 1, tensor) for tensor in (SUBGRAPHS[0], SUBGRAPHS[-1])],
+    **{schedule: [pipelined("gpt2", 2, schedule, WHOLE)] for schedule in SCHEDULES},
+    "1-D pipe": [pipelined("gpt2", 3, "1f1b", MEGATRON)],
+}
+"""Configs of one grid and the same token axes together; one with stages alone, for mailboxes are opened once."""
+
+KITS = {"1-D": MEGATRON, "1-D cut": CUT, "2-D": FLAT, "2.5-D": DEEP}
+KITS |= {f"sub-graphs {tensor['common']} {tensor['branch']}": tensor for tensor in SUBGRAPHS}
+
+MANY = {
+    "1-D": [synced("allreduce", 1, MEGATRON)],
+    "2-D": [summa(FLAT, form, microbatches=3) for form in ("gather", "whole", "stream")],
+    "2.5-D": [summa(DEEP, form, 16, 3) for form in ("gather", "stream")],
+    "sub-graphs": [synced("allreduce", 1, tensor) for tensor in SUBGRAPHS],
+    **{f"{name} x 2": [synced(sync, 2, tensor, **GATHER) for sync in SYNCS] for name, tensor in KITS.items()},
+    **{f"{name} halves": [synced("zero1", 2, tensor, **GATHER, **HALVES)] for name, tensor in KITS.items()},
+    **{
+        f"{name} {schedule}": [pipelined("gpt2", 2, schedule, tensor, batch={"global": 16, "micro": 4}, **GATHER)]
+        for (name, tensor), schedule in product(KITS.items(), SCHEDULES)
+    },
+    **{
+        f"{model} {name}": [config_for(model, tensor, batch=batch(1), **GATHER)]
+        for model, name in product(
+            ("untied", "bert", "vit", "transformer", "t5"), ("1-D", "2-D", "sub-graphs all block")
+        )
+        for tensor in (KITS[name],)
+    },
+    "data 2 x pipe 2": [pipelined("gpt2", 2, "1f1b", WHOLE, 2)],
+    "data 2 x pipe 2 x 1-D": [pipelined("gpt2", 2, "message-driven", CUT, 2)],
+    "data 2 x pipe 2 x 2-D": [
+        pipelined("gpt2", 2, "message-driven", FLAT, 2, batch={"global": 24, "micro": 4}, **GATHER)
+    ],
+    **{f"bert pipe {schedule}": [pipelined("bert", 3, schedule, WHOLE)] for schedule in SCHEDULES},
+}
+"""The same; 16 ranks at most."""
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_counts_what_runs_do(name: str) -> None:
+    check(FEW[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MANY)
+def test_counts_what_more_runs_do(name: str) -> None:
+    check(MANY[name])
+
+
+def check(configs: Sequence[Config]) -> None:
+    layout = configs[0].layout
+    grid = Grid(layout.axes)
+    ranks: list[list[Measured]] = run_ranks(measured, grid, configs, token_axes=layout.token_axes)
+    planner = Planner(CPU)
+    wrong: list[str] = []
+    for index, config in enumerate(configs):
+        predicted = planner.predict(config)
+        for stage in range(layout.pipeline.size):
+            real = ranks[grid.rank(dict.fromkeys(grid.names, 0) | {PIPE: stage})][index]
+            lines = [*counts(predicted, stage, real), *held(planner, predicted, stage, real)]
+            wrong += [f"{index} stage {stage}: {line}" for line in lines]
+    assert not wrong, "\n".join(wrong)
+
+
+def counts(predicted: Prediction, stage: int, real: Measured) -> Iterator[str]:
+    """What differs of what must be equal."""
+    sent = {key: (entry.calls, entry.sent_bytes) for key, entry in predicted.traffic[stage].items()}
+    for key in sorted(sent.keys() | real.sent.keys()):
+        if sent.get(key) != real.sent.get(key):
+            yield f"sent {key}: predicted {sent.get(key)}, really {real.sent.get(key)}"
+    memory = predicted.memory[stage]
+    planned = memory.weights, memory.gradients, memory.states
+    if planned != (real.weights, real.gradients, real.states):
+        yield f"weights, gradients, states: predicted {planned}, really {real.weights, real.gradients, real.states}"
+
+
+def held(planner: Planner, predicted: Prediction, stage: int, real: Measured) -> Iterator[str]:
+    """Whether activations and what is made beside them are within the tolerance. A schedule that acts on messages does
+    its tasks in an order that hangs on when they come: then in the real order."""
+    memory, schedule = predicted.memory[stage], predicted.config.layout.pipeline.schedule
+    planned = memory.activations + memory.temporaries
+    if len(predicted.memory) > 1 and schedule in ("axonn", "message-driven"):
+        planned = replayed(planner.stages(predicted.config)[stage], predicted.config, real.tasks)
+    if abs(planned - real.peak) > TOLERANCE * real.peak:
+        yield f"activations: predicted {planned}, really {real.peak} ({planned / real.peak - 1:+.1%})"
+
+
+def replayed(plan: StagePlan, config: Config, tasks: Sequence[str]) -> int:
+    """The most bytes that are alive if a stage does these tasks, beside the messages that it waits for."""
+    live = peak = 0
+    for task in tasks:
+        which = place(int(task[1:]), config.num_microbatches)
+        cost = plan.cost(Kind(task[0]), which, lambda program: 0.0)
+        live, peak = live + cost.kept_bytes, max(peak, live + cost.peak_bytes)
+    return peak + min(AHEAD["cpu"], config.num_microbatches) * (plan.incoming_bytes + plan.outgoing_bytes)

@@ -1,0 +1,163 @@
+"""`train --explain` counts without running what a run then sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.build import build
+from meshwright.config import Config
+from meshwright.errors import ConfigError
+from meshwright.families import family_of
+from meshwright.pipeline.trace import read_trace
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.kit import rows_of_rank
+from meshwright.tools.plan.counted_step import plan_step
+from meshwright.tools.plan.explain import explain, render
+from tests.data_parallel.test_equality import config_for as data_config
+from tests.pipeline.test_equality import pipelined
+from tests.pipeline.test_partition import laid_out
+from tests.tensor.test_equality import config_for
+from tests.workers import run_ranks
+
+Counts = dict[tuple[str, str], tuple[int, int]]
+
+LAYOUTS: list[tuple[dict[str, Any], int]] = [
+    ({"kind": "none"}, 2),
+    ({"kind": "megatron", "size": 2}, 2),
+    ({"kind": "megatron", "size": 2, "sequence_parallel": True}, 1),
+    ({"kind": "tesseract", "q": 2, "d": 1}, 1),
+    ({"kind": "tesseract", "q": 2, "d": 2}, 1),
+    ({"kind": "subgraph", "size": 2, "common": "all", "branch": "attention-core"}, 1),
+    ({"kind": "subgraph", "size": 2, "common": "one", "branch": "block"}, 1),
+]
+
+
+def measured(mesh: Mesh, config: Config) -> Counts:
+    """Calls and bytes of one step, without the optimizer's norm; every token counts, as in a plan."""
+    parts = build(config, mesh)
+    shapes = family_of(config).shapes(config)
+    for final in (False, True):
+        ones = {name: torch.ones(config.micro, *shape, dtype=torch.long) for name, shape in shapes.items()}
+        batch = rows_of_rank(ones, parts.kit, parts.model.inside)
+        parts.strategy.backward(parts.model, batch, dict.fromkeys(parts.model.labels, 1.0), final=final)
+    parts.strategy.finish()
+    parts.strategy.publish()
+    return {key: (entry.calls, entry.sent_bytes) for key, entry in mesh.ledger.traffic.items()}
+
+
+@pytest.mark.parametrize("model", ["gpt2", "megatron-bert"])
+@pytest.mark.parametrize("tensor, data", LAYOUTS, ids=str)
+def test_planned_is_measured(tensor: dict[str, Any], data: int, model: str) -> None:
+    config = config_for(model, tensor, data, batch={"global": 24 * data, "micro": 12}, memory={"summa": "gather"})
+    planned = {key: (entry.calls, entry.sent_bytes) for key, entry in plan_step(config).traffic.items()}
+    ranks = run_ranks(measured, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
+    assert ranks[0] == planned
+
+
+def test_planned_is_measured_where_no_common_layer_is_held() -> None:
+    tensor = {"kind": "subgraph", "size": 2, "common": "one", "branch": "attention-core"}
+    config = config_for("bert", tensor)
+    planned = {key: (entry.calls, entry.sent_bytes) for key, entry in plan_step(config, 1).traffic.items()}
+    ranks = run_ranks(measured, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
+    assert ranks[1] == planned
+    assert ranks[0] != planned
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    render(plan_step(config_for("gpt2", {"kind": "tesseract", "q": 2, "d": 2})))
+    text = capsys.readouterr().out
+    for words in (
+        "8 ranks: data 1 (allreduce), depth 2, row 2, col 2",
+        "What stays",
+        "dim 0 over row",
+        "feed_forward.con",
+    ):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("tensor", [{"kind": "none"}, {"kind": "megatron", "size": 2}], ids=str)
+def test_stages(
+    tensor: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Four layers in three stages; each stage's messages; the run's own schedule in the file, all in the picture."""
+    monkeypatch.setenv("COLUMNS", "200")
+    config = laid_out(pipelined("gpt2", 3, "axonn", tensor), {"partition": [2, 1, 1]})
+    explain(config, tmp_path / "plan.json")
+    text = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    stages = [row for row in rows if row[0] in ("0", "1", "2")]
+    assert [row[1] for row in stages] == ["embeddings, layers 0-1", "layers 2-2", "layers 3-3, head"]
+    assert sum(float(row[3].rstrip("%")) for row in stages) == pytest.approx(100, abs=0.2)
+    assert [row[4] for row in stages] == ["3", "3", "3"]
+    first, middle, last = (float(row[5]) for row in stages)
+    assert first == last > 0
+    assert middle == pytest.approx(2 * first, abs=0.02)
+    timeline = read_trace(tmp_path / "plan.json")
+    assert Counter((span.stage, span.name) for span in timeline.spans) == Counter(
+        (stage, f"{kind}{index}") for stage in range(3) for kind in "FB" for index in range(config.num_microbatches)
+    )
+    idle = [f"{share:.1%}" for share in timeline.idle_shares]
+    assert [row[7] for row in stages] == idle
+    assert [row[6] for row in stages] == ["0.00"] * 3  # all ranks are on this machine
+    schedules = {row[0]: row[2] for row in rows if len(row) == 3 and row[0] != "in all"}
+    assert list(schedules) == ["axonn (this run's)", "gpipe", "1f1b", "message-driven"]
+    assert schedules["axonn (this run's)"] == f"{timeline.idle_share:.1%}"
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def on_nodes(order: list[str]) -> Config:
+    """Four replicas of two branches, on nodes of two ranks."""
+    tensor = {"kind": "subgraph", "size": 2}
+    layout = {"data": {"size": 4}, "tensor": tensor, "order": order, "ranks_per_node": 2}
+    return config_for("gpt2", tensor, layout=layout, batch={"global": 16})
+
+
+def test_what_an_order_costs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches side by side keep their splits on a node, and apart they do not."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for order, crossing in ((["data", "branch"], 0), (["branch", "data"], 1)):
+        config = on_nodes(order)
+        render(plan_step(config))
+        text = capsys.readouterr().out
+        assert f"8 ranks: {config.layout.summary}" in text
+        assert "4 nodes of 2 ranks" in text
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+        (split,) = (row for row in rows if row[:2] == ["branch", "all_gather"])
+        calls, sent, crossed, messages, messages_crossed = split[2:]
+        assert int(messages) == 2 * int(calls)
+        assert int(messages_crossed) == crossing * int(calls)
+        assert float(crossed) == crossing * float(sent)
+        assert float(sent) > 0
+
+
+def test_nodes_are_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_step(config_for("gpt2", {"kind": "megatron", "size": 4}))
+    assert plan.topology.num_nodes == 1
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    assert plan_step(config_for("gpt2", {"kind": "megatron", "size": 4})).topology.num_nodes == 2
+
+
+def test_no_schedule_to_trace(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"layout\.pipeline\.size=1 has no schedule to trace with --explain; valid: 2"
+    ):
+        explain(config_for("gpt2", {"kind": "none"}), tmp_path / "plan.json")
+
+
+def test_fully_sharded_is_torch_s() -> None:
+    with pytest.raises(ConfigError, match="is laid out by torch: --explain cannot count it"):
+        plan_step(data_config("fsdp", 2))
+
+
+def test_autocast_needs_numbers() -> None:
+    config = config_for("gpt2", {"kind": "none"}, precision={"level": "O1", "dtype": "bf16"})
+    with pytest.raises(ConfigError, match=r"precision\.level=O1 casts by operator: --explain cannot count it"):
+        plan_step(config)

@@ -1,0 +1,197 @@
+"""What is recorded on tensors without numbers is what a device does: the operators of real tensors, kernel by kernel.
+
+The flops of a program are held against the family's own count of products, and against torch's FlopCounterMode.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.build import build_kit, build_model
+from meshwright.config import Config, parse_config
+from meshwright.config.models import Gpt2
+from meshwright.families import family_of
+from meshwright.model import Hidden, Stretch
+from meshwright.parameters.bucket import assign_rooms, make_buckets
+from meshwright.parameters.deferred import Deferred
+from meshwright.parameters.shard import shard_specs
+from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.task import Kind
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import LedgerTransport, Mesh
+from meshwright.stages import empty_batch
+from meshwright.tools.plan.cluster import Device
+from meshwright.tools.plan.program import Kernel, Program
+from meshwright.tools.plan.recorder import Recorder
+from meshwright.tools.plan.recordings import Link, Recordings
+from tests.workers import run_ranks
+
+CPU = Device(
+    kind="cpu", memory=2**30, peak={"float32": 1e11}, efficiency=((1, 1),), attention=0.5, bandwidth=((1, 1e10),),
+    host_link=1e10,
+)  # fmt: skip
+
+NOTHING = range(0)
+LINKS = (Stretch(NOTHING, True, False), Stretch(range(1), False, False), Stretch(NOTHING, False, True))
+"""Embeddings, a layer, head and loss."""
+
+GPT2: dict[str, object] = {
+    "layers": 2, "hidden": 64, "heads": 4, "positions": 32, "vocabulary": 9000, "vocabulary_multiple": 128,
+    "dropout": 0.0, "tied": False,
+}  # fmt: skip
+
+SIZE_ONE: dict[str, dict[str, object]] = {
+    "none": {"kind": "none"},
+    "megatron": {"kind": "megatron", "size": 1},
+    "megatron by sequence": {"kind": "megatron", "size": 1, "sequence_parallel": True},
+    "tesseract": {"kind": "tesseract", "q": 1, "d": 1},
+    "subgraph": {"kind": "subgraph", "size": 1, "common": "all", "branch": "block"},
+    "cSub": {"kind": "subgraph", "size": 1, "common": "one", "branch": "attention-core"},
+}
+
+
+def config_for(tensor: dict[str, object], model: dict[str, object] | None = None) -> Config:
+    """Two rows of 32 tokens in one microbatch."""
+    return parse_config({
+        "model": model or GPT2,
+        "data": {"sequence": 32},
+        "batch": {"global": 2, "micro": 2},
+        "layout": {"tensor": tensor},
+        "memory": {"summa": "gather"},
+        "device": "cpu",
+    })  # fmt: skip
+
+
+def links_of(config: Config) -> list[Link]:
+    """The programs of embeddings, a layer, head and loss."""
+    recordings, links = Recordings(), list[Link]()
+    for stretch in LINKS:
+        links.append(recordings.link(config, CPU, stretch, links[-1].outgoing if links else ()))
+    return links
+
+
+FEW_BYTES = 128
+"""What touches less is not compared: a plan cannot count labels."""
+
+
+def kernels_of(program: Program) -> Counter[Kernel]:
+    """How often each kernel runs that touches more than a few numbers."""
+    counts: Counter[Kernel] = Counter()
+    for event in program.events:
+        if isinstance(event, Kernel) and event.touched_bytes > FEW_BYTES:
+            counts[replace(event, times=1)] += event.times
+    return counts
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A link's tasks on real tensors, and what torch counts of it: all products but those in attention."""
+
+    kernels: dict[Kind, Counter[Kernel]]
+    flops: float
+
+
+def added_product(_: torch.Size, first: torch.Size, second: torch.Size, **__: object) -> int:
+    """What torch does not count: addmm_, by the shapes of its tensors."""
+    return 2 * first[0] * first[1] * second[1]
+
+
+def run_for_real(config: Config) -> list[Ran]:
+    """The links one after another, recorded while they compute. What a lone rank sends itself is left out, as by a
+    plan: there are no numbers to look at, but shapes."""
+    mesh = Mesh(Grid(config.layout.axes), 0, torch.device("cpu"), LedgerTransport())
+    ran: list[Ran] = []
+    incoming: Hidden = ()
+    for stretch in LINKS:
+        kit, recorder = build_kit(config, mesh), Recorder()
+        model = build_model(config, kit, mesh, stretch)
+        assign_rooms(model, make_buckets(model.named_parameters(), shard_specs(model), mesh, 2**30))
+        stage, scales = Stage(model, stretch, Deferred()), dict.fromkeys(model.labels, 1.0)
+        batch = empty_batch(config, kit, model.inside, mesh.device)
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product}) as counter:
+            with recorder.program(mesh.ledger) as made:
+                outgoing = stage.forward(0, incoming, batch, scales)
+            kernels = {Kind.FORWARD: kernels_of(made())}
+            gradients = () if stretch.last else tuple(torch.ones_like(x) for x in outgoing)
+            with recorder.program(mesh.ledger) as made:
+                stage.backward(0, gradients, defers=False)
+            kernels[Kind.BACKWARD] = kernels_of(made())
+        counted = counter.get_flop_counts().get("Global", {})  # no entry where nothing multiplies
+        flops = sum(flops for op, flops in counted.items() if "attention" not in str(op))
+        ran.append(Ran(kernels, flops))
+        incoming = outgoing
+    return ran
+
+
+def run_all(mesh: Mesh, configs: list[Config]) -> list[list[Ran]]:
+    """On one rank of its own: this process must not run a backward pass."""
+    return [run_for_real(config) for config in configs]
+
+
+def run_elsewhere(configs: list[Config]) -> list[list[Ran]]:
+    [ran] = run_ranks(run_all, Grid((("data", 1), ("pipe", 1))), configs)
+    return ran
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, list[Ran]]:
+    """Every kit alone in its axes, on real tensors."""
+    return dict(zip(SIZE_ONE, run_elsewhere([config_for(tensor) for tensor in SIZE_ONE.values()]), strict=True))
+
+
+@pytest.mark.parametrize("kit", SIZE_ONE)
+def test_planned_kernels_are_those_of_real_tensors(kit: str, ran: dict[str, list[Ran]]) -> None:
+    for stretch, planned, real in zip(LINKS, links_of(config_for(SIZE_ONE[kit])), ran[kit], strict=True):
+        for kind, [program] in planned.programs.items():
+            counts = kernels_of(program)
+            assert not real.kernels[kind] - counts, f"{stretch}, {kind}: not planned"
+            assert not counts - real.kernels[kind], f"{stretch}, {kind}: planned, but not done"
+
+
+@pytest.mark.parametrize("kit", SIZE_ONE)
+def test_flops_of_products_are_what_torch_counts(kit: str, ran: dict[str, list[Ran]]) -> None:
+    for planned, real in zip(links_of(config_for(SIZE_ONE[kit])), ran[kit], strict=True):
+        counted = sum(flops_of(program, "product") for [program] in planned.programs.values())
+        assert counted == real.flops
+
+
+def test_flops_of_a_step_are_six_times_the_products_of_the_family() -> None:
+    """But for attention, whose fused backward pass computes the scores once more, and for the head's padding, which
+    it leaves out."""
+    config = config_for(SIZE_ONE["none"])
+    assert isinstance(config.model, Gpt2)
+    rows, sequence = config.micro, config.data.sequence
+    begin, layer, end = (sum(program.flops for [program] in link.programs.values()) for link in links_of(config))
+    again = 2 * rows * sequence**2 * config.model.hidden
+    padding = 6 * rows * sequence * config.model.hidden * (config.model.padded_vocabulary - config.model.vocabulary)
+    recorded = begin + config.model.layers * (layer - again) + end + padding
+    assert recorded == rows * family_of(config).flops_per_sample(config)
+
+
+def test_a_product_has_the_side_of_one_matrix() -> None:
+    config = config_for(SIZE_ONE["none"])
+    assert isinstance(config.model, Gpt2)
+    tokens, hidden = config.micro * config.data.sequence, config.model.hidden
+    widths = {"queries, keys, values": 3 * hidden, "output": hidden, "feed-forward": 4 * hidden}
+    _, layer, _ = links_of(config)
+    products = [kernel for kernel in kernels_of(layer.programs[Kind.FORWARD][0]) if kernel.kind == "product"]
+    expected = {round((tokens * hidden * width) ** (1 / 3), 6) for width in widths.values()}
+    assert {round(kernel.side, 6) for kernel in products} == expected
+
+
+def test_a_look_up_touches_its_rows_and_not_the_table() -> None:
+    config = config_for(SIZE_ONE["none"])
+    assert isinstance(config.model, Gpt2)
+    begin, _, _ = links_of(config)
+    rows, table = config.micro * config.data.sequence, config.model.padded_vocabulary
+    most = max(kernel.touched_bytes for kernel in kernels_of(begin.programs[Kind.FORWARD][0]))
+    assert rows * config.model.hidden * 4 <= most < table * config.model.hidden * 4
+
+
+def flops_of(program: Program, kind: str) -> float:
+    return sum(count * kernel.flops for kernel, count in kernels_of(program).items() if kernel.kind == kind)

@@ -1,0 +1,148 @@
+"""A prediction is composed of links that were recorded one by one: it must be what planning the run whole counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.config import Config, parse_config
+from meshwright.errors import ConfigError
+from meshwright.tools.plan.cluster import Cluster, Device, Level, Links
+from meshwright.tools.plan.counted_step import plan_every_stage, plan_step
+from meshwright.tools.plan.predict import Planner, predict
+
+DEVICE = Device(
+    kind="cpu",
+    memory=2**34,
+    peak={"float32": 1e11, "bf16": 1e11},
+    efficiency=((64, 0.5), (1024, 0.9)),
+    attention=0.3,
+    bandwidth=((1e3, 1e10),),
+    host_link=1e10,
+)
+CLUSTER = Cluster(
+    name="here", device=DEVICE, devices_per_node=4, links={"torch": Links(levels=(Level(latency=1e-4, bandwidth=1e9),))}
+)
+MODEL = {
+    "base": "gpt2-small",
+    "layers": 5,
+    "hidden": 32,
+    "heads": 4,
+    "positions": 16,
+    "vocabulary": 512,
+    "dropout": 0.0,
+}
+MESSAGE_DRIVEN = {"size": 2}
+LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({}, {}, "none", "zero1"),
+    ({"kind": "megatron", "size": 2}, MESSAGE_DRIVEN, "none", "allreduce"),
+    ({"kind": "megatron", "size": 4, "sequence_parallel": True}, {"size": 3, "schedule": "1f1b"}, "auto", "ring"),
+    ({"kind": "tesseract", "q": 2, "d": 1}, {"size": 2, "schedule": "gpipe"}, "selective", "rooted"),
+    ({"kind": "tesseract", "q": 2, "d": 2}, {}, "none", "zero1"),
+    ({"kind": "subgraph", "size": 2, "branch": "block"}, MESSAGE_DRIVEN, "auto", "allreduce"),
+    ({"kind": "subgraph", "size": 4, "common": "one"}, {"size": 2, "schedule": "axonn"}, "none", "zero1"),
+]
+
+
+def config_for(tensor: dict[str, Any], pipeline: dict[str, Any], recompute: Any, **more: Any) -> Config:
+    layout = {"data": {"size": 2, "sync": more.pop("sync", "allreduce")}, "pipeline": pipeline}
+    tree = {
+        "model": MODEL,
+        "data": {"sequence": 16},
+        "batch": {"global": 32, "micro": 4},
+        "layout": layout | ({"tensor": tensor} if tensor else {}),
+        "memory": {"recompute": recompute},
+    }
+    return parse_config(tree | more)
+
+
+def sent(traffic: Any) -> dict[tuple[str, str], tuple[int, int]]:
+    """Calls and bytes."""
+    return {key: (entry.calls, entry.sent_bytes) for key, entry in traffic.items() if entry.calls}
+
+
+@pytest.mark.parametrize("tensor, pipeline, recompute, sync", LAYOUTS)
+def test_traffic_and_weights_are_those_of_the_whole_run(
+    tensor: dict[str, Any], pipeline: dict[str, Any], recompute: str, sync: str
+) -> None:
+    config = config_for(tensor, pipeline, recompute, sync=sync)
+    made = predict(config, CLUSTER)
+    plans = plan_every_stage(plan_step(config)) if pipeline else [plan_step(config)]
+    for stage, plan in enumerate(plans):
+        assert sent(made.traffic[stage]) == sent(plan.traffic)
+        assert made.traffic[stage].keys() >= plan.traffic.keys()
+        for key, entry in plan.traffic.items():
+            peers = {peer: part.sent_bytes for peer, part in entry.by_peer.items()}
+            assert {peer: part.sent_bytes for peer, part in made.traffic[stage][key].by_peer.items()} == peers
+        buckets = plan.parts.strategy.buckets  # type: ignore[attr-defined]
+        assert made.memory[stage].weights == sum(bucket.values.nbytes for bucket in buckets)
+        assert made.memory[stage].gradients == sum(bucket.gradients.nbytes for bucket in buckets)
+
+
+def test_groups_of_recomputed_layers_follow_from_small_ones() -> None:
+    """Five layers at once, from one and two."""
+    config = config_for({"kind": "megatron", "size": 2}, {}, 5)
+    made, plan = predict(config, CLUSTER), plan_step(config)
+    assert sent(made.traffic[0]) == sent(plan.traffic)
+    assert made.flops == pytest.approx(predict(config_for({"kind": "megatron", "size": 2}, {}, 1), CLUSTER).flops)
+
+
+def test_recomputation_trades_memory_for_products() -> None:
+    plain, again = (predict(config_for({}, {}, recompute), CLUSTER) for recompute in ("none", "auto"))
+    assert again.memory[0].activations < plain.memory[0].activations / 2
+    assert 1.2 * plain.flops < again.flops < 4 / 3 * plain.flops
+
+
+def test_half_the_ranks_do_twice_the_work() -> None:
+    """The layers' products are shared out evenly by every kit."""
+    whole = predict(config_for({}, {}, "none"), CLUSTER)
+    for tensor, parts in (({"kind": "megatron", "size": 2}, 2), ({"kind": "tesseract", "q": 2, "d": 1}, 4)):
+        made = predict(config_for(tensor, {}, "none"), CLUSTER)
+        assert made.flops == pytest.approx(whole.flops / parts, rel=0.02)
+
+
+def test_offload_leaves_the_staging_on_the_device() -> None:
+    half = {"precision": {"level": "O2", "dtype": "bf16"}}
+    here = predict(config_for({}, {}, "none", **half), CLUSTER).memory[0]
+    config = config_for({}, {}, "none", **half)
+    offload = config.memory.offload.model_copy(update={"to": "host", "bucket": 1024})
+    config = config.model_copy(update={"memory": config.memory.model_copy(update={"offload": offload})})
+    there = predict(config, CLUSTER).memory[0]
+    assert there.states == 16 * 1024
+    assert here.states == pytest.approx(6 * here.weights, rel=0.05)  # 12 bytes to the 2 of a half
+
+
+@pytest.mark.parametrize(
+    "more, field",
+    [
+        ({"sync": "server-loss"}, "layout.data.sync"),
+        ({"sync": "fsdp"}, "layout.data.sync"),
+        ({"precision": {"level": "O1", "dtype": "bf16"}}, "precision.level"),
+        ({"precision": {"level": "O0", "dtype": "float64"}}, "precision.dtype"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(more: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        predict(config_for({}, {}, "none", **more), CLUSTER)
+
+
+def test_a_server_is_slower_than_a_ring() -> None:
+    """It sends the model to everyone, takes all gradients, and steps alone."""
+    server, ring = (predict(config_for({}, {}, "none", sync=sync), CLUSTER) for sync in ("server-gradient", "ring"))
+    assert server.seconds > ring.seconds
+    assert server.traffic[0]["data", "broadcast"].sent_bytes == server.memory[0].weights
+
+
+def test_a_partition_measured_at_the_start_is_refused() -> None:
+    with pytest.raises(ConfigError, match="measured"):
+        predict(config_for({}, {"size": 2, "partition": "measured"}, "none"), CLUSTER)
+
+
+def test_what_was_recorded_serves_other_layouts() -> None:
+    planner = Planner(CLUSTER)
+    first = planner.predict(config_for({"kind": "megatron", "size": 2}, {}, "none"))
+    known = len(planner.recordings)
+    second = planner.predict(config_for({"kind": "megatron", "size": 2}, {"size": 2, "schedule": "1f1b"}, "none"))
+    assert len(planner.recordings) == known
+    assert second.seconds < first.seconds

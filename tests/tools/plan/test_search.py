@@ -1,0 +1,200 @@
+"""The search finds what predicting everything finds; what it writes is a run; what it cannot do it says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.config import Config, dump_config, load_config, parse_config
+from meshwright.config.layout import Layout, Megatron
+from meshwright.errors import ConfigError
+from meshwright.pipeline.span import Timeline
+from meshwright.tools.plan.cluster import Cluster
+from meshwright.tools.plan.estimates import Estimates, Least
+from meshwright.tools.plan.memory import Memory
+from meshwright.tools.plan.output import check_new, write_run
+from meshwright.tools.plan.predict import Prediction
+from meshwright.tools.plan.report import as_dict, render
+from meshwright.tools.plan.search import Found, search, strategy_of
+from meshwright.tools.plan.space import Job, fixed_fields, legal_layouts
+from tests.tools.plan.clusters import NODES
+
+TREE: dict[str, Any] = {
+    "model": {"layers": 2, "hidden": 32, "heads": 4, "positions": 32, "vocabulary": 300, "vocabulary_multiple": 4,
+              "dropout": 0.0},
+    "data": {"sequence": 16},
+    "batch": {"global": 8},
+}  # fmt: skip
+
+
+def memory_of(total: int, activations: int = 0) -> Memory:
+    return Memory(total - activations, 0, 0, activations, 0, 0)
+
+
+@dataclass
+class MadeUp:
+    """Seconds and memory out of a hat, and bounds that hold. To recompute takes longer, and room from activations."""
+
+    cluster: Cluster
+    seed: int
+    room: int
+    predicted: list[Config] = field(default_factory=list)
+
+    def drawn(self, config: Config, what: str) -> float:
+        """The same for layouts that differ in what they recompute."""
+        return random.Random(f"{self.seed} {what} {config.layout!r} {config.batch!r}").random()
+
+    def seconds(self, config: Config) -> float:
+        return (1 + self.drawn(config, "seconds")) * {"none": 1.0, "selective": 1.1, "auto": 1.3}[
+            str(config.memory.recompute)
+        ]
+
+    def bytes(self, config: Config) -> int:
+        share = {"none": 1.0, "selective": 0.8, "auto": 0.3}[str(config.memory.recompute)]
+        return int(self.room * (0.2 + 1.5 * share * self.drawn(config, "memory")))
+
+    def glance(self, config: Config) -> float:
+        return self.seconds(config) * 0.6 * self.drawn(config, "glance")
+
+    def held(self, config: Config) -> Memory:
+        return memory_of(int(0.9 * self.bytes(config)))
+
+    def line(self, config: Config) -> float:
+        return self.seconds(config) * 0.5 * self.drawn(config, "line")
+
+    def rough(self, config: Config) -> Least:
+        return Least(self.seconds(config) * (0.5 + 0.4 * self.drawn(config, "rough")), self.held(config))
+
+    def least_memory(self, config: Config) -> Memory:
+        return memory_of(int(0.95 * self.bytes(config)))
+
+    def predict(self, config: Config) -> Prediction:
+        self.predicted.append(config)
+        memory = memory_of(self.bytes(config), self.bytes(config) // 2)
+        phases = {"pipeline": self.seconds(config), "data_parallel": 0.0, "optimizer": 0.0}
+        return Prediction(config, self.cluster, self.seconds(config), phases, (memory,), ({},), Timeline(1, ()), 1.0)
+
+
+def made_up(seed: int, room: int = 1_000_000) -> tuple[Cluster, MadeUp]:
+    cluster = NODES.model_copy(update={"device": NODES.device.model_copy(update={"memory": room})})
+    return cluster, MadeUp(cluster, seed, room)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
+    cluster, models = made_up(seed)
+    run = parse_config(TREE)
+    fixed = ("layout.pipeline.schedule", "memory.offload")
+    config = run.model_copy(
+        update={"layout": run.layout.model_copy(
+            update={"pipeline": run.layout.pipeline.model_copy(update={"schedule": "1f1b"})}
+        )}
+    )  # fmt: skip
+    everything = list(legal_layouts(Job(config, cluster, 4, fixed)))
+    fits = {(one.layout, one.batch, one.memory.recompute): models.bytes(one) <= models.room for one in everything}
+    fitting = [
+        models.seconds(one)
+        for one in everything
+        if models.bytes(one) <= models.room
+        and (one.memory.recompute == "none" or not fits[one.layout, one.batch, "none"])  # or it is for nothing
+    ]
+    found = search(config, cluster, 4, top=7, fixed=fixed, models=models)
+    assert [made.seconds for made in found.predictions] == sorted(fitting)[:7]
+    counts = found.counts
+    assert counts.legal == len(everything)
+    assert counts.too_full + counts.unfit + counts.dominated + counts.too_slow + counts.predicted == counts.legal
+    assert len(models.predicted) < len(everything) / 3, "bounds save predictions"
+    assert min(counts.too_full, counts.too_slow, counts.unfit, counts.dominated) > 0
+    assert {loser.strategy for loser in found.losers} | {strategy_of(found.predictions[0].config)} == {
+        strategy_of(one) for one in everything
+    }
+
+
+def few(layout: Layout) -> bool:
+    return layout.tensor.kind == "none" or layout.tensor in (Megatron(kind="megatron", size=2),)
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Found, Estimates, tuple[str, ...]]:
+    """A search with the planner's own models, for two devices."""
+    words = ("layout.pipeline.schedule=1f1b", "memory.offload.to=none", "memory.recompute=none", "batch.micro=2")
+    estimates = Estimates(NODES)
+    fixed = fixed_fields(words)
+    found = search(
+        parse_config(TREE, words), NODES, 2, top=3, fixed=fixed, models=estimates,
+        keep=few,
+    )  # fmt: skip
+    return found, estimates, words
+
+
+def test_the_real_bounds_hold(small: tuple[Found, Estimates, tuple[str, ...]]) -> None:
+    found, estimates, _ = small
+    all_of_them = []
+    for config in legal_layouts(found.job):
+        if not few(config.layout):
+            continue
+        made = estimates.predict(config)
+        rough = estimates.rough(config)
+        assert estimates.glance(config) <= made.seconds
+        assert estimates.line(config) <= made.seconds
+        assert rough.seconds <= made.seconds * 1.0001, config.layout.summary
+        assert rough.seconds >= made.seconds * 0.8, config.layout.summary
+        assert estimates.held(config).total <= made.worst_memory
+        assert rough.memory.total <= made.worst_memory, config.layout.summary
+        assert estimates.least_memory(config).total <= made.worst_memory, config.layout.summary
+        all_of_them.append(made.seconds)
+    assert [made.seconds for made in found.predictions] == pytest.approx(sorted(all_of_them)[:3])
+
+
+def test_what_is_written_is_the_run(small: tuple[Found, Estimates, tuple[str, ...]], tmp_path: Path) -> None:
+    found, estimates, _ = small
+    best = found.predictions[0]
+    write_run(best, tmp_path / "deep" / "plan.yaml")
+    again = load_config(tmp_path / "deep" / "plan.yaml")
+    assert dump_config(again) == dump_config(best.config)  # fields without an effect are not written
+    assert estimates.predict(again).seconds == best.seconds
+    with pytest.raises(ConfigError, match="is there already"):
+        check_new(tmp_path / "deep" / "plan.yaml")
+
+
+def test_it_is_shown(small: tuple[Found, Estimates, tuple[str, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+    found, _, _ = small
+    told = as_dict(found)
+    assert told["layouts"][0]["seconds"] == found.predictions[0].seconds
+    assert sum(told["layouts"][0]["memory"].values()) == found.predictions[0].worst_memory
+    assert told["absent"] == {}
+    render(found)
+    shown = capsys.readouterr().out
+    assert f"{found.counts.legal:,} legal layouts" in shown
+    for loser in found.losers:
+        assert loser.strategy in shown
+
+
+def test_kinds_without_a_legal_layout_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, models = made_up(1)
+    run = parse_config(TREE | {"model": TREE["model"] | {"heads": 3, "hidden": 33}})
+    found = search(run, cluster, 2, models=models)
+    why = "layout.tensor.size=2 does not divide model.heads=3; valid: 1, 3"
+    assert as_dict(found)["absent"] == {"megatron": why, "subgraph": why}
+    render(found)
+    assert f"no legal layout of kind megatron: {why}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_nothing_fits() -> None:
+    cluster, models = made_up(1)
+    small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory": models.room // 10})})
+    with pytest.raises(
+        ConfigError, match=r"--cluster=made-up has 0.00 GB a device, and none of \d+ legal layouts on 2"
+    ):
+        search(parse_config(TREE), small, 2, models=models)
+
+
+def test_nothing_is_legal() -> None:
+    cluster, models = made_up(1)
+    words = ["layout.data.size=4"]
+    with pytest.raises(ConfigError, match="--devices=3 leaves the run no legal layout"):
+        search(parse_config(TREE, words), cluster, 3, fixed=fixed_fields(words), models=models)

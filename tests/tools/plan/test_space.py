@@ -1,0 +1,181 @@
+"""The space is the legal set: what the config's own rules let pass of everything that can be said, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations, product
+from typing import Any
+
+import pytest
+
+from meshwright.config import Config, parse_config
+from meshwright.config.rules import broken_rules
+from meshwright.ranks.grid import Grid
+from meshwright.tools.plan.cluster import Cluster
+from meshwright.tools.plan.space import Job, fixed_fields, legal_layouts, ranks_per_node
+
+LEVELS = [{"joins": 2, "latency": 1e-6, "bandwidth": 1e10}, {"latency": 1e-5, "bandwidth": 1e9}]
+TREE: dict[str, Any] = {
+    "model": {"layers": 3, "hidden": 12, "heads": 6, "positions": 24, "vocabulary": 300, "vocabulary_multiple": 4},
+    "data": {"sequence": 12},
+    "batch": {"global": 12},
+}
+HALF = {"precision": {"level": "O2", "dtype": "bf16"}}
+
+
+def cluster_of(devices_per_node: int = 2) -> Cluster:
+    device = {"kind": "cuda", "memory": "1G", "peak": {"float32": 1e12}, "efficiency": [(1, 0.5)],
+              "bandwidth": [(1, 1e11)], "host_link": 1e10}  # fmt: skip
+    links = {"torch": {"levels": LEVELS}}
+    return Cluster.model_validate(
+        {"name": "small", "device": device, "devices_per_node": devices_per_node, "links": links}
+    )
+
+
+def job_of(devices: int, tree: dict[str, Any] = TREE, fixed: tuple[str, ...] = ()) -> Job:
+    return Job(parse_config(tree), cluster_of(), devices, fixed)
+
+
+def facts(config: Config) -> tuple[Any, ...]:
+    layout, memory = config.layout, config.memory
+    names = tuple(name for name, size in layout.axes if size > 1)
+    return (
+        layout.data.size, layout.data.sync, layout.pipeline.size, layout.pipeline.schedule, layout.pipeline.limit,
+        layout.tensor, names, layout.ranks_per_node, config.batch.micro, memory.recompute, memory.offload.to,
+    )  # fmt: skip
+
+
+def everything(run: Config, devices: int) -> Iterator[Config]:
+    """All that can be said of layouts, legal or not, on as many ranks; in every order of the three groups of axes."""
+    sizes = range(1, devices + 1)
+    tensors: list[dict[str, Any]] = [{"kind": "none"}]
+    tensors += [{"kind": "megatron", "size": n, "sequence_parallel": cut} for n in sizes[1:] for cut in (False, True)]
+    tensors += [{"kind": "tesseract", "q": q, "d": d} for q in sizes[1:] for d in sizes]
+    tensors += [
+        {"kind": "subgraph", "size": n, "common": common, "branch": branch}
+        for n in sizes[1:] for common in ("all", "one") for branch in ("attention-core", "attention", "block")
+    ]  # fmt: skip
+    for tensor, pipe, data in product(tensors, sizes, sizes):
+        tree = run.model_dump(mode="json", by_alias=True)
+        tree["layout"] |= {"data": {"size": data}, "pipeline": {"size": pipe}, "tensor": tensor, "ranks_per_node": 2}
+        made = Config.model_validate(tree)
+        if made.layout.world_size != devices:
+            continue
+        blocks = (("data",), ("pipe",), tuple(name for name, _ in made.layout.tensor.axes))
+        orders = {
+            tuple(name for block in some for name in block if dict(made.layout.axes)[name] > 1)
+            for some in permutations(blocks)
+        }
+        for order, micro, recompute, to in product(
+            orders, range(1, 13), ("none", "selective", "auto"), ("none", "host")
+        ):
+            for sync, (schedule, limit) in product(("allreduce", "zero1"), _schedules(pipe)):
+                told = {"data": {"size": data, "sync": sync}, "order": order,
+                        "pipeline": {"size": pipe, "schedule": schedule, "limit": limit}}  # fmt: skip
+                tree["layout"] |= told
+                tree["batch"]["micro"] = micro
+                tree["memory"] |= {"recompute": recompute, "offload": {"to": to}}
+                yield Config.model_validate(tree)
+
+
+def _schedules(pipe: int) -> list[tuple[str, Any]]:
+    if pipe == 1:
+        return [("message-driven", "auto")]
+    limits: list[tuple[str, Any]] = [("message-driven", limit) for limit in range(1, 2 * pipe + 1)]
+    return [*limits, ("1f1b", "auto"), ("gpipe", "auto"), ("axonn", "auto")]
+
+
+def has_an_effect(config: Config) -> bool:
+    """Rounds through the stages that are cut short by the number of microbatches; shards of what somebody sums."""
+    sizes = dict(config.layout.axes)
+    summed = any(sizes[axis] > 1 for axis in config.layout.token_axes)
+    limit, stages, count = config.layout.pipeline.limit, config.layout.pipeline.size, config.num_microbatches
+    rounds = limit == "auto" or limit in (min(stages, count), min(2 * stages, count))
+    return rounds and (summed or config.layout.data.sync == "allreduce")
+
+
+def together(config: Config) -> set[frozenset[tuple[tuple[str, int], ...]]]:
+    """Which coordinates share a node."""
+    grid = Grid(tuple(axis for axis in config.layout.axes if axis[1] > 1))
+    places = [tuple(sorted(grid.coordinates(rank).items())) for rank in range(grid.world_size)]
+    return {frozenset(places[rank : rank + 2]) for rank in range(0, grid.world_size, 2)}
+
+
+@pytest.mark.parametrize("devices, tree", [(4, TREE), (2, TREE | HALF), pytest.param(6, TREE, marks=pytest.mark.long)])
+def test_the_space_is_the_legal_set(devices: int, tree: dict[str, Any]) -> None:
+    run = parse_config(tree)
+    fixed = ("memory.recompute", "memory.offload.to") if devices > 2 else ()
+    found = list(legal_layouts(job_of(devices, tree, fixed)))
+    assert all(not broken_rules(config) for config in found[:: max(1, len(found) // 50)])
+    assert len({facts(config) for config in found}) == len(found), "a layout twice"
+
+    def but_order(config: Config) -> tuple[Any, ...]:
+        told = facts(config)
+        return *told[:6], *told[7:]
+
+    unique: dict[tuple[Any, ...], list[Config]] = {}
+    for config in found:
+        unique.setdefault(but_order(config), []).append(config)
+    expected: dict[tuple[Any, ...], list[Any]] = {}
+    for config in everything(run, devices):
+        if fixed and (config.memory.recompute, config.memory.offload.to) != ("none", "none"):
+            continue
+        key = but_order(config)
+        nodes = together(config)
+        if nodes in expected.get(key, []) or not has_an_effect(config):
+            continue
+        if not broken_rules(config):
+            expected.setdefault(key, []).append(nodes)
+    assert unique.keys() == expected.keys()
+    for key, configs in unique.items():
+        mine = [together(config) for config in configs]
+        assert len(mine) == len(expected[key])
+        assert all(nodes in expected[key] for nodes in mine), "another order of the axes"
+
+
+def test_what_is_fixed_stays() -> None:
+    words = ["layout.tensor={kind: megatron, size: 2}", "layout.data.sync=ring", "memory.recompute={every: 2}",
+             "layout.pipeline.limit=3", "layout.pipeline.schedule=axonn", "batch.micro=auto"]  # fmt: skip
+    run = parse_config(TREE, words)
+    job = Job(run, cluster_of(), 4, fixed_fields(words))
+    found = list(legal_layouts(job))
+    assert found
+    for config in found:
+        assert (config.layout.tensor.kind, dict(config.layout.axes)["tensor"]) == ("megatron", 2)
+        assert config.layout.data.sync == "ring"
+        assert (config.memory.recompute, config.layout.pipeline.limit) == (2, 3)
+        assert config.batch.micro == "auto"
+    cut = {config.layout.tensor.sequence_parallel for config in found if config.layout.tensor.kind == "megatron"}
+    assert cut == {False, True}, "what is not fixed is free"
+    assert {config.layout.pipeline.size for config in found} == {1, 2}
+
+
+def test_sizes_that_are_fixed_must_fit() -> None:
+    words = ["layout.data.size=3"]
+    job = Job(parse_config(TREE, words), cluster_of(), 4, fixed_fields(words))
+    assert not list(legal_layouts(job))
+
+
+def test_fields_of_words() -> None:
+    words = ["layout.tensor={kind: megatron, size: 2}", "batch.micro=4", "memory={offload: {to: host}}"]
+    assert fixed_fields(words) == {"layout.tensor.kind", "layout.tensor.size", "batch.micro", "memory.offload.to"}
+
+
+@pytest.mark.parametrize("devices, here", [(1, 1), (6, 6), (48, 6), (1024, 4), (7, 1)])
+def test_nodes_are_full(devices: int, here: int) -> None:
+    assert ranks_per_node(cluster_of(6), devices) == here
+
+
+def test_an_order_is_there_for_what_it_puts_together() -> None:
+    """On nodes of 2, two replicas of two stages: neighbours are either the stages or the replicas."""
+    tree = TREE | {"layout": {"pipeline": {"size": 2}}}
+    found = legal_layouts(job_of(4, tree, ("layout.tensor", "layout.pipeline.size")))
+    assert {config.layout.order for config in found} == {"auto", ("pipe", "data")}
+
+
+def test_why_a_kind_is_not_there() -> None:
+    refused: dict[str, Any] = {}
+    tree = TREE | {"model": TREE["model"] | {"heads": 3, "hidden": 12}}
+    kinds = {config.layout.tensor.kind for config in legal_layouts(job_of(2, tree), refused)}
+    assert kinds == {"none"}
+    assert str(refused["megatron"]) == "layout.tensor.size=2 does not divide model.heads=3; valid: 1, 3"

@@ -1,0 +1,238 @@
+"""Mistakes, planted in a rank's process before it builds its parts. Most are in code that runs on one device as well,
+so that two runs of ours would agree on them. Each patches what it breaks, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright import build
+from meshwright.build import Parts
+from meshwright.data_parallel.policies import AllReduce
+from meshwright.data_parallel.strategy import Synchroniser
+from meshwright.model import Batch, counts_of
+from meshwright.models import gpt
+from meshwright.optim import optimizer
+from meshwright.optim.optimizer import Optimizer
+from meshwright.optim.states import InPlace
+from meshwright.parameters.bucket import Bucket
+from meshwright.ranks.comm import DONE, Comm, Work
+from meshwright.tensor import cross_entropy, linear, serial
+from meshwright.train.loop import Loaded, Trainer
+from tests.tools.verify.cases import Plant
+
+
+def halved_sum() -> None:
+    """The gradients' sum is halved, for every number of ranks."""
+    right = AllReduce.reduce
+
+    def wrong(self: AllReduce, bucket: Bucket, comm: Comm) -> Work:
+        bucket.gradients.mul_(0.5)
+        return right(self, bucket, comm)
+
+    AllReduce.reduce = wrong  # type: ignore[method-assign]
+
+
+def dropped_sum() -> None:
+    """Nobody sums."""
+    AllReduce.reduce = lambda self, bucket, comm: DONE  # type: ignore[method-assign]
+
+
+def one_wrong_element() -> None:
+    """One element of a bucket is off by 1e-9 on one rank."""
+    right = AllReduce.reduce
+
+    def wrong(self: AllReduce, bucket: Bucket, comm: Comm) -> Work:
+        if comm.index == 0 and bucket.matrix:
+            bucket.gradients[0] += 1e-9
+        return right(self, bucket, comm)
+
+    AllReduce.reduce = wrong  # type: ignore[method-assign]
+
+
+def wrong_norm() -> None:
+    """The norm that clips is a thousandth too large."""
+    right = optimizer.norm_of_squares
+    optimizer.norm_of_squares = lambda *arguments: right(*arguments) * 1.001  # type: ignore[assignment]
+
+
+def wrong_clipping() -> None:
+    """The norm is right, and what it divides by is not."""
+    right = Optimizer._divisor
+    Optimizer._divisor = lambda self, norm: right(self, norm) * 1.01  # type: ignore[method-assign]
+
+
+def decayed_vectors() -> None:
+    """Weight decay acts on biases and norms as well."""
+    right = InPlace._step_together
+
+    def wrong(self: InPlace, members: list[int], weight_decay: float, rate: float, steps_taken: int) -> None:
+        right(self, members, self.settings.weight_decay, rate, steps_taken)
+
+    InPlace._step_together = wrong  # type: ignore[method-assign]
+
+
+def late_schedule() -> None:
+    """The learning rate is the next step's."""
+    right = optimizer.learning_rate
+    optimizer.learning_rate = lambda peak, schedule, step, steps: right(peak, schedule, step + 1, steps)
+
+
+def wrong_rate() -> None:
+    """The learning rate is a millionth too large."""
+    right = optimizer.learning_rate
+    optimizer.learning_rate = lambda *arguments: right(*arguments) * (1 + 1e-6)
+
+
+def wrong_bias_correction() -> None:
+    """Adam counts one step too many."""
+    right = InPlace.step
+
+    def wrong(self: InPlace, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
+        right(self, indices, rate, divisor, steps_taken + 1)
+
+    InPlace.step = wrong  # type: ignore[method-assign]
+
+
+def local_counts() -> None:
+    """Each replica takes the mean over its own labels, and the means are averaged."""
+    right = Trainer._backward
+
+    def wrong(self: Trainer, loaded: Loaded, scale: float) -> float:
+        mine = counts_of(loaded.batch, self.parts.model.labels)
+        everyone = [count * self.parts.mesh.size("data") for count in mine]
+        return right(self, replace(loaded, counts=everyone), scale)
+
+    Trainer._backward = wrong  # type: ignore[method-assign]
+
+
+def _microbatches(change: Callable[[list[Batch]], list[Batch]]) -> None:
+    right = Parts.microbatches
+    Parts.microbatches = lambda self, batch: change(right(self, batch))  # type: ignore[method-assign]
+
+
+def dropped_microbatch() -> None:
+    _microbatches(lambda batches: batches[1:])
+
+
+def doubled_microbatch() -> None:
+    _microbatches(lambda batches: [batches[1], *batches[1:]])
+
+
+def misplaced_view() -> None:
+    """Two parameters of one shape write their gradients into each other's part of the bucket."""
+    right = Bucket.members
+
+    def wrong(self: Bucket) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        members = list(right(self))
+        for index, ((first, a), (second, b)) in enumerate(pairwise(members)):
+            if first.shape == second.shape:
+                members[index : index + 2] = [(first, b), (second, a)]
+                break
+        yield from members
+
+    Bucket.members = wrong  # type: ignore[method-assign]
+
+
+def doubled_lookup() -> None:
+    """The embedding's share of the tied table's gradient counts twice."""
+    right = serial.lookup
+
+    def wrong(ids: Tensor, layer: Any) -> Tensor:
+        rows = right(ids, layer)
+        return 2 * rows - rows.detach()
+
+    serial.lookup = wrong
+
+
+def forgotten_smoothing() -> None:
+    """The gradient of the logits leaves out the part of the target that all classes share; the loss is right."""
+    right = cross_entropy._to_gradients
+
+    def wrong(logits: Tensor, targets: Tensor, factors: Tensor, classes: Any) -> Tensor:
+        losses = right(logits, targets, factors, classes)
+        logits.add_(factors, alpha=classes.smoothing / classes.vocabulary)
+        return losses
+
+    cross_entropy._to_gradients = wrong
+
+
+def lost_bias_gradient() -> None:
+    """A linear's bias has a gradient of zeros."""
+    right = linear.bias_gradient
+    linear.bias_gradient = lambda dy, layer: right(torch.zeros_like(dy), layer)
+
+
+def half_sums() -> None:
+    """Gradients of microbatches are added up in half precision."""
+    right = Synchroniser._accumulated
+
+    def wrong(self: Synchroniser, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            parameter.grad.copy_(parameter.grad.bfloat16())
+        right(self, parameter)
+
+    Synchroniser._accumulated = wrong  # type: ignore[method-assign]
+
+
+def wrong_cut() -> None:
+    """The second rank of the tensor axis holds its part of a cut parameter the other way round."""
+    right = build.initialise
+
+    def wrong(model: nn.Module, mesh: Any, seed: int) -> None:
+        right(model, mesh, seed)
+        name = "blocks.0.feed_forward.expand.weight"
+        if mesh.index("tensor") == 1:
+            parameter = dict(model.named_parameters())[name]
+            parameter.data = parameter.data.flip(-1)
+
+    build.initialise = wrong
+
+
+def dead_block() -> None:
+    """A block gives what it reads."""
+    gpt.Block.forward = lambda self, h, cache=None: h  # type: ignore[method-assign]
+
+
+def dead_model() -> None:
+    """The loss does not depend on anything."""
+    right = gpt.GPT.loss
+    gpt.GPT.loss = lambda self, *arguments: right(self, *arguments) * 0  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`seen`: the kinds of comparisons that must fail; `unseen`: those that cannot."""
+
+    plant: Plant
+    seen: tuple[str, ...]
+    unseen: tuple[str, ...] = ()
+    layout: str = "data"
+    model: str = "gpt2"
+
+
+MISTAKES = [
+    Mistake(halved_sum, ("norm", "gradient"), ("initial",)),
+    Mistake(halved_sum, ("norm", "gradient"), ("initial",), layout="none"),
+    Mistake(dropped_sum, ("norm", "gradient", "weight")),
+    Mistake(one_wrong_element, ("gradient",), ("initial",)),
+    Mistake(wrong_norm, ("norm", "weight"), ("initial", "gradient")),
+    Mistake(wrong_clipping, ("weight",), ("initial", "gradient")),
+    Mistake(decayed_vectors, ("weight",), ("initial", "gradient")),
+    Mistake(late_schedule, ("weight",), ("initial", "gradient")),
+    Mistake(wrong_rate, ("weight",), ("initial", "gradient")),
+    Mistake(wrong_bias_correction, ("weight",), ("initial", "gradient")),
+    Mistake(local_counts, ("loss", "gradient")),
+    Mistake(dropped_microbatch, ("loss", "gradient")),
+    Mistake(doubled_microbatch, ("loss", "gradient")),
+    Mistake(misplaced_view, ("gradient", "weight"), ("initial",)),
+    Mistake(doubled_lookup, ("gradient", "norm"), ("initial",)),
+    Mistake(forgotten_smoothing, ("gradient", "norm"), ("initial",), model="transformer"),
+    Mistake(lost_bias_gradient, ("gradient", "weight"), ("initial",)),
+    Mistake(wrong_cut, ("initial", "loss", "gradient", "weight"), layout="tensor"),
+]

@@ -1,0 +1,164 @@
+"""The reference is plain torch: what it imports, what its autograd graph is made of; and layouts equal it, of every
+family, level and optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.config import Config
+from meshwright.config.schema import Schedule
+from meshwright.families import family_of
+from meshwright.optim.optimizer import learning_rate
+from meshwright.parameters.shard import ShardedModule, initialise
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.serial import SerialKit
+from meshwright.tools.verify import reference
+from meshwright.tools.verify.reference import Reference, rate_share, reference_run
+from tests.test_layers import imports_of
+from tests.tools.verify.cases import MODELS, Drawn, batches, config_for, run_reference, verdict_of
+from tests.workers import run_ranks
+
+ALLOWED = {
+    "meshwright.model.Batch", "meshwright.model.IGNORED",
+    "meshwright.config.Config", "meshwright.config.schema.Schedule",
+    "meshwright.families.family_of",
+    "meshwright.parameters.shard.Initial", "meshwright.parameters.shard.ONES",
+    "meshwright.tensor.head.HeadShape",
+}  # fmt: skip
+"""Facts, and the model files."""
+
+SOLO = Grid((("data", 1),))
+
+
+def test_it_imports_facts_and_the_models_alone() -> None:
+    path = Path(reference.__file__)
+    assert {name for name in imports_of(path) if name.startswith("meshwright")} == ALLOWED
+    assert len(path.read_text().splitlines()) <= 250
+
+
+def functions_of(mesh: Mesh, config: Config) -> tuple[set[str], list[str]]:
+    """The autograd functions of ours in the graph of a loss, and the layers of other kits in the model."""
+    run = Reference(config, torch.device("cpu"))
+    batch = next(batches(config))
+    loss = run.model(batch, dict.fromkeys(run.model.labels, 1.0))
+    found, waiting, seen = set[str](), [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [function for function, _ in node.next_functions]
+        if isinstance(node, torch.autograd.function.BackwardCFunction):  # a function written in Python
+            found.add(type(node).__name__)
+    assert len(seen) > 50, "the graph was walked"
+    return found, [type(layer).__name__ for layer in run.model.modules() if isinstance(layer, ShardedModule)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_its_graph_is_torchs(model: str) -> None:
+    """The model files themselves have two functions of their own: GPT-2's GELU, and what keeps a stage's inputs."""
+    ours, layers = run_ranks(functions_of, SOLO, config_for(model))[0]
+    family = config_for(model).model.family
+    own = {"gpt2": {"_GeluBackward"}, "transformer": {"_TogetherBackward"}, "t5": {"_TogetherBackward"}}
+    assert ours == own.get(family, set())
+    assert layers == []
+
+
+TENSORS = {
+    "gpt2": {"kind": "megatron", "size": 2},
+    "untied": {"kind": "tesseract", "q": 2},
+    "bert": {"kind": "megatron", "size": 2, "sequence_parallel": True},
+    "vit": {"kind": "subgraph", "size": 2},
+    "t5": {"kind": "megatron", "size": 2},
+    "resnext": {"kind": "subgraph", "size": 2},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_rank_equals_it(model: str, tmp_path: Path) -> None:
+    verdict = verdict_of(config_for(model), tmp_path, 4)
+    verdict.check()
+    assert len(verdict.rows) == 3 * len({row.name for row in verdict.rows if row.kind == "weight"}) + 2 * 4
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if model in TENSORS])
+def test_layouts_equal_it(model: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "layout": {"data": {"size": 1}, "tensor": TENSORS[model]},
+        "batch": {"global": 12, "micro": 4},
+    }
+    verdict_of(config_for(model, **changes), tmp_path, 3).check()
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum"])
+@pytest.mark.parametrize("decay", ["constant", "linear"])
+def test_every_optimizer_and_schedule(name: str, decay: str, tmp_path: Path) -> None:
+    settings = {"name": name, "lr": 0.1, "clip": None, "schedule": {"decay": decay, "floor": 0.2}}
+    if decay == "constant":
+        settings["schedule"] = {}
+    layout = {"data": {"size": 2, "sync": "zero1"}}
+    verdict_of(config_for(optimizer=settings, layout=layout), tmp_path, 4).check()
+
+
+PRECISIONS = [("O0", "float32"), ("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")]
+
+
+@pytest.mark.parametrize("level,dtype", PRECISIONS)
+@pytest.mark.parametrize("model", ["gpt2", "t5", "resnext"])
+def test_every_precision(model: str, level: str, dtype: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "precision": {"level": level, "dtype": dtype},
+        "layout": {"data": {"size": 2}},
+    }
+    verdict_of(config_for(model, **changes), tmp_path, 3).check()
+
+
+def drawn(mesh: Mesh, config: Config) -> dict[str, torch.Tensor]:
+    model = family_of(config).model(config.model, SerialKit(mesh), None)
+    initialise(model, mesh, config.seed)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def test_initial_values_of_more_than_one_block() -> None:
+    """A table of 2^20 elements and more is drawn in blocks: the same on both sides, to the bit."""
+    config = config_for()
+    config = config.model_copy(update={"model": config.model.model_copy(update={"hidden": 64, "vocabulary": 20000})})
+    (ours,) = run_ranks(drawn, SOLO, config)
+    assert ours["tokens.weight"].numel() > 2**20
+    for name, values in ours.items():
+        initial = reference.initial_values(f"{config.seed}/{name}", tuple(values.shape), _initial_of(config, name))
+        assert torch.equal(initial, values), name
+
+
+def _initial_of(config: Config, name: str) -> Any:
+    model = family_of(config).model(config.model, reference.ReferenceKit(), None)
+    path, own = name.rsplit(".", 1)
+    return model.get_submodule(path).initial if own == "weight" else reference.Initial(0.0)
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_learning_rates_are_those_of_the_run(decay: Any) -> None:
+    schedule = Schedule(warmup=3, decay=decay, floor=0.2)
+    rates = [rate_share(schedule, step, 10) for step in range(12)]
+    assert rates == pytest.approx([learning_rate(1.0, schedule, step, 10) for step in range(12)], rel=1e-15)
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+def interface(mesh: Mesh, config: Config) -> Any:
+    return reference_run(config, batches(config), 2)
+
+
+def test_the_callable(tmp_path: Path) -> None:
+    """Whole global batches in, numbers by step and whole tensors by name out."""
+    (outcome,) = run_ranks(interface, SOLO, config_for())
+    assert len(outcome.losses) == len(outcome.norms) == 2
+    assert outcome.initial.keys() == outcome.gradients.keys() == outcome.weights.keys()
+    assert outcome.norms[0] == pytest.approx(
+        float(torch.stack([gradient.norm() for gradient in outcome.gradients.values()]).norm())
+    )
+    assert run_reference(Drawn(config_for()), tmp_path / "left", 1).joinpath("numbers.json").exists()

@@ -1,0 +1,79 @@
+"""verify as a command: jobs of workers, a verdict, a table. What it sees: test_mistakes.py."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from meshwright.config import Config, parse_config
+from meshwright.errors import LaunchError, MismatchError
+from meshwright.tools.verify import job
+from meshwright.tools.verify.compare import Row
+from meshwright.tools.verify.job import Verdict, verify
+from meshwright.tools.verify.table import as_dict, render
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number} of a text about nothing\n" for number in range(400)))
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    return parse_config(
+        {
+            "model": {"layers": 1, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 257, "dropout": 0.1},
+            "data": {"source": str(text), "sequence": 16},
+            "batch": {"global": 4},
+            "layout": {"data": {"size": 2, "bucket": 8192}, "transport": "torch"},
+        }
+    )
+
+
+def test_a_right_layout_holds(config: Config) -> None:
+    verdict = verify(config, steps=2)
+    verdict.check()
+    assert {row.kind for row in verdict.rows} == {"initial", "loss", "norm", "gradient", "weight"}
+    names = {row.name for row in verdict.rows if row.kind == "gradient"}
+    assert {"tokens.weight", "blocks.0.attention.query_key_value.bias", "norm.bias"} <= names
+    assert as_dict(verdict)["holds"] is True
+
+
+def plant(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "WORKER", f"tests.tools.verify.planted:{bug}")
+
+
+def test_a_planted_wrong_gradient_fails(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant("wrong_gradient", monkeypatch)
+    verdict = verify(config, steps=1)
+    with pytest.raises(MismatchError, match="the layout does not compute what one device computes"):
+        verdict.check()
+    assert verdict.failed[0].kind == "gradient"
+    with redirect_stdout(StringIO()) as printed:
+        render(verdict)
+    assert "FAILS" in printed.getvalue()
+
+
+CRASHES = {
+    "WORKER": ("killed_rank", "^the layout did not get to its end: rank 1 was killed by signal 9"),
+    "REFERENCE_WORKER": ("failing_reference", "^the reference on one device did not get to its end: rank 0 failed: "),
+}
+
+
+@pytest.mark.parametrize("side", CRASHES)
+def test_a_crash_is_one_message(side: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug, message = CRASHES[side]
+    monkeypatch.setattr(job, side, f"tests.tools.verify.planted:{bug}")
+    with pytest.raises(LaunchError, match=message) as raised:
+        verify(config, steps=1)
+    assert "Traceback" not in str(raised.value)
+
+
+def test_not_a_number_does_not_hold(config: Config) -> None:
+    row = Row("gradient", "x", float("nan"), 1.0)
+    assert not row.holds
+    verdict = Verdict(config, 1, (Row("gradient", "y", 0.5, 1.0), row))
+    assert verdict.worst("gradient").name == "x"
+    with pytest.raises(MismatchError):
+        verdict.check()
