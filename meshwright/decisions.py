@@ -22,9 +22,9 @@ from pydantic import ValidationError
 
 from meshwright.config import Config
 from meshwright.config.pipeline_rules import PIPELINE_RULES
-from meshwright.config.section import field_of, with_field
 from meshwright.errors import CheckpointError
 from meshwright.ranks.mesh import Mesh
+from meshwright.section import field_of, with_field
 from meshwright.stages import Stages
 from meshwright.tensor.gathered import choose_form
 from meshwright.tensor.summa import Form

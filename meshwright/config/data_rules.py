@@ -11,10 +11,9 @@ from typing import Literal
 
 from meshwright.config.layout import Megatron
 from meshwright.config.models import T5, Bert, EncoderDecoder, ImageNetwork, TextTransformer
-from meshwright.config.rule import listed, rule
 from meshwright.config.schema import Config, Data
-from meshwright.config.section import divisors
 from meshwright.errors import Problem
+from meshwright.section import divisors, listed, rule
 
 STDLIB, DIGITS = "stdlib", "digits"
 """Sources that are names: the text of Python's standard library, scikit-learn's images of digits."""

@@ -18,8 +18,8 @@ from meshwright.config.data_rules import objective_of
 from meshwright.config.layout import Tesseract
 from meshwright.config.models import EncoderDecoder, ImageNetwork
 from meshwright.config.schema import Config
-from meshwright.config.section import Section, shown
 from meshwright.errors import Problem
+from meshwright.section import Section, shown
 
 
 @dataclass(frozen=True)

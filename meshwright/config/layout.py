@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Tag
 
-from meshwright.config.section import Count, Positive, Section, Size
+from meshwright.section import Count, Positive, Section, Size
 
 Sync = Literal["server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "fsdp"]
 

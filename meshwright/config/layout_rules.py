@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from meshwright.config.messages import nearest
-from meshwright.config.rule import listed, rule
 from meshwright.config.schema import Config
-from meshwright.config.section import divisors
 from meshwright.errors import Problem
+from meshwright.section import divisors, listed, rule
 
 SIZES = ("layout.data.size", "layout.pipeline.size", "layout.tensor")
 

@@ -14,9 +14,9 @@ from meshwright.config.effects import idle_fields, without_effect
 from meshwright.config.messages import nearest, problems_of
 from meshwright.config.rules import broken_rules
 from meshwright.config.schema import Config
-from meshwright.config.section import shown
 from meshwright.config.yaml_text import MAX_LEVELS, complaint, plain_values
 from meshwright.errors import ConfigError, Problem
+from meshwright.section import shown
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 MAX_BYTES = 2**20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.config.rule import listed, rule
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
+from meshwright.section import listed, rule
 
 BUCKET_MULTIPLE = 128
 """Two halves, each of whole vectors of the optimizer's kernels: so the bits are those of the optimizer in place."""

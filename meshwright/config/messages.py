@@ -20,8 +20,8 @@ from pydantic_core import ErrorDetails
 
 from meshwright.config.models import Transformer
 from meshwright.config.schema import Config
-from meshwright.config.section import LARGEST, parse_size, shown
 from meshwright.errors import Problem
+from meshwright.section import LARGEST, parse_size, shown
 
 _KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 

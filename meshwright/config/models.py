@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from meshwright.config.section import Layers, Positive, Section, Share
+from meshwright.section import Layers, Positive, Section, Share
 
 
 class Network(Section):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.config.models import Transformer
-from meshwright.config.rule import rule
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
+from meshwright.section import rule
 
 WITHOUT_LIMIT = ("gpipe", "1f1b")
 """Schedules whose order is fixed, and with it how many microbatches a stage holds."""

@@ -12,11 +12,10 @@ from meshwright.config.layout_rules import LAYOUT_RULES
 from meshwright.config.memory_rules import MEMORY_RULES
 from meshwright.config.models import T5, ImageNetwork, ResNeXt, Transformer, Vit
 from meshwright.config.pipeline_rules import PIPELINE_RULES
-from meshwright.config.rule import listed, rule
 from meshwright.config.schema import Config
-from meshwright.config.section import divisors
 from meshwright.config.tensor_rules import TENSOR_RULES
 from meshwright.errors import Problem
+from meshwright.section import divisors, listed, rule
 
 
 @rule("model.hidden", "model.heads")

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from meshwright.config.layout import Layout
 from meshwright.config.models import Gpt2, Model
-from meshwright.config.section import Count, Positive, Seconds, Section, Share, Size, divisors
+from meshwright.section import Count, Positive, Seconds, Section, Share, Size, divisors
 
 
 class Data(Section):

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from meshwright.config.layout import Megatron, Subgraph, Tesseract, Whole
 from meshwright.config.lengths import lengths_of
 from meshwright.config.models import EncoderDecoder, ResNeXt, TextTransformer, Vit
-from meshwright.config.rule import listed, rule
 from meshwright.config.schema import Config
-from meshwright.config.section import divisors
 from meshwright.errors import Problem
+from meshwright.section import divisors, listed, rule
 
 
 def _cut(config: Config) -> tuple[str, int]:

@@ -18,11 +18,11 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from meshwright.config.section import Count, Positive, Section
 from meshwright.data.checksums import REMEDY, check_file, check_once
 from meshwright.data.split import SPLITS, Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError
+from meshwright.section import Count, Positive, Section
 
 FORMAT: Literal[1] = 1
 Kind = Literal["text", "pairs"]

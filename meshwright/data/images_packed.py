@@ -23,7 +23,6 @@ from pydantic import ValidationError
 
 from meshwright.config.models import ImageNetwork
 from meshwright.config.schema import Data
-from meshwright.config.section import Positive, Section
 from meshwright.data.format import file_sha256
 from meshwright.data.images_source import ImageSource, open_source
 from meshwright.data.permutation import Permutation
@@ -31,6 +30,7 @@ from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.split import SPLITS, Split
 from meshwright.data.staging import folder_lock, staged_folder
 from meshwright.errors import ConfigError, DataError
+from meshwright.section import Positive, Section
 
 FORMAT: Literal[1] = 1
 HEADER = "images.json"

@@ -12,8 +12,8 @@ import pytest
 from meshwright.config import Config, dump_config, dump_tree, load_config, parse_config, parse_run
 from meshwright.config.effects import EFFECTS, idle_fields
 from meshwright.config.load import CONFIGS
-from meshwright.config.section import Section
 from meshwright.errors import ConfigError
+from meshwright.section import Section
 from meshwright.tools.compare.layouts import from_files
 from meshwright.tools.plan.auto import load_free, load_run
 

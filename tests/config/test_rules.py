@@ -10,10 +10,9 @@ import pytest
 
 from meshwright.config import data_rules, layout_rules, memory_rules, parse_run, pipeline_rules, rules, tensor_rules
 from meshwright.config.models import T5, ResNeXt, Vit
-from meshwright.config.rule import Rule, listed
 from meshwright.config.rules import RULES
-from meshwright.config.section import divisors
 from meshwright.errors import ConfigError
+from meshwright.section import Rule, divisors, listed
 
 
 def mistake(**tree: Any) -> str:

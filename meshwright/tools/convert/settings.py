@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from meshwright.config.messages import problems_of
 from meshwright.config.models import Transformer
-from meshwright.config.section import shown
 from meshwright.errors import CheckpointError
+from meshwright.section import shown
 
 AnyTransformer = TypeVar("AnyTransformer", bound=Transformer)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.config.section import shown
 from meshwright.errors import CheckpointError
+from meshwright.section import shown
 
 _FILE = re.compile(r"\w[\w.-]{0,99}")
 """A name without separators: nothing outside of the folder can be meant."""

@@ -14,8 +14,8 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from meshwright.config.load import CONFIGS, read_yaml
 from meshwright.config.messages import problems_of
-from meshwright.config.section import Positive, Section, Size
 from meshwright.errors import ConfigError
+from meshwright.section import Positive, Section, Size
 
 CALIBRATED = Path("cluster.yaml")
 """Where `meshwright calibrate` writes what it has measured, unless it is told otherwise."""

@@ -32,10 +32,9 @@ import yaml
 
 from meshwright.config import Config
 from meshwright.config.layout import Layout, Megatron, Subgraph, Tesseract, Whole
-from meshwright.config.rule import Rule
 from meshwright.config.rules import RULES
-from meshwright.config.section import divisors, field_of, with_field
 from meshwright.errors import Problem
+from meshwright.section import Rule, divisors, field_of, with_field
 from meshwright.tools.plan.cluster import Cluster
 
 SIZES = ("layout.tensor", "layout.pipeline.size", "layout.data.size")

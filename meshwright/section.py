@@ -1,11 +1,22 @@
-"""What all sections of a config have: frozen, no unknown keys; and the kinds of numbers in them."""
+"""What every section of a config is made of: the base class, the kinds of numbers in it, and rules over fields.
+
+It stands beside config/ and not in it, so that a strategy's own section (tensor/section.py, ...) can be imported
+before the config that is composed of all of them.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from meshwright.errors import Problem
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
 
 _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -33,6 +44,13 @@ def divisors(number: int) -> list[int]:
     """All positive divisors, ascending."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+
+
+def listed(values: list[int], most: int = 12) -> str:
+    """The values as a short text, the middle left out where there are many."""
+    if len(values) > most:
+        return ", ".join(map(str, values[: most - 1])) + f", ..., {values[-1]}"
+    return ", ".join(map(str, values))
 
 
 def _shown(value: object) -> str:
@@ -84,3 +102,19 @@ def with_field(section: Any, field: str, value: object) -> Any:
     name, _, rest = field.partition(".")
     changed = {name: with_field(field_of(section, name), rest, value) if rest else value}
     return section | changed if isinstance(section, dict) else section.model_copy(update=changed)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check of a config: a generator of problems over the fields that it reads.
+
+    Where one of these is itself mistaken the rule is left out, and every other mistake is still reported.
+    """
+
+    reads: tuple[str, ...]
+    check: Callable[[Config], Iterator[Problem]]
+
+
+def rule(*reads: str) -> Callable[[Callable[[Config], Iterator[Problem]]], Rule]:
+    """Make the decorated check a rule over the fields that it reads."""
+    return lambda check: Rule(reads, check)
