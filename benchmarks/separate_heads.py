@@ -17,7 +17,6 @@ from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.ours import open_layout, reference_config, steps_of
 from meshwright.build import Parts, build_kit
 from meshwright.config import Config
-from meshwright.config.layout import Subgraph
 from meshwright.data_parallel.policies import AllReduce
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.models.gpt import GPT
@@ -29,6 +28,7 @@ from meshwright.pipeline.passes import Accumulation
 from meshwright.ranks.mesh import Mesh
 from meshwright.stages import Stages
 from meshwright.subgraph.branches import Branches
+from meshwright.subgraph.section import Subgraph
 from meshwright.tensor.kit import Kit
 from meshwright.tensor.serial import SerialLinear
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,21 +36,11 @@ from meshwright.pipeline.stage import Stage
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
 from meshwright.stages import Stages, microbatch_bytes, plan_stages
-from meshwright.subgraph.kit import SubgraphKit
 from meshwright.tensor.kit import Kit, rows_of_rank
-from meshwright.tensor.megatron import MegatronKit
-from meshwright.tensor.serial import SerialKit
 from meshwright.tensor.tesseract import TesseractKit
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-KITS: dict[str, Callable[[Any, Mesh], Kit]] = {
-    "none": lambda config, mesh: SerialKit(mesh),
-    "megatron": lambda config, mesh: MegatronKit(mesh, sequence_parallel=config.layout.tensor.sequence_parallel),
-    "tesseract": lambda config, mesh: TesseractKit(mesh, config.memory.summa),
-    "subgraph": lambda config, mesh: SubgraphKit(mesh, config.layout.tensor, config.micro),
-}
 
 SYNCHRONISERS: dict[str, tuple[type[Synchroniser], Callable[[], Policy]]] = {
     "server-loss": (ServerLoss, Server),
@@ -121,7 +110,7 @@ class Parts:
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
     """The words that the model is written in, for this rank."""
-    return KITS[config.layout.tensor.kind](config, mesh)
+    return config.layout.tensor.kit(config, mesh)
 
 
 def resolve_transport(config: Config, device: str) -> str:

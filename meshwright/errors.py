@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,12 +24,16 @@ class MeshwrightError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a config: the field, what it holds, the rule it breaks, and what would work."""
+    """One mistake in a config: the field, what it holds, the rule it breaks, and what would work.
+
+    `reads`: further fields that it rests on. Where one of them is mistaken itself, this is none yet.
+    """
 
     field: str
     value: object
     rule: str
     valid: str = ""
+    reads: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         hint = f"; valid: {self.valid}" if self.valid else ""
@@ -51,6 +56,10 @@ class ConfigError(MeshwrightError):
     def of(cls, field: str, value: object, rule: str, valid: str = "") -> ConfigError:
         """A config error with a single problem."""
         return cls([Problem(field, value, rule, valid)])
+
+
+class PluginError(MeshwrightError):
+    """A strategy of another package that cannot be used: names the package, its entry point and the cause."""
 
 
 class DataError(MeshwrightError):

@@ -7,11 +7,11 @@ before the config that is composed of all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from meshwright.errors import Problem
 
@@ -88,6 +88,19 @@ class Section(BaseModel):
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("true and false are not numbers")
         return value
+
+
+def union_of(sections: Mapping[str, type[Section]], tag: str, default: str | None = None) -> Any:
+    """The annotation of a field that holds one of the sections, which the field `tag` tells apart."""
+    classes = tuple(sections.values())
+
+    def name(value: object) -> object:
+        if isinstance(value, dict):
+            return value.get(tag, default)
+        return field_of(value, tag) if isinstance(value, classes) else None
+
+    branches = tuple(Annotated[section, Tag(known)] for known, section in sections.items())
+    return Annotated[Union[branches], Discriminator(name)]  # noqa: UP007 the members are known when it runs
 
 
 def field_of(section: Any, field: str) -> Any:

@@ -35,14 +35,38 @@ ROOMS_APART = 2
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
+SECTION = "section"
+"""A strategy's section.py stands in its room, and on floor 0: the config is composed of all of them. It names what it
+is built of, in its own room, inside of functions that are called when torch is there."""
+
+
 def room_of(path: Path) -> str:
-    """The file or folder right under the package that a module belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """The file or folder right under the package that a module belongs to; a section is no part of its folder."""
+    return SECTION if path.stem == SECTION else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def nodes_of(path: Path) -> Iterator[ast.AST]:
+    """All of a module; of a section, what runs when it is imported, with what its functions import of other rooms."""
+    tree = ast.parse(path.read_text())
+    if path.stem != SECTION:
+        yield from ast.walk(tree)
+        return
+    own = f"meshwright.{path.parent.name}."
+    for statement in tree.body:
+        if not (isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"):
+            lazy = {
+                inner
+                for function in ast.walk(statement)
+                if isinstance(function, ast.FunctionDef)
+                for inner in ast.walk(function)
+                if isinstance(inner, ast.ImportFrom) and str(inner.module).startswith(own)
+            }
+            yield from (node for node in ast.walk(statement) if node not in lazy)
 
 
 def imports_of(path: Path) -> Iterator[str]:
     """The dotted names of everything that a module imports, at its top or inside a function."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -54,7 +78,7 @@ def rooms_imported(path: Path) -> Iterator[str]:
     for name in imports_of(path):
         parts = name.split(".")
         if parts[0] == "meshwright" and len(parts) > 1:
-            yield parts[1] if parts[1] in FLOORS else "__init__"
+            yield SECTION if SECTION in parts else parts[1] if parts[1] in FLOORS else "__init__"
 
 
 def test_every_room_has_a_floor() -> None:
@@ -98,7 +122,7 @@ def test_one_place_reads_the_environment_and_nothing_is_unpickled(path: Path) ->
 
 @pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "models"], ids=lambda path: path.stem)
 def test_models_know_no_axis(path: Path) -> None:
-    allowed = {"config", "model", "parameters", "tensor", "models"}
+    allowed = {"config", "model", "parameters", "tensor", "models", "section"}
     assert set(rooms_imported(path)) <= allowed, "a model knows the kit, its config and initial values"
     words = re.findall(r"\b(mesh|comm|axis|all_reduce|gather)\b", path.read_text())
     assert not words, f"not a line about parallelism in a model: {words}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.config import Config
-from meshwright.config.models import TextTransformer
+from meshwright.models.section import TextTransformer
 from meshwright.tools.plan.predict import Prediction
 from meshwright.train.phases import DATA_PARALLEL
 

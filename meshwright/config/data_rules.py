@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from meshwright.config.layout import Megatron
-from meshwright.config.models import T5, Bert, EncoderDecoder, ImageNetwork, TextTransformer
 from meshwright.config.schema import Config, Data
 from meshwright.errors import Problem
+from meshwright.models.section import T5, Bert, EncoderDecoder, ImageNetwork, TextTransformer
 from meshwright.section import divisors, listed, rule
+from meshwright.tensor.section import Megatron
 
 STDLIB, DIGITS = "stdlib", "digits"
 """Sources that are names: the text of Python's standard library, scikit-learn's images of digits."""

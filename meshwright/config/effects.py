@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from meshwright.config.data_rules import objective_of
-from meshwright.config.layout import Tesseract
-from meshwright.config.models import EncoderDecoder, ImageNetwork
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
+from meshwright.models.section import EncoderDecoder, ImageNetwork
+from meshwright.registry import entries
 from meshwright.section import Section, shown
 
 
@@ -48,6 +48,11 @@ def _sums_gradients(config: Config) -> bool:
 
 def _num_axes(config: Config) -> int:
     return sum(size > 1 for _, size in config.layout.axes)
+
+
+def _kinds_with(field: str) -> list[str]:
+    """The kinds of tensor sections with which a field of another section has an effect."""
+    return [kind for kind, section in entries("tensor").items() if field in section.gives_effect_to]
 
 
 def _learner(config: Config) -> str:
@@ -106,7 +111,7 @@ EFFECTS = (
         "layout.pipeline.size=2 or more",
     ),
     Effect(
-        ("layout.tensor.sequence_parallel", "layout.tensor.common", "layout.tensor.branch"),
+        tuple(f"{TENSOR}.{name}" for section in entries("tensor").values() for name in section.idle_alone),
         (TENSOR,),
         lambda config: math.prod(size for _, size in config.layout.tensor.axes) > 1,
         lambda config: "with layout.tensor.size=1",
@@ -136,9 +141,9 @@ EFFECTS = (
     Effect(
         ("memory.summa",),
         (TENSOR,),
-        lambda config: isinstance(config.layout.tensor, Tesseract),
+        lambda config: "memory.summa" in config.layout.tensor.gives_effect_to,
         lambda config: f"with layout.tensor.kind={config.layout.tensor.kind}",
-        "layout.tensor.kind=tesseract",
+        f"layout.tensor.kind={', '.join(_kinds_with('memory.summa'))}",
     ),
     Effect(
         ("memory.offload.bucket", "memory.offload.chunk"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Discriminator, Tag
-
-from meshwright.section import Count, Positive, Section, Size
+from meshwright.registry import entries
+from meshwright.section import Count, Positive, Section, Size, union_of
+from meshwright.tensor.section import TensorSection, Whole
 
 Sync = Literal["server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "fsdp"]
 
@@ -20,103 +20,10 @@ class DataParallel(Section):
     bucket: Size = 16 * 2**20
 
 
-class Whole(Section):
-    """No tensor parallelism: every rank of a replica's one holds whole layers."""
-
-    kind: Literal["none"] = "none"
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return ()
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        return ()
-
-
-class Megatron(Section):
-    """1-D: heads, inner widths and the vocabulary split over `size` ranks; sequence_parallel: norms and dropout too."""
-
-    kind: Literal["megatron"]
-    size: Positive
-    sequence_parallel: bool = False
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("tensor", self.size),)
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        return ("tensor",) if self.sequence_parallel else ()
-
-
-class Tesseract(Section):
-    """2-D (d = 1: Optimus, SUMMA), 2.5-D and 3-D (d = q): blocks of everything on [q, q, d] ranks."""
-
-    kind: Literal["tesseract"]
-    q: Positive
-    d: Positive = 1
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("depth", self.d), ("row", self.q), ("col", self.q))
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("depth", "row")
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        return ("depth", "row")
-
-
-class Subgraph(Section):
-    """D&SP: the branches of each block (heads, paths) dealt over `size` sub-grids, the layers between data-parallel.
-
-    `common`: all ranks compute the common layers, each on its share of the batch; one (D&SP-cSub): the first sub-grid
-    alone. `branch`: what is cut along the heads: the attention core; the whole attention; block: the feed-forward too.
-    """
-
-    kind: Literal["subgraph"]
-    size: Positive
-    common: Literal["all", "one"] = "all"
-    branch: Literal["attention-core", "attention", "block"] = "attention"
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("branch", self.size),)
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("branch",)
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        return ("branch",)
-
-
-def _kind(tensor: object) -> object:
-    """The tag of a tensor section."""
-    if isinstance(tensor, dict):
-        return tensor.get("kind")
-    return tensor.kind if isinstance(tensor, Whole | Megatron | Tesseract | Subgraph) else None
-
-
-TensorParallel = Annotated[
-    Annotated[Whole, Tag("none")]
-    | Annotated[Megatron, Tag("megatron")]
-    | Annotated[Tesseract, Tag("tesseract")]
-    | Annotated[Subgraph, Tag("subgraph")],
-    Discriminator(_kind),
-]
+if TYPE_CHECKING:
+    TensorParallel = TensorSection
+else:
+    TensorParallel = union_of(entries("tensor"), "kind")
 
 
 class Pipeline(Section):

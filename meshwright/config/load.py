@@ -16,6 +16,7 @@ from meshwright.config.rules import broken_rules
 from meshwright.config.schema import Config
 from meshwright.config.yaml_text import MAX_LEVELS, complaint, plain_values
 from meshwright.errors import ConfigError, Problem
+from meshwright.registry import check_plugins
 from meshwright.section import shown
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -94,6 +95,7 @@ def _parse(
     tree: dict[str, Any], overrides: Iterable[str], more: Callable[[Config, Set[str]], Iterable[Problem]]
 ) -> Config:
     """`more`: further problems of a config, given the fields that are mistaken already."""
+    check_plugins()
     tree = deepcopy(tree)
     problems = [problem for word in overrides for problem in _override(tree, word)]
     problems += _resolve_model(tree)

@@ -18,9 +18,9 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from meshwright.config.models import Transformer
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
+from meshwright.models.section import Transformer
 from meshwright.section import LARGEST, parse_size, shown
 
 _KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.config.models import Transformer
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
 from meshwright.section import rule
@@ -65,7 +64,7 @@ def recomputed_groups_fit(config: Config) -> Iterator[Problem]:
 
 @rule("memory.recompute", "model.family")
 def selective_recomputation_finds_attention(config: Config) -> Iterator[Problem]:
-    if config.memory.recompute == "selective" and not isinstance(config.model, Transformer):
+    if config.memory.recompute == "selective" and not config.model.has_attention:
         rule_text = f"recomputes attention, and a {config.model.family} has none"
         yield Problem("memory.recompute", "selective", rule_text, "none, auto, {every: n}")
 

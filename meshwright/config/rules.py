@@ -5,50 +5,16 @@ left out when one of these is itself mistaken, and every other mistake is still 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 
 from meshwright.config.data_rules import DATA_RULES
 from meshwright.config.layout_rules import LAYOUT_RULES
 from meshwright.config.memory_rules import MEMORY_RULES
-from meshwright.config.models import T5, ImageNetwork, ResNeXt, Transformer, Vit
 from meshwright.config.pipeline_rules import PIPELINE_RULES
 from meshwright.config.schema import Config
-from meshwright.config.tensor_rules import TENSOR_RULES
 from meshwright.errors import Problem
-from meshwright.section import divisors, listed, rule
-
-
-@rule("model.hidden", "model.heads")
-def heads_divide_hidden(config: Config) -> Iterator[Problem]:
-    model = config.model
-    if not isinstance(model, Transformer) or isinstance(model, T5):  # T5's heads have a width of their own
-        return
-    hidden, heads = model.hidden, model.heads
-    if hidden % heads:
-        yield Problem("model.heads", heads, f"does not divide model.hidden={hidden}", listed(divisors(hidden)))
-
-
-@rule("model.hidden", "model.paths")
-def paths_divide_hidden(config: Config) -> Iterator[Problem]:
-    model = config.model
-    if isinstance(model, ResNeXt) and model.hidden % model.paths:
-        rule_text = f"does not divide model.hidden={model.hidden}: norms have a group for each path"
-        yield Problem("model.paths", model.paths, rule_text, listed(divisors(model.hidden)))
-
-
-@rule("model.distance_buckets", "model.distance_max")
-def distances_have_buckets(config: Config) -> Iterator[Problem]:
-    model = config.model
-    if not isinstance(model, T5):
-        return
-    buckets, most = model.distance_buckets, model.distance_max
-    near = buckets // 2
-    if buckets < 4:
-        rule_text = "is not enough for near and far, ahead and behind"
-        yield Problem("model.distance_buckets", buckets, rule_text, "4 or more")
-    elif most <= near:
-        rule_text = f"is among the {near} distances that model.distance_buckets={buckets} tells apart exactly"
-        yield Problem("model.distance_max", most, rule_text, f"{near + 1} or more")
+from meshwright.registry import entries
+from meshwright.section import Rule, divisors, field_of, listed, rule
 
 
 @rule("batch.global", "layout.data.size")
@@ -66,17 +32,32 @@ def microbatches_divide_replica(config: Config) -> Iterator[Problem]:
         yield Problem("batch.micro", config.micro, f"does not divide {part}", listed(divisors(config.replica_batch)))
 
 
-@rule("model.image", "model.patch")
-def patches_divide_image(config: Config) -> Iterator[Problem]:
-    if isinstance(config.model, Vit) and config.model.image % config.model.patch:
-        image, patch = config.model.image, config.model.patch
-        yield Problem("model.patch", patch, f"does not divide model.image={image}", listed(divisors(image)))
+@rule("layout.tensor", "model", "data")
+def tensor_cuts_are_equal(config: Config) -> Iterator[Problem]:
+    """The one rule of divisibility: each number that the tensor section divides falls into equal parts."""
+    yield from (cut.problem for cut in config.layout.tensor.cuts(config) if cut.problem)
 
 
-@rule("model.channels")
-def channels_are_grey_or_colours(config: Config) -> Iterator[Problem]:
-    if isinstance(config.model, ImageNetwork) and config.model.channels not in (1, 3):
-        yield Problem("model.channels", config.model.channels, "is neither grey nor red, green and blue", "1, 3")
+@rule("layout.tensor", "batch.global", "batch.micro", "layout.data.size")
+def tensor_splits_rows(config: Config) -> Iterator[Problem]:
+    name, parts = config.layout.tensor.rows
+    if config.replica_batch and config.micro % parts:
+        what = f"is no multiple of {name}{parts}, over which a microbatch's samples are split"
+        fitting = [micro for micro in divisors(config.replica_batch) if micro % parts == 0]
+        if config.batch.micro == "auto" or not fitting:
+            valid = f"a multiple of {parts * config.layout.data.size}"
+            yield Problem("batch.global", config.batch.global_, what, valid)
+        else:
+            yield Problem("batch.micro", config.micro, what, listed(fitting))
+
+
+@rule("layout.tensor", "layout.data.sync")
+def sync_goes_with_tensor(config: Config) -> Iterator[Problem]:
+    tensor, sync = config.layout.tensor, config.layout.data.sync
+    if sync == "fsdp" and tensor.axes:
+        rule_text = f"shards whole layers, and layout.tensor.kind={tensor.kind} has cut them already"
+        valid = "zero1, allreduce, ring, rooted, server-gradient, server-loss"
+        yield Problem("layout.data.sync", "fsdp", rule_text, valid)
 
 
 @rule("precision.level", "precision.dtype")
@@ -125,14 +106,26 @@ def warmup_fits(config: Config) -> Iterator[Problem]:
         )
 
 
+def _where_chosen(group: str, field: str) -> Iterator[Rule]:
+    """The rules that a group's strategies bring, each asked where one of its strategies is the run's.
+
+    `field`: the config's, which holds that one.
+    """
+
+    def bind(own: Rule) -> Rule:
+        def check(config: Config) -> Iterator[Problem]:
+            if own in field_of(config, field).rules:
+                yield from own.check(config)
+
+        return Rule((field, *own.reads), check)
+
+    yield from map(bind, dict.fromkeys(own for entry in entries(group).values() for own in entry.rules))
+
+
 RULES = (
-    heads_divide_hidden,
-    paths_divide_hidden,
-    distances_have_buckets,
+    *_where_chosen("models", "model"),
     replicas_divide_batch,
     microbatches_divide_replica,
-    patches_divide_image,
-    channels_are_grey_or_colours,
     dtype_fits_level,
     transport_is_installed,
     transport_carries_sync,
@@ -140,7 +133,10 @@ RULES = (
     transport_reaches_device,
     warmup_fits,
     *DATA_RULES,
-    *TENSOR_RULES,
+    tensor_cuts_are_equal,
+    tensor_splits_rows,
+    *_where_chosen("tensor", "layout.tensor"),
+    sync_goes_with_tensor,
     *PIPELINE_RULES,
     *MEMORY_RULES,
     *LAYOUT_RULES,
@@ -148,9 +144,13 @@ RULES = (
 
 
 def broken_rules(config: Config, mistaken: Set[str] = frozenset()) -> list[Problem]:
-    """Every problem of every rule that reads nothing of the mistaken fields and sections."""
-    sound = [rule for rule in RULES if not any(_within(read, field) for read in rule.reads for field in mistaken)]
-    return [problem for rule in sound for problem in rule.check(config)]
+    """Every problem of every rule, and those of no rule or problem that reads a mistaken field or section."""
+
+    def sound(reads: Iterable[str]) -> bool:
+        return not any(_within(read, field) for read in reads for field in mistaken)
+
+    problems = (problem for rule in RULES if sound(rule.reads) for problem in rule.check(config))
+    return [problem for problem in problems if sound(problem.reads)]
 
 
 def _within(field: str, section: str) -> bool:

@@ -6,13 +6,19 @@ No torch here: a bad config must fail in the time that reading it takes.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from meshwright.config.layout import Layout
-from meshwright.config.models import Gpt2, Model
-from meshwright.section import Count, Positive, Seconds, Section, Share, Size, divisors
+from meshwright.models.section import Gpt2, Network
+from meshwright.registry import entries
+from meshwright.section import Count, Positive, Seconds, Section, Share, Size, divisors, union_of
+
+if TYPE_CHECKING:
+    Model = Network
+else:
+    Model = union_of(entries("models"), "family", default="gpt2")
 
 
 class Data(Section):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.config import Config
-from meshwright.config.models import TextTransformer
 from meshwright.config.schema import Data
 from meshwright.data.format import Kind
 from meshwright.data.packed import Material, corpus_for, open_packed, text_material
@@ -20,6 +19,7 @@ from meshwright.data.split import Split
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
 from meshwright.model import Samples
+from meshwright.models.section import TextTransformer
 
 
 @dataclass(frozen=True)

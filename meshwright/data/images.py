@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from meshwright.config import Config
-from meshwright.config.models import ImageNetwork
 from meshwright.data.dataset import Opened, check_held_out
 from meshwright.data.images_packed import PackedImages, images_for, open_images
 from meshwright.data.sampler import Sampler
 from meshwright.data.split import Split
 from meshwright.environment import cache_folder
 from meshwright.model import Batch
+from meshwright.models.section import ImageNetwork
 
 
 class ImageSamples:

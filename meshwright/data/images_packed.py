@@ -21,7 +21,6 @@ from typing import Literal
 import numpy as np
 from pydantic import ValidationError
 
-from meshwright.config.models import ImageNetwork
 from meshwright.config.schema import Data
 from meshwright.data.format import file_sha256
 from meshwright.data.images_source import ImageSource, open_source
@@ -30,6 +29,7 @@ from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.split import SPLITS, Split
 from meshwright.data.staging import folder_lock, staged_folder
 from meshwright.errors import ConfigError, DataError
+from meshwright.models.section import ImageNetwork
 from meshwright.section import Positive, Section
 
 FORMAT: Literal[1] = 1

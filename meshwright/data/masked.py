@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from meshwright.config import Config
-from meshwright.config.models import Bert
 from meshwright.data.dataset import CorpusDataset
 from meshwright.data.format import PackedCorpus, document_ends
 from meshwright.data.sampler import Sampler
@@ -31,6 +30,7 @@ from meshwright.data.specials import Specials, specials_of
 from meshwright.data.split import Split
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import IGNORED, Batch, Samples
+from meshwright.models.section import Bert
 from meshwright.parameters.shard import seed_of
 
 ASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1

@@ -20,11 +20,11 @@ import torch
 from meshwright.config import Config
 from meshwright.config.data_rules import SENTINELS, objective_of
 from meshwright.config.lengths import Lengths
-from meshwright.config.models import T5, EncoderDecoder
 from meshwright.data.specials import SequenceSpecials, sequence_specials
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import IGNORED, Batch
+from meshwright.models.section import T5, EncoderDecoder
 
 
 def specials_for(config: Config, tokenizer: Tokenizer) -> SequenceSpecials:

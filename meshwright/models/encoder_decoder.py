@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.config.lengths import lengths_of
-from meshwright.config.models import EncoderDecoder
 from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
 from meshwright.models.chain import Chain
 from meshwright.models.encoder_decoder_blocks import DecoderBlock, DecoderCache, EncoderBlock
+from meshwright.models.section import EncoderDecoder
 from meshwright.tensor.kit import Head
 
 

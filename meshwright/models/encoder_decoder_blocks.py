@@ -18,11 +18,11 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.config.models import EncoderDecoder
 from meshwright.model import Hidden, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import blocks_of
 from meshwright.models.gpt import KeyValueCache
+from meshwright.models.section import EncoderDecoder
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.kit import Kit
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.config.models import Gpt2
 from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
+from meshwright.models.section import Gpt2
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.gelu import gelu
 from meshwright.tensor.head import HeadShape

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.config.models import ResNeXt
 from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
 from meshwright.models.chain import Chain, blocks_of
+from meshwright.models.section import ResNeXt
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.config.models import Attentional
 from meshwright.model import Costs, Stretch
 from meshwright.models import encoder_decoder
 from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.encoder_decoder_blocks import Initials, Recipe, encoder_decoder_blocks
+from meshwright.models.section import Attentional
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit

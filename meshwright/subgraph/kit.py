@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from meshwright.config.layout import Subgraph
 from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.subgraph.common import (
@@ -32,6 +31,7 @@ from meshwright.subgraph.common import (
     JoinedLinear,
     SlicedLinear,
 )
+from meshwright.subgraph.section import Subgraph
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Pair

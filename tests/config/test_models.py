@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config import model_names, parse_config
-from meshwright.config.models import Model
+from meshwright.config.schema import Model
 
 PARAMETERS = {
     "gpt2-mini": 10e6,

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.config.models import Vit
 from meshwright.config.schema import Data
 from meshwright.data.images import IMAGES, ImageSamples
 from meshwright.data.images_packed import HEADER, PackedImages, images_file, images_for, labels_file, open_images
 from meshwright.data.images_source import open_source
 from meshwright.errors import ConfigError, DataError
+from meshwright.models.section import Vit
 
 pytest.importorskip("sklearn", reason="pip install 'meshwright[images]'")
 image = pytest.importorskip("PIL.Image", reason="pip install 'meshwright[images]'")

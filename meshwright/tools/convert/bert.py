@@ -28,11 +28,11 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 
-from meshwright.config.models import Bert
 from meshwright.data.specials import FIRST, MASK, PADDING, SEPARATOR, specials_of, with_specials
 from meshwright.data.tokenizer import parse_tokenizer
 from meshwright.models.bert import BERT as Model
 from meshwright.models.bert import NUM_ANSWERS, NUM_SEGMENTS
+from meshwright.models.section import Bert
 from meshwright.tools.convert.family import Family, Pair, Shape, alike, grouped, shapes_of, transposed
 from meshwright.tools.convert.settings import Settings, as_text
 

@@ -23,9 +23,9 @@ import math
 import re
 from collections.abc import Set
 
-from meshwright.config.models import Gpt2
 from meshwright.data.tokenizer import END, parse_tokenizer
 from meshwright.models.gpt import GPT
+from meshwright.models.section import Gpt2
 from meshwright.tools.convert.family import Family, Pair, alike, shapes_of
 from meshwright.tools.convert.settings import Settings, as_text
 

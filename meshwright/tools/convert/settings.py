@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from meshwright.config.messages import problems_of
-from meshwright.config.models import Transformer
 from meshwright.errors import CheckpointError
+from meshwright.models.section import Transformer
 from meshwright.section import shown
 
 AnyTransformer = TypeVar("AnyTransformer", bound=Transformer)

@@ -29,10 +29,10 @@ from collections.abc import Set
 
 import tokenizers
 
-from meshwright.config.models import T5
 from meshwright.data.pairs_batch import specials_with_room
 from meshwright.data.specials import SEQUENCE_PADDING, with_t5_specials
 from meshwright.data.tokenizer import parse_tokenizer
+from meshwright.models.section import T5
 from meshwright.models.t5 import T5Model
 from meshwright.tools.convert.family import Family, Pair, Shape, alike, grouped, shapes_of, transposed
 from meshwright.tools.convert.settings import Settings, as_text

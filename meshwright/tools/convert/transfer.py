@@ -30,12 +30,12 @@ from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint
 from meshwright.checkpoint.manifest import Entry, Manifest, Origin, Progress, stored_file
 from meshwright.config import Config
-from meshwright.config.models import Model, TextTransformer
-from meshwright.config.schema import Data, Precision
+from meshwright.config.schema import Data, Model, Precision
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.staging import folder_lock, staged_folder
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError
+from meshwright.models.section import TextTransformer
 from meshwright.parameters.shard import Box
 from meshwright.tools.convert.bert import BERT
 from meshwright.tools.convert.family import Family, Pair

@@ -29,7 +29,7 @@ from collections.abc import Sequence, Set
 import torch
 from torch import Tensor
 
-from meshwright.config.models import Vit
+from meshwright.models.section import Vit
 from meshwright.models.vit import ViT
 from meshwright.tools.convert.family import Family, Pair, Shape, alike, grouped, shapes_of, transposed
 from meshwright.tools.convert.settings import Settings, as_text

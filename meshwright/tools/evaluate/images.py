@@ -18,7 +18,6 @@ import torch
 
 from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
-from meshwright.config.models import ImageNetwork
 from meshwright.config.schema import Data
 from meshwright.data.images import IMAGES
 from meshwright.data.images_packed import check_classes, split_images
@@ -27,6 +26,7 @@ from meshwright.data.progress import ShowProgress, silent
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.families import FAMILIES, family_of
 from meshwright.models.chain import Chain
+from meshwright.models.section import ImageNetwork
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.kit import WholeHead

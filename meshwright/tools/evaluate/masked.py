@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from meshwright.config.models import Bert
 from meshwright.data.masked import MaskedSamples
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.specials import specials_of
 from meshwright.errors import CheckpointError
 from meshwright.model import counts_of, to_device
 from meshwright.models.bert import BERT
+from meshwright.models.section import Bert
 from meshwright.tools.evaluate.model import LoadedText, load_text
 from meshwright.tools.evaluate.perplexity import BATCH_TOKENS
 from meshwright.tools.evaluate.text import TokenStream

@@ -12,11 +12,11 @@ from torch import nn
 from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config
-from meshwright.config.models import TextTransformer
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.families import family_of
 from meshwright.models.gpt import GPT
+from meshwright.models.section import TextTransformer
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.kit import WholeHead

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from meshwright.config.lengths import Lengths
-from meshwright.config.models import EncoderDecoder
 from meshwright.data.pairs_batch import sequence_batch, specials_for, specials_with_room
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.specials import SENTINEL, SequenceSpecials
 from meshwright.model import IGNORED, Batch, to_device
 from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.encoder_decoder_blocks import DecoderCache
+from meshwright.models.section import EncoderDecoder
 from meshwright.tensor.kit import WholeHead
 from meshwright.tools.evaluate.beam import Answer, Beam, beam_search
 from meshwright.tools.evaluate.model import LoadedText, load_text

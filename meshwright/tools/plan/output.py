@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from meshwright.config import Config, dump_config
-from meshwright.config.layout import Megatron, Subgraph, TensorParallel, Tesseract, Whole
 from meshwright.errors import ConfigError
 from meshwright.pipeline.trace import write_trace
 from meshwright.tools.plan.predict import Memory, Prediction
@@ -28,19 +27,8 @@ def layout_text(config: Config) -> str:
     words += [f"limit {limit}"] * (limit != "auto")
     words += [f"recompute {memory.recompute}"] * (memory.recompute != "none")
     words += [f"offload {memory.offload.to}"] * (memory.offload.to != "none")
-    return f"{_kit_text(config.layout.tensor)}{config.layout.summary}; {', '.join(words)}"
-
-
-def _kit_text(tensor: TensorParallel) -> str:
-    match tensor:
-        case Whole():
-            return ""
-        case Megatron(sequence_parallel=cut):
-            return "megatron, cut by sequence: " if cut else "megatron: "
-        case Tesseract():
-            return "tesseract: "
-        case Subgraph(common=common, branch=branch):
-            return f"subgraph ({common}, {branch}): "
+    kind = config.layout.tensor.words
+    return f"{f'{kind}: ' if kind else ''}{config.layout.summary}; {', '.join(words)}"
 
 
 def seconds_text(seconds: float) -> str:

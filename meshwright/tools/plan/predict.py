@@ -102,7 +102,7 @@ class Planner:
         layout = config.layout
         pipeline = layout.pipeline.model_copy(update={"partition": self.partition(config)})
         config = config.model_copy(update={"layout": layout.model_copy(update={"pipeline": pipeline})})
-        if layout.tensor.kind == "tesseract" and config.memory.summa == "auto":
+        if "memory.summa" in layout.tensor.gives_effect_to and config.memory.summa == "auto":
             config = config.model_copy(
                 update={"memory": config.memory.model_copy(update={"summa": self._summa(config)})}
             )

@@ -20,7 +20,6 @@ from torch import nn
 
 from meshwright.build import SCHEDULES, build_kit, build_model, recompute_in
 from meshwright.config import Config
-from meshwright.config.layout import Subgraph
 from meshwright.families import family_of
 from meshwright.memory.recompute import recomputed
 from meshwright.model import Costs, Stretch
@@ -207,8 +206,7 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
         if isinstance(module, ShardedModule):
             module.deferred = deferred
     stage = Stage(model, stretch, deferred)
-    tensor = layout.tensor
-    leads = tensor.size if isinstance(tensor, Subgraph) and tensor.common == "one" else 1
+    leads = layout.tensor.leading_ranks
     on_device = AsOnDevice(device.kind, fuses=device.attention is not None)
     programs: dict[Kind, list[Program]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
     scales, count = dict.fromkeys(model.labels, 1.0), min(config.num_microbatches, DISTINCT)

@@ -22,15 +22,17 @@ rows is a run of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshwright.config import Config
-from meshwright.config.layout import Layout, Megatron, Subgraph, Tesseract, Whole
+from meshwright.config.layout import Layout
 from meshwright.data.progress import ShowProgress as Report
 from meshwright.data.progress import silent
 from meshwright.errors import ConfigError
+from meshwright.registry import entries
+from meshwright.tensor.section import TensorSection, Whole
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimates import Estimates
 from meshwright.tools.plan.predict import Prediction
@@ -41,27 +43,20 @@ MODES = ("strong", "weak")
 
 KIND, STAGES, SYNC = "layout.tensor.kind", "layout.pipeline.size", "layout.data.sync"
 
-SECTIONS: dict[str, Whole | Megatron | Tesseract | Subgraph] = {
-    "none": Whole(),
-    "megatron": Megatron(kind="megatron", size=2),
-    "tesseract": Tesseract(kind="tesseract", q=2),
-    "subgraph": Subgraph(kind="subgraph", size=2),
-}
-"""Of each kind any one: its sizes are sought."""
-
 
 @dataclass(frozen=True)
 class Strategy:
-    """What it fixes of a layout; the search chooses all else. `staged`: only what has stages."""
+    """What it fixes of a layout; the search chooses all else, the sizes of `tensor` too. `staged`: only with stages."""
 
-    kind: str | None = None
+    tensor: TensorSection | None = None
     stages: int | None = None
     sync: str | None = None
     staged: bool = False
 
     @property
     def fixed(self) -> dict[str, object]:
-        values = {KIND: self.kind, STAGES: self.stages, SYNC: self.sync}
+        kind = None if self.tensor is None else self.tensor.kind
+        values = {KIND: kind, STAGES: self.stages, SYNC: self.sync}
         return {name: value for name, value in values.items() if value is not None}
 
     def keeps(self, layout: Layout) -> bool:
@@ -75,19 +70,25 @@ class Strategy:
             pipeline = pipeline.model_copy(update={"size": self.stages})
         if self.sync is not None:
             data = data.model_copy(update={"sync": self.sync})
-        if self.kind is not None and tensor.kind != self.kind:
-            tensor = SECTIONS[self.kind]
+        if self.tensor is not None and tensor.kind != self.tensor.kind:
+            tensor = self.tensor
         changed = layout.model_copy(update={"pipeline": pipeline, "data": data, "tensor": tensor})
         return config.model_copy(update={"layout": changed})
 
 
+def _sections() -> Iterator[TensorSection]:
+    """One section of each kind that divides layers and that a planner tries."""
+    for section in entries("tensor").values():
+        tried = (candidate for devices in range(2, 65) for candidate in section.candidates(devices) if candidate.axes)
+        if (first := next(tried, None)) is not None:
+            yield first
+
+
 STRATEGIES = {
-    "data": Strategy("none", 1, "allreduce"),
-    "zero1": Strategy("none", 1, "zero1"),
-    "megatron": Strategy("megatron", 1),
-    "tesseract": Strategy("tesseract", 1),
-    "subgraph": Strategy("subgraph", 1),
-    "pipeline": Strategy("none", staged=True),
+    "data": Strategy(Whole(), 1, "allreduce"),
+    "zero1": Strategy(Whole(), 1, "zero1"),
+    **{section.kind: Strategy(section, 1) for section in _sections()},
+    "pipeline": Strategy(Whole(), staged=True),
     "best": Strategy(),
 }
 

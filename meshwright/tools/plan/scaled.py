@@ -26,10 +26,6 @@ from meshwright.tools.plan.wires import Wires
 SIZES = 2, 4
 """Samples of the recordings, in those of the smallest microbatch that the tensor section can cut."""
 
-FITTED = "tesseract"
-"""The kind of tensor section whose operations depend on a microbatch's size (what stays, what travels): it is recorded
-for each. Its first microbatch gathers weights, so that of it a second one is recorded too."""
-
 
 @dataclass(frozen=True)
 class Rough:
@@ -110,7 +106,7 @@ class Scaled:
 
     def _recorded(self, config: Config) -> dict[int, tuple[Link, Link]]:
         tensor = config.layout.tensor
-        fitted = tensor.kind == FITTED
+        fitted = tensor.by_size  # what stays, what travels: recorded for each size
         sizes = (config.micro,) * 2 if fitted else tuple(size * smallest(config) for size in SIZES)
         key = tensor, sizes
         if key not in self._links:
@@ -169,7 +165,7 @@ def _alone(config: Config, micro: int) -> Config:
         "data": config.layout.data.model_copy(update={"size": 1}),
         "pipeline": config.layout.pipeline.model_copy(update={"size": 1}),
     }
-    count = 2 if config.layout.tensor.kind == FITTED else 1
+    count = 2 if config.layout.tensor.by_size else 1  # the first microbatch gathers weights
     batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
     memory = config.memory.model_copy(update={"recompute": "none"})
     if memory.summa == "auto":

@@ -105,8 +105,8 @@ class Found:
 
 def strategy_of(config: Config) -> str:
     """`data`, `megatron`, `tesseract + pipeline`, ...: what a layout is made of, besides replicas."""
-    kind, stages = config.layout.tensor.kind, config.layout.pipeline.size
-    parts = ([kind] if kind != "none" else []) + (["pipeline"] if stages > 1 else [])
+    tensor, stages = config.layout.tensor, config.layout.pipeline.size
+    parts = ([tensor.kind] if tensor.axes else []) + (["pipeline"] if stages > 1 else [])
     return " + ".join(parts) or "data"
 
 

@@ -31,16 +31,16 @@ from typing import Any
 import yaml
 
 from meshwright.config import Config
-from meshwright.config.layout import Layout, Megatron, Subgraph, Tesseract, Whole
+from meshwright.config.layout import Layout
 from meshwright.config.rules import RULES
 from meshwright.errors import Problem
+from meshwright.registry import entries
 from meshwright.section import Rule, divisors, field_of, with_field
+from meshwright.tensor.section import TensorSection
 from meshwright.tools.plan.cluster import Cluster
 
 SIZES = ("layout.tensor", "layout.pipeline.size", "layout.data.size")
 """Together they must be all devices, also where they are fixed."""
-
-TensorSection = Whole | Megatron | Tesseract | Subgraph
 
 
 @dataclass(frozen=True)
@@ -149,17 +149,8 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def _tensors(config: Config, job: Job) -> Iterator[TensorSection]:
-    yield Whole()
-    for size in divisors(job.devices)[1:]:
-        yield Megatron(kind="megatron", size=size)
-        yield Megatron(kind="megatron", size=size, sequence_parallel=True)
-    for q in range(2, math.isqrt(job.devices) + 1):
-        for d in range(1, q + 1):
-            if job.devices % (q * q * d) == 0:
-                yield Tesseract(kind="tesseract", q=q, d=d)
-    for size in divisors(job.devices)[1:]:
-        for common, branch in product(("all", "one"), ("attention-core", "attention", "block")):
-            yield Subgraph.model_validate({"kind": "subgraph", "size": size, "common": common, "branch": branch})
+    for section in entries("tensor").values():
+        yield from section.candidates(job.devices)
 
 
 def _left(job: Job, *used: int) -> int:

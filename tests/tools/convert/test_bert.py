@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, load_weights, pieces_of
 from meshwright.checkpoint.manifest import Origin, Progress
-from meshwright.config.models import Bert
 from meshwright.config.schema import Config, Data, Precision
 from meshwright.data.specials import specials_of, with_specials
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.models.bert import BERT
+from meshwright.models.section import Bert
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, load_weights
-from meshwright.config.models import T5
 from meshwright.config.schema import Config, Data, Precision
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError, DataError
+from meshwright.models.section import T5
 from meshwright.models.t5 import T5Model
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh

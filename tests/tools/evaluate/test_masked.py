@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from meshwright.build import build
 from meshwright.config import Config
-from meshwright.config.models import Bert
 from meshwright.config.schema import Data, Optimizer, Precision
 from meshwright.config.schema import Validation as Validating
 from meshwright.data.masked import MaskedSamples
@@ -21,6 +20,7 @@ from meshwright.data.specials import specials_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.families import family_of
 from meshwright.model import IGNORED, counts_of
+from meshwright.models.section import Bert
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.evaluate import stream_for
 from meshwright.tools.evaluate.masked import LoadedBert, load_bert, masked_accuracy

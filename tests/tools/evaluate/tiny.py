@@ -10,9 +10,9 @@ from meshwright.build import Parts, build
 from meshwright.checkpoint import CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.config import Config
-from meshwright.config.models import Gpt2
 from meshwright.config.schema import Data, Optimizer, Precision
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
+from meshwright.models.section import Gpt2
 from meshwright.ranks.mesh import solo_mesh
 
 VOCABULARY = 257

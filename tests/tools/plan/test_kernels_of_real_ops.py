@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.build import build_kit, build_model
 from meshwright.config import Config, parse_config
-from meshwright.config.models import Gpt2
 from meshwright.families import family_of
 from meshwright.model import Hidden, Stretch
+from meshwright.models.section import Gpt2
 from meshwright.parameters.bucket import assign_rooms, make_buckets
 from meshwright.parameters.deferred import Deferred
 from meshwright.parameters.shard import shard_specs

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config, dump_config, load_config, parse_config
-from meshwright.config.layout import Layout, Megatron
+from meshwright.config.layout import Layout
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
+from meshwright.tensor.section import Megatron
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimates import Estimates, Least
 from meshwright.tools.plan.memory import Memory

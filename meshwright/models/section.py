@@ -1,0 +1,303 @@
+"""The model sections of a config, one a family: fields, and what the rest must know of them. No torch."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+
+from meshwright.errors import Problem
+from meshwright.section import Layers, Positive, Rule, Section, Share, divisors, listed, rule
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+
+class Length(NamedTuple):
+    """A sequence of tokens: which field holds its length, or which words stand for those that `reads` names."""
+
+    field: str
+    number: int
+    note: str = ""
+    reads: tuple[str, ...] = ()
+
+
+class Network(Section):
+    """Base of all families. Letters as in the glossary: H hidden, V vocabulary. Subclasses add `family`, a Literal."""
+
+    family: str
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """What must fit together in the family's fields, and with the data; checked where the family is chosen."""
+    has_attention: ClassVar[bool] = False
+
+    hidden: Positive = 768
+    dropout: Share = 0.1
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    vocabulary_multiple: Positive = 64
+    """The rows of the token table (of a classifier: the classes) are padded to a multiple of this; the padding is
+    masked out of the softmax."""
+
+    def padded(self, rows: int) -> int:
+        """`rows` up to the next multiple of vocabulary_multiple."""
+        return math.ceil(rows / self.vocabulary_multiple) * self.vocabulary_multiple
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Layers of the chain that a pipeline cuts."""
+
+    @property
+    @abstractmethod
+    def branches(self) -> tuple[str, int]:
+        """The field that counts a block's branches, and their number: what tensor parallelism deals out."""
+
+    @property
+    def widths(self) -> tuple[tuple[str, int], ...]:
+        """The fields that hold the widths of layers, with their values: the hidden width, then inner ones."""
+        return (("model.hidden", self.hidden),)
+
+    @property
+    def tables(self) -> tuple[tuple[str, int], ...]:
+        """The fields that hold the rows of tables that are not padded, with their values."""
+        return ()
+
+    @property
+    def padded_rows(self) -> int:
+        """The rows of every padded table are a multiple of this."""
+        return self.vocabulary_multiple
+
+    def sequences(self, config: Config) -> Iterator[Length]:
+        """The sequences that its layers see, token by token; none where layers look at all tokens at once."""
+        yield from ()
+
+
+@rule("model.hidden", "model.heads")
+def heads_divide_hidden(config: Config) -> Iterator[Problem]:
+    (_, heads), hidden = config.model.branches, config.model.hidden
+    if hidden % heads:
+        yield Problem("model.heads", heads, f"does not divide model.hidden={hidden}", listed(divisors(hidden)))
+
+
+class Transformer(Network):
+    """Layers of attention and feed-forward: L layers, A heads."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (heads_divide_hidden,)
+    has_attention: ClassVar[bool] = True
+
+    layers: Layers = 12
+    heads: Positive = 12
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layers
+
+    @property
+    def branches(self) -> tuple[str, int]:
+        return "model.heads", self.heads
+
+    @property
+    def inner(self) -> int:
+        """N: the width of the feed-forward layer."""
+        return 4 * self.hidden
+
+
+class TextTransformer(Transformer):
+    """A Transformer over tokens."""
+
+    positions: Positive = 1024
+    vocabulary: Positive = 50257
+
+    @property
+    def padded_vocabulary(self) -> int:
+        return self.padded(self.vocabulary)
+
+    @property
+    def padded_rows(self) -> int:
+        return self.padded_vocabulary
+
+    @property
+    def tables(self) -> tuple[tuple[str, int], ...]:
+        return (("model.positions", self.positions),)
+
+    def sequences(self, config: Config) -> Iterator[Length]:
+        yield Length("data.sequence", config.data.sequence)
+
+
+class Gpt2(TextTransformer):
+    """A GPT-2 style decoder."""
+
+    family: Literal["gpt2"] = "gpt2"
+    tied: bool = True
+
+
+class Bert(TextTransformer):
+    """BERT: masked language model and, with `next_sentence`, next-sentence prediction."""
+
+    family: Literal["bert"]
+    positions: Positive = 512
+    vocabulary: Positive = 30522
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
+    norm_order: Literal["original", "megatron"] = "original"
+    """original: a norm after each residual sum; megatron: at the input of each sub-layer, and one at the end."""
+    next_sentence: bool = True
+
+    @property
+    def padded_rows(self) -> int:
+        """Its two classes of next sentences are a padded table of their own."""
+        return self.vocabulary_multiple
+
+
+class EncoderDecoder(TextTransformer):
+    """Sequence to sequence: `layers` blocks that read the source, then as many that write the target."""
+
+    positions: Positive = 512
+    feed_forward: Positive = 2048
+    label_smoothing: Share = 0.0
+    """The share of the target that all classes have in equal parts (Szegedy et al., arXiv 1512.00567, section 7)."""
+
+    @property
+    def num_blocks(self) -> int:
+        return 2 * self.layers
+
+    @property
+    def inner(self) -> int:
+        return self.feed_forward
+
+    @property
+    def widths(self) -> tuple[tuple[str, int], ...]:
+        return *super().widths, ("model.feed_forward", self.feed_forward)
+
+    def sequences(self, config: Config) -> Iterator[Length]:
+        from meshwright.config.lengths import lengths_of
+
+        yield from super().sequences(config)
+        note, reads = " (spans of data.sequence, up to a multiple of 8)", ("data.sequence", "data.objective")
+        yield Length("the target", lengths_of(config).target, note, reads)
+
+
+class Attentional(EncoderDecoder):
+    """The original Transformer (Vaswani et al., 2017): one table for source, target and output."""
+
+    family: Literal["transformer"]
+    layers: Layers = 6
+    hidden: Positive = 512
+    heads: Positive = 8
+    vocabulary: Positive = 37000
+    label_smoothing: Share = 0.1
+
+
+@rule("model.distance_buckets", "model.distance_max")
+def distances_have_buckets(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, T5), model
+    buckets, most = model.distance_buckets, model.distance_max
+    near = buckets // 2
+    if buckets < 4:
+        rule_text = "is not enough for near and far, ahead and behind"
+        yield Problem("model.distance_buckets", buckets, rule_text, "4 or more")
+    elif most <= near:
+        rule_text = f"is among the {near} distances that model.distance_buckets={buckets} tells apart exactly"
+        yield Problem("model.distance_max", most, rule_text, f"{near + 1} or more")
+
+
+class T5(EncoderDecoder):
+    """T5 (Raffel et al., 2020): norms without a mean, linears without biases, positions as a bias on attention."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (distances_have_buckets,)  # heads have a width of their own
+
+    family: Literal["t5"]
+    layers: Layers = 6
+    hidden: Positive = 512
+    heads: Positive = 8
+    head_width: Positive = 64
+    vocabulary: Positive = 32128
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    distance_buckets: Positive = 32
+    """Distances between two tokens that attention tells apart: half of them exactly, the others in powers."""
+    distance_max: Positive = 128
+    """From here on all distances are in the last bucket."""
+
+
+@rule("model.channels")
+def channels_are_grey_or_colours(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if isinstance(model, ImageNetwork) and model.channels not in (1, 3):
+        yield Problem("model.channels", model.channels, "is neither grey nor red, green and blue", "1, 3")
+
+
+class ImageNetwork(Network):
+    """A classifier of square images."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (channels_are_grey_or_colours,)
+
+    image: Positive = 224
+    channels: Positive = 3
+    classes: Positive = 1000
+
+
+@rule("model.hidden", "model.paths")
+def paths_divide_hidden(config: Config) -> Iterator[Problem]:
+    (_, paths), hidden = config.model.branches, config.model.hidden
+    if hidden % paths:
+        rule_text = f"does not divide model.hidden={hidden}: norms have a group for each path"
+        yield Problem("model.paths", paths, rule_text, listed(divisors(hidden)))
+
+
+class ResNeXt(ImageNetwork):
+    """ResNeXt (Xie et al., 2017): bottleneck blocks of `paths` parallel ones, in stages that halve the image.
+
+    Norms have a group of channels for each path. Dropout is in front of the classifier.
+    """
+
+    rules: ClassVar[tuple[Rule, ...]] = (paths_divide_hidden, channels_are_grey_or_colours)
+
+    family: Literal["resnext"]
+    hidden: Positive = 64
+    """Channels behind the stem."""
+    stage_blocks: tuple[Layers, ...] = (3, 4, 6, 3)
+    paths: Positive = 32
+    path_width: Positive = 4
+    """Channels of a path in the first stage; they double from stage to stage."""
+    stem: Literal["imagenet", "small"] = "imagenet"
+    """imagenet: a 7 x 7 convolution with stride 2, then max pooling with stride 2; small: 3 x 3 with stride 1."""
+    dropout: Share = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(self.stage_blocks)
+
+    @property
+    def branches(self) -> tuple[str, int]:
+        return "model.paths", self.paths
+
+
+@rule("model.image", "model.patch")
+def patches_divide_image(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, Vit), model
+    if model.image % model.patch:
+        valid = listed(divisors(model.image))
+        yield Problem("model.patch", model.patch, f"does not divide model.image={model.image}", valid)
+
+
+class Vit(Transformer, ImageNetwork):
+    """A Vision Transformer: square images in square patches, a class token, a linear classifier."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (heads_divide_hidden, patches_divide_image, channels_are_grey_or_colours)
+
+    family: Literal["vit"]
+    patch: Positive = 16
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
+    dropout: Share = 0.0
+
+    @property
+    def positions(self) -> int:
+        """Patches and the class token."""
+        return (self.image // self.patch) ** 2 + 1
+
+    def sequences(self, config: Config) -> Iterator[Length]:
+        note = " (the patches of model.image and the class token)"
+        yield Length("the sequence", self.positions, note, ("model.image", "model.patch"))

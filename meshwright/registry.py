@@ -1,0 +1,89 @@
+"""The registry: every strategy under its name, ours and those that other packages bring. No torch.
+
+| group      | a run names one by     | an entry is                                                       |
+|------------|------------------------|-------------------------------------------------------------------|
+| models     | model.family           | a subclass of models/section.py's Network                         |
+| tensor     | layout.tensor.kind     | a subclass of tensor/section.py's TensorSection                   |
+
+An entry is written `module:attribute`, ours here, those of another package as entry points of the group
+`meshwright.GROUP` in its metadata. Entries import no torch: each names what it needs of it inside of its functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+from meshwright.errors import PluginError
+
+OURS: Mapping[str, Mapping[str, str]] = {
+    "models": {
+        "gpt2": "meshwright.models.section:Gpt2",
+        "bert": "meshwright.models.section:Bert",
+        "transformer": "meshwright.models.section:Attentional",
+        "t5": "meshwright.models.section:T5",
+        "vit": "meshwright.models.section:Vit",
+        "resnext": "meshwright.models.section:ResNeXt",
+    },
+    "tensor": {
+        "none": "meshwright.tensor.section:Whole",
+        "megatron": "meshwright.tensor.section:Megatron",
+        "tesseract": "meshwright.tensor.section:Tesseract",
+        "subgraph": "meshwright.subgraph.section:Subgraph",
+    },
+}
+
+BASES: Mapping[str, str] = {
+    "models": "meshwright.models.section:Network",
+    "tensor": "meshwright.tensor.section:TensorSection",
+}
+"""What an entry of a group is, or is a subclass of."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """`entries`: by name, ours first. `failures`: a line for each entry of another package that cannot be used."""
+
+    entries: Mapping[str, Any]
+    failures: tuple[str, ...]
+
+
+def entries(group: str) -> Mapping[str, Any]:
+    """The strategies of a group by name, ours first; without those that cannot be used (check_plugins)."""
+    return _group(group).entries
+
+
+def check_plugins() -> None:
+    """Raises PluginError where a strategy of another package cannot be used: package, entry point, cause."""
+    if failures := [failure for group in OURS for failure in _group(group).failures]:
+        raise PluginError("; ".join(failures))
+
+
+@cache
+def _group(group: str) -> Group:
+    base, known, failures = _load(BASES[group]), {}, []
+    for name, value in OURS[group].items():
+        known[name] = _load(value)
+    for point in metadata.entry_points(group=f"meshwright.{group}"):
+        package = point.dist.name if point.dist is not None else "a package"
+        where = f"{package}: the entry point {point.name} of {point.group}, {point.value},"
+        if point.name in known:
+            failures.append(f"{where} has the name of another {group} entry")
+            continue
+        try:
+            entry = point.load()
+        except Exception as error:  # whatever an import of somebody else's code may raise
+            failures.append(f"{where} cannot be loaded: {type(error).__name__}: {error}")
+            continue
+        if isinstance(entry, base) or (isinstance(entry, type) and issubclass(entry, base)):
+            known[point.name] = entry
+        else:
+            failures.append(f"{where} is no {base.__name__}")
+    return Group(known, tuple(failures))
+
+
+def _load(value: str) -> Any:
+    return metadata.EntryPoint("", value, "").load()

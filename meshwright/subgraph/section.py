@@ -1,0 +1,72 @@
+"""The sub-graphs' section of a layout: what D&SP is to the config and to the planner. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from meshwright.section import Positive, divisors
+from meshwright.tensor.section import Cut, TensorSection
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+    from meshwright.ranks.mesh import Mesh
+    from meshwright.tensor.kit import Kit
+
+
+class Subgraph(TensorSection):
+    """D&SP: the branches of each block (heads, paths) dealt over `size` sub-grids, the layers between data-parallel.
+
+    `common`: all ranks compute the common layers, each on its share of the batch; one (D&SP-cSub): the first sub-grid
+    alone. `branch`: what is cut along the heads: the attention core; the whole attention; block: the feed-forward too.
+    """
+
+    kind: Literal["subgraph"]
+    size: Positive
+    common: Literal["all", "one"] = "all"
+    branch: Literal["attention-core", "attention", "block"] = "attention"
+
+    idle_alone: ClassVar[tuple[str, ...]] = ("common", "branch")
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return (("branch", self.size),)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return ("branch",)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return ("branch",)
+
+    @property
+    def rows(self) -> tuple[str, int]:
+        """Where one rank computes the common layers, it has all rows."""
+        return ("layout.tensor.size=", self.size) if self.common == "all" else ("", 1)
+
+    @property
+    def leading_ranks(self) -> int:
+        return self.size if self.common == "one" else 1
+
+    @property
+    def words(self) -> str:
+        return f"{self.kind} ({self.common}, {self.branch})"
+
+    def cuts(self, config: Config) -> Iterator[Cut]:
+        """Hidden widths and tables lie outside of branches and are whole."""
+        branches, (_, *inner) = config.model.branches, config.model.widths
+        for field, number in (branches, *(inner if self.branch == "block" else ())):
+            yield Cut(field, number, "layout.tensor.size", self.size)
+
+    @classmethod
+    def candidates(cls, devices: int) -> Iterator[Self]:
+        for size in divisors(devices)[1:]:
+            for common, branch in product(("all", "one"), ("attention-core", "attention", "block")):
+                yield cls.model_validate({"kind": "subgraph", "size": size, "common": common, "branch": branch})
+
+    def kit(self, config: Config, mesh: Mesh) -> Kit:
+        from meshwright.subgraph.kit import SubgraphKit
+
+        return SubgraphKit(mesh, self, config.micro)

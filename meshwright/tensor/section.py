@@ -1,0 +1,251 @@
+"""The tensor sections of a layout: what each kind of tensor parallelism is to the config and to the planner. No torch.
+
+| kind      | axes            | batch rows split over | divides                                                     |
+|-----------|-----------------|-----------------------|-------------------------------------------------------------|
+| none      | -               | -                     | nothing                                                     |
+| megatron  | tensor          | -                     | branches, widths, tables; sequence_parallel: sequences too  |
+| tesseract | depth, row, col | depth, row            | branches, widths, tables                                    |
+
+sub-graphs: subgraph/section.py. A kind is added by a subclass of TensorSection and its line in the registry
+(docs/extending.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from meshwright.errors import Problem
+from meshwright.section import Positive, Rule, Section, divisors, listed, rule
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+    from meshwright.ranks.mesh import Mesh
+    from meshwright.tensor.kit import Kit
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A number of the model or the data that a layout divides into equal parts.
+
+    `field`, which holds the `number`, may be words, if `reads` names the fields that make it. `by`: the layout's field.
+    """
+
+    field: str
+    number: int
+    by: str
+    parts: int
+    note: str = ""
+    reads: tuple[str, ...] = ()
+
+    @property
+    def problem(self) -> Problem | None:
+        """The mistake of a layout whose parts would not be equal."""
+        if self.number % self.parts == 0:
+            return None
+        rule_text = f"does not divide {self.field}={self.number}{self.note}"
+        return Problem(self.by, self.parts, rule_text, listed(divisors(self.number)), self.reads or (self.field,))
+
+
+@dataclass(frozen=True)
+class PaddedCut(Cut):
+    """The rows of a table that is padded: whatever its `number`, another padding makes its parts equal.
+
+    `field` holds the `multiple` that rows are padded to.
+    """
+
+    multiple: int = 1
+
+    @property
+    def problem(self) -> Problem | None:
+        if self.number % self.parts == 0:
+            return None
+        rule_text = f"is no multiple of {self.parts}, into which layout.tensor cuts the padded tables"
+        valid = f"{self.parts * self.multiple}, any multiple of {self.parts}"
+        return Problem(self.field, self.multiple, rule_text, valid, ("model.vocabulary",))
+
+
+class TensorSection(Section):
+    """Base of the tensor sections: by itself, one that divides nothing. Subclasses add fields and `kind`, a Literal."""
+
+    kind: str
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """What else the kind does not go with, and why; checked where the kind is chosen."""
+    idle_alone: ClassVar[tuple[str, ...]] = ()
+    """Fields that have no effect where the layout has one tensor rank."""
+    gives_effect_to: ClassVar[tuple[str, ...]] = ()
+    """Fields of other sections that have an effect with this kind, and by default with no other."""
+    by_size: ClassVar[bool] = False
+    """Whether what a rank runs and sends depends on a microbatch's size otherwise than in proportion."""
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh's axes and their sizes, outermost first."""
+        return ()
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that split a microbatch's rows."""
+        return ()
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split tokens: gradients of uncut parameters are summed over them."""
+        return ()
+
+    @property
+    def rows(self) -> tuple[str, int]:
+        """Into how many equal parts a microbatch's rows must fall; before it, in words, which fields say so."""
+        return "", 1
+
+    @property
+    def leading_ranks(self) -> int:
+        """Of how many ranks the first computes for all, while the others wait."""
+        return 1
+
+    @property
+    def words(self) -> str:
+        """The kind as tables name it, with the settings that change what a rank does; nothing where nothing is cut."""
+        return self.kind if self.axes else ""
+
+    def cuts(self, config: Config) -> Iterator[Cut]:
+        """What it divides of the model and the data."""
+        yield from ()
+
+    @classmethod
+    def candidates(cls, devices: int) -> Iterator[Self]:
+        """The sections that a planner tries on so many devices. Their sizes must divide these."""
+        yield from ()
+
+    def kit(self, config: Config, mesh: Mesh) -> Kit:
+        """The words that models are written in, for a rank. Torch is imported here and not before."""
+        raise NotImplementedError
+
+
+def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
+    """The cuts of a kit that divides all of a layer, and the tables: branches, widths, rows of tables."""
+    model = config.model
+    for field, number in (model.branches, *model.widths):
+        yield Cut(field, number, by, parts)
+    yield PaddedCut("model.vocabulary_multiple", model.padded_rows, by, parts, multiple=model.vocabulary_multiple)
+    for field, number in model.tables:
+        yield Cut(field, number, by, parts)
+
+
+class Whole(TensorSection):
+    """No tensor parallelism: every rank of a replica's one holds whole layers."""
+
+    kind: Literal["none"] = "none"
+
+    @classmethod
+    def candidates(cls, devices: int) -> Iterator[Self]:
+        yield cls()
+
+    def kit(self, config: Config, mesh: Mesh) -> Kit:
+        from meshwright.tensor.serial import SerialKit
+
+        return SerialKit(mesh)
+
+
+@rule("layout.tensor", "model.family")
+def sequences_can_be_cut(config: Config) -> Iterator[Problem]:
+    tensor, model = config.layout.tensor, config.model
+    if isinstance(tensor, Megatron) and tensor.sequence_parallel and next(model.sequences(config), None) is None:
+        rule_text = f"cuts the positions of an image, over which the norms of a {model.family} are taken"
+        yield Problem("layout.tensor.sequence_parallel", True, rule_text, "false")
+
+
+class Megatron(TensorSection):
+    """1-D: heads, inner widths and the vocabulary split over `size` ranks; sequence_parallel: norms and dropout too."""
+
+    kind: Literal["megatron"]
+    size: Positive
+    sequence_parallel: bool = False
+
+    rules: ClassVar[tuple[Rule, ...]] = (sequences_can_be_cut,)
+    idle_alone: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return (("tensor", self.size),)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return ("tensor",) if self.sequence_parallel else ()
+
+    @property
+    def words(self) -> str:
+        return f"{self.kind}, cut by sequence" if self.sequence_parallel else self.kind
+
+    def cuts(self, config: Config) -> Iterator[Cut]:
+        yield from whole_layers(config, "layout.tensor.size", self.size)
+        for length in config.model.sequences(config) if self.sequence_parallel else ():
+            note = f"{length.note}, as sequence_parallel asks"
+            yield Cut(length.field, length.number, "layout.tensor.size", self.size, note, length.reads)
+            if length.number % self.size:
+                return  # the lengths behind it are made of this one
+
+    @classmethod
+    def candidates(cls, devices: int) -> Iterator[Self]:
+        for size in divisors(devices)[1:]:
+            yield cls(kind="megatron", size=size)
+            yield cls(kind="megatron", size=size, sequence_parallel=True)
+
+    def kit(self, config: Config, mesh: Mesh) -> Kit:
+        from meshwright.tensor.megatron import MegatronKit
+
+        return MegatronKit(mesh, sequence_parallel=self.sequence_parallel)
+
+
+@rule("layout.tensor")
+def depth_is_at_most_q(config: Config) -> Iterator[Problem]:
+    tensor = config.layout.tensor
+    if isinstance(tensor, Tesseract) and tensor.d > tensor.q:
+        rule_text = f"is more than layout.tensor.q={tensor.q}: beyond 3-D, layout.data.size does the same for less"
+        yield Problem("layout.tensor.d", tensor.d, rule_text, f"1 to {tensor.q}")
+
+
+class Tesseract(TensorSection):
+    """2-D (d = 1: Optimus, SUMMA), 2.5-D and 3-D (d = q): blocks of everything on [q, q, d] ranks."""
+
+    kind: Literal["tesseract"]
+    q: Positive
+    d: Positive = 1
+
+    rules: ClassVar[tuple[Rule, ...]] = (depth_is_at_most_q,)
+    gives_effect_to: ClassVar[tuple[str, ...]] = ("memory.summa",)
+    by_size: ClassVar[bool] = True
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return (("depth", self.d), ("row", self.q), ("col", self.q))
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return ("depth", "row")
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return ("depth", "row")
+
+    @property
+    def rows(self) -> tuple[str, int]:
+        return "layout.tensor.d x q = ", self.d * self.q
+
+    def cuts(self, config: Config) -> Iterator[Cut]:
+        yield from whole_layers(config, "layout.tensor.q", self.q)
+
+    @classmethod
+    def candidates(cls, devices: int) -> Iterator[Self]:
+        for q in range(2, math.isqrt(devices) + 1):
+            for d in range(1, q + 1):
+                if devices % (q * q * d) == 0:
+                    yield cls(kind="tesseract", q=q, d=d)
+
+    def kit(self, config: Config, mesh: Mesh) -> Kit:
+        from meshwright.tensor.tesseract import TesseractKit
+
+        return TesseractKit(mesh, config.memory.summa)
