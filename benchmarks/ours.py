@@ -83,7 +83,7 @@ def steps_of(parts: Parts) -> Step:
         batch = _batch(config, count)
         replica = parts.strategy.share(lambda first, rows: rows_of(batch, slice(first, first + rows)), rows_each)
         scales = {"labels": 1.0 / batch["labels"].numel()}
-        loss = parts.passes.train(parts.microbatches(replica), scales, torch.manual_seed)
+        loss = parts.pipeline.train(parts.microbatches(replica), scales, torch.manual_seed)
         parts.strategy.finish()
         parts.optimizer.step(count)
         parts.strategy.publish()

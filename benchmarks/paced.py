@@ -27,11 +27,12 @@ from torch import Tensor
 
 from benchmarks.contender import Place, Step
 from meshwright.environment import read_environment, rendezvous
-from meshwright.model import Batch, Hidden, Scales, Stretch
-from meshwright.pipeline import pipeline
+from meshwright.model import Batch, Hidden, Scales
 from meshwright.pipeline.clock import simulate
+from meshwright.pipeline.pipeline import Pipeline
 from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Rule
 from meshwright.pipeline.span import Span, Timeline, task_span
+from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind, Task
 from meshwright.pipeline.trace import write_trace
 from meshwright.ranks.grid import Grid
@@ -104,28 +105,35 @@ def sleep_until(moment: float) -> None:
         time.sleep(nap)
 
 
-class PacedStage:
-    """A stage whose tasks sleep."""
+class PacedStage(Stage):
+    """A stage without a model, whose tasks sleep."""
 
     def __init__(self, index: int, run: Run, forward_seconds: float, form: Form) -> None:
-        self.stretch = Stretch(range(0), index == 0, index == run.num_stages - 1)
         self.index = index
         self.run = run
         self.forward_seconds = forward_seconds
         self.form = form
 
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.run.num_stages - 1
+
     def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
         end = self._work(Task(Kind.FORWARD, index))
-        return (torch.zeros(()),) if self.stretch.last else self._message(end, 1, Task(Kind.FORWARD, index))
+        return (torch.zeros(()),) if self.is_last else self._message(end, 1, Task(Kind.FORWARD, index))
 
     def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden:
         end = self._work(Task(Kind.BACKWARD, index))
-        return () if self.stretch.first else self._message(end, -1, Task(Kind.BACKWARD, index))
+        return () if self.is_first else self._message(end, -1, Task(Kind.BACKWARD, index))
 
     def weights(self, index: int, *, final: bool) -> None:
         self._work(Task(Kind.WEIGHT, index))
 
-    def hidden(self, incoming: Hidden, batch: Batch) -> Hidden:
+    def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
         raise AssertionError("a paced stage trains only")
 
     def _work(self, task: Task) -> float:
@@ -202,9 +210,8 @@ class PacedPipeline:
     def step(self, run: Run) -> Timeline | None:
         """All ranks' spans on rank 0, in seconds; None elsewhere."""
         index = self.mesh.index("pipe")
-        place = pipeline.Place(self.mesh.comm("pipe"), self.mesh.comm("data"), self.mesh.device, self.mesh.recorder)
         stage = PacedStage(index, run, self.forward_seconds, self.form)
-        driver = pipeline.Pipeline(stage, place, run.rule, self.mailbox, alike(self.form), NoGradients())
+        driver = Pipeline(stage, run.rule, self.mesh, self.mesh.comm(), self.mailbox, alike(self.form), NoGradients())
         self.mesh.world.barrier()
         driver.train([{}] * run.num_microbatches, {}, lambda microbatch: None)
         return self._gathered(run, driver.spans)

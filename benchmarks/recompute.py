@@ -52,8 +52,8 @@ def config_of(recompute: Any) -> Config:
 
 def passes(parts: Parts) -> Iterator[None]:
     """A forward pass, then, when asked for more, its backward pass."""
-    batch = empty_batch(parts.config, parts.kit, parts.mesh.device)
-    loss = parts.model(batch, {"labels": 1e-3})
+    batch = empty_batch(parts.config, parts.kit, parts.model.inside, parts.mesh.device)
+    (loss,) = parts.model(batch, {"labels": 1e-3})
     yield
     loss.backward()
 
@@ -123,7 +123,7 @@ def footprint(name: str) -> Footprint:
     """Of one microbatch: what autograd keeps is counted on a plan, what tensors hold while it runs."""
     config = config_of(SETTINGS[name])
     planned = build(config, planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes))
-    counted = kept_bytes(lambda: next(passes(planned)), planned.module.parameters())
+    counted = kept_bytes(lambda: next(passes(planned)), planned.model.parameters())
     parts = build(config, solo_mesh(torch.device("cpu")))
     assert isinstance(parts.strategy, Synchroniser)
     flat = [x for bucket in parts.strategy.buckets for x in (bucket.values, bucket.gradients)]

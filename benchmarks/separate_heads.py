@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.ours import open_layout, reference_config, steps_of
-from meshwright.build import Parts, build_kit
+from meshwright.build import Parts, build_kit, build_pipeline
 from meshwright.config import Config
 from meshwright.data_parallel.policies import AllReduce
 from meshwright.data_parallel.strategy import Synchroniser
@@ -24,7 +24,6 @@ from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
 from meshwright.parameters.bucket import assign_rooms, make_buckets
 from meshwright.parameters.shard import Initial, initialise, shard_specs
-from meshwright.pipeline.passes import Accumulation
 from meshwright.ranks.mesh import Mesh
 from meshwright.stages import Stages
 from meshwright.subgraph.branches import Branches
@@ -99,6 +98,6 @@ def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
     assign_rooms(model, buckets)
     strategy = Synchroniser(buckets, mesh, AllReduce())
     stages = Stages((model.stretch,), specs, ())
-    passes = Accumulation(model, strategy, mesh.device, mesh.recorder)
+    pipeline = build_pipeline(config, mesh, model, stages, strategy)
     optimizer = Optimizer(config, strategy.slots, mesh, InPlace)
-    return Parts(config, mesh, kit, model, model, stages, strategy, passes, optimizer)
+    return Parts(config, (), mesh, kit, model, stages, strategy, pipeline, optimizer)

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from meshwright.config import Config
 from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGradient, ServerLoss
@@ -21,16 +20,15 @@ from meshwright.free_memory import free_memory_bytes, host_memory_bytes
 from meshwright.launch.mpiexec import find_mpiexec
 from meshwright.memory.offload import on_disk, on_host
 from meshwright.memory.recompute import best_group, groups_of, recomputed
-from meshwright.model import Batch, Model, Stretch, rows_of
+from meshwright.model import Batch, Stretch, rows_of
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain
-from meshwright.optim.autocast import Autocast
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace, StatesFactory
 from meshwright.parameters.bucket import assign_rooms, make_buckets
+from meshwright.parameters.deferred import Deferred
 from meshwright.parameters.shard import ShardedModule, ShardSpec, initialise, shard_specs
-from meshwright.pipeline.passes import Accumulation, Passes
-from meshwright.pipeline.pipeline import Pipeline, Place
+from meshwright.pipeline.pipeline import Pipeline
 from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Rule
 from meshwright.pipeline.stage import Stage
 from meshwright.ranks.grid import PIPE
@@ -76,12 +74,11 @@ class Parts:
     """A line for each decision."""
     mesh: Mesh
     kit: Kit
-    module: nn.Module
-    model: Model
-    """The module as it is called: under autocast with O1."""
+    model: Chain
+    """This stage's part of it."""
     stages: Stages
     strategy: Strategy
-    passes: Passes
+    pipeline: Pipeline
     optimizer: Optimizer
 
     @property
@@ -147,18 +144,16 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     decided = decide_partition(config, stages)
     stretch = stages.stretches[mesh.index(PIPE)]
     kit = build_kit(config, mesh)
-    module = build_model(config, kit, mesh, stretch)
-    stages.mark_tied(module)
-    recompute_in(config, module, len(stretch.layers))
-    strategy = _build_strategy(config, mesh, module)
+    model = build_model(config, kit, mesh, stretch)
+    stages.mark_tied(model)
+    recompute_in(config, model, len(stretch.layers))
+    strategy = _build_strategy(config, mesh, model)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
-    decided = _decide_by_memory(decided, mesh, stages, kit, _coming_bytes(config, mesh, module, optimizer))
+    decided = _decide_by_memory(decided, mesh, stages, kit, _coming_bytes(config, mesh, model, optimizer))
     config = decided.config
-    autocasts = config.precision.level == "O1"
-    model: Model = Autocast(module, mesh.device, DTYPES[config.precision.dtype]) if autocasts else module
-    passes = _build_passes(config, mesh, module, model, stages, strategy)
-    return Parts(config, decided.notes, mesh, kit, module, model, stages, strategy, passes, optimizer)
+    pipeline = build_pipeline(config, mesh, model, stages, strategy)
+    return Parts(config, decided.notes, mesh, kit, model, stages, strategy, pipeline, optimizer)
 
 
 def _make(config: Config, mesh: Mesh, stretch: Stretch) -> tuple[Chain, Kit]:
@@ -184,13 +179,13 @@ def recomputed_group(config: Config, stage_layers: int) -> int:
     return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
 
 
-def _coming_bytes(config: Config, mesh: Mesh, module: Chain, optimizer: Optimizer) -> int:
+def _coming_bytes(config: Config, mesh: Mesh, model: Chain, optimizer: Optimizer) -> int:
     """Device memory that the first step will take for good: moments and, on a CPU, gradients.
 
     Their zeros are pages there that nobody has touched yet, which the system still counts as free.
     """
     least = 4 if config.widens_gradients else 0  # half-precision weights have float32 gradients then
-    gradients = sum(parameter.numel() * max(least, parameter.element_size()) for parameter in module.parameters())
+    gradients = sum(parameter.numel() * max(least, parameter.element_size()) for parameter in model.parameters())
     return optimizer.coming_bytes + (gradients if mesh.device_type == "cpu" else 0)
 
 
@@ -206,23 +201,29 @@ def _decide_by_memory(decided: Decided, mesh: Mesh, stages: Stages, kit: Kit, co
     return decided
 
 
-def _build_passes(
-    config: Config, mesh: Mesh, module: Chain, model: Model, stages: Stages, strategy: Strategy
-) -> Passes:
-    if config.layout.pipeline.size == 1:
-        return Accumulation(model, strategy, mesh.device, mesh.recorder)
-    assert isinstance(strategy, Synchroniser), "the config's rules let no other strategy have stages"
-    for layer in module.modules():
-        if isinstance(layer, ShardedModule):
-            layer.deferred = strategy.deferred
+def rule_of(config: Config) -> Rule:
+    """The run's schedule with its limit. One stage goes back as soon as it has gone forward: nothing is gained by more
+    microbatches in flight."""
     settings = config.layout.pipeline
+    if settings.size == 1:
+        return ONE_F_ONE_B
     rule = SCHEDULES[settings.schedule]
-    if settings.limit != "auto":
-        rule = rule.limited(settings.limit)
-    peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes))
-    place = Place(mesh.comm(PIPE), peers, mesh.device, mesh.recorder)
-    stage = Stage(model, module.stretch, strategy.deferred)
-    return Pipeline(stage, place, rule, mesh.mailbox(PIPE), stages.forms(mesh.index(PIPE)), strategy)
+    return rule if settings.limit == "auto" else rule.limited(settings.limit)
+
+
+def build_pipeline(config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy) -> Pipeline:
+    """The stage with all that drives it."""
+    deferred = Deferred()
+    if isinstance(strategy, Synchroniser):
+        deferred = strategy.deferred
+        for layer in model.modules():
+            if isinstance(layer, ShardedModule):
+                layer.deferred = deferred
+    autocasts = (mesh.device.type, DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
+    stage = Stage(model, deferred, run=strategy.forward, autocasts=autocasts)
+    peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes if config.layout.pipeline.size > 1))
+    forms = stages.forms(mesh.index(PIPE))
+    return Pipeline(stage, rule_of(config), mesh, peers, mesh.mailbox(PIPE), forms, strategy)
 
 
 def bucket_bytes(config: Config) -> int:

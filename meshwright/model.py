@@ -95,27 +95,19 @@ class Costs:
 
 
 class Model(Protocol):
-    """The chain, called whole or link by link. A link that a rank does not hold must not be called."""
+    """The chain, or a stretch of it, as a stage runs it."""
 
+    stretch: Stretch
     labels: tuple[str, ...]
     """The batch's entries that are counted, one for each loss."""
     inside: tuple[str, ...]
     """The batch's entries that are read inside of branches, and sliced for there: masks of attention."""
 
-    def __call__(self, batch: Batch, scales: Scales) -> Tensor:
-        """The summed losses, each times its scale: `loss(trunk(batch), batch, scales)`."""
+    def __call__(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
+        """What the stage after reads; of the last stage (the losses' sum, each times its scale,)."""
 
-    def trunk(self, batch: Batch) -> Tensor:
-        """The normed hidden states [B, T, H]: `end(run_layers(begin(batch), batch))`."""
-
-    def begin(self, batch: Batch) -> Hidden:
-        """What the first layer reads."""
-
-    def run_layers(self, hidden: Hidden, batch: Batch) -> Hidden:
-        """The stretch's layers, one after the other."""
-
-    def end(self, hidden: Hidden) -> Tensor:
-        """The normed hidden states [B, T, H] of what the last layer gives."""
+    def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
+        """What the stage after reads; of the last stage the normed hidden states [B, T, H]."""
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
         """The losses of hidden states."""

@@ -71,17 +71,9 @@ def plan_stages(config: Config, mesh: Mesh, make: MakeModel) -> Stages:
         specs |= {name: replace(spec, tied=name in specs) for name, spec in shard_specs(model).items()}
         if not stretch.last:
             with torch.no_grad():
-                hidden = _run(model, hidden, empty_batch(config, kit, model.inside, torch.device("meta")))
+                hidden = model.hidden_states(empty_batch(config, kit, model.inside, torch.device("meta")), hidden)
             passing.append(tuple(Form(tuple(x.shape), x.dtype) for x in hidden))
     return Stages(stretches, specs, tuple(passing))
-
-
-def _run(model: Chain, hidden: Hidden, batch: Batch) -> Hidden:
-    """A stretch forward: what it gives to the next, or (loss,). `hidden`: from the one before it, if there is one."""
-    hidden = model.run_layers(model.begin(batch) if model.stretch.first else hidden, batch)
-    if not model.stretch.last:
-        return hidden
-    return (model.loss(model.end(hidden), batch, dict.fromkeys(model.labels, 1.0)),)
 
 
 def microbatch_bytes(config: Config, mesh: Mesh, make: MakeModel, stages: Stages) -> int:
@@ -94,7 +86,7 @@ def microbatch_bytes(config: Config, mesh: Mesh, make: MakeModel, stages: Stages
     batch = empty_batch(config, kit, model.inside, torch.device("meta"))
     forms = stages.forms(stage)["before"]
     given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta").requires_grad_() for form in forms)
-    return 2 * kept_bytes(partial(_run, model, given, batch), model.parameters())
+    return 2 * kept_bytes(partial(model, batch, dict.fromkeys(model.labels, 1.0), given), model.parameters())
 
 
 def empty_batch(config: Config, kit: Kit, inside: Sequence[str], device: torch.device) -> Batch:
@@ -189,7 +181,7 @@ def _link_seconds(config: Config, device: torch.device) -> list[float]:
             known[shapes] = statistics.median(_seconds(model, hidden, batch, device) for _ in range(TIMED_ROUNDS))
         seconds.append(known[shapes])
         with torch.no_grad():
-            hidden = _run(model, hidden, batch)
+            hidden = model.hidden_states(batch, hidden)
     return seconds
 
 
@@ -197,7 +189,7 @@ def _seconds(model: Chain, hidden: Hidden, batch: Batch, device: torch.device) -
     """Of a stretch forward and backward."""
     given = tuple(x.detach().requires_grad_() for x in hidden)
     started = time.perf_counter()
-    out = _run(model, given, batch)
+    out = model(batch, dict.fromkeys(model.labels, 1.0), given)
     torch.autograd.backward(out, [torch.ones_like(x) for x in out])
     if device.type == "cuda":
         torch.cuda.synchronize(device)

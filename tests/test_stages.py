@@ -97,7 +97,7 @@ def test_memory_bounds_the_microbatches_in_flight() -> None:
 def parts_in_use(mesh: Mesh, config: Config) -> tuple[list[str], int]:
     parts = build(config, mesh)
     assert free_memory_bytes(mesh) > 0
-    names = [name for name, _ in parts.module.named_parameters()]
+    names = [name for name, _ in parts.model.named_parameters()]
     return names, sum(slot.parameter.numel() for slot in parts.strategy.slots)
 
 

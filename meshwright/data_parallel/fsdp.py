@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshwright.model import Batch, LoadRows, Model, Scales
+from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import FlatWeights, Place, Slot, gradient_dtype
 from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.comm import SoloComm, TorchComm, same_everywhere
@@ -57,6 +57,7 @@ class FullySharded:
             if not any(parameter in set(unit.parameters()) for unit in units)
         ]
         whole = [parameter for unit in units for parameter in unit.parameters()]
+        # For the ledger, since torch does not tell: a unit is gathered forward and backward, the rest forward only.
         self._gathered_bytes = 2 * self._sent_bytes(whole, half) + self._sent_bytes(rest, half)
         self._summed_bytes = self._sent_bytes([*whole, *rest], summed)
         self._sharded = [parameter for _, parameter in model.named_parameters()]
@@ -75,12 +76,14 @@ class FullySharded:
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         return load(self.mesh.index("data") * replica_batch, replica_batch)
 
-    def backward(self, model: Model, batch: Batch, scales: Scales, *, final: bool) -> Tensor:
+    def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
+        self.mesh.ledger.record("data", "all_gather", self._gathered_bytes)
+        return model(batch, scales, incoming)
+
+    def expect(self, final: bool) -> None:
         self.model.set_requires_gradient_sync(final)
-        loss = model(batch, scales)
-        loss.backward()
-        self._record(final)
-        return loss.detach()
+        if final:
+            self.mesh.ledger.record("data", "reduce_scatter", self._summed_bytes)
 
     def arrivals(self) -> Iterator[int]:
         self.finish()
@@ -105,13 +108,6 @@ class FullySharded:
     def make_replicas_equal(self) -> list[str]:
         """Compared before the weights were cut: afterwards no two ranks hold the same."""
         return self._differing
-
-    def _record(self, final: bool) -> None:
-        """Write into the ledger what torch has sent: it gathers a unit forward and backward, the rest forward only."""
-        ledger = self.mesh.ledger
-        ledger.record("data", "all_gather", self._gathered_bytes)
-        if final:
-            ledger.record("data", "reduce_scatter", self._summed_bytes)
 
     def _sent_bytes(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> int:
         """(n-1)/n of parameters as they travel: the first dim padded to n equal parts, in `dtype` or as stored."""

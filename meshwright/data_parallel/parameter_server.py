@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data_parallel.strategy import Synchroniser, nothing_to_publish, whole
-from meshwright.model import Batch, LoadRows, Model, Scales
+from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket
 from meshwright.ranks.collectives import gather
 from meshwright.ranks.comm import Comm, Work
@@ -76,25 +76,28 @@ class ServerGradient(Synchroniser):
 
 
 class ServerLoss(ServerGradient):
-    """Variant 'loss': the workers' outputs are gathered, and the server alone computes the loss."""
+    """Variant 'loss': the workers' outputs are gathered, and the server alone computes the loss.
 
-    def backward(self, model: Model, batch: Batch, scales: Scales, *, final: bool) -> Tensor:
-        # Only the server runs the head, so only there the head's own gradients could fill a bucket. No bucket may leave
-        # before the outputs' gradient is on its way: all ranks must send in the same order.
-        self.expect(False)
+    Only the server runs the head, so only there the head's own gradients could fill a bucket. No bucket may leave
+    before the outputs' gradient is scattered: all ranks must send in the same order.
+    """
+
+    def expect(self, final: bool) -> None:
+        super().expect(False)
+        self._final_comes = final
+
+    def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         comm = self.mesh.comm("data")
-        outputs = gather(model.trunk(batch), self.mesh, "data", ROOT)  # [n·B, T, H] on the server
+        (own,) = model.hidden_states(batch, incoming)
+        outputs = gather(own, self.mesh, "data", ROOT)  # [n·B, T, H] on the server, [0, T, H] on a worker
+        outputs.register_hook(self._outputs_gradient_comes)
         labels = {name: batch[name].new_empty(outputs.shape[0], *batch[name].shape[1:]) for name in model.labels}
         for name, everyone in labels.items():
             comm.gather(everyone, batch[name], ROOT)
-        loss = outputs.new_zeros(())
-        above = torch.empty_like(outputs)  # dL/d outputs; [0, T, H] on a worker
         if comm.index == ROOT:
-            leaf = outputs.detach().requires_grad_()
-            loss = model.loss(leaf, labels, scales)
-            loss.backward()
-            assert leaf.grad is not None, "the loss does not depend on the outputs"
-            above = leaf.grad
-        self.expect(final)
-        outputs.backward(above)
-        return loss.detach()
+            return (model.loss(outputs, labels, scales),)
+        return (outputs.sum(),)  # 0, whose backward pass waits for the server's scatter
+
+    def _outputs_gradient_comes(self, gradient: Tensor) -> None:
+        """The backward pass has left the head: from here on all ranks do the same."""
+        super().expect(self._final_comes)

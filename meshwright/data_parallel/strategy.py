@@ -1,7 +1,7 @@
 """What the train loop asks of a data-parallel strategy, and the one synchroniser that executes gradient sums.
 
-A step: share the batch, forward and backward of each microbatch, finish (the slots' gradients are the global batch's),
-the optimizer steps the slots, publish (every rank's parameters are the new ones).
+A step: share the batch, forward and backward of each microbatch (pipeline/), finish (the slots' gradients are the
+global batch's), the optimizer steps the slots, publish (every rank's parameters are the new ones).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from meshwright.model import Batch, LoadRows, Model, Scales
+from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, Slot
 from meshwright.parameters.deferred import Deferred
 from meshwright.ranks.comm import DONE, Comm, Later, Work, same_everywhere
@@ -51,8 +51,11 @@ class Strategy(Protocol):
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         """This replica's rows of the step's global batch."""
 
-    def backward(self, model: Model, batch: Batch, scales: Scales, *, final: bool) -> Tensor:
-        """Forward and backward of a microbatch; its scaled loss. Only the final one may synchronise."""
+    def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
+        """A stage's forward pass: what the stage after reads, or (loss,)."""
+
+    def expect(self, final: bool) -> None:
+        """Say whether the coming backward pass is the step's last: only in that one gradients may be summed."""
 
     def arrivals(self) -> Iterator[int]:
         """Every slot's index, each as soon as it holds the whole gradient. What has not left yet leaves at the call."""
@@ -113,14 +116,10 @@ class Synchroniser:
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         return load(self.mesh.index("data") * replica_batch, replica_batch)
 
-    def backward(self, model: Model, batch: Batch, scales: Scales, *, final: bool) -> Tensor:
-        self.expect(final)
-        loss = model(batch, scales)
-        loss.backward()
-        return loss.detach()
+    def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
+        return model(batch, scales, incoming)
 
     def expect(self, final: bool) -> None:
-        """Say whether the coming backward pass is the step's last, whose filled buckets may leave."""
         self._final = final
         # What has no elements here (its home is on other ranks) gets no gradient.
         self._missing = [{member for member in bucket.parameters if member.numel()} for bucket in self.buckets]

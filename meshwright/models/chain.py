@@ -34,11 +34,20 @@ class Chain(nn.Module, ABC):
         """The stretch's layers, in groups that are run by `run_group`."""
         self.run_group: Run = at_once
 
-    def forward(self, batch: Batch, scales: Scales) -> Tensor:
-        return self.loss(self.trunk(batch), batch, scales)
+    def forward(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
+        """What the next stage reads or, of the chain's end, (the scaled losses' sum,). `incoming`: from the stage
+        before; the first reads the batch."""
+        hidden = self.hidden_states(batch, incoming)
+        return (self.loss(hidden[0], batch, scales),) if self.stretch.last else hidden
+
+    def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
+        """As `forward`, but of the chain's end the normed hidden states [B, T, H] that its losses are computed of."""
+        hidden = self.run_layers(self.begin(batch) if self.stretch.first else incoming, batch)
+        return (self.end(hidden),) if self.stretch.last else hidden
 
     def trunk(self, batch: Batch) -> Tensor:
-        return self.end(self.run_layers(self.begin(batch), batch))
+        """The normed hidden states [B, T, H] of a whole model."""
+        return self.hidden_states(batch)[0]
 
     def run_layers(self, hidden: Hidden, batch: Batch) -> Hidden:
         for group in self.groups:

@@ -1,26 +1,30 @@
 """The driver on a rank: it does what the engine says, sends what comes of it, and waits for messages.
 
-The clock (clock.py) drives the same engine without a rank.
+A model on one device is a pipeline of one stage, to which no message comes. The clock (clock.py) drives the same
+engine without a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.model import Batch, Hidden, Scales, Stretch
+from meshwright.model import Batch, Hidden, Scales
 from meshwright.pipeline.engine import stage_process
-from meshwright.pipeline.passes import Seed
 from meshwright.pipeline.schedule import FORWARD_ONLY, Rule, Schedule
 from meshwright.pipeline.span import Moment, Span, Watch, task_span
+from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Arrival, Kind, Task, View
 from meshwright.ranks.comm import Comm
-from meshwright.ranks.flight_recorder import FlightRecorder
+from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import Forms, Mailbox, Message
+from meshwright.ranks.mesh import Mesh
+
+Seed = Callable[[int], None]
+"""seed(i): sets the random numbers of microbatch i's forward pass."""
 
 Received = dict[Arrival, Hidden]
 """Messages by the tasks that they make ready."""
@@ -33,54 +37,47 @@ class Synchronises(Protocol):
         """Say whether the coming gradients are the step's last."""
 
 
-class Acts(Protocol):
-    """What does the tasks: a stage (stage.py), or what stands in for one."""
-
-    stretch: Stretch
-
-    def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden: ...
-
-    def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden: ...
-
-    def weights(self, index: int, *, final: bool) -> None: ...
-
-    def hidden(self, incoming: Hidden, batch: Batch) -> Hidden: ...
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands: the comm of a row's stages, that of the ranks that share its stage (its kit's), and the
-    flight recorder, which is told of the rank's tasks."""
-
-    row: Comm
-    peers: Comm
-    device: torch.device
-    recorder: FlightRecorder
-
-
 class Pipeline:
-    """`forms`: of what passes to and from the stages beside this one."""
+    """A rank's stage under a schedule.
+
+    `peers`: the ranks that share the stage (the tensor kit's), and must do its tasks in one order; nobody where there
+    is one stage, since without messages all decide alike. `mailbox`, `forms`: the way to the stages beside this one,
+    and what passes there.
+    """
 
     def __init__(
-        self, stage: Acts, place: Place, rule: Rule, mailbox: Mailbox, forms: Forms, strategy: Synchronises
+        self,
+        stage: Stage,
+        rule: Rule,
+        mesh: Mesh,
+        peers: Comm,
+        mailbox: Mailbox,
+        forms: Forms,
+        strategy: Synchronises,
     ) -> None:
         self.stage = stage
-        self.place = place
         self.rule = rule
+        self.mesh = mesh
+        self.row = mesh.comm(PIPE)
+        self.peers = peers
         self.mailbox = mailbox
         self.forms = forms
         self.strategy = strategy
-        self._watch = Watch(place.device)
+        self._watch = Watch(mesh.device)
         self._done: list[tuple[Task, Moment, Moment]] = []
         self._epoch = -1
 
     @property
     def spans(self) -> list[Span]:
-        """The tasks of the last step."""
-        return [task_span(self.place.row.index, task, start(), end()) for task, start, end in self._done]
+        """The tasks of the last step. Each begins where the one before it ended, unless a message was waited for."""
+        return [task_span(self.row.index, task, start(), end()) for task, start, end in self._done]
 
     def train(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.place.device)
+        """Forward and backward passes of a step's microbatches, whose gradients add up.
+
+        Returns the sum of the scaled losses, a float64 scalar; 0 on a stage that computes no loss.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         received: Received = {}
         last = len(batches) - 1
         self.strategy.expect(False)
@@ -91,7 +88,7 @@ class Pipeline:
             if task.kind is Kind.FORWARD:
                 seed(index)
                 outgoing = self.stage.forward(index, received.pop(task, ()), batches[index], scales)
-                if self.stage.stretch.last:
+                if self.stage.is_last:
                     total += outgoing[0]
                 else:
                     self.mailbox.send("after", index, outgoing)
@@ -99,7 +96,7 @@ class Pipeline:
                 if index == last:
                     self.strategy.expect(True)
                 gradients = self.stage.backward(index, received.pop(task, ()), defers=self.rule.splits)
-                if not self.stage.stretch.first:
+                if not self.stage.is_first:
                     self.mailbox.send("before", index, gradients)
             else:
                 self.stage.weights(index, final=index == last)
@@ -107,64 +104,66 @@ class Pipeline:
         self._drive(self.rule, len(batches), act, received)
         return total
 
-    @torch.no_grad()
-    def hidden(self, batches: Sequence[Batch]) -> Iterator[Tensor | None]:
+    def evaluate(self, batches: Sequence[Batch], use: Callable[[Tensor, Batch], None]) -> None:
+        """Forward passes without gradients. On the last stage `use` is given each microbatch with its normed hidden
+        states [B, T, H], of which no more than one is held."""
         received: Received = {}
-        ends: list[Tensor | None] = []
 
         def act(task: Task) -> None:
-            outgoing = self.stage.hidden(received.pop(task, ()), batches[task.microbatch])
-            if not self.stage.stretch.last:
+            batch = batches[task.microbatch]
+            outgoing = self.stage.evaluate(received.pop(task, ()), batch)
+            if self.stage.is_last:
+                use(outgoing[0], batch)
+            else:
                 self.mailbox.send("after", task.microbatch, outgoing)
-            ends.append(outgoing[0] if self.stage.stretch.last else None)
 
         self._drive(FORWARD_ONLY, len(batches), act, received)
-        return iter(ends)
 
     def _drive(self, rule: Rule, num_batches: int, act: Callable[[Task], None], received: Received) -> None:
         """Run the stage's engine to its end. What arrives lies in `received` until a task takes it."""
-        place, stretch = self.place, self.stage.stretch
+        recorder = self.mesh.recorder
         self._epoch += 1
-        before = 0 if stretch.first else num_batches
-        after = 0 if stretch.last or Kind.BACKWARD not in rule.kinds else num_batches
+        before = 0 if self.stage.is_first else num_batches
+        after = 0 if self.stage.is_last or Kind.BACKWARD not in rule.kinds else num_batches
         self.mailbox.open(self._epoch, self.forms, before, after)
         self._done = []
         self._watch.start()
-        schedule = agreed(rule.schedule, rule.kinds, place)
-        process = stage_process(rule.view(place.row.index, place.row.size, num_batches), schedule)
+        schedule = agreed(rule.schedule, rule.kinds, self.peers, self.mesh.device)
+        process = stage_process(rule.view(self.row.index, self.row.size, num_batches), schedule)
         arrived: list[Arrival] | None = None
+        start = self._watch.now()
         while True:
             try:
                 action = next(process) if arrived is None else process.send(arrived)
             except StopIteration:
                 break
             if isinstance(action, Task):
-                start = self._watch.now()
-                place.recorder.task = action
+                recorder.task = action
                 act(action)
-                self._done.append((action, start, self._watch.now()))
-                messages = self.mailbox.poll()
+                end = self._watch.now()
+                self._done.append((action, start, end))
+                start, messages = end, self.mailbox.poll()
             else:
-                place.recorder.task = ""
+                recorder.task = ""
                 messages = self.mailbox.wait()
+                start = self._watch.now()
             arrived = [_arrival(message) for message in messages]
             received.update(zip(arrived, (message.tensors for message in messages), strict=True))
-        place.recorder.task = ""
+        recorder.task = ""
         self.mailbox.flush()
-        place.row.assemble()  # stages end at different moments, and the next thing they do is a collective
+        self.row.assemble()  # stages end at different moments, and the next thing they do is a collective
 
 
 def _arrival(message: Message) -> Arrival:
     return Arrival(Kind.FORWARD if message.side == "before" else Kind.BACKWARD, message.index)
 
 
-def agreed(schedule: Schedule, kinds: tuple[Kind, ...], place: Place) -> Schedule:
+def agreed(schedule: Schedule, kinds: tuple[Kind, ...], peers: Comm, device: torch.device) -> Schedule:
     """The schedule as the first of a stage's ranks follows it: it tells the others what it decides, and they obey.
 
     Ranks that share layers meet in the layers' collectives, so they must do the same tasks in the same order, though
     messages reach them at different moments. Sends one broadcast of 8 bytes a task.
     """
-    peers = place.peers
     if peers.size == 1:
         return schedule
     told: Task | None = None
@@ -172,13 +171,13 @@ def agreed(schedule: Schedule, kinds: tuple[Kind, ...], place: Place) -> Schedul
     def lead(view: View) -> Task | None:
         task = schedule(view)
         if task is not None:
-            peers.broadcast(torch.tensor(kinds.index(task.kind), device=place.device), 0)
+            peers.broadcast(torch.tensor(kinds.index(task.kind), device=device), 0)
         return task
 
     def follow(view: View) -> Task | None:
         nonlocal told
         if told is None:
-            code = torch.empty((), dtype=torch.int64, device=place.device)
+            code = torch.empty((), dtype=torch.int64, device=device)
             peers.broadcast(code, 0)
             told = view.next(kinds[int(code)])
         if not view.ready(told.kind):
@@ -186,5 +185,5 @@ def agreed(schedule: Schedule, kinds: tuple[Kind, ...], place: Place) -> Schedul
         task, told = told, None
         return task
 
-    planned = place.device.type == "meta"  # nobody is there to be told by: each decides what the first would
+    planned = device.type == "meta"  # nobody is there to be told by: each decides what the first would
     return lead if peers.index == 0 or planned else follow

@@ -1,22 +1,34 @@
-"""A stage acts: its stretch of the chain forward, the gradient of its input, the gradients of its weights.
+"""A stage acts: its part of the model forward, the gradient of its input, the gradients of its weights.
 
 | task | reads | leaves |
 |---|---|---|
 | F | the activation from before (first stage: the batch) | the activation for after (last stage: the loss), the graph |
 | B | the gradient from after (last stage: the loss) | the gradient for before; where W is a task, its work |
 | W | that work | the weights' gradients |
+
+A model on one device is one stage, the first and the last: F reads the batch and gives the loss, B begins with it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.model import Batch, Hidden, Model, Scales, Stretch
+from meshwright.model import Batch, Hidden, Model, Scales
 from meshwright.parameters.deferred import Deferred, WeightWork
+
+RunForward = Callable[[Model, Batch, Scales, Hidden], Hidden]
+"""run(model, batch, scales, incoming): what the stage after reads, or (loss,)."""
+
+
+def run_model(model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
+    """The model's own forward pass; a data-parallel strategy may bring another."""
+    return model(batch, scales, incoming)
 
 
 @dataclass(frozen=True)
@@ -32,23 +44,45 @@ class Graph:
     gradients: Hidden
 
 
-@dataclass
 class Stage:
-    """One rank's; what it holds of each microbatch goes from task to task."""
+    """One rank's part of the model; what it holds of each microbatch goes from task to task."""
 
-    model: Model
-    stretch: Stretch
-    deferred: Deferred
-    _graphs: dict[int, Graph] = field(default_factory=dict)
-    _works: dict[int, list[WeightWork]] = field(default_factory=dict)
+    def __init__(
+        self,
+        model: Model,
+        deferred: Deferred,
+        *,
+        run: RunForward = run_model,
+        autocasts: tuple[str, torch.dtype] | None = None,
+    ) -> None:
+        """`autocasts`: the type of device and the dtype of torch's autocast, under which forward passes run (O1);
+        backward passes follow the dtypes that it chose."""
+        self.model = model
+        self.deferred = deferred
+        self.run_forward = run
+        self.autocasts = autocasts
+        self._graphs: dict[int, Graph] = {}
+        self._works: dict[int, list[WeightWork]] = {}
+
+    @property
+    def is_first(self) -> bool:
+        return self.model.stretch.first
+
+    @property
+    def is_last(self) -> bool:
+        return self.model.stretch.last
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context in which the model is called."""
+        return nullcontext() if self.autocasts is None else torch.autocast(*self.autocasts)
 
     def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
         """F: what the stage after reads, or (loss,)."""
         for x in incoming:
             x.requires_grad_()
-        hidden = self.model.run_layers(self.model.begin(batch) if self.stretch.first else incoming, batch)
-        outgoing = (self.model.loss(self.model.end(hidden), batch, scales),) if self.stretch.last else hidden
-        ones = tuple(torch.ones_like(x) for x in outgoing) if self.stretch.last else ()
+        with self.autocast():
+            outgoing = self.run_forward(self.model, batch, scales, incoming)
+        ones = tuple(torch.ones_like(x) for x in outgoing) if self.is_last else ()
         self._graphs[index] = Graph(incoming, tuple(get_gradient_edge(x) for x in outgoing), ones)
         return tuple(x.detach() for x in outgoing)
 
@@ -70,10 +104,11 @@ class Stage:
         for work in self._works.pop(index):
             work(final)
 
-    def hidden(self, incoming: Hidden, batch: Batch) -> Hidden:
+    @torch.no_grad()
+    def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
         """Forward without gradients: what the stage after reads, or (normed hidden states,)."""
-        hidden = self.model.run_layers(self.model.begin(batch) if self.stretch.first else incoming, batch)
-        return (self.model.end(hidden),) if self.stretch.last else hidden
+        with self.autocast():
+            return self.model.hidden_states(batch, incoming)
 
 
 def _gradient(x: Tensor) -> Tensor:

@@ -36,16 +36,17 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
     A model of several losses: the sum of their means.
     """
     config, mesh = parts.config, parts.mesh
-    parts.module.eval()
+    parts.model.eval()
     sums = torch.zeros(3, len(parts.model.labels), dtype=torch.float64, device=mesh.device)  # losses, counts, right
     mine = mesh.index("data") * config.replica_batch
+
+    def add(h: Tensor, batch: Batch) -> None:
+        sums.add_(_sums(parts, h, batch))
+
     with parts.strategy.whole_weights():
         for index in range(num_batches):
             rows = held_out.held_out(index * config.batch.global_ + mine, config.replica_batch)
-            batches = parts.microbatches(to_device(rows, mesh.device))
-            for h, batch in zip(parts.passes.hidden(batches), batches, strict=True):
-                if h is not None:
-                    sums += _sums(parts, h, batch)
+            parts.pipeline.evaluate(parts.microbatches(to_device(rows, mesh.device)), add)
     mesh.comm(*config.layout.batch_axes, PIPE).all_reduce(sums)
     losses, counts, right = sums
     return {"validation_loss": float((losses / counts).sum()), "validation_accuracy": float(right[0] / counts[0])}
@@ -54,8 +55,10 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
 def _sums(parts: Parts, h: Tensor, batch: Batch) -> Tensor:
     """[3, labels]: of each label the summed loss, how many elements count, how many are predicted."""
     model, names = parts.model, parts.model.labels
-    losses = [float(model.loss(h, batch, {other: float(other == name) for other in names})) for name in names]
-    return torch.tensor([losses, counts_of(batch, names), model.right(h, batch)], device=h.device, dtype=torch.float64)
+    with parts.pipeline.stage.autocast():
+        losses = [float(model.loss(h, batch, {other: float(other == name) for other in names})) for name in names]
+        right = model.right(h, batch)
+    return torch.tensor([losses, counts_of(batch, names), right], device=h.device, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -176,18 +179,18 @@ class Trainer:
     @property
     def spans(self) -> list[Span]:
         """What this rank did in the last step, and when: its tasks, and the phases after them."""
-        return [*self.parts.passes.spans, *self.phases.spans(self.parts.mesh.index(PIPE))]
+        return [*self.parts.pipeline.spans, *self.phases.spans(self.parts.mesh.index(PIPE))]
 
     def _backward(self, loaded: Loaded, scale: float) -> float:
         parts, config = self.parts, self.parts.config
-        parts.module.train()
+        parts.model.train()
         scales = scales_of(parts.model.labels, loaded.counts, scale)
         place = "/".join(str(parts.mesh.index(axis)) for axis in ("data", PIPE, *parts.kit.split_axes))
 
         def seed(index: int) -> None:
             torch.manual_seed(seed_of(f"{config.seed}/dropout/{self.samples}/{index}/{place}"))
 
-        return self._once(float(parts.passes.train(parts.microbatches(loaded.batch), scales, seed)))
+        return self._once(float(parts.pipeline.train(parts.microbatches(loaded.batch), scales, seed)))
 
     def _once(self, loss: float) -> float:
         """A loss that other ranks of the replica hold as well, counted on the first of them only.
@@ -216,7 +219,7 @@ class Trainer:
             stop=stop is not None and stop.requested,
             busy_seconds=self._clock.lap(),
             pipeline_seconds=self.phases.seconds()[PIPELINE],
-            task_seconds=sum(span.seconds for span in self.parts.passes.spans),
+            task_seconds=sum(span.seconds for span in self.parts.pipeline.spans),
             peak_memory_bytes=peak_memory_bytes(mesh.device),
             sent_bytes=tuple(self._sent.get(axes, 0) - before.get(axes, 0) for axes in mesh.grid.axis_sets),
             own_seconds=self._own_clock.lap(),

@@ -19,7 +19,7 @@ from meshwright.errors import DataError
 from meshwright.pipeline.span import Span, Timeline
 
 _INK, _GRID, _IDLE = "#333333", "#e4e4e4", "#f4f4f4"
-_TASKS = {"forward": "#4c8bd0", "backward": "#e8833a", "weight": "#58a868", "forward+backward": "#4c8bd0"}
+_TASKS = {"forward": "#4c8bd0", "backward": "#e8833a", "weight": "#58a868"}
 _PHASES = ("#9c7ac7", "#c9a227", "#5f9ea0", "#b5651d", "#8a8d91")
 _WIDTH_INCHES, _ROW_INCHES, _HEAD_INCHES, _DIGIT_INCHES = 13.0, 0.24, 0.42, 0.062
 

@@ -101,7 +101,7 @@ def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int
     batch = parts.strategy.share(
         lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
     )
-    loss = float(parts.passes.train(parts.microbatches(batch), scales, torch.manual_seed))
+    loss = float(parts.pipeline.train(parts.microbatches(batch), scales, torch.manual_seed))
     parts.strategy.finish()
     gradients: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
     for slot in parts.strategy.slots:

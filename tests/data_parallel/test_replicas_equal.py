@@ -27,12 +27,12 @@ def plant_in_bucket(
     """Rank 1 begins with a wrong element; what was found twice in a row, the weights, the masters' weights."""
     parts = build(config_for(sync, mesh.size("data"), **changes), mesh)
     if mesh.rank == 1:
-        parts.module.get_parameter(WRONG).data[-1, -1] += 1
+        parts.model.get_parameter(WRONG).data[-1, -1] += 1
     optimizer = Optimizer(parts.config, parts.strategy.slots, mesh)  # its masters are copies of the wrong weights
     found = parts.strategy.make_replicas_equal()
     optimizer.make_replicas_equal()
     again = [*parts.strategy.make_replicas_equal(), *optimizer.make_replicas_equal()]
-    weights = {name: parameter.detach().clone() for name, parameter in parts.module.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
     masters = [optimizer.states(index)["weight"].clone() for index in range(len(optimizer.slots))]
     return found, again, weights, masters
 

@@ -12,6 +12,7 @@ from meshwright.model import rows_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
+from tests.harness import forward_and_backward
 from tests.workers import run_ranks
 
 SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1")
@@ -47,7 +48,7 @@ def _measure(mesh: Mesh, sync: str) -> dict[str, Any]:
     for index in range(config.num_microbatches):
         rows = slice(index * MICRO, (index + 1) * MICRO)
         final = index == config.num_microbatches - 1
-        parts.strategy.backward(parts.model, rows_of(batch, rows), {"labels": 1.0}, final=final)
+        forward_and_backward(parts, rows_of(batch, rows), {"labels": 1.0}, final=final)
         if final:
             parts.strategy.finish()
         record(f"backward {index}")

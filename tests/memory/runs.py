@@ -19,6 +19,7 @@ from meshwright.optim.states import InPlace
 from meshwright.ranks.mesh import Mesh
 from tests.checkpoint.states import Held, held_by
 from tests.data_parallel.test_equality import config_for, global_batch
+from tests.harness import forward_and_backward
 
 STEPS = 10
 OVERFLOWS = (2, 3, 7)
@@ -76,9 +77,9 @@ def train_step(parts: Parts, step: int) -> tuple[float, bool]:
     for index in range(config.num_microbatches):
         rows = slice(index * config.micro, (index + 1) * config.micro)
         final = index == config.num_microbatches - 1
-        parts.strategy.backward(parts.model, rows_of(batch, rows), scales, final=final)
+        forward_and_backward(parts, rows_of(batch, rows), scales, final=final)
         if config.precision.dtype == "fp16" and step in OVERFLOWS and not final and mesh.rank == mesh.world.size - 1:
-            gradient = parts.module.get_parameter("blocks.0.attention.output.bias").grad
+            gradient = parts.model.get_parameter("blocks.0.attention.output.bias").grad
             assert gradient is not None
             gradient[0] = torch.inf
     result = parts.optimizer.step(step, parts.strategy.arrivals())
@@ -97,7 +98,7 @@ class Outcome:
 
 
 def outcome(parts: Parts, steps: Sequence[tuple[float, bool]]) -> Outcome:
-    weights = {name: parameter.detach().clone() for name, parameter in parts.module.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
     return Outcome(list(steps), held_by(parts), weights, parts.optimizer.steps_taken)
 
 

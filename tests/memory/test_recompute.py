@@ -120,7 +120,7 @@ def counted(model: str, setting: str | int, dropout: float) -> int:
     parts = plan(config)
     batch = empty_batch(config, parts.kit, parts.model.inside, torch.device("meta"))
     scales = dict.fromkeys(parts.model.labels, 1.0)
-    return kept_bytes(lambda: parts.model(batch, scales), parts.module.parameters())
+    return kept_bytes(lambda: parts.model(batch, scales), parts.model.parameters())
 
 
 def plan(config: Config) -> Parts:

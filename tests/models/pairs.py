@@ -71,9 +71,9 @@ def dropout_facts(mesh: Mesh, config: Config) -> tuple[bool, bool]:
     batch = pair_batch(config.model.vocabulary, 8, 6, True)
     scales = scales_of(model.labels, counts_of(batch, model.labels), 1.0)
     with torch.no_grad():
-        training = [float(model(batch, scales)) for _ in range(2)]
+        training = [float(model(batch, scales)[0]) for _ in range(2)]
         model.eval()
-        evaluating = [float(model(batch, scales)) for _ in range(2)]
+        evaluating = [float(model(batch, scales)[0]) for _ in range(2)]
     return training[0] != training[1], evaluating[0] != evaluating[1]
 
 

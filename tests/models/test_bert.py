@@ -70,7 +70,7 @@ def batch_of(step: int = 0, real: tuple[int, ...] = (T, T - 2, T - 5)) -> Batch:
 
 def loss_of(model: BERT, batch: Batch) -> Tensor:
     """The sum of the two means, as Hugging Face's."""
-    return model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))
+    return model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))[0]
 
 
 def hugging_face(model: BERT, config: Config) -> nn.Module:

@@ -59,7 +59,7 @@ def batch(step: int = 0) -> tuple[Tensor, Tensor]:
 
 def loss_of(model: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
     """The mean over all tokens."""
-    return model({"tokens": tokens, "labels": labels}, {"labels": 1 / labels.numel()})
+    return model({"tokens": tokens, "labels": labels}, {"labels": 1 / labels.numel()})[0]
 
 
 def hugging_face(model: GPT, config: Config) -> nn.Module:

@@ -121,7 +121,7 @@ def compare(mesh: Mesh, stem: str) -> tuple[float, dict[str, float]]:
         for name, value in weights.items():
             plain.get_parameter(name).copy_(value.reshape(plain.get_parameter(name).shape))
     rows = batch(config)
-    loss = model(rows, {"labels": 1 / B})
+    (loss,) = model(rows, {"labels": 1 / B})
     other = F.cross_entropy(plain(rows["images"]), rows["labels"][:, 0])
     loss.backward()
     other.backward()
@@ -189,7 +189,7 @@ def first_facts(mesh: Mesh) -> tuple[float, int, int, int]:
     assert isinstance(model, ResNeXtModel)
     rows = batch(config)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        loss = float(model(rows, {"labels": 1 / B}))
+        loss = float(model(rows, {"labels": 1 / B})[0])
     with torch.no_grad():
         h = model.trunk(rows)
         rows["labels"] = model.head.logits(h).argmax(-1)  # type: ignore[operator, union-attr]

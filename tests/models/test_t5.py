@@ -121,7 +121,7 @@ def compare(mesh: Mesh, padded: bool) -> tuple[float, float, dict[str, float]]:
     )  # fmt: skip
     with torch.no_grad():
         logits = distance(model.head.logits(model.trunk(batch)), wanted.logits)  # type: ignore[operator]
-    loss = model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))
+    (loss,) = model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))
     loss.backward()
     wanted.loss.backward()
     gradients = {}
@@ -197,7 +197,7 @@ def first_loss(mesh: Mesh) -> tuple[float, float]:
         block = model.get_submodule("blocks.0")
         query, key, _ = block.attention.query_key_value(block.attention_norm(h)).unflatten(-1, (6, 16)).unbind(2)
         scores = torch.einsum("bsae,btae->bast", query, key)
-        return float(model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))), float(scores.std())
+        return float(model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))[0]), float(scores.std())
 
 
 def test_an_untrained_model_knows_nothing_and_its_scores_are_not_sharp() -> None:

@@ -111,7 +111,7 @@ def compare(mesh: Mesh, padded: bool, smoothing: float) -> tuple[float, float, d
     wanted_loss.backward()
     with torch.no_grad():
         logits = distance(model.head.logits(model.trunk(batch)), wanted)  # type: ignore[operator]
-    loss = model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))
+    (loss,) = model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     distances = {"tokens": distance(gradients.pop("tokens.weight"), table.grad)}  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def counted_flops(mesh: Mesh) -> int:
     model = random_model(mesh, config_of(vocabulary_multiple=1))
     batch = pair_batch(VOCABULARY, S, S, False)
     with FlopCounterMode(display=False) as counter:
-        model(batch, {"labels": 1.0}).backward()
+        model(batch, {"labels": 1.0})[0].backward()
     counts = {str(name).split(".")[-1]: number for name, number in counter.get_flop_counts()["Global"].items()}
     return sum(number for name, number in counts.items() if "attention" not in name)
 

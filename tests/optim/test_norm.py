@@ -16,6 +16,7 @@ from meshwright.parameters.bucket import Slot
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
+from tests.harness import forward_and_backward
 from tests.workers import run_ranks
 
 SYNCS = ("allreduce", "zero1", "server-gradient", "fsdp")
@@ -34,7 +35,7 @@ def _norms(mesh: Mesh, sync: str, clip: float | None) -> tuple[float, float, flo
     batch = parts.strategy.share(
         lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
     )
-    parts.strategy.backward(parts.model, batch, {"labels": 1 / total}, final=True)
+    forward_and_backward(parts, batch, {"labels": 1 / total}, final=True)
     parts.strategy.finish()
     before = float(gradient_norm(parts.strategy.slots, mesh))
     result = parts.optimizer.step(0)

@@ -16,6 +16,7 @@ from meshwright.optim.states import InPlace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
+from tests.harness import forward_and_backward
 from tests.workers import run_ranks
 
 STEPS = 6
@@ -53,7 +54,7 @@ def step_ours(mesh: Mesh, sync: str, settings: dict[str, Any], clip: float | Non
     if settings["name"] == "adamw" and parts.strategy.slots[0].parameter.numel():
         assert parts.optimizer.steps_taken == STEPS
         assert set(parts.optimizer.states(0)) == {"weight", "exp_avg", "exp_avg_sq"}
-    return {name: parameter.detach().clone() for name, parameter in parts.module.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
 
 
 def step_torchs(mesh: Mesh, settings: dict[str, Any], clip: float | None) -> dict[str, Tensor]:
@@ -123,15 +124,15 @@ def overflow(mesh: Mesh, sync: str, level: str, bad: float) -> list[tuple[bool, 
         batch = parts.strategy.share(
             lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
         )
-        parts.strategy.backward(parts.model, batch, {"labels": parts.optimizer.scaler.scale / total}, final=False)
+        forward_and_backward(parts, batch, {"labels": parts.optimizer.scaler.scale / total}, final=False)
         if step == 1 and mesh.rank == mesh.size("data") - 1:
-            parameter = parts.module.get_parameter("blocks.0.attention.output.bias")
+            parameter = parts.model.get_parameter("blocks.0.attention.output.bias")
             assert parameter.grad is not None
             parameter.grad[0] = bad
         zeros = batch | {
             "labels": torch.full_like(batch["labels"], -100)
         }  # the final microbatch brings the sums, and nothing else
-        parts.strategy.backward(parts.model, zeros, {"labels": 1.0}, final=True)
+        forward_and_backward(parts, zeros, {"labels": 1.0}, final=True)
         parts.strategy.finish()
         before = snapshot(parts)
         applied = parts.optimizer.step(step).applied
@@ -147,7 +148,7 @@ def snapshot(parts: Parts) -> list[Tensor]:
     held = parts.optimizer.held
     assert isinstance(held, InPlace)
     states = [value.clone() for index in range(len(held.slots)) for value in held.tensors(index).values()]
-    return [*states, *(parameter.detach().clone() for parameter in parts.module.parameters())]
+    return [*states, *(parameter.detach().clone() for parameter in parts.model.parameters())]
 
 
 def overflow_all(mesh: Mesh, level: str) -> dict[str, list[tuple[bool, float, bool]]]:
@@ -166,7 +167,7 @@ def diverge(mesh: Mesh) -> tuple[str, bool]:
     config = config_for("allreduce", mesh.size("data"))
     parts = build(config, mesh)
     batch = rows_of(global_batch(config, 0), slice(0, 1))
-    parts.strategy.backward(parts.model, batch, {"labels": 1.0}, final=True)
+    forward_and_backward(parts, batch, {"labels": 1.0}, final=True)
     parts.strategy.finish()
     gradient = parts.strategy.slots[0].parameter.grad
     assert gradient is not None

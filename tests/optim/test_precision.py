@@ -14,6 +14,7 @@ from meshwright.optim.states import InPlace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
+from tests.harness import forward_and_backward
 from tests.workers import run_ranks
 
 STEPS = 10
@@ -46,7 +47,7 @@ def losses(mesh: Mesh, sync: str, level: str, dtype: str, name: str = "adamw") -
             rows = slice(index * config.micro, (index + 1) * config.micro)
             final = index == config.num_microbatches - 1
             scales = scales_of(parts.model.labels, counts, scale)
-            total += parts.strategy.backward(parts.model, rows_of(mine, rows), scales, final=final)
+            total += forward_and_backward(parts, rows_of(mine, rows), scales, final=final)
         parts.strategy.finish()
         assert parts.optimizer.step(step).applied
         parts.strategy.publish()
@@ -65,7 +66,7 @@ def _check_storage(parts: Parts, config: Config) -> None:
         assert master.dtype == torch.float32
     if config.layout.data.sync == "fsdp":
         return
-    for name, parameter in parts.module.named_parameters():
+    for name, parameter in parts.model.named_parameters():
         half = config.precision.level == "O2" and not parts.specs[name].full_precision
         assert parameter.dtype == (wanted if half else torch.float32), name
     for slot, master in zip(held.slots, held.masters, strict=True):
@@ -119,14 +120,14 @@ def summed(mesh: Mesh, sync: str) -> tuple[bool, bool, bool]:
     (count,) = counts_of(batch, parts.model.labels)
 
     def own(scale: float) -> torch.Tensor:
-        parts.strategy.backward(parts.model, batch, {"labels": scale}, final=False)
-        gradients = [p.grad.flatten().float() for p in parts.module.parameters() if p.grad is not None]
-        for parameter in parts.module.parameters():
+        forward_and_backward(parts, batch, {"labels": scale}, final=False)
+        gradients = [p.grad.flatten().float() for p in parts.model.parameters() if p.grad is not None]
+        for parameter in parts.model.parameters():
             parameter.grad = None
         return torch.cat(gradients)
 
     def together(scale: float) -> bool:
-        parts.strategy.backward(parts.model, batch, {"labels": scale}, final=True)
+        forward_and_backward(parts, batch, {"labels": scale}, final=True)
         parts.strategy.finish()
         finite = torch.tensor([all(bool(slot.parameter.grad.isfinite().all()) for slot in parts.strategy.slots)])
         mesh.world.all_gather(everyone := torch.empty(mesh.world.size, dtype=torch.bool), finite)

@@ -13,7 +13,7 @@ def dropped_work(*arguments: Any, **named: Any) -> None:
     right = Stage.weights
 
     def wrong(self: Stage, index: int, *, final: bool) -> None:
-        if self.stretch.last and index == 0:
+        if self.is_last and index == 0:
             self._works[index].pop()
         right(self, index, final=final)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from meshwright.build import build
 from meshwright.config import Config, parse_config
 from meshwright.model import counts_of, scales_of
-from meshwright.pipeline.pipeline import Pipeline
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import Forms, Mailbox, Message, Side
 from meshwright.ranks.mesh import Mesh
@@ -91,18 +90,17 @@ def with_dropout(config: Config, **pipeline: Any) -> Config:
 def bits_of(mesh: Mesh, config: Config, seeds: Sequence[int | None]) -> list[Bits]:
     """The same step again and again, each with the delays of a seed; None: without."""
     parts = build(config, mesh)
-    passes = parts.passes
-    assert isinstance(passes, Pipeline)
-    mailbox, everyone = passes.mailbox, global_batch(config, 0)
+    pipeline = parts.pipeline
+    mailbox, everyone = pipeline.mailbox, global_batch(config, 0)
     scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), 1.0)
     results = []
     for seed in seeds:
-        passes.mailbox = mailbox if seed is None else Delaying(mailbox, f"{seed}/{mesh.rank}")
-        loss = passes.train(parts.microbatches(everyone), scales, torch.manual_seed)
+        pipeline.mailbox = mailbox if seed is None else Delaying(mailbox, f"{seed}/{mesh.rank}")
+        loss = pipeline.train(parts.microbatches(everyone), scales, torch.manual_seed)
         parts.strategy.finish()
         gradients = [slot.parameter.grad.clone() for slot in parts.strategy.slots]
         parts.strategy.publish()  # nothing was stepped
-        results.append(Bits(float(loss), gradients, tuple(span.name for span in passes.spans)))
+        results.append(Bits(float(loss), gradients, tuple(span.name for span in pipeline.spans)))
     return results
 
 

@@ -48,7 +48,7 @@ class Run:
         strategy = self.parts.strategy
         assert isinstance(strategy, Synchroniser)
         self.strategy = strategy
-        self.names = {parameter: name for name, parameter in self.parts.module.named_parameters()}
+        self.names = {parameter: name for name, parameter in self.parts.model.named_parameters()}
         self.announced: Counter[str] = Counter()
         self.final = False
         filled = strategy.filled
@@ -71,7 +71,8 @@ class Run:
         for index in range(num_microbatches):
             self.final = index == num_microbatches - 1
             self.strategy.expect(self.final)
-            loss = self.parts.model(self.batches[index], self.scales)
+            with self.parts.pipeline.stage.autocast():
+                (loss,) = self.parts.model(self.batches[index], self.scales)
             if defers:
                 with self.strategy.deferred.collecting() as collected:
                     loss.backward()
@@ -109,7 +110,7 @@ def both_ways(mesh: Mesh, configs: dict[str, Config]) -> dict[tuple[str, int], P
         run = Run(config, mesh)
         for number in (1, 2):
             at_once = run.step(number, defers=False)
-            for layer in run.parts.module.modules():
+            for layer in run.parts.model.modules():
                 if isinstance(layer, ShardedModule):
                     layer.deferred = run.strategy.deferred
             results[name, number] = at_once, run.step(number, defers=True)

@@ -43,7 +43,7 @@ def train(parts: Parts, step: int, overflow: bool = False) -> tuple[float, float
     scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), scale)
     mine = parts.mesh.index("data") * config.replica_batch
     rows = {name: x[mine : mine + config.replica_batch] for name, x in everyone.items()}
-    loss = float(parts.passes.train(parts.microbatches(rows), scales, torch.manual_seed)) / scale
+    loss = float(parts.pipeline.train(parts.microbatches(rows), scales, torch.manual_seed)) / scale
     parts.strategy.finish()
     if overflow:
         parts.strategy.slots[0].parameter.grad[0] = torch.inf
@@ -62,7 +62,7 @@ def outcome(mesh: Mesh, config: Config, overflows: tuple[tuple[int, int], ...] =
     mesh.comm(*config.layout.batch_axes, "pipe").all_reduce(sums)
     assert parts.strategy.make_replicas_equal() == []
     assert parts.optimizer.make_replicas_equal() == []
-    weights = {name: parameter.detach().clone() for name, parameter in parts.module.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
     return Outcome(sums.tolist(), norms, applied, parts.optimizer.scaler.scale, weights)
 
 
@@ -112,11 +112,11 @@ def planted(mesh: Mesh, config: Config) -> tuple[list[str], list[str], list[str]
     wrong = (TIED, "norm.weight")
     if mesh.index("pipe") == mesh.size("pipe") - 1:
         for name in wrong:
-            parts.module.get_parameter(name).data.flatten()[-1] += 1
+            parts.model.get_parameter(name).data.flatten()[-1] += 1
     found = parts.strategy.make_replicas_equal()
     by_masters = parts.optimizer.make_replicas_equal()
     again = [*parts.strategy.make_replicas_equal(), *parts.optimizer.make_replicas_equal()]
-    held = dict(parts.module.named_parameters()).get(TIED)
+    held = dict(parts.model.named_parameters()).get(TIED)
     return found, by_masters, again, None if held is None else held.detach().clone()
 
 
@@ -137,7 +137,7 @@ def test_a_copy_that_differs_is_found_and_mended(stages: int, level: str, dtype:
 
 
 def tied_weight(mesh: Mesh, config: Config) -> Tensor:
-    return build(config, mesh).module.get_parameter(TIED).detach().clone()
+    return build(config, mesh).model.get_parameter(TIED).detach().clone()
 
 
 @pytest.mark.parametrize("level, dtype", [("O2", "bf16"), ("O2", "fp16"), ("O1", "bf16"), ("O1", "fp16")])

@@ -186,7 +186,7 @@ def real(mesh: Mesh, config: Config) -> Sent:
     mesh.ledger.traffic.clear()
     shapes = family_of(config).shapes(config)
     ones = {name: torch.ones(config.replica_batch, *shape, dtype=torch.long) for name, shape in shapes.items()}
-    parts.passes.train(parts.microbatches(ones), dict.fromkeys(parts.model.labels, 1.0), torch.manual_seed)
+    parts.pipeline.train(parts.microbatches(ones), dict.fromkeys(parts.model.labels, 1.0), torch.manual_seed)
     parts.strategy.finish()
     parts.strategy.publish()
     return dict(mesh.ledger.traffic)

@@ -62,7 +62,7 @@ def draws(mesh: Mesh, config: Config) -> tuple[Draws, list[float]]:
         drawn["inside"].append(torch.get_rng_state().numpy().tobytes())
         return function(*arguments)
 
-    for module in parts.module.modules():
+    for module in parts.model.modules():
         if isinstance(module, AttentionCore):
             module.run = run
         if isinstance(module, nn.Dropout):

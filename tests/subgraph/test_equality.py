@@ -109,7 +109,7 @@ def norm_of(mesh: Mesh, config: Config) -> float:
     parts = build(config, mesh)
     everyone = global_batch(config, 0)
     scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), 1.0)
-    parts.passes.train(parts.microbatches(everyone), scales, torch.manual_seed)
+    parts.pipeline.train(parts.microbatches(everyone), scales, torch.manual_seed)
     parts.strategy.finish()
     return float(gradient_norm(parts.strategy.slots, mesh))
 

@@ -43,7 +43,7 @@ def of_rank(_mesh: Mesh, config: Config, rank: int) -> tuple[dict[str, int], int
     plan = plan_step(config, rank)
     cut = {name: any(axis == "branch" for _, axis in spec.cuts) for name, spec in plan.parts.specs.items()}
     held, whole = [0, 0], [0, 0]
-    for name, parameter in plan.parts.module.named_parameters():
+    for name, parameter in plan.parts.model.named_parameters():
         held[cut[name]] += parameter.numel()
         whole[cut[name]] += math.prod(plan.parts.specs[name].shape)
     return plan.parts.mesh.ledger.sent_bytes(), held[1], held[0], whole[1], whole[0]

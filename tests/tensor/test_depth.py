@@ -15,6 +15,7 @@ from meshwright.parameters.shard import Initial, ShardSpec, initialise
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import global_batch
+from tests.harness import forward_and_backward
 from tests.tensor.test_equality import check, config_for, run
 from tests.workers import run_ranks
 
@@ -27,7 +28,7 @@ def work(mesh: Mesh, config: Config) -> tuple[int, int]:
     parts = build(config, mesh)
     batch = {name: parts.kit.slice_batch(x) for name, x in rows_of(global_batch(config, 0), slice(0, 12)).items()}
     with FlopCounterMode(display=False) as counter:
-        parts.strategy.backward(parts.model, batch, {"labels": 1.0}, final=False)
+        forward_and_backward(parts, batch, {"labels": 1.0}, final=False)
     return batch["tokens"].numel(), counter.get_total_flops()
 
 
@@ -99,5 +100,5 @@ def shapes(mesh: Mesh, config: Config) -> dict[str, tuple[int, int]]:
     parts = build(config, mesh)
     return {
         name: (parameter.numel(), torch.Size(parts.specs[name].shape).numel())
-        for name, parameter in parts.module.named_parameters()
+        for name, parameter in parts.model.named_parameters()
     }

@@ -13,6 +13,7 @@ from meshwright.model import rows_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import global_batch
+from tests.harness import forward_and_backward
 from tests.tensor.test_equality import config_for
 from tests.workers import run_ranks
 
@@ -26,7 +27,7 @@ def sent(mesh: Mesh, config: Config) -> dict[str, tuple[int, int]]:
     parts = build(config, mesh)
     batch = rows_of(global_batch(config, 0), slice(0, B))
     mesh.ledger.traffic.clear()
-    parts.strategy.backward(parts.model, batch, {"labels": 1.0}, final=False)
+    forward_and_backward(parts, batch, {"labels": 1.0}, final=False)
     traffic = mesh.ledger.traffic.items()
     return {verb: (entry.calls, entry.sent_bytes) for (axis, verb), entry in traffic if axis == "tensor"}
 

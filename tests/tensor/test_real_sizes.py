@@ -122,11 +122,12 @@ def validated(parts: Parts, batch: Batch) -> torch.Tensor:
     """By label the summed loss of this rank's rows of a batch, then how many are predicted."""
     names = parts.model.labels
     sums = torch.zeros(2, len(names), dtype=torch.float64)
-    batches = parts.microbatches(batch)
-    for h, rows in zip(parts.passes.hidden(batches), batches, strict=True):
-        assert h is not None
+
+    def add(h: torch.Tensor, rows: Batch) -> None:
         losses = [float(parts.model.loss(h, rows, {other: float(other == name) for other in names})) for name in names]
-        sums += torch.tensor([losses, parts.model.right(h, rows)], dtype=torch.float64)
+        sums.add_(torch.tensor([losses, parts.model.right(h, rows)], dtype=torch.float64))
+
+    parts.pipeline.evaluate(parts.microbatches(batch), add)
     return sums.flatten()
 
 

@@ -65,7 +65,7 @@ def digests(mesh: Mesh, config: Config) -> list[str]:
         loss, gradients = train_step(parts, step)
         found += [loss.hex(), float(gradient_norm(parts.strategy.slots, mesh)).hex()]
         found += [sha256(part) for held in gradients.values() for part in held.values()]
-    return [*found, *(sha256(parameter) for parameter in parts.module.parameters())]
+    return [*found, *(sha256(parameter) for parameter in parts.model.parameters())]
 
 
 def sha256(x: torch.Tensor) -> str:

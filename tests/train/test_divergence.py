@@ -33,7 +33,7 @@ def spoiled(mesh: Mesh, config: Config, name: str, victim: int, bad: float) -> t
     trainer = trainer_of(mesh, config)
     ended(trainer, 2)
     if mesh.rank == victim:
-        parameter = dict(trainer.parts.module.named_parameters())[name]
+        parameter = dict(trainer.parts.model.named_parameters())[name]
         parameter = parameter.to_local() if config.layout.data.sync == "fsdp" else parameter
         parameter.data.view(-1)[1] = bad
     before = [flat.values.clone() for flat in trainer.parts.strategy.weights]

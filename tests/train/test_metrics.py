@@ -175,15 +175,15 @@ def plain_loss(mesh: Mesh, run_folder: Path, corpus: Path, num_windows: int) -> 
     checkpoint = Checkpoint(find_checkpoint(run_folder))
     config = config_of(corpus, size=1)
     parts = build(config, mesh)
-    load_weights(parts.module, parts.specs, mesh, checkpoint)
-    parts.module.eval()
+    load_weights(parts.model, parts.specs, mesh, checkpoint)
+    parts.model.eval()
     tokens = torch.from_numpy(open_packed(corpus).tokens("validation").astype("int64"))
     losses = []
     with torch.no_grad():
         for start in range(0, num_windows * 12, 12):
             window = tokens[start : start + 13]
-            hidden = parts.module.hidden(window[None, :-1])[0]
-            logits = hidden @ parts.module.get_parameter("tokens.weight")[: config.model.vocabulary].T
+            hidden = parts.model.hidden(window[None, :-1])[0]
+            logits = hidden @ parts.model.get_parameter("tokens.weight")[: config.model.vocabulary].T
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:]))
     return float(torch.stack(losses).mean())
 

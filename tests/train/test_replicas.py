@@ -138,7 +138,7 @@ def flipped_weight(mesh: Mesh, config: Config, name: str, victim: int) -> tuple[
     trainer = trainer_of(mesh, config)
     assert outcome(trainer, 2) == (2, "")
     if mesh.rank == victim:
-        parameter = trainer.parts.module.get_parameter(name)
+        parameter = trainer.parts.model.get_parameter(name)
         flip(parameter, parameter.numel() // 2, 3)
     return outcome(trainer, 4)
 

@@ -56,11 +56,11 @@ def test_every_task_of_every_stage_once(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_run_without_stages(corpus: Path, tmp_path: Path) -> None:
-    """One span a microbatch. A resumed run says which of the steps had been made."""
+    """One stage is a pipeline, too, of a forward and a backward pass a microbatch, and never waits."""
     config = config_of(corpus, {"data": {"size": 1}}, steps=2)
     run(config, tmp_path, trace=(2,))
     timeline = read_trace(tmp_path / "trace-step-2.json")
-    assert [span.name for span in timeline.tasks] == [f"FB{index}" for index in range(6)]
+    assert [span.name for span in timeline.tasks] == [f"{kind}{index}" for index in range(6) for kind in "FB"]
     assert timeline.idle_shares == pytest.approx((0.0,), abs=1e-9)
     assert lines_of(tmp_path)[1]["idle_shares"][0] < 0.5
 

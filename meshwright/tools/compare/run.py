@@ -83,8 +83,8 @@ def count_sent(parts: Parts, train: Samples, samples: int) -> dict[tuple[str, st
 
     batch = parts.strategy.share(load, config.replica_batch)
     before = {key: (entry.calls, entry.sent_bytes) for key, entry in ledger.traffic.items()}
-    parts.module.train()
-    parts.passes.train(parts.microbatches(batch), dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
+    parts.model.train()
+    parts.pipeline.train(parts.microbatches(batch), dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
     parts.strategy.finish()
     parts.strategy.publish()
     parts.kit.end_step()

@@ -65,7 +65,7 @@ def plan_step(config: Config, rank: int = 0) -> Plan:
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
     batches = [empty_batch(config, parts.kit, parts.model.inside, mesh.device) for _ in range(config.num_microbatches)]
-    parts.passes.train(batches, dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
+    parts.pipeline.train(batches, dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
     parts.strategy.finish()
     parts.strategy.publish()
     return Plan(parts, dict(mesh.ledger.traffic))

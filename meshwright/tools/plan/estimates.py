@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from meshwright.build import build_kit, build_model, recomputed_group
+from meshwright.build import build_kit, build_model, recomputed_group, rule_of
 from meshwright.config import Config
 from meshwright.model import Stretch
 from meshwright.pipeline.partition import ranges_of
@@ -32,7 +32,7 @@ from meshwright.tools.plan.recordings import Parameter, parameters_in, splits
 from meshwright.tools.plan.run import Run
 from meshwright.tools.plan.scaled import Rough, Scaled
 from meshwright.tools.plan.stage import StagePlan
-from meshwright.tools.plan.step import Peak, rule_of
+from meshwright.tools.plan.step import Peak
 
 NOTHING = Peak(0, 0)
 

@@ -51,7 +51,7 @@ def render(plan: Plan) -> None:
     console = Console(highlight=False)
     parts = plan.parts
     config, specs = parts.config, parts.specs
-    held = sum(parameter.numel() for parameter in parts.module.parameters())
+    held = sum(parameter.numel() for parameter in parts.model.parameters())
     console.print(f"{config.layout.world_size} ranks: {config.layout.summary}; the innermost axis is the closest")
     if plan.topology.num_nodes > 1:
         console.print(f"{plan.topology.num_nodes} nodes of {plan.topology.ranks_per_node} ranks, neighbours together")
@@ -61,7 +61,7 @@ def render(plan: Plan) -> None:
         f"{plan.rows:,} tokens of each on a rank"
     )
     console.print(_weights(plan))
-    if any(isinstance(module, TesseractLinear) for module in parts.module.modules()):
+    if any(isinstance(module, TesseractLinear) for module in parts.model.modules()):
         console.print(_products(plan))
     if plan.traffic:
         console.print(_traffic(plan))
@@ -76,7 +76,7 @@ def render_stages(plans: list[Plan], made: Forecast) -> None:
         title=f"Stages (idle: on the virtual clock, {made.schedule})",
     )  # fmt: skip
     for stage, (plan, idle) in enumerate(zip(plans, made.chosen.idle_shares, strict=True)):
-        held = sum(parameter.numel() for parameter in plan.parts.module.parameters())
+        held = sum(parameter.numel() for parameter in plan.parts.model.parameters())
         sent = plan.volumes.get((PIPE, MESSAGE), Volume())
         stages.add_row(
             str(stage), _held(plan.parts.stages.stretches[stage]), f"{held:,}", f"{made.shares[stage]:.1%}",
@@ -103,7 +103,7 @@ def _weights(plan: Plan) -> Table:
     table = Table(
         name, "whole", "on a rank", "cut by", "gradient summed over", title="Parameters (block 0 as all blocks)"
     )
-    for full, parameter in plan.parts.module.named_parameters():
+    for full, parameter in plan.parts.model.named_parameters():
         block = _BLOCK.search(full)
         if block and block[1] != "0":
             continue
@@ -116,12 +116,12 @@ def _weights(plan: Plan) -> Table:
 
 def _products(plan: Plan) -> Table:
     """What stays where it is in each 2-D product."""
-    form = next(module for module in plan.parts.module.modules() if isinstance(module, TesseractLinear)).weights.form
+    form = next(module for module in plan.parts.model.modules() if isinstance(module, TesseractLinear)).weights.form
     how = "streamed in panels" if form.streams else "gathered whole"
     kept = ", weights kept over the step" if form.keeps else ""
     name = Column("linear, Y = X W", overflow="fold")
     table = Table(name, "forward", "dX = dY W'", "dW = X' dY", "elements sent", title=f"What stays ({how}{kept})")
-    for full, module in plan.parts.module.named_modules():
+    for full, module in plan.parts.model.named_modules():
         block = _BLOCK.search(full)
         if not isinstance(module, TesseractLinear) or (block and block[1] != "0"):
             continue

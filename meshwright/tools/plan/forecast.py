@@ -13,7 +13,6 @@ from meshwright.build import SCHEDULES, build_kit, build_model
 from meshwright.model import Costs, Stretch
 from meshwright.models.chain import Chain
 from meshwright.pipeline.clock import simulate
-from meshwright.pipeline.pipeline import Pipeline
 from meshwright.pipeline.schedule import Rule
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Kind, Task
@@ -50,7 +49,7 @@ def forecast(plans: Sequence[Plan]) -> Forecast:
     config = plans[0].parts.config
     name, num_stages, num_microbatches = config.layout.pipeline.schedule, len(plans), config.num_microbatches
     shares = _shares(plans[0])
-    rules = [_rule(plan) for plan in plans]
+    rules = [plan.parts.pipeline.rule for plan in plans]
     limits = tuple(rule.limit(stage, num_stages, num_microbatches) for stage, rule in enumerate(rules))
 
     def own(stage: int, num_stages: int, num_microbatches: int) -> int:
@@ -66,12 +65,6 @@ def forecast(plans: Sequence[Plan]) -> Forecast:
 
     others = {other: run(rule) for other, rule in SCHEDULES.items() if other != name}
     return Forecast(name, shares, limits, {name: run(replace(SCHEDULES[name], limit=own))} | others)
-
-
-def _rule(plan: Plan) -> Rule:
-    passes = plan.parts.passes
-    assert isinstance(passes, Pipeline), "a plan of a run without stages"
-    return passes.rule
 
 
 def _shares(plan: Plan) -> tuple[float, ...]:

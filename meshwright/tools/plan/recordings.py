@@ -205,7 +205,7 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.deferred = deferred
-    stage = Stage(model, stretch, deferred)
+    stage = Stage(model, deferred)
     leads = layout.tensor.leading_ranks
     on_device = AsOnDevice(device.kind, fuses=device.attention is not None)
     programs: dict[Kind, list[Program]] = {Kind.FORWARD: [], Kind.BACKWARD: []}

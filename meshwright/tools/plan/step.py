@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.build import SCHEDULES
+from meshwright.build import rule_of
 from meshwright.config import Config
 from meshwright.pipeline.clock import Pace, simulate, undisturbed
-from meshwright.pipeline.schedule import WHOLE, Rule, forward_first
+from meshwright.pipeline.schedule import Rule
 from meshwright.pipeline.span import Span, Timeline, phase_span
 from meshwright.pipeline.task import Kind, Task
 from meshwright.tools.plan.recordings import place, splits
@@ -25,9 +25,6 @@ from meshwright.tools.plan.stage import Cost
 from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 
 MOST_TASKS = 8_000
-
-ONE_BY_ONE = Rule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: 1)
-"""Whole models: a microbatch after the other."""
 
 TaskCosts = Callable[[int, Kind, int], Cost]
 """costs(stage, kind, place): of a task of a microbatch at a place of the step (recordings.place)."""
@@ -67,15 +64,6 @@ class Sum:
     publish: float
     steps: float
     lane: float
-
-
-def rule_of(config: Config) -> Rule:
-    """The schedule with its limit. The limit is a number: a plan's config is resolved (predict.py)."""
-    pipeline = config.layout.pipeline
-    if pipeline.size == 1:
-        return ONE_BY_ONE
-    rule = SCHEDULES[pipeline.schedule]
-    return rule if pipeline.limit == "auto" else rule.limited(pipeline.limit)
 
 
 def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed) -> Passes:

@@ -180,7 +180,7 @@ class Reference:
             rows = {name: x[start : start + micro].to(self.device) for name, x in batch.items()}
             weights = {name: self.parameters[name].to(self.dtype) for name in self.narrow}  # in the graph
             with torch.autocast(self.device.type, self.dtype, enabled=self.level == "O1"):
-                loss = torch.func.functional_call(self.model, weights, (rows, scales))
+                (loss,) = torch.func.functional_call(self.model, weights, (rows, scales))
             self.scaler.scale(loss).backward()
             total += float(loss.detach())
         self.scaler.unscale_(self.optimizer)

@@ -90,7 +90,7 @@ def our_checkpoint(folder: Path, order: Any, pairs: bool) -> Path:
     mesh = solo_mesh(torch.device("cpu"))
     parts = build(config, mesh)
     generator = torch.Generator().manual_seed(5)
-    for parameter in parts.module.parameters():
+    for parameter in parts.model.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.2)
     dump = config.model_dump(mode="json", by_alias=True)
     writer = CheckpointWriter(folder / "checkpoints", mesh, 9, Origin(dump), byte_tokenizer().to_json())

@@ -121,7 +121,7 @@ def test_fine_tuning_begins_from_an_import(tmp_path: Path) -> None:
     progress = restore(parts, Checkpoint(folder))
     assert (progress.step, progress.samples, progress.steps_taken) == (0, 0, 0)
     assert parts.optimizer.steps_taken == 0
-    table = dict(parts.module.named_parameters())["tokens.weight"]
+    table = dict(parts.model.named_parameters())["tokens.weight"]
     assert torch.equal(table[:257], model.transformer.wte.weight)
 
 

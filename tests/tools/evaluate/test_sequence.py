@@ -32,7 +32,7 @@ def checkpoint(folder: Path, family: str, **changes: str) -> Path:
     source.write_text("".join(f"{text} {index}\t{text[::-1]}.\n" for index, text in enumerate(TEXTS * 6)))
     config = sequence_config(family, source, **changes)
     parts = lively(build(config, solo_mesh(torch.device("cpu"))))
-    for name, weight in parts.module.named_parameters():
+    for name, weight in parts.model.named_parameters():
         if family == "t5" and name.endswith("cross.output.weight"):
             weight.data.mul_(8)  # else what a token says of itself drowns the source: one table reads and writes
     return save(parts, folder / family)
@@ -104,9 +104,9 @@ def test_held_out_spans_are_those_of_validation(tmp_path: Path, monkeypatch: pyt
     held_out = PAIRS.open(validating, PAIRS.prepare(validating, silent)).held_out
     assert held_out is not None
     batch = held_out.held_out(0, len(held_out))
-    parts.module.eval()
+    parts.model.eval()
     with torch.no_grad():
-        loss = float(parts.model(batch, scales_of(["labels"], [1], 1.0)))
+        loss = float(parts.model(batch, scales_of(["labels"], [1], 1.0))[0])
     assert found.samples == len(held_out)
     assert found.total_loss == pytest.approx(loss, rel=1e-6)
     with pytest.raises(ConfigError, match=r"--data=none leaves .* without pairs: it learned spans; valid: a tsv file"):

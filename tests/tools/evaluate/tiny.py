@@ -39,7 +39,7 @@ def tiny_config(
 def lively(parts: Parts) -> Parts:
     """Weights far from zero, so that predictions differ from place to place."""
     generator = torch.Generator().manual_seed(5)
-    for parameter in parts.module.parameters():
+    for parameter in parts.model.parameters():
         noise = torch.empty(parameter.shape, dtype=torch.float64).normal_(0.0, 0.3, generator=generator)
         parameter.data.add_(noise.to(parameter))
     return parts
@@ -67,7 +67,7 @@ def rigged_checkpoint(folder: Path, follows: dict[int, int], *, positions: int =
     """
     config = tiny_config(sequence=positions, positions=positions, tied=False, hidden=VOCABULARY, heads=1)
     parts = build(config, solo_mesh(torch.device("cpu")))
-    weights = dict(parts.module.named_parameters())
+    weights = dict(parts.model.named_parameters())
     for name, weight in weights.items():
         if (
             "attention.output" in name

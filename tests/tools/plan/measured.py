@@ -52,7 +52,7 @@ def _measured(mesh: Mesh, config: Config) -> Measured:
         states=_state_bytes(parts),
         peak=live.peak,
         sent=sent,
-        tasks=tuple(span.name for span in parts.passes.spans),
+        tasks=tuple(span.name for span in parts.pipeline.spans),
     )
 
 
@@ -66,7 +66,7 @@ def _step(parts: Parts, live: LiveBytes) -> Counts:
     traffic = parts.mesh.ledger.traffic
     traffic.clear()
     with live:
-        parts.passes.train(batches, dict.fromkeys(parts.model.labels, 1e-3), torch.manual_seed)
+        parts.pipeline.train(batches, dict.fromkeys(parts.model.labels, 1e-3), torch.manual_seed)
         parts.strategy.finish()
         sent = {key: (entry.calls, entry.sent_bytes) for key, entry in traffic.items()}
         parts.optimizer.step(0)

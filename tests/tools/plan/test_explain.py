@@ -20,6 +20,7 @@ from meshwright.tensor.kit import rows_of_rank
 from meshwright.tools.plan.counted_step import plan_step
 from meshwright.tools.plan.explain import explain, render
 from tests.data_parallel.test_equality import config_for as data_config
+from tests.harness import forward_and_backward
 from tests.pipeline.test_equality import pipelined
 from tests.pipeline.test_partition import laid_out
 from tests.tensor.test_equality import config_for
@@ -45,7 +46,7 @@ def measured(mesh: Mesh, config: Config) -> Counts:
     for final in (False, True):
         ones = {name: torch.ones(config.micro, *shape, dtype=torch.long) for name, shape in shapes.items()}
         batch = rows_of_rank(ones, parts.kit, parts.model.inside)
-        parts.strategy.backward(parts.model, batch, dict.fromkeys(parts.model.labels, 1.0), final=final)
+        forward_and_backward(parts, batch, dict.fromkeys(parts.model.labels, 1.0), final=final)
     parts.strategy.finish()
     parts.strategy.publish()
     return {key: (entry.calls, entry.sent_bytes) for key, entry in mesh.ledger.traffic.items()}

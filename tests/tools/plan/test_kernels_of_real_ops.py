@@ -111,7 +111,7 @@ def run_for_real(config: Config) -> list[Ran]:
         kit, recorder = build_kit(config, mesh), Recorder()
         model = build_model(config, kit, mesh, stretch)
         assign_rooms(model, make_buckets(model.named_parameters(), shard_specs(model), mesh, 2**30))
-        stage, scales = Stage(model, stretch, Deferred()), dict.fromkeys(model.labels, 1.0)
+        stage, scales = Stage(model, Deferred()), dict.fromkeys(model.labels, 1.0)
         batch = empty_batch(config, kit, model.inside, mesh.device)
         with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product}) as counter:
             with recorder.program(mesh.ledger) as made:

@@ -45,7 +45,7 @@ def functions_of(mesh: Mesh, config: Config) -> tuple[set[str], list[str]]:
     """The autograd functions of ours in the graph of a loss, and the layers of other kits in the model."""
     run = Reference(config, torch.device("cpu"))
     batch = next(batches(config))
-    loss = run.model(batch, dict.fromkeys(run.model.labels, 1.0))
+    (loss,) = run.model(batch, dict.fromkeys(run.model.labels, 1.0))
     found, waiting, seen = set[str](), [loss.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
