@@ -66,7 +66,7 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, le=LARGEST)]
+Size = Annotated[int, Field(ge=1, le=LARGEST, examples=["16M"]), BeforeValidator(parse_size)]
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
