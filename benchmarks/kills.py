@@ -34,7 +34,7 @@ from rich.table import Table
 
 from benchmarks.kill_cases import CASES, STEPS, Case
 from meshwright.config import Config
-from meshwright.data.packed import prepare
+from meshwright.data.packing import prepare
 from meshwright.errors import MeshwrightError
 from meshwright.train.job import train
 

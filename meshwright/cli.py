@@ -111,9 +111,9 @@ def train(
     if accept_changes and not resume:
         raise ConfigError.of("--accept-changes", "true", "has no effect on a new run", "leave it out, or add --resume")
     with progress() as show:
-        from meshwright.families import family_of
+        from meshwright.families import dataset_of
 
-        family_of(config).dataset.prepare(config, show)  # drawn here; found ready by the job
+        dataset_of(config).prepare(config, show)  # drawn here; found ready by the job
     run_training(
         config,
         out or Path("out") / run.stem,
@@ -217,14 +217,17 @@ def data_prepare(
 
     Example: meshwright data prepare --source wiki.train.txt --tokenizer bpe:8192 --out data/wiki
     """
-    from meshwright.data.packed import prepare
-    from meshwright.data.pairs_packed import prepare_pairs
+    from meshwright.config.schema import Data
+    from meshwright.data.corpus import text_corpus
+    from meshwright.data.packing import pack
+    from meshwright.data.pairs import pair_corpus
 
     with progress() as show:
         if pairs or target is not None or languages is not None:
-            corpus = prepare_pairs(source, target, languages, tokenizer, out, validation, show)
+            found = pair_corpus(Data(source=source, target=target, languages=languages))
         else:
-            corpus = prepare(source, tokenizer, out, validation, show)
+            found = text_corpus(source)
+        corpus = pack(found, tokenizer, out, validation, show)
     if as_json:
         print(json.dumps(corpus.header.model_dump()))
         return

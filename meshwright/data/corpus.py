@@ -1,8 +1,11 @@
-"""Documents out of every form of text a user may hold: the standard library's source, text, jsonl, parquet, a folder
-of these, or a Hugging Face dataset folder.
+"""What is read to be packed: records of one text (documents), or of two (pairs: pairs.py).
 
-A document is a non-empty string. The order is the same on every machine that holds the same files: folders are walked
-sorted by relative path. Documents of white space alone carry nothing to learn and are left out.
+Documents come out of the standard library's source, text, jsonl, parquet, a folder of these, or a Hugging Face dataset
+folder. A document is a non-empty string. The order is the same on every machine that has the same files: folders are
+walked sorted by relative path. Documents of white space alone carry nothing to learn and are left out.
+
+Text and jsonl are read here, not by `datasets`: its readers copy the corpus into a cache of their own, take a second to
+import, name no line in a mistake, and take some lines that are no JSON ({"text": 3, }) without a word.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ import importlib
 import json
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.errors import DataError
 
@@ -27,16 +31,45 @@ TEXT_KEY = "text"
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"})
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """A source that can be read again and again."""
+
+    kind: Literal["text", "pairs"]
+    where: str
+    """The source as given, for messages."""
+    name: str
+    """A short name that has no path of this machine in it."""
+    identity: list[object]
+    """What changes when the source changes, found without reading it."""
+    read: Callable[[], Iterator[tuple[str, ...]]]
+    """Every record, in the same order each time."""
+
+
+def text_corpus(source: str) -> Corpus:
+    """The documents of a source."""
+
+    def read() -> Iterator[tuple[str, ...]]:
+        return ((document,) for document in documents(source))
+
+    return Corpus("text", source, source_name(source), source_identity(source), read)
+
+
 def documents(source: str) -> Iterator[str]:
     """Every document of `source`: `stdlib`, or the path of a file or folder.
 
     Raises DataError naming the file, the line (jsonl) or row (parquet), and the key that is missing.
     """
-    return (document for document in _raw_documents(source) if document.strip())
+    if source == STDLIB:
+        found = _stdlib_documents()
+    else:
+        path = _existing(source)
+        found = _folder_documents(path) if path.is_dir() else _file_documents(path)
+    return (document for document in found if document.strip())
 
 
 def source_name(source: str) -> str:
-    """A short name of the source that holds no path of this machine."""
+    """A short name of the source that has no path of this machine in it."""
     return f"stdlib of Python {platform.python_version()}" if source == STDLIB else _existing(source).resolve().name
 
 
@@ -49,13 +82,6 @@ def source_identity(source: str) -> list[object]:
     path = _existing(source).resolve()
     files = [path] if path.is_file() else _folder_files(path)
     return [str(path), [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]]
-
-
-def _raw_documents(source: str) -> Iterator[str]:
-    if source == STDLIB:
-        return _stdlib_documents()
-    path = _existing(source)
-    return _folder_documents(path) if path.is_dir() else _file_documents(path)
 
 
 def _existing(source: str) -> Path:
@@ -101,7 +127,7 @@ def _folder_documents(folder: Path) -> Iterator[str]:
 
 
 def _folder_files(folder: Path) -> list[Path]:
-    found = [path for path in folder.rglob("*") if not _is_hidden(path.relative_to(folder))]
+    found = [path for path in folder.rglob("*") if not any(map(_is_hidden, path.relative_to(folder).parts))]
     for path in found:
         if path.is_dir() and path.is_symlink():  # it may lead back to where it lies
             raise DataError(f"{path}: is a link to a folder, which is not followed; put the folder in its place")
@@ -111,8 +137,8 @@ def _folder_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
 
 
 def _file_documents(path: Path) -> Iterator[str]:
@@ -124,12 +150,12 @@ def _file_documents(path: Path) -> Iterator[str]:
         case ".arrow":
             raise DataError(f"{path}: is a part of a Hugging Face dataset; give the folder that save_to_disk wrote")
         case _:
-            return iter([_read_text(path)])
+            return _text_document(path)
 
 
-def _read_text(path: Path) -> str:
+def _text_document(path: Path) -> Iterator[str]:
     try:
-        return path.read_bytes().decode()
+        yield path.read_bytes().decode()
     except UnicodeDecodeError as error:
         hint = "convert it to UTF-8, unpack it, or move it out of the source"
         raise DataError(f"{path}: is no UTF-8 text (byte {error.start}): {hint}") from error
@@ -146,7 +172,7 @@ def _jsonl_documents(path: Path) -> Iterator[str]:
 
 
 def json_records(lines: Iterable[str | bytes], path: Path, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it is, the object) of every line that is not blank. Raises DataError where one is no object."""
+    """(its place, the object) of every line that is not blank. Raises DataError where one is no object."""
     for number, line in enumerate(lines, start=1):
         where = f"{path} line {number}"
         if not line.strip():
@@ -173,8 +199,8 @@ def checked_text(value: object, where: str, key: str = TEXT_KEY) -> str:
 
 
 def _parquet_documents(path: Path) -> Iterator[str]:
-    pyarrow = _optional("pyarrow", path)
-    parquet = _optional("pyarrow.parquet", path)
+    pyarrow = _library("pyarrow", path)
+    parquet = _library("pyarrow.parquet", path)
     try:
         file = parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
@@ -203,8 +229,8 @@ def _only_split(folder: Path) -> Path:
 
 
 def _dataset_documents(folder: Path) -> Iterator[str]:
-    pyarrow = _optional("pyarrow", folder)
-    datasets = _optional("datasets", folder)
+    pyarrow = _library("pyarrow", folder)
+    datasets = _library("datasets", folder)
     try:
         dataset = datasets.load_from_disk(str(folder))
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
@@ -219,7 +245,7 @@ def _check_column(path: Path, columns: list[str]) -> None:
         raise DataError(f"{path}: has no column `{TEXT_KEY}`; its columns: {', '.join(columns) or 'none'}")
 
 
-def _optional(module: str, path: Path) -> ModuleType:
+def _library(module: str, path: Path) -> ModuleType:
     """A library of the `hf` extra, or what to install to get it."""
     try:
         return importlib.import_module(module)

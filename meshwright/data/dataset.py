@@ -1,21 +1,17 @@
-"""What a run reads, behind one door: the launcher prepares it once, every rank opens it.
-
-A model's family says which `Dataset` feeds it (build.py).
-"""
+"""The data of a run behind one door: the launcher prepares it once, every rank opens it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.config import Config
-from meshwright.config.schema import Data
-from meshwright.data.format import Kind
-from meshwright.data.packed import Material, corpus_for, open_packed, text_material
-from meshwright.data.sampler import TokenBatches
-from meshwright.data.split import Split
+from meshwright.data.packed import PackedCorpus, open_packed
+from meshwright.data.packing import corpus_for
+from meshwright.data.progress import ShowProgress
+from meshwright.data.split import SPLITS, Split
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
 from meshwright.model import Samples
@@ -31,32 +27,27 @@ class Opened:
     """None where the run does not validate."""
     tokenizer: str | None
     notes: tuple[str, ...] = ()
-    """What a user should know of them: said when a run begins."""
+    """Facts about them that a user should know: said when a run begins."""
 
 
 class Dataset(Protocol):
-    """How one kind of data is prepared and opened."""
+    """One kind of data, prepared and opened."""
 
-    def prepare(self, config: Config, report: Any) -> Path:
+    def prepare(self, config: Config, progress: ShowProgress) -> Path:
         """Build the data set, or find it built; the folder. Raises DataError where it does not suit the run."""
 
     def open(self, config: Config, folder: Path) -> Opened:
-        """The splits in a prepared folder. Raises DataError where they hold too little."""
+        """The splits in a prepared folder. Raises DataError where they are too small."""
 
 
 class CorpusDataset:
-    """A packed corpus of `material`; `reader` makes the samples of one split of it."""
+    """A packed corpus; `reader(config, corpus, split)` makes the samples of one split of it."""
 
-    def __init__(
-        self,
-        reader: Callable[[Config, Any, Split], Samples],
-        kind: Kind = "text",
-        material: Callable[[Data], Material] = text_material,
-    ) -> None:
-        self._reader, self._kind, self._material = reader, kind, material
+    def __init__(self, reader: Callable[[Config, PackedCorpus, Split], Samples], *, pairs: bool = False) -> None:
+        self._reader, self._pairs = reader, pairs
 
-    def prepare(self, config: Config, report: Any) -> Path:
-        corpus = corpus_for(config.data, cache_folder(), report, self._kind, self._material)
+    def prepare(self, config: Config, progress: ShowProgress) -> Path:
+        corpus = corpus_for(config.data, cache_folder(), progress, pairs=self._pairs)
         assert isinstance(config.model, TextTransformer), config.model
         corpus.check_vocabulary(config.model.vocabulary)
         self.open(config, corpus.folder)
@@ -64,25 +55,23 @@ class CorpusDataset:
 
     def open(self, config: Config, folder: Path) -> Opened:
         corpus = open_packed(folder)
-        train = self._reader(config, corpus, "train")
-        held_out = None
-        if config.validation.every:
-            held_out = self._reader(config, corpus, "validation")
-            check_held_out(held_out, config)
-        return Opened(train, held_out, corpus.tokenizer.to_json())
+        splits = opened_splits(config, lambda split: self._reader(config, corpus, split))
+        notes = self.notes(config, splits)
+        return Opened(splits["train"], splits.get("validation"), corpus.tokenizer.to_json(), notes)
+
+    def notes(self, config: Config, splits: Mapping[Split, Any]) -> tuple[str, ...]:
+        """The notes on the samples of the splits."""
+        return ()
 
 
-def check_held_out(held_out: Samples, config: Config) -> None:
-    """Raises DataError where a split does not fill one global batch."""
+def opened_splits(config: Config, reader: Callable[[Split], Samples]) -> dict[Split, Samples]:
+    """The samples of both splits, or of the train split alone where the run does not validate.
+
+    Raises DataError where the validation split does not fill one global batch.
+    """
+    splits = {split: reader(split) for split in (SPLITS if config.validation.every else SPLITS[:1])}
     rows = config.batch.global_
-    if len(held_out) < rows:
-        has = f"has {len(held_out)} samples"
+    if "validation" in splits and len(splits["validation"]) < rows:
+        has = f"has {len(splits['validation'])} samples"
         raise DataError(f"the validation split {has}, fewer than batch.global={rows}: raise data.validation")
-
-
-def next_tokens(config: Config, corpus: Any, split: Split) -> Samples:
-    """Windows of tokens, each labelled with the one that follows."""
-    return TokenBatches(corpus, split, config.data.sequence, config.seed)
-
-
-TEXT = CorpusDataset(next_tokens)
+    return splits

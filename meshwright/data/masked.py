@@ -24,7 +24,7 @@ import torch
 
 from meshwright.config import Config
 from meshwright.data.dataset import CorpusDataset
-from meshwright.data.format import PackedCorpus, document_ends
+from meshwright.data.packed import PackedCorpus, document_ends
 from meshwright.data.sampler import Sampler
 from meshwright.data.specials import Specials, specials_of
 from meshwright.data.split import Split
@@ -163,4 +163,4 @@ def masked_tokens(config: Config, corpus: PackedCorpus, split: Split) -> Samples
     )
 
 
-MASKED_TEXT = CorpusDataset(masked_tokens)
+MASKED = CorpusDataset(masked_tokens)

@@ -1,208 +1,180 @@
-"""From a corpus to a prepared folder: plan the split, make the tokenizer, write the token files, publish the folder.
+"""A prepared folder: packed token files and the header that says what is in them.
 
-The same corpus, tokenizer and share give the same bytes in every file, on every machine.
+| file | holds |
+|---|---|
+| train.bin, validation.bin | token ids, the end token after each document; little-endian uint16, or uint32 if need be |
+| tokenizer.json | the tokenizer, in Hugging Face's form |
+| header.json | the facts below; no time and no path of the machine, so that the same corpus gives the same bytes |
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
+from pydantic import Field, ValidationError
 
-from meshwright.config.schema import Data
-from meshwright.data.corpus import source_identity, source_name
-from meshwright.data.format import (
-    FORMAT,
-    HEADER,
-    TOKENIZER,
-    Header,
-    Kind,
-    PackedCorpus,
-    file_sha256,
-    is_prepared,
-    open_packed,
-    token_file,
-)
-from meshwright.data.progress import ShowProgress, silent
-from meshwright.data.split import SPLITS, Plan, Split, plan_split, split_documents
-from meshwright.data.staging import folder_lock, staged_folder
-from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind
-from meshwright.data.writer import SplitWriter
-from meshwright.environment import cache_folder
-from meshwright.errors import DataError
+from meshwright.data.files import REMEDY, check_file, check_once
+from meshwright.data.split import SPLITS, Split
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer
+from meshwright.errors import ConfigError, DataError
+from meshwright.section import Count, Positive, Section
 
-__all__ = ["PackedCorpus", "ShowProgress", "Split", "corpus_for", "open_packed", "prepare"]
+FORMAT: Literal[1] = 1
+HEADER, TOKENIZER = "header.json", "tokenizer.json"
+_SCAN_TOKENS = 2**22
+
+
+class SplitFacts(Section):
+    """Counts of one split. `words` are separated by white space, for perplexity per word."""
+
+    tokens: Positive
+    documents: Positive
+    words: Count
+
+
+class Header(Section):
+    """The content of header.json."""
+
+    format: Literal[1] = FORMAT
+    dtype: Literal["uint16", "uint32"]
+    byte_order: Literal["little"] = "little"
+    kind: Literal["text", "pairs"] = "text"
+    """pairs: a source and its target in turn, each packed as a document."""
+    vocabulary_size: Positive
+    end: Count
+    """The id behind every document."""
+    tokenizer: str
+    """bytes, bpe:SIZE as asked for, or file."""
+    source: str
+    validation_share: float
+    """As asked for; the counts say what it became."""
+    corpus_sha256: str
+    train: SplitFacts
+    validation: SplitFacts
+    sha256: dict[str, str]
+    """Checksums of the folder's other files."""
+    regions: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """CRC-32 of every region of the token files (checksums.py); none in folders that version 0.1.0 prepared."""
+
+    def facts(self, split: Split) -> SplitFacts:
+        return self.train if split == "train" else self.validation
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2) + "\n"
 
 
 @dataclass(frozen=True)
-class Material:
-    """What is packed: texts that can be read again and again."""
+class PackedCorpus:
+    """An opened prepared folder."""
 
-    kind: Kind
-    source: str
-    """As given, for messages."""
-    name: str
-    """A short one that holds no path of this machine."""
-    identity: list[object]
-    """What changes when the source changes, found without reading it."""
-    plan: Callable[[float, ShowProgress], Plan]
-    """plan(validation, progress): which part is held out."""
-    texts: Callable[[Plan], Iterator[tuple[Split, str]]]
-    """Every text in order, with the split it belongs to; of pairs the two texts in turn."""
+    folder: Path
+    header: Header
+    tokenizer: Tokenizer
+
+    def tokens(self, split: Split) -> np.memmap:
+        """The split's token ids [num_tokens], mapped from the file and read-only."""
+        return np.memmap(self.folder / token_file(split), dtype=self.header.numpy_dtype, mode="r")
+
+    def check_files(self, cache: Path) -> None:
+        """Raises DataError where a file is not what was prepared, or holds ids beyond the vocabulary.
+
+        Costs nothing where `cache` says that this was found right before.
+        """
+        check_once(self.folder, self.header.sha256, self.header.regions, cache, self._unknown_token)
+
+    def _unknown_token(self, file: str, offset: int, data: bytes) -> str | None:
+        if file not in map(token_file, SPLITS):
+            return None
+        ids, size = np.frombuffer(data, dtype=self.header.numpy_dtype), self.header.vocabulary_size
+        if not len(ids) or int(ids.max()) < size:
+            return None
+        place = int(np.argmax(ids >= size))
+        where = f"byte {offset + place * ids.itemsize}"
+        return f"holds token {ids[place]} at {where}, and the vocabulary ends at {size - 1}"
+
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Raises ConfigError if a model of `vocabulary` tokens cannot hold the corpus' tokens."""
+        size = self.header.vocabulary_size
+        if vocabulary < size:
+            rule = f"is smaller than the {size} tokens of the corpus' tokenizer ({self.header.tokenizer})"
+            raise ConfigError.of("model.vocabulary", vocabulary, rule, f"{size} or more")
 
 
-def text_material(data: Data) -> Material:
-    """The documents of `data.source`."""
-    return _documents(data.source)
+def token_file(split: Split) -> str:
+    """The name of a split's token file."""
+    return f"{split}.bin"
 
 
-def _documents(source: str) -> Material:
-    return Material(
-        kind="text",
-        source=source,
-        name=source_name(source),
-        identity=source_identity(source),
-        plan=lambda validation, progress: plan_split(source, validation, progress),
-        texts=lambda plan: split_documents(source, plan),
-    )
+def is_prepared(folder: Path) -> bool:
+    """Whether this is a folder that `prepare` wrote."""
+    return (folder / HEADER).is_file()
 
 
-def prepare(
-    source: str, tokenizer: str, out: Path, validation: float = 0.05, progress: ShowProgress = silent
-) -> PackedCorpus:
-    """Tokenize `source` into the folder `out`; a folder that already holds just this is used as it is.
+def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
+    """Open a prepared folder: header, sizes and tokenizer are checked, with `verify` every file's checksum too.
 
-    `tokenizer`: bytes, bpe:SIZE (trained on the train split), or a tokenizer.json file. `validation`: the share of the
-    characters that is held out, in whole documents where that is possible. Raises DataError if the source or tokenizer
-    cannot be read, if the corpus is too small for two splits, or if `out` holds something else.
+    Raises DataError naming the file that is missing or damaged.
     """
-    return pack(_documents(source), tokenizer, Path(out), validation, progress)
+    folder = Path(folder)
+    header = _read_header(folder)
+    for split in SPLITS:
+        path = folder / token_file(split)
+        wanted = header.facts(split).tokens * header.numpy_dtype.itemsize
+        if not path.is_file():
+            raise DataError(f"{path}: is missing; {REMEDY}")
+        if path.stat().st_size != wanted:
+            raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header says {wanted}; {REMEDY}")
+    for name in sorted(header.sha256) if verify else [TOKENIZER]:
+        if not (folder / name).is_file():
+            raise DataError(f"{folder / name}: is missing; {REMEDY}")
+        check_file(folder / name, header.sha256[name], header.regions.get(name, ()))
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    if (tokenizer.vocabulary_size, tokenizer.end) != (header.vocabulary_size, header.end):
+        raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER}; {REMEDY}")
+    return PackedCorpus(folder, header, tokenizer)
 
 
-def pack(material: Material, tokenizer: str, out: Path, validation: float, progress: ShowProgress) -> PackedCorpus:
-    """As `prepare`, of any material."""
-    if not 0 < validation < 1:
-        raise DataError(f"validation={validation}: is no share; valid: between 0 and 1, such as 0.05")
-    kind = tokenizer_kind(tokenizer)
-    if out.exists() and not is_prepared(out) and (out.is_file() or any(out.iterdir())):
-        raise DataError(f"{out}: exists and is no prepared folder; give another folder, or remove it")
+def document_ends(tokens: np.ndarray, end: int) -> np.ndarray:
+    """The places [documents] (int64) of the end tokens in `tokens` [n].
+
+    Scanned in parts, so that a corpus larger than the memory stays on the disk.
+    """
+    parts = range(0, len(tokens), _SCAN_TOKENS)
+    found = [start + np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == end) for start in parts]
+    return np.concatenate([np.empty(0, np.int64), *found])
+
+
+def fingerprint(folder: Path) -> str:
+    """The identity of a prepared folder of texts by its content: a hash of its header's checksums."""
+    sums = json.loads((folder / HEADER).read_text(encoding="utf-8"))["sha256"]
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+
+def _read_header(folder: Path) -> Header:
+    path = folder / HEADER
+    if not path.is_file():
+        raise DataError(f"{folder}: is no prepared folder (it has no {HEADER})")
     try:
-        with folder_lock(out, progress):
-            plan = material.plan(validation, progress)
-            if is_prepared(out):
-                return _reuse(out, material.source, tokenizer, validation, plan)
-            with staged_folder(out) as folder:
-                learned = (text for split, text in material.texts(plan) if split == "train")
-                made = make_tokenizer(tokenizer, learned, progress)
-                facts = {"tokenizer": kind, "validation_share": validation}
-                header = _write(folder, material, made, plan, facts, progress)
-                (folder / HEADER).write_text(header.to_json(), encoding="utf-8")
-    except OSError as error:  # no right to write there, a full disk
-        where = "; MESHWRIGHT_CACHE names another folder for what runs prepare" if out.parent == cache_folder() else ""
-        raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}{where}") from error
-    return open_packed(out)
-
-
-def corpus_for(
-    data: Data,
-    cache: Path,
-    progress: ShowProgress = silent,
-    kind: Kind = "text",
-    material: Callable[[Data], Material] = text_material,
-) -> PackedCorpus:
-    """The packed corpus that a config asks for: a prepared folder is opened, anything else is prepared once in `cache`.
-
-    Raises DataError if a prepared folder is damaged, of another kind, or was made with another tokenizer or share than
-    the config names.
-    """
-    source = Path(data.source).expanduser()
-    if is_prepared(source):
-        corpus = open_packed(source)
-        if corpus.header.kind != kind:
-            raise DataError(f"data.source={data.source}: was prepared of {corpus.header.kind}, and {kind} are wanted")
-        _check_agrees(corpus, data)
-    else:
-        found = material(data)
-        out = Path(cache) / _cache_key(data, found)
-        packed = is_prepared(out)
-        corpus = open_packed(out) if packed else pack(found, data.tokenizer, out, data.validation, progress)
-    corpus.check_files(Path(cache))
-    return corpus
-
-
-def _write(
-    folder: Path, material: Material, tokenizer: Tokenizer, plan: Plan, facts: dict[str, Any], progress: ShowProgress
-) -> Header:
-    """Write the tokenizer and both token files; returns the header that describes them, with `facts` in it."""
-    tokenizer.save(folder / TOKENIZER)
-    dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 else "<u4")
-    with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(SplitWriter(folder / token_file(split), tokenizer, dtype)) for split in SPLITS
-        }
-        done = 0
-        for split, text in material.texts(plan):
-            writers[split].add(text)
-            done += len(text)
-            progress("tokenizing", min(1.0, done / plan.num_characters))
-    return Header(
-        dtype="uint16" if dtype.itemsize == 2 else "uint32",
-        vocabulary_size=tokenizer.vocabulary_size,
-        end=tokenizer.end,
-        kind=material.kind,
-        source=material.name,
-        corpus_sha256=plan.corpus_sha256,
-        train=writers["train"].facts,
-        validation=writers["validation"].facts,
-        sha256={
-            TOKENIZER: file_sha256(folder / TOKENIZER),
-            **{token_file(split): writers[split].sha256 for split in SPLITS},
-        },
-        regions={token_file(split): writers[split].regions for split in SPLITS},
-        **facts,
-    )
-
-
-def _reuse(out: Path, source: str, tokenizer: str, validation: float, plan: Plan) -> PackedCorpus:
-    """The folder that is already there, if it holds what is asked for. Raises DataError if not."""
-    corpus = open_packed(out, verify=True)
-    held, remedy = corpus.header, "give another folder, or remove it"
-    if held.corpus_sha256 != plan.corpus_sha256:
-        raise DataError(f"{out}: holds the tokens of another corpus ({held.source}), not of {source}; {remedy}")
-    if not _same_tokenizer(corpus, tokenizer):
-        raise DataError(f"{out}: was prepared with tokenizer {held.tokenizer}, not {tokenizer}; {remedy}")
-    if held.validation_share != validation:
-        raise DataError(f"{out}: holds out a share of {held.validation_share}, not {validation}; {remedy}")
-    return corpus
-
-
-def _same_tokenizer(corpus: PackedCorpus, tokenizer: str) -> bool:
-    kind = tokenizer_kind(tokenizer)
-    if kind != "file":
-        return corpus.header.tokenizer == kind
-    return load_tokenizer(Path(tokenizer).expanduser()).to_json() == corpus.tokenizer.to_json()
-
-
-def _check_agrees(corpus: PackedCorpus, data: Data) -> None:
-    """A prepared folder has its own tokenizer and share: a config that names others would have no effect."""
-    held = corpus.header
-    if data.tokenizer != Data().tokenizer and not _same_tokenizer(corpus, data.tokenizer):
-        wanted = f"data.tokenizer={data.tokenizer}: {data.source} was prepared with {held.tokenizer}"
-        raise DataError(f"{wanted}; leave data.tokenizer out, or prepare it again")
-    if data.validation != Data().validation and data.validation != held.validation_share:
-        wanted = f"data.validation={data.validation}: {data.source} was prepared with {held.validation_share}"
-        raise DataError(f"{wanted}; leave data.validation out, or prepare it again")
-
-
-def _cache_key(data: Data, material: Material) -> str:
-    """A name that changes with all that the prepared files depend on, found without reading the corpus."""
-    kind = tokenizer_kind(data.tokenizer)
-    tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
-    facts = [FORMAT, material.identity, tokenizer, data.validation]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: is damaged ({error}); {REMEDY}") from error
+    if isinstance(tree, dict) and tree.get("format", FORMAT) != FORMAT:
+        raise DataError(f"{path}: has format {tree['format']}, this version reads {FORMAT}; {REMEDY}")
+    try:
+        header = Header.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path}: is no header of a prepared folder ({where}: {first['msg']}); {REMEDY}") from error
+    if header.sha256.keys() != {TOKENIZER, *map(token_file, SPLITS)}:
+        raise DataError(f"{path}: does not list the folder's files; {REMEDY}")
+    return header

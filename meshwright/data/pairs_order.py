@@ -25,8 +25,7 @@ import math
 import numpy as np
 
 from meshwright.config.data_rules import BUCKET_MULTIPLE
-from meshwright.data.permutation import Permutation
-from meshwright.data.sampler import Sampler
+from meshwright.data.sampler import Permutation, Sampler
 from meshwright.parameters.shard import seed_of
 
 

@@ -1,22 +1,53 @@
-"""The samples of packed pairs: the source with its end token, and the target with its own (pairs_batch.py).
+"""The batches of an encoder-decoder, and packed pairs as its samples.
 
-A pair of which one side is longer than `data.sequence` tokens with its end is left out, as translation is trained
-elsewhere too: half a target would teach the model to stop early.
+| entry       | shape  | holds                                                                   |
+|-------------|--------|-------------------------------------------------------------------------|
+| source      | [B, S] | what is read, its last token an end token; padding                      |
+| source_mask | [B, S] | 1, in the padding 0                                                     |
+| target      | [B, T] | a start token, what is written but for its last token; padding          |
+| labels      | [B, T] | what is written, its last token an end token; in the padding -100       |
+
+All int64. A pair of which one side is longer than `data.sequence` tokens with its end is left out, as translation is
+trained elsewhere too: half a target would teach the model to stop early.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
+import torch
 
 from meshwright.config import Config
 from meshwright.config.lengths import Lengths
-from meshwright.data.format import PackedCorpus, document_ends
-from meshwright.data.pairs_batch import sequence_batch, specials_for
+from meshwright.data.dataset import CorpusDataset
+from meshwright.data.packed import PackedCorpus, document_ends
 from meshwright.data.pairs_order import PairOrder
-from meshwright.data.specials import SequenceSpecials
+from meshwright.data.specials import SequenceSpecials, specials_for
 from meshwright.data.split import Split
 from meshwright.errors import DataError
-from meshwright.model import Batch
+from meshwright.model import IGNORED, Batch
+
+
+def sequence_batch(
+    sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], specials: SequenceSpecials, lengths: Lengths
+) -> Batch:
+    """A batch of ids: of each sample its source and its target, both with their end tokens, padded to `lengths`."""
+    read_shape, written_shape = (len(sources), lengths.source), (len(targets), lengths.target)
+    source, source_mask = np.full(read_shape, specials.padding, dtype=np.int64), np.zeros(read_shape, dtype=np.int64)
+    target, labels = (
+        np.full(written_shape, specials.padding, dtype=np.int64),
+        np.full(written_shape, IGNORED, dtype=np.int64),
+    )
+    target[:, 0] = specials.start
+    for row, (read, written) in enumerate(zip(sources, targets, strict=True)):
+        source[row, : len(read)] = read
+        source_mask[row, : len(read)] = 1
+        target[row, 1 : len(written)] = written[:-1]
+        labels[row, : len(written)] = written
+    entries = {"source": source, "source_mask": source_mask, "target": target, "labels": labels}
+    return {name: torch.from_numpy(entry) for name, entry in entries.items()}
 
 
 class PairSamples:
@@ -49,7 +80,8 @@ class PairSamples:
         self.num_pairs = len(kept)
         if not kept.any():
             has = f"has no pair of at most data.sequence={sequence} tokens a side"
-            raise DataError(f"{name}: {has}; the shortest of its {len(kept)} has {_shortest(lengths)}")
+            shortest = int(lengths.max(axis=1).min()) if len(lengths) else 0
+            raise DataError(f"{name}: {has}; the shortest of its {len(kept)} has {shortest}")
         self._starts, self._lengths = starts.reshape(-1, 2)[kept], lengths[kept]
         self._order = PairOrder(self._lengths.max(axis=1), sequence, buckets, batch, seed)
 
@@ -74,10 +106,6 @@ class PairSamples:
         return self._tokens[start : start + self._lengths[pair, side]]
 
 
-def _shortest(lengths: np.ndarray) -> int:
-    return int(lengths.max(axis=1).min()) if len(lengths) else 0
-
-
 def pair_samples(config: Config, corpus: PackedCorpus, split: Split) -> PairSamples:
     """The pairs of a split. Raises ConfigError where the model has no room for the special tokens."""
     return PairSamples(
@@ -89,3 +117,18 @@ def pair_samples(config: Config, corpus: PackedCorpus, split: Split) -> PairSamp
         seed=config.seed,
         name=f"the {split} split of {corpus.folder}",
     )
+
+
+class PairDataset(CorpusDataset):
+    """Packed pairs. How many of them are too long for `data.sequence` is noted."""
+
+    def notes(self, config: Config, splits: Mapping[Split, Any]) -> tuple[str, ...]:
+        longer = f"longer than data.sequence={config.data.sequence} tokens on one side"
+        return tuple(
+            f"{split}: {pairs.left_out} of {pairs.num_pairs} pairs left out, {longer}"
+            for split, pairs in splits.items()
+            if pairs.left_out
+        )
+
+
+PAIRS = PairDataset(pair_samples, pairs=True)

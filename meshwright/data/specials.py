@@ -19,8 +19,11 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import processors
 
+from meshwright.config import Config
+from meshwright.config.data_rules import SENTINELS, objective_of
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.errors import DataError
+from meshwright.errors import ConfigError, DataError
+from meshwright.models.section import T5, EncoderDecoder
 
 PADDING, FIRST, SEPARATOR, MASK = NAMES = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 SEQUENCE_PADDING, START = "<pad>", "<s>"
@@ -71,6 +74,32 @@ def sequence_specials(tokenizer: Tokenizer, *, starts_with_padding: bool, sentin
     names = [SEQUENCE_PADDING, *([] if starts_with_padding else [START])]
     ids, size = _ids(tokenizer, [*names, *map(SENTINEL.format, range(sentinels))])
     return SequenceSpecials(ids[0], ids[len(names) - 1], tokenizer.end, tuple(ids[len(names) :]), size)
+
+
+def specials_for(config: Config, tokenizer: Tokenizer) -> SequenceSpecials:
+    """The special tokens of a run's encoder-decoder. Raises ConfigError where its vocabulary has no room for them."""
+    model = config.model
+    assert isinstance(model, EncoderDecoder), model
+    sentinels = SENTINELS if objective_of(config) == "spans" else 0
+    specials = sequence_specials(tokenizer, starts_with_padding=isinstance(model, T5), sentinels=sentinels)
+    size = specials.vocabulary_size
+    if size > model.vocabulary:
+        rule = f"is smaller than the {size} tokens of the corpus' tokenizer with the model's own"
+        raise ConfigError.of("model.vocabulary", model.vocabulary, rule, f"{size} or more")
+    return specials
+
+
+def specials_with_room(model: EncoderDecoder, tokenizer: Tokenizer) -> SequenceSpecials:
+    """Those of a model that no run here has trained: with the sentinels where its vocabulary has room for them.
+
+    Raises DataError where it has none for the others.
+    """
+    for sentinels in (SENTINELS, 0):
+        specials = sequence_specials(tokenizer, starts_with_padding=isinstance(model, T5), sentinels=sentinels)
+        if specials.vocabulary_size <= model.vocabulary:
+            return specials
+    size = specials.vocabulary_size
+    raise DataError(f"the tokenizer has {size} tokens with the model's own, and the model knows {model.vocabulary}")
 
 
 def _ids(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[list[int], int]:

@@ -1,21 +1,21 @@
-"""Which documents are held out: decided by content, in one pass over the corpus, before anything is written.
+"""Which records are held out: decided by content, in one pass over the corpus, before anything is written.
 
-Documents are taken in the order of their hash until they make up the wanted share of the characters. So the split needs
-no seed, documents that are the same text fall on the same side, and the share is met however uneven the documents are.
-Where whole documents cannot give it (one huge file), the tail of the longest one is held out, cut at a line's start.
+Records are taken in the order of their hash until they make up the wanted share of the characters. So the split needs
+no seed, records of the same text fall on the same side, and the share is met however uneven they are. Where whole
+documents cannot give it (one huge file), the tail of the longest one is held out, cut at a line's start.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from meshwright.data.corpus import documents
+from meshwright.data.corpus import Corpus
 from meshwright.data.progress import ShowProgress
 from meshwright.errors import DataError
 
@@ -26,32 +26,28 @@ _REPORT_EVERY = 256
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What one pass over the corpus found, and which documents are held out."""
+class SplitPlan:
+    """Which records of a corpus are held out, and what one pass over it has counted."""
 
-    num_documents: int
+    num_records: int
     num_characters: int
     corpus_sha256: str
-    """Over the documents' hashes in order: the corpus' identity by content."""
+    """Over the records' hashes in order: the corpus' identity by content."""
     held_out: frozenset[int] = field(repr=False)
-    """Positions of the documents of the validation split."""
+    """Positions of the records of the validation split."""
     tail_of: int | None
     """The document whose tail is held out instead, where whole documents cannot give the share."""
     tail_characters: int
 
 
-def plan_split(source: str, validation: float, progress: ShowProgress) -> Plan:
+def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> SplitPlan:
     """Read the corpus once and choose what is held out: about `validation` of its characters.
 
-    Raises DataError if there is no text at all.
+    Raises DataError if there is no text at all, or too few pairs (a pair is not cut).
     """
-    return plan_texts(documents(source), source, validation, progress)
-
-
-def plan_texts(texts: Iterable[str], source: str, validation: float, progress: ShowProgress) -> Plan:
-    """As `plan_split`, of any texts that are held out whole or not at all."""
     hashes, lengths, whole = array("Q"), array("Q"), hashlib.sha256()
-    for text in texts:
+    for texts in corpus.read():
+        text = "\t".join(texts)
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         whole.update(digest)
         hashes.append(int.from_bytes(digest[:8], "little"))
@@ -59,12 +55,15 @@ def plan_texts(texts: Iterable[str], source: str, validation: float, progress: S
         if len(hashes) % _REPORT_EVERY == 0:
             progress(f"reading: {len(hashes)} documents", None)
     if not hashes:
-        raise DataError(f"{source}: holds no text")
+        raise DataError(f"{corpus.where}: holds no text")
     total = sum(lengths)
     held_out = _choose(np.array(hashes, np.uint64), np.array(lengths, np.int64), total * validation)
+    if not held_out and corpus.kind == "pairs":
+        has = f"has {len(hashes)} pairs, too few to hold out data.validation={validation} of them"
+        raise DataError(f"{corpus.where}: {has}; give more pairs, or a larger share")
     longest = max(range(len(lengths)), key=lengths.__getitem__)
-    return Plan(
-        num_documents=len(hashes),
+    return SplitPlan(
+        num_records=len(hashes),
         num_characters=total,
         corpus_sha256=whole.hexdigest(),
         held_out=held_out,
@@ -73,26 +72,23 @@ def plan_texts(texts: Iterable[str], source: str, validation: float, progress: S
     )
 
 
-def split_documents(source: str, plan: Plan) -> Iterator[tuple[Split, str]]:
-    """Every document with the split it belongs to, in the corpus' order.
+def split_records(corpus: Corpus, plan: SplitPlan) -> Iterator[tuple[Split, tuple[str, ...]]]:
+    """Every record with the split it belongs to, in the corpus' order.
 
     Raises DataError if the source is no longer what the plan has seen, or the tail cannot be cut.
     """
     at = -1
-    for at, text in enumerate(documents(source)):
+    for at, texts in enumerate(corpus.read()):
         if at == plan.tail_of:
-            start = _tail_start(source, text, plan.tail_characters)
-            yield "train", text[:start]
-            yield "validation", text[start:]
+            [text] = texts
+            start = _tail_start(corpus.where, text, plan.tail_characters)
+            yield "train", (text[:start],)
+            yield "validation", (text[start:],)
         else:
-            yield "validation" if at in plan.held_out else "train", text
-    check_unchanged(source, plan, at + 1)
-
-
-def check_unchanged(source: str, plan: Plan, found: int) -> None:
-    """Raises DataError where a later pass over the source has found another number of documents."""
-    if found != plan.num_documents:
-        raise DataError(f"{source}: changed while it was read ({plan.num_documents} documents, then {found})")
+            yield "validation" if at in plan.held_out else "train", texts
+    if at + 1 != plan.num_records:
+        changed = f"changed while it was read ({plan.num_records} documents, then {at + 1})"
+        raise DataError(f"{corpus.where}: {changed}")
 
 
 def _choose(hashes: np.ndarray, lengths: np.ndarray, target: float) -> frozenset[int]:

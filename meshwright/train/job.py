@@ -16,12 +16,12 @@ from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config
 from meshwright.data.dataset import Opened
-from meshwright.data.format import fingerprint
+from meshwright.data.packed import fingerprint
 from meshwright.data.progress import silent
 from meshwright.decisions import as_before, resolved_fields
 from meshwright.environment import Environment, read_environment, rendezvous, starts_mpi
 from meshwright.errors import ConfigError, DamagedError
-from meshwright.families import family_of
+from meshwright.families import dataset_of
 from meshwright.launch import Job, StopRequest, joined, launch, run_worker
 from meshwright.machine import usable_cores
 from meshwright.ranks.grid import Grid
@@ -122,7 +122,7 @@ def train(
     goes_on = resume or environment.attempt > 0
     if not goes_on and environment.rank == 0:
         folder.refuse_used(out)  # before the corpus is prepared, which may take long
-    data = family_of(config).dataset.prepare(config, progress)
+    data = dataset_of(config).prepare(config, progress)
     resources = resources_of(config)
     with ExitStack() as stack:
         notes = stack.enter_context(folder.locked(out)) if environment.rank == 0 else []
@@ -181,7 +181,7 @@ def worker(
     where = worker_device(device, environment)
     with open_layout(settings, environment, transport, where, job=out) as mesh:
         meet(mesh, facts_of(settings, Path(data), resume=resume, trace=list(trace)))
-        opened = family_of(settings).dataset.open(settings, Path(data))
+        opened = dataset_of(settings).open(settings, Path(data))
         opened = replace(opened, notes=(*notes, *opened.notes))
         resume = resume or environment.attempt > 0
         name, found = folder.checkpoint_of_run(Path(out), resume=resume) if mesh.rank == 0 else ("", None)

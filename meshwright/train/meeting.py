@@ -21,7 +21,7 @@ import torch
 
 import meshwright
 from meshwright.config import Config
-from meshwright.data.format import fingerprint
+from meshwright.data.packed import fingerprint
 from meshwright.errors import LaunchError
 from meshwright.ranks.mesh import Mesh
 

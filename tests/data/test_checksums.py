@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.schema import Data
-from meshwright.data import checksums
-from meshwright.data.checksums import REGION_BYTES, FileSum, check_file, check_once
-from meshwright.data.packed import PackedCorpus, corpus_for, prepare
+from meshwright.data import files
+from meshwright.data.files import REGION_BYTES, FileSum, check_file, check_once
+from meshwright.data.packed import PackedCorpus
+from meshwright.data.packing import corpus_for, prepare
 from meshwright.errors import DataError
 
 
@@ -82,8 +83,8 @@ def test_region_is_named(tmp_path: Path) -> None:
 
 def test_second_check_reads_nothing(corpus: PackedCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
-    whole = checksums.check_file
-    monkeypatch.setattr(checksums, "check_file", lambda path, *rest: (checked.append(path.name), whole(path, *rest)))
+    whole = files.check_file
+    monkeypatch.setattr(files, "check_file", lambda path, *rest: (checked.append(path.name), whole(path, *rest)))
     for _ in range(3):
         corpus.check_files(tmp_path / "cache")
     assert checked == ["tokenizer.json", "train.bin", "validation.bin"]

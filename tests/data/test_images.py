@@ -12,9 +12,17 @@ import torch
 
 from meshwright.config import Config, parse_config
 from meshwright.config.schema import Data
-from meshwright.data.images import IMAGES, ImageSamples
-from meshwright.data.images_packed import HEADER, PackedImages, images_file, images_for, labels_file, open_images
-from meshwright.data.images_source import open_source
+from meshwright.data.image_source import open_source
+from meshwright.data.images import (
+    HEADER,
+    IMAGES,
+    ImageSamples,
+    PackedImages,
+    images_file,
+    images_for,
+    labels_file,
+    open_images,
+)
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.section import Vit
 

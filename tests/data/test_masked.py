@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config import Config, parse_config
-from meshwright.data.masked import MASKED_TEXT, MaskedSamples, masked_tokens, runs
-from meshwright.data.packed import PackedCorpus, prepare
+from meshwright.data.masked import MASKED, MaskedSamples, masked_tokens, runs
+from meshwright.data.packed import PackedCorpus
+from meshwright.data.packing import prepare
 from meshwright.data.specials import NAMES, Specials, specials_of, with_specials
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
 from meshwright.errors import ConfigError, DataError
@@ -209,13 +210,13 @@ def config_of(corpus: PackedCorpus, **model: Any) -> Config:
 
 def test_a_run_opens_both_splits(corpus: PackedCorpus, tmp_path: Path) -> None:
     config = config_of(corpus)
-    folder = MASKED_TEXT.prepare(config, lambda text, done: None)
-    opened = MASKED_TEXT.open(config, folder)
+    folder = MASKED.prepare(config, lambda text, done: None)
+    opened = MASKED.open(config, folder)
     assert opened.held_out is not None
     texts = bytes(token for token in originals(opened.train.samples(0, 50)).flatten().tolist() if token < 256)
     assert b"says" in texts
     assert opened.held_out.held_out(0, 2)["next_sentence"].shape == (2, 1)
-    assert "next_sentence" not in MASKED_TEXT.open(config_of(corpus, next_sentence=False), folder).train.samples(0, 1)
+    assert "next_sentence" not in MASKED.open(config_of(corpus, next_sentence=False), folder).train.samples(0, 1)
 
 
 def test_a_vocabulary_without_room_for_the_special_tokens(corpus: PackedCorpus) -> None:

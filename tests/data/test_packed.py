@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from meshwright.config.schema import Data
-from meshwright.data.corpus import documents
-from meshwright.data.packed import PackedCorpus, corpus_for, open_packed, prepare
+from meshwright.data.corpus import documents, text_corpus
+from meshwright.data.packed import PackedCorpus, open_packed
+from meshwright.data.packing import corpus_for, prepare
 from meshwright.data.progress import silent
-from meshwright.data.split import plan_split, split_documents
+from meshwright.data.split import plan_split, split_records
 from meshwright.data.tokenizer import train_bpe
 from meshwright.errors import ConfigError, DataError
 
@@ -92,8 +93,9 @@ def test_the_same_corpus_gives_the_same_bytes(tmp_path: Path, tokenizer: str) ->
 
 def test_the_tokenizer_learns_from_the_train_split_alone(source: str, tmp_path: Path) -> None:
     made = prepare(source, "bpe:600", tmp_path / "out", 0.4).tokenizer.to_json()
-    of_split = split_documents(source, plan_split(source, 0.4, silent))
-    assert made == train_bpe([text for split, text in of_split if split == "train"], 600).to_json()
+    corpus = text_corpus(source)
+    of_split = split_records(corpus, plan_split(corpus, 0.4, silent))
+    assert made == train_bpe([text for split, [text] in of_split if split == "train"], 600).to_json()
     assert made != train_bpe(TEXTS, 600).to_json()
 
 
@@ -161,7 +163,7 @@ def test_a_failed_prepare_leaves_nothing(source: str, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from meshwright.data.packed import prepare
+from meshwright.data.packing import prepare
 def progress(text, done):
     if done is not None and done > 0.5:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -184,7 +186,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_done(source: str, tmp_path: 
 def test_processes_that_prepare_the_same_folder_agree(source: str, tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     code = "import sys; from pathlib import Path; from meshwright.config.schema import Data\n"
-    code += "from meshwright.data.packed import corpus_for\n"
+    code += "from meshwright.data.packing import corpus_for\n"
     code += "corpus_for(Data(source=sys.argv[1], tokenizer='bpe:300'), Path(sys.argv[2]))"
     command = [sys.executable, "-c", code, source, str(tmp_path / "cache")]
     workers = [subprocess.Popen(command, cwd=root) for _ in range(3)]

@@ -11,14 +11,17 @@ import torch
 
 from meshwright.config import Config, parse_config
 from meshwright.config.data_rules import objective_of
-from meshwright.data.dataset import TEXT, Opened
-from meshwright.data.pairs import PAIRS
-from meshwright.data.pairs_batch import specials_for
-from meshwright.data.pairs_packed import prepare_pairs
+from meshwright.config.schema import Data
+from meshwright.data.dataset import Opened
+from meshwright.data.packing import pack
+from meshwright.data.pairs import pair_corpus
+from meshwright.data.pairs_samples import PAIRS
 from meshwright.data.progress import silent
-from meshwright.data.specials import SequenceSpecials, sequence_specials
+from meshwright.data.sampler import TEXT
+from meshwright.data.specials import SequenceSpecials, sequence_specials, specials_for
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
 from meshwright.errors import ConfigError, DataError
+from meshwright.families import dataset_of
 from meshwright.model import IGNORED, Batch
 
 TEXTS = [(f"number {n} and its square", "=" * (n % 40) + str(n * n)) for n in range(300)]
@@ -44,8 +47,12 @@ def config_of(source: Path | str, family: str = "transformer", vocabulary: int =
     return parse_config({"model": model, "data": data, "batch": {"global": 8}, "validation": {"every": 1}})
 
 
+def prepared(config: Config) -> Path:
+    return dataset_of(config).prepare(config, silent)
+
+
 def opened(config: Config) -> Opened:
-    return PAIRS.open(config, PAIRS.prepare(config, silent))
+    return dataset_of(config).open(config, prepared(config))
 
 
 def texts_of(batch: Batch, tokenizer: str, specials: Any) -> list[tuple[str, str]]:
@@ -92,7 +99,7 @@ def test_pairs_too_long_are_counted(tsv: Path) -> None:
     assert notes[0].endswith(" pairs left out, longer than data.sequence=40 tokens on one side")
     assert opened(config_of(tsv, sequence=80)).notes == ()
     with pytest.raises(DataError, match=r"has no pair of at most data.sequence=20 tokens a side; the shortest of its"):
-        PAIRS.prepare(config_of(tsv, sequence=20), silent)
+        prepared(config_of(tsv, sequence=20))
 
 
 def same(left: Batch, right: Batch) -> bool:
@@ -122,7 +129,7 @@ def test_spans_are_cut_out_of_a_text_corpus(tmp_path: Path) -> None:
     assert int((batch["labels"] >= 258).sum()) == 8  # two spans a window of 44 tokens
     assert (batch["target"][:, 0] == 257).all()
     assert data.held_out is not None
-    assert TEXT.prepare(parse_config({"data": config.data.model_dump()}), silent) == PAIRS.prepare(config, silent)
+    assert TEXT.prepare(parse_config({"data": config.data.model_dump()}), silent) == prepared(config)
 
 
 def test_the_objective_follows_the_family_and_the_form(tsv: Path, tmp_path: Path) -> None:
@@ -158,29 +165,29 @@ def test_special_tokens_are_appended_or_the_tokenizers_own() -> None:
 
 def test_a_prepared_folder_is_found_again_and_can_be_named(tsv: Path) -> None:
     config = config_of(tsv)
-    folder = PAIRS.prepare(config, silent)
+    folder = prepared(config)
     before = (folder / "header.json").stat().st_mtime_ns
-    assert PAIRS.prepare(config_of(tsv, "t5", sequence=30), silent) == folder
+    assert prepared(config_of(tsv, "t5", sequence=30)) == folder
     assert (folder / "header.json").stat().st_mtime_ns == before
     assert objective_of(config_of(folder, "t5")) == "pairs"
     assert same(opened(config_of(folder)).train.samples(0, 8), opened(config).train.samples(0, 8))
     with pytest.raises(DataError, match="was prepared of pairs, and text are wanted"):
         TEXT.prepare(parse_config({"data": {"source": str(folder)}}), silent)
     tsv.write_text("one\tmore\n" * 30 + tsv.read_text())
-    assert PAIRS.prepare(config, silent) != folder
+    assert prepared(config) != folder
 
 
 def test_a_damaged_folder_is_refused(tsv: Path) -> None:
-    folder = PAIRS.prepare(config_of(tsv), silent)
+    folder = prepared(config_of(tsv))
     whole = (folder / "train.bin").read_bytes()
     (folder / "train.bin").write_bytes(whole[:-2])
     with pytest.raises(DataError, match=r"train.bin: holds \d+ bytes, its header says"):
-        PAIRS.prepare(config_of(tsv), silent)
+        prepared(config_of(tsv))
     end = bytes([0, 1])
     at = whole.rindex(end, 0, len(whole) - 2)
     (folder / "train.bin").write_bytes(whole[:at] + b"a\0" + whole[at + 2 :])
     with pytest.raises(DataError, match=r"train.bin: is damaged"):
-        PAIRS.prepare(config_of(tsv), silent)
+        prepared(config_of(tsv))
     with pytest.raises(DataError, match=r"the train split of .*: has \d+ texts, which do not pair up"):
         PAIRS.open(config_of(tsv), folder)
 
@@ -188,10 +195,10 @@ def test_a_damaged_folder_is_refused(tsv: Path) -> None:
 def test_a_source_too_small_or_empty(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("a\tb\n" * 2)
     with pytest.raises(DataError, match=r"a.tsv: has 2 pairs, too few to hold out data.validation=0.2 of them"):
-        PAIRS.prepare(config_of(tmp_path / "a.tsv"), silent)
+        prepared(config_of(tmp_path / "a.tsv"))
     (tmp_path / "a.tsv").write_text("\tb\n")
     with pytest.raises(DataError, match=r"a.tsv: holds no text"):
-        PAIRS.prepare(config_of(tmp_path / "a.tsv"), silent)
+        prepared(config_of(tmp_path / "a.tsv"))
 
 
 def test_a_vocabulary_without_room_for_the_special_tokens(tsv: Path, tmp_path: Path) -> None:
@@ -199,11 +206,11 @@ def test_a_vocabulary_without_room_for_the_special_tokens(tsv: Path, tmp_path: P
     config = config_of(tsv, vocabulary=258, tokenizer=str(tmp_path / "tokenizer.json"))
     message = r"model.vocabulary=258 is smaller than the 259 tokens of the corpus' tokenizer with the model's own"
     with pytest.raises(ConfigError, match=message):
-        PAIRS.prepare(config, silent)
+        prepared(config)
 
 
 def test_prepared_by_hand_or_by_the_run_is_the_same(tsv: Path, tmp_path: Path) -> None:
-    made = prepare_pairs(str(tsv), None, None, "bytes", tmp_path / "made", 0.2, silent)
+    made = pack(pair_corpus(Data(source=str(tsv))), "bytes", tmp_path / "made", 0.2)
     by_hand, by_run = opened(config_of(tmp_path / "made")), opened(config_of(tsv))
     assert made.header.kind == "pairs"
     assert all(torch.equal(x, by_run.train.samples(0, 8)[name]) for name, x in by_hand.train.samples(0, 8).items())

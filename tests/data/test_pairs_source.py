@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.config.schema import Data
-from meshwright.data.pairs_docstrings import MOST_CHARACTERS, docstring_pairs, function_pairs
-from meshwright.data.pairs_source import pair_source
+from meshwright.data.pairs import MOST_CHARACTERS, docstring_pairs, function_pairs, pair_corpus
 from meshwright.errors import DataError
 
 PAIRS = [("one house", "ein Haus"), ("two\u2028houses", "zwei\x0cHäuser"), ("  three", "drei  ")]
@@ -24,7 +23,7 @@ def data(source: Path | str, **fields: Any) -> Data:
 
 
 def read(given: Data) -> list[tuple[str, str]]:
-    return [tuple(pair) for pair in pair_source(given).read()]
+    return [tuple(pair) for pair in pair_corpus(given).read()]
 
 
 def two_files(folder: Path, left: list[str], right: list[str]) -> Data:
@@ -37,7 +36,7 @@ def test_two_text_files(tmp_path: Path) -> None:
     both = [*PAIRS[:1], *BLANK, *PAIRS[1:]]
     given = two_files(tmp_path, [left for left, _ in both], [right for _, right in both])
     assert read(given) == PAIRS
-    source = pair_source(given)
+    source = pair_corpus(given)
     assert source.name == "a.en, a.de"
     assert list(source.read()) == list(source.read())
 
@@ -112,21 +111,21 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"b.tsv.gz: cannot be read from line \d+ on"):
             read(data(tmp_path / "b.tsv.gz"))
     with pytest.raises(DataError, match=r"c.tsv: no such file or folder"):
-        pair_source(data(tmp_path / "c.tsv"))
+        pair_corpus(data(tmp_path / "c.tsv"))
     with pytest.raises(DataError, match=r"is no file; pairs are in a tsv or jsonl file"):
-        pair_source(data(tmp_path))
+        pair_corpus(data(tmp_path))
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match=r"a.txt: is a text without its partner"):
-        pair_source(data(tmp_path / "a.txt"))
+        pair_corpus(data(tmp_path / "a.txt"))
 
 
 def test_an_identity_changes_with_every_file_and_with_the_languages(tmp_path: Path) -> None:
     given = two_files(tmp_path, ["x"], ["y"])
-    first = pair_source(given).identity
+    first = pair_corpus(given).identity
     (tmp_path / "a.de").write_text("longer\n")
-    assert first != pair_source(given).identity
+    assert first != pair_corpus(given).identity
     (tmp_path / "a.jsonl").write_text("{}")
-    turned = [pair_source(data(tmp_path / "a.jsonl", languages=keys)).identity for keys in (("a", "b"), ("b", "a"))]
+    turned = [pair_corpus(data(tmp_path / "a.jsonl", languages=keys)).identity for keys in (("a", "b"), ("b", "a"))]
     assert turned[0] != turned[1]
 
 
@@ -188,4 +187,4 @@ def test_the_standard_library_is_pairs() -> None:
     assert len(pairs) == 30
     assert all(code.startswith(("def ", "async def ")) and summary and "\n" not in summary for code, summary in pairs)
     assert not any(f'"""{summary}' in code for code, summary in pairs)
-    assert pair_source(Data()).name.startswith("stdlib of Python 3.")
+    assert pair_corpus(Data()).name.startswith("stdlib of Python 3.")

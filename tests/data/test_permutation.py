@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.permutation import Permutation
+from meshwright.data.sampler import Permutation
 
 
 @settings(deadline=None)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.packed import PackedCorpus, prepare
+from meshwright.data.packed import PackedCorpus
+from meshwright.data.packing import prepare
 from meshwright.data.sampler import Sampler, TokenBatches
 from meshwright.errors import DataError
 

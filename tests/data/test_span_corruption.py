@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config.lengths import Lengths, Window, span_lengths, window_of
-from meshwright.data.span_corruption import SpanSamples, parts_of
+from meshwright.data.spans import SpanSamples, parts_of
 from meshwright.data.specials import SequenceSpecials
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import IGNORED, Batch

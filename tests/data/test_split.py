@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.data.corpus import text_corpus
 from meshwright.data.progress import silent
-from meshwright.data.split import Split, plan_split, split_documents
+from meshwright.data.split import Split, plan_split, split_records
 from meshwright.errors import DataError
 
 
@@ -20,7 +21,8 @@ def write(path: Path, texts: list[str]) -> str:
 
 def split(source: str, share: float) -> dict[Split, list[str]]:
     found: dict[Split, list[str]] = {"train": [], "validation": []}
-    for name, text in split_documents(source, plan_split(source, share, silent)):
+    corpus = text_corpus(source)
+    for name, [text] in split_records(corpus, plan_split(corpus, share, silent)):
         found[name].append(text)
     return found
 
@@ -75,7 +77,8 @@ def test_too_small_a_corpus_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     texts = [f"document {number}" for number in range(50)]
     source = write(tmp_path / "a.jsonl", texts)
-    plan = plan_split(source, 0.1, silent)
+    corpus = text_corpus(source)
+    plan = plan_split(corpus, 0.1, silent)
     write(tmp_path / "a.jsonl", texts[:40])
     with pytest.raises(DataError, match=r"changed while it was read \(50 documents, then 40\)"):
-        list(split_documents(source, plan))
+        list(split_records(corpus, plan))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import Config, parse_config
-from meshwright.data.packed import prepare
+from meshwright.data.packing import prepare
 from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
 from meshwright.train.job import train

@@ -17,7 +17,7 @@ from pathlib import Path
 from meshwright.data.progress import ShowProgress as Report
 from meshwright.data.progress import silent
 from meshwright.errors import ConfigError, LaunchError, Problem
-from meshwright.families import family_of
+from meshwright.families import dataset_of
 from meshwright.launch import Interrupted, joined
 from meshwright.machine import usable_cores
 from meshwright.tools.compare.ask import Foresight
@@ -50,7 +50,7 @@ def compare(entries: Sequence[Entry], order: Order, foresight: Foresight, report
         raise LaunchError("compare starts its own workers: run it outside of torchrun, srun and mpirun")
     resources = _checked(entries, order)
     _make_folder(order.out)
-    data = family_of(entries[0].config).dataset.prepare(entries[0].config, report)
+    data = dataset_of(entries[0].config).prepare(entries[0].config, report)
     rows = []
     for entry, own in zip(entries, resources, strict=True):
         report(f"predicting {entry.name}", None)

@@ -28,7 +28,7 @@ from torch import Tensor
 from meshwright.build import Parts, build
 from meshwright.config import Config, dump_config, parse_config
 from meshwright.environment import Environment
-from meshwright.families import family_of
+from meshwright.families import dataset_of
 from meshwright.launch import Job, StopRequest
 from meshwright.memory.offload import Offloaded
 from meshwright.model import Batch, Samples, to_device
@@ -172,7 +172,7 @@ def worker(
     where = worker_device(device, environment)
     with open_layout(settings, environment, transport, where, job="compare") as mesh:
         parts = build(settings, mesh, folder)
-        train = family_of(settings).dataset.open(settings, Path(data)).train
+        train = dataset_of(settings).open(settings, Path(data)).train
         trainer = Trainer(parts, train)
         metrics = MetricsWriter(folder, 0, tensorboard=False) if mesh.rank == 0 else None
         for _ in range(steps):

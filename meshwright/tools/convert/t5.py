@@ -29,8 +29,7 @@ from collections.abc import Set
 
 import tokenizers
 
-from meshwright.data.pairs_batch import specials_with_room
-from meshwright.data.specials import SEQUENCE_PADDING, with_t5_specials
+from meshwright.data.specials import SEQUENCE_PADDING, specials_with_room, with_t5_specials
 from meshwright.data.tokenizer import parse_tokenizer
 from meshwright.models.section import T5
 from meshwright.models.t5 import T5Model

@@ -31,8 +31,8 @@ from meshwright.checkpoint import Checkpoint, find_checkpoint
 from meshwright.checkpoint.manifest import Entry, Manifest, Origin, Progress, stored_file
 from meshwright.config import Config
 from meshwright.config.schema import Data, Model, Precision
+from meshwright.data.files import folder_lock, staged_folder
 from meshwright.data.progress import ShowProgress, silent
-from meshwright.data.staging import folder_lock, staged_folder
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.models.section import TextTransformer

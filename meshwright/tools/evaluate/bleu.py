@@ -56,11 +56,11 @@ def bleu(
         remedy = "pip install 'meshwright[translation]'"
         raise DataError(f"BLEU needs sacrebleu, which is not installed: {remedy}") from error
     pairs = held_out.pairs[:samples]
-    whole = [source_ids(loaded, pair.source) for pair in pairs]
+    whole = [source_ids(loaded, source) for source, _ in pairs]
     read = [ids if len(ids) <= loaded.context else [*ids[: loaded.context - 1], ids[-1]] for ids in whole]
     texts = [text_of(loaded, answer.tokens) for answer in answers(loaded, read, beam, progress=progress)]
     metric = BLEU()
-    found = metric.corpus_score(texts, [[pair.target for pair in pairs]])
+    found = metric.corpus_score(texts, [[target for _, target in pairs]])
     cut = sum(len(ids) > loaded.context for ids in whole)
     signature = str(metric.get_signature())
     return Bleu(held_out.name, len(pairs), cut, beam, loaded.context, found.score, found.bp, signature)

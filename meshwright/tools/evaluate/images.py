@@ -19,9 +19,8 @@ import torch
 from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config.schema import Data
-from meshwright.data.images import IMAGES
-from meshwright.data.images_packed import check_classes, split_images
-from meshwright.data.images_source import ImageSource, open_source
+from meshwright.data.image_source import ImageSource, open_source
+from meshwright.data.images import check_classes, split_images
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.families import FAMILIES, family_of
@@ -88,7 +87,7 @@ def load_image_model(path: Path, device: str = "auto") -> ImageModel:
     checkpoint = Checkpoint(find_checkpoint(path))
     config = checkpoint.config
     if not isinstance(config.model, ImageNetwork):
-        families = " or ".join(name for name, family in FAMILIES.items() if family.dataset is IMAGES)
+        families = " or ".join(name for name, family in FAMILIES.items() if family.data == "images")
         raise CheckpointError(f"{checkpoint.folder} is a {config.model.family}: this needs a {families}")
     mesh = solo_mesh(where)
     model = family_of(config).model(config.model, SerialKit(mesh), None)

@@ -19,13 +19,12 @@ import numpy as np
 from meshwright.config.data_rules import holds_pairs, objective_of
 from meshwright.config.lengths import Lengths, span_lengths
 from meshwright.config.schema import Data
-from meshwright.data.format import PackedCorpus, document_ends, is_prepared, open_packed
-from meshwright.data.packed import corpus_for
-from meshwright.data.pairs_batch import sequence_batch
-from meshwright.data.pairs_packed import pair_material
-from meshwright.data.pairs_source import Pair, pair_source
+from meshwright.data.packed import PackedCorpus, document_ends, is_prepared, open_packed
+from meshwright.data.packing import corpus_for
+from meshwright.data.pairs import pair_corpus
+from meshwright.data.pairs_samples import sequence_batch
 from meshwright.data.progress import ShowProgress, silent
-from meshwright.data.span_corruption import SpanSamples
+from meshwright.data.spans import SpanSamples
 from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import Batch
@@ -38,7 +37,7 @@ from meshwright.tools.evaluate.text import check_tokenizer, check_trained, strea
 class TextPairs:
     """`name`: what was read, for the reader of the result."""
 
-    pairs: list[Pair]
+    pairs: list[tuple[str, ...]]
     name: str
 
 
@@ -83,7 +82,7 @@ def pairs_for(
     """The pairs to measure. Raises DataError where they cannot be read, ConfigError where there are none of the run."""
     asked = _asked(loaded, data, target)
     if data is not None and not is_prepared(Path(data).expanduser()):
-        found = pair_source(asked)
+        found = pair_corpus(asked)
         return _some(list(found.read()), found.where)
     if data is not None:
         folder = Path(data).expanduser()
@@ -91,11 +90,11 @@ def pairs_for(
     check_trained(loaded)
     if objective_of(loaded.config) != "pairs":
         raise ConfigError.of("--data", "none", f"leaves {loaded.folder} without pairs: it learned spans", "a tsv file")
-    corpus = corpus_for(asked, cache_folder(), progress, "pairs", pair_material)
+    corpus = corpus_for(asked, cache_folder(), progress, pairs=True)
     return _held_out(corpus, loaded, f"the run's held-out split (data.source={asked.source})")
 
 
-def _some(pairs: list[Pair], name: str) -> TextPairs:
+def _some(pairs: list[tuple[str, ...]], name: str) -> TextPairs:
     if not pairs:
         raise DataError(f"{name}: holds no pair")
     return TextPairs(pairs, name)
@@ -109,7 +108,7 @@ def _held_out(corpus: PackedCorpus, loaded: LoadedSequence, name: str) -> TextPa
     tokens = np.asarray(corpus.tokens("validation"))
     documents = np.split(tokens, document_ends(tokens, corpus.header.end) + 1)[:-1]
     texts = [corpus.tokenizer.decode(document[:-1].tolist()) for document in documents]
-    return _some([Pair(source, target) for source, target in zip(texts[::2], texts[1::2], strict=True)], name)
+    return _some(list(zip(texts[::2], texts[1::2], strict=True)), name)
 
 
 def target_perplexity(

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data.corpus import documents
-from meshwright.data.format import PackedCorpus, is_prepared
-from meshwright.data.packed import corpus_for, open_packed
+from meshwright.data.packed import PackedCorpus, is_prepared, open_packed
+from meshwright.data.packing import corpus_for
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.tokenizer import Tokenizer, pieces
 from meshwright.environment import cache_folder

@@ -15,10 +15,10 @@ from meshwright.config import Config
 from meshwright.config.schema import Data, Optimizer, Precision
 from meshwright.config.schema import Validation as Validating
 from meshwright.data.masked import MaskedSamples
-from meshwright.data.packed import prepare
+from meshwright.data.packing import prepare
 from meshwright.data.specials import specials_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
-from meshwright.families import family_of
+from meshwright.families import dataset_of
 from meshwright.model import IGNORED, counts_of
 from meshwright.models.section import Bert
 from meshwright.ranks.mesh import solo_mesh
@@ -109,7 +109,7 @@ def test_without_data_the_samples_of_the_runs_validation(tmp_path: Path, text: s
     loaded = load_bert(folder, "cpu")
     found = masked_accuracy(loaded, stream_for(loaded, None))
     small = config.model_copy(update={"batch": config.batch.model_copy(update={"global_": 1})})
-    held_out = family_of(config).dataset.open(small, tmp_path / "ready").held_out
+    held_out = dataset_of(config).open(small, tmp_path / "ready").held_out
     assert held_out is not None
     batch = held_out.held_out(0, len(held_out))
     assert (found.samples, found.tokens.asked) == (len(held_out), counts_of(batch, ("labels",))[0])

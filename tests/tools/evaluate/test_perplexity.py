@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.packed import prepare
+from meshwright.data.packing import prepare
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.tools.evaluate import LoadedModel, load_model, stream_for, text_perplexity
 from meshwright.tools.evaluate.perplexity import windows

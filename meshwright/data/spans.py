@@ -24,10 +24,11 @@ import numpy as np
 
 from meshwright.config import Config
 from meshwright.config.lengths import Lengths, lengths_of, window_of
-from meshwright.data.format import PackedCorpus
-from meshwright.data.pairs_batch import sequence_batch, specials_for
+from meshwright.data.dataset import CorpusDataset
+from meshwright.data.packed import PackedCorpus
+from meshwright.data.pairs_samples import sequence_batch
 from meshwright.data.sampler import Sampler
-from meshwright.data.specials import SequenceSpecials
+from meshwright.data.specials import SequenceSpecials, specials_for
 from meshwright.data.split import Split
 from meshwright.errors import DataError
 from meshwright.model import Batch
@@ -96,3 +97,6 @@ def span_samples(config: Config, corpus: PackedCorpus, split: Split) -> SpanSamp
         config.seed,
         name=f"the {split} split of {corpus.folder}",
     )
+
+
+SPANS = CorpusDataset(span_samples)

@@ -1,20 +1,27 @@
-"""Checksums of packed files: kept by regions too, so that damage is located; checked once, not at every start.
+"""Folders that appear whole or not at all, and checksums by which damage in them is noticed and located.
 
-A check's result is kept in the cache under the file's path, with its size, times and inode. So the second run on the
-same files costs nothing. A disk that changes bits without touching the file's times is met at the next check only:
-remove the cache's `checked` folder to ask for one.
+A folder is written beside its place under a lock, synced to disk, then renamed. A process that is killed leaves a
+hidden `.NAME.partial` behind, which nobody reads; the next one to hold the lock removes it. The lock is the kernel's
+(flock), so it falls with its holder. (filelock's would leave its file beside the user's folder.)
+
+Checksums are checked once, not at every start: a check's result is kept in the cache under the file's path, with its
+size, times and inode, so the second run on the same files costs nothing. A disk that changes bits without touching the
+file's times is met at the next check only: remove the cache's `checked` folder to ask for one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
 
+from meshwright.data.progress import ShowProgress
 from meshwright.errors import DataError
 
 REGION_BYTES = 2**20
@@ -22,6 +29,57 @@ REMEDY = "remove the folder and prepare it again"
 
 Inspect = Callable[[str, int, bytes], str | None]
 """inspect(file, offset, bytes of a region): what is wrong with them, or None."""
+
+
+@contextmanager
+def folder_lock(out: Path, progress: ShowProgress) -> Iterator[None]:
+    """Hold the right to write `out`. Waits while another process holds it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    path = out.parent / f".{out.name}.lock"
+    descriptor = _lock(path, out, progress)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while the lock is held: who waits for it sees a file that is gone, and retries
+        os.close(descriptor)
+
+
+def _lock(path: Path, out: Path, progress: ShowProgress) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"waiting for another process that prepares {out}", None)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)
+
+
+@contextmanager
+def staged_folder(out: Path) -> Iterator[Path]:
+    """A folder to write in, renamed to `out` if the block ends well and removed if not. Call under `folder_lock`."""
+    partial = out.parent / f".{out.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for path in [*partial.iterdir(), partial]:
+            _sync(path)
+        partial.rename(out)
+        _sync(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class FileSum:
@@ -54,6 +112,12 @@ class FileSum:
         return (*self._regions, *([f"{self._region:08x}"] if self._filled else []))
 
 
+def file_sha256(path: Path) -> str:
+    """The file's checksum in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def check_once(
     folder: Path,
     sums: Mapping[str, str],
@@ -61,9 +125,9 @@ def check_once(
     cache: Path,
     inspect: Inspect = lambda *_: None,
 ) -> None:
-    """Compare files with their checksums, unless they were found right before and have not been touched since.
+    """Compare files with their checksums, unless an earlier check passed and they have not been touched since.
 
-    Raises DataError naming the file and, where `regions` holds it, the bytes.
+    Raises DataError naming the file and, where `regions` has it, the bytes.
     """
     for name, wanted in sorted(sums.items()):
         path = folder / name

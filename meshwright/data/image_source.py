@@ -36,7 +36,7 @@ _EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr
 
 @dataclass(frozen=True)
 class ImageSource:
-    """What was found, nothing decoded yet. `read(number, size, channels)`: an image [C, S, S] of uint8."""
+    """The images of a source by number. `read(number, size, channels)` decodes one: [C, S, S] of uint8."""
 
     identity: str
     """Changes when the source does."""
@@ -56,14 +56,14 @@ def open_source(source: str) -> ImageSource:
 
 
 def _digits() -> ImageSource:
-    held: Any = _library("sklearn.datasets", "scikit-learn").load_digits()
-    pixels = np.round(held.images * (255 / 16)).astype(np.uint8)  # [n, 8, 8], grey levels 0..16
+    dataset: Any = _library("sklearn.datasets", "scikit-learn").load_digits()
+    pixels = np.round(dataset.images * (255 / 16)).astype(np.uint8)  # [n, 8, 8], grey levels 0..16
     image = _library("PIL.Image", "pillow")
 
     def read(number: int, size: int, channels: int) -> np.ndarray:
         return _squared(image.fromarray(pixels[number]), size, channels)
 
-    labels = held.target.astype(np.int64)
+    labels = dataset.target.astype(np.int64)
     return ImageSource(DIGITS, DIGITS, tuple(map(str, range(10))), labels, None, read)
 
 

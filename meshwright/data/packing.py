@@ -1,0 +1,218 @@
+"""From a corpus to a prepared folder: plan the split, make the tokenizer, write the token files, publish the folder.
+
+The same corpus, tokenizer and share give the same bytes in every file, on every machine. Of pairs a source and its
+target are written in turn, each as a document, and one tokenizer is trained on both sides of the train split together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from meshwright.config.schema import Data
+from meshwright.data.corpus import Corpus, text_corpus
+from meshwright.data.files import FileSum, file_sha256, folder_lock, staged_folder
+from meshwright.data.packed import (
+    FORMAT,
+    HEADER,
+    TOKENIZER,
+    Header,
+    PackedCorpus,
+    SplitFacts,
+    is_prepared,
+    open_packed,
+    token_file,
+)
+from meshwright.data.pairs import pair_corpus
+from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.split import SPLITS, SplitPlan, plan_split, split_records
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, pieces, tokenizer_kind
+from meshwright.environment import cache_folder
+from meshwright.errors import DataError
+
+# Characters encoded by one call of the library: enough to keep all cores busy, little enough to hold in memory.
+_BATCH_CHARACTERS = 2**22
+
+
+def prepare(
+    source: str, tokenizer: str, out: Path, validation: float = 0.05, progress: ShowProgress = silent
+) -> PackedCorpus:
+    """Tokenize the documents of `source` into the folder `out`, as `pack`."""
+    return pack(text_corpus(source), tokenizer, Path(out), validation, progress)
+
+
+def pack(corpus: Corpus, tokenizer: str, out: Path, validation: float, progress: ShowProgress = silent) -> PackedCorpus:
+    """Tokenize a corpus into the folder `out`; a folder that already holds just this is used as it is.
+
+    `tokenizer`: bytes, bpe:SIZE (trained on the train split), or a tokenizer.json file. `validation`: the share of the
+    characters that is held out, in whole records where that is possible. Raises DataError if the source or tokenizer
+    cannot be read, if the corpus is too small for two splits, or if `out` holds something else.
+    """
+    if not 0 < validation < 1:
+        raise DataError(f"validation={validation}: is no share; valid: between 0 and 1, such as 0.05")
+    kind = tokenizer_kind(tokenizer)
+    if out.exists() and not is_prepared(out) and (out.is_file() or any(out.iterdir())):
+        raise DataError(f"{out}: exists and is no prepared folder; give another folder, or remove it")
+    try:
+        with folder_lock(out, progress):
+            plan = plan_split(corpus, validation, progress)
+            if is_prepared(out):
+                return _reuse(out, corpus.where, tokenizer, validation, plan)
+            with staged_folder(out) as folder:
+                learned = (text for split, texts in split_records(corpus, plan) if split == "train" for text in texts)
+                trained = make_tokenizer(tokenizer, learned, progress)
+                facts = {"tokenizer": kind, "validation_share": validation}
+                header = _write(folder, corpus, trained, plan, facts, progress)
+                (folder / HEADER).write_text(header.to_json(), encoding="utf-8")
+    except OSError as error:  # no right to write there, a full disk
+        where = "; MESHWRIGHT_CACHE names another folder for what runs prepare" if out.parent == cache_folder() else ""
+        raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}{where}") from error
+    return open_packed(out)
+
+
+def corpus_for(data: Data, cache: Path, progress: ShowProgress = silent, *, pairs: bool = False) -> PackedCorpus:
+    """The packed corpus that a config asks for: a prepared folder is opened, anything else is prepared once in `cache`.
+
+    Raises DataError if a prepared folder is damaged, of another kind, or was made with another tokenizer or share than
+    the config names.
+    """
+    source = Path(data.source).expanduser()
+    if is_prepared(source):
+        packed = open_packed(source)
+        kind = "pairs" if pairs else "text"
+        if packed.header.kind != kind:
+            raise DataError(f"data.source={data.source}: was prepared of {packed.header.kind}, and {kind} are wanted")
+        _check_agrees(packed, data)
+    else:
+        corpus = pair_corpus(data) if pairs else text_corpus(data.source)
+        out = Path(cache) / _cache_key(data, corpus)
+        ready = is_prepared(out)
+        packed = open_packed(out) if ready else pack(corpus, data.tokenizer, out, data.validation, progress)
+    packed.check_files(Path(cache))
+    return packed
+
+
+class SplitWriter:
+    """One split's token file: texts in, little-endian ids out, an end token behind each text.
+
+    A context manager; counts and checksums are complete after its block.
+    """
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, dtype: np.dtype) -> None:
+        self.sum = FileSum()
+        self._file = path.open("wb")
+        self._tokenizer, self._dtype = tokenizer, dtype
+        self._batch: list[tuple[str, bool]] = []
+        self._batch_characters = 0
+        self._tokens = self._documents = self._words = 0
+
+    def __enter__(self) -> SplitWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self._flush()
+        self._file.close()
+
+    def add(self, text: str) -> None:
+        """Append one document."""
+        parts = list(pieces(text))
+        for at, part in enumerate(parts, start=1):
+            self._words += len(part.split())  # exact: pieces are cut in front of a space
+            self._batch.append((part, at == len(parts)))
+            self._batch_characters += len(part)
+            if self._batch_characters >= _BATCH_CHARACTERS:
+                self._flush()
+        self._documents += 1
+
+    @property
+    def facts(self) -> SplitFacts:
+        return SplitFacts(tokens=self._tokens, documents=self._documents, words=self._words)
+
+    def _flush(self) -> None:
+        encoded = self._tokenizer.encode_batch(part for part, _ in self._batch)
+        for ids, (_, is_last) in zip(encoded, self._batch, strict=True):
+            if is_last:
+                ids.append(self._tokenizer.end)
+            data = np.array(ids, dtype=self._dtype).tobytes()
+            self._file.write(data)
+            self.sum.update(data)
+            self._tokens += len(ids)
+        self._batch, self._batch_characters = [], 0
+
+
+def _write(
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, plan: SplitPlan, facts: dict[str, Any], progress: ShowProgress
+) -> Header:
+    """Write the tokenizer and both token files; returns the header that describes them, with `facts` in it."""
+    tokenizer.save(folder / TOKENIZER)
+    dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 else "<u4")
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(SplitWriter(folder / token_file(split), tokenizer, dtype)) for split in SPLITS
+        }
+        done = 0
+        for split, texts in split_records(corpus, plan):
+            for text in texts:
+                writers[split].add(text)
+                done += len(text)
+            progress("tokenizing", min(1.0, done / plan.num_characters))
+    sums = {token_file(split): writer.sum for split, writer in writers.items()}
+    return Header(
+        dtype="uint16" if dtype.itemsize == 2 else "uint32",
+        vocabulary_size=tokenizer.vocabulary_size,
+        end=tokenizer.end,
+        kind=corpus.kind,
+        source=corpus.name,
+        corpus_sha256=plan.corpus_sha256,
+        train=writers["train"].facts,
+        validation=writers["validation"].facts,
+        sha256={TOKENIZER: file_sha256(folder / TOKENIZER), **{name: file.sha256 for name, file in sums.items()}},
+        regions={name: file.regions for name, file in sums.items()},
+        **facts,
+    )
+
+
+def _reuse(out: Path, source: str, tokenizer: str, validation: float, plan: SplitPlan) -> PackedCorpus:
+    """The folder that is already there. Raises DataError where it does not hold what is asked for."""
+    packed, remedy = open_packed(out, verify=True), "give another folder, or remove it"
+    header = packed.header
+    if header.corpus_sha256 != plan.corpus_sha256:
+        raise DataError(f"{out}: holds the tokens of another corpus ({header.source}), not of {source}; {remedy}")
+    if not _same_tokenizer(packed, tokenizer):
+        raise DataError(f"{out}: was prepared with tokenizer {header.tokenizer}, not {tokenizer}; {remedy}")
+    if header.validation_share != validation:
+        raise DataError(f"{out}: holds out a share of {header.validation_share}, not {validation}; {remedy}")
+    return packed
+
+
+def _same_tokenizer(packed: PackedCorpus, tokenizer: str) -> bool:
+    kind = tokenizer_kind(tokenizer)
+    if kind != "file":
+        return packed.header.tokenizer == kind
+    return load_tokenizer(Path(tokenizer).expanduser()).to_json() == packed.tokenizer.to_json()
+
+
+def _check_agrees(packed: PackedCorpus, data: Data) -> None:
+    """A prepared folder has its own tokenizer and share: a config that names others would have no effect."""
+    header, again = packed.header, "or prepare it again"
+    if data.tokenizer != Data().tokenizer and not _same_tokenizer(packed, data.tokenizer):
+        wanted = f"data.tokenizer={data.tokenizer}: {data.source} was prepared with {header.tokenizer}"
+        raise DataError(f"{wanted}; leave data.tokenizer out, {again}")
+    if data.validation != Data().validation and data.validation != header.validation_share:
+        wanted = f"data.validation={data.validation}: {data.source} was prepared with {header.validation_share}"
+        raise DataError(f"{wanted}; leave data.validation out, {again}")
+
+
+def _cache_key(data: Data, corpus: Corpus) -> str:
+    """A name that changes with all that the prepared files depend on, found without reading the corpus."""
+    kind = tokenizer_kind(data.tokenizer)
+    tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
+    facts = [FORMAT, corpus.identity, tokenizer, data.validation]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
