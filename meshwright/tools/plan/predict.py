@@ -49,9 +49,14 @@ class Prediction:
     flops: float
 
     @property
+    def fullest(self) -> Memory:
+        """The memory of the rank that holds most."""
+        return max(self.memory, key=lambda memory: memory.total)
+
+    @property
     def worst_memory(self) -> int:
         """Bytes on the rank that holds most."""
-        return max(memory.total for memory in self.memory)
+        return self.fullest.total
 
     @property
     def fits(self) -> bool:

@@ -11,7 +11,6 @@ from rich.table import Column, Table
 
 from meshwright.config import Config, dump_tree
 from meshwright.families import family_of
-from meshwright.tools.plan.memory import Memory
 from meshwright.tools.plan.output import layout_text, parts_text, rate_text, seconds_text
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.search import Found, Loser
@@ -46,7 +45,7 @@ def render(found: Found) -> None:
     )
     console.print(
         f"{counts.legal:,} legal layouts: {counts.too_full:,} too full with weights, gradients and states alone, "
-        f"{counts.unfit:,} with all else; {counts.too_slow:,} too slow by a bound, {counts.dominated:,} recompute for "
+        f"{counts.unfit:,} with all else; {counts.too_slow:,} too slow by their estimates, {counts.dominated:,} recompute for "
         f"nothing; {counts.predicted:,} predicted"
     )
     console.print(_fastest(found))
@@ -72,11 +71,6 @@ def _tokens_per_second(made: Prediction) -> float:
     return family_of(config).tokens_per_sample(config) * config.batch.global_ / made.seconds
 
 
-def fullest(made: Prediction) -> Memory:
-    """Of the rank that holds most."""
-    return max(made.memory, key=lambda memory: memory.total)
-
-
 def _fastest(found: Found) -> Table:
     device = found.job.cluster.device
     table = Table(
@@ -87,7 +81,7 @@ def _fastest(found: Found) -> Table:
         title="The fastest that fit (predicted)",
     )  # fmt: skip
     for place, made in enumerate(found.predictions, 1):
-        memory = fullest(made)
+        memory = made.fullest
         idle = f"{made.timeline.idle_share:.1%}" if made.config.layout.pipeline.size > 1 else "-"
         table.add_row(
             str(place), layout_text(made.config), seconds_text(made.seconds), f"{_tokens_per_second(made):,.0f}",
@@ -114,7 +108,7 @@ def why(loser: Loser, best: Prediction) -> str:
     if loser.prediction is None:
         parts = asdict(loser.memory)
         most = max(parts, key=lambda part: parts[part])
-        alone = "" if loser.counted else " before it computes anything"
+        alone = "" if loser.whole else " before it computes anything"
         room = best.cluster.device.memory
         return (
             f"does not fit: {loser.memory.total / 1e9:.2f} GB of {room / 1e9:.2f}{alone}, most for {most} "
@@ -136,7 +130,7 @@ def _prediction_dict(made: Prediction) -> dict[str, Any]:
         "peak_share": _peak_share(made),
         "idle_share": made.timeline.idle_share,
         "phases": made.phases,
-        "memory": asdict(fullest(made)),
+        "memory": asdict(made.fullest),
         "config": _changed(made.config),
     }
 

@@ -34,8 +34,8 @@ from meshwright.errors import ConfigError
 from meshwright.registry import entries
 from meshwright.tensor.section import TensorSection, Whole
 from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.estimates import Estimates
-from meshwright.tools.plan.predict import Prediction
+from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.recordings import Recordings
 from meshwright.tools.plan.search import Keep, search
 
@@ -177,8 +177,7 @@ class Search:
 
     def __call__(self, config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | Gap:
         if devices not in self._estimates:
-            self._estimates[devices] = Estimates(self.cluster)
-            self._estimates[devices].planner.recordings = self._recordings
+            self._estimates[devices] = Estimates(Planner(self.cluster, self._recordings))
         models = self._estimates[devices]
 
         def report(text: str, done: float | None) -> None:

@@ -1,18 +1,15 @@
-"""The search: of all legal layouts the fastest that fit, without predicting the others.
+"""The search: of all legal layouts the fastest that fit, of which few are predicted.
 
-| what is asked of a layout | from                                                         | it is out where      |
-|---------------------------|--------------------------------------------------------------|----------------------|
-| what it holds anyhow      | parameters in buckets                                        | it does not fit      |
-| the least seconds         | products, the device's best, the bubble (bounds.py)          | the top K are faster |
-| an estimate of the tasks  | those of two sizes, scaled; the bubble (estimates.py)        | the top K are faster |
-| an estimate of all        | that, and sums of gradients; what tasks keep                 | either               |
-| the memory, again         | recordings of its own                                        | it does not fit      |
-| its prediction            | these, and the simulated step                                | it does not fit      |
+| what is asked of a layout | from                                                        | it is out where      |
+|---------------------------|-------------------------------------------------------------|----------------------|
+| the memory of its weights | parameters in buckets, with gradients and states            | it does not fit      |
+| an estimate of its step   | recordings at two sizes of microbatch, scaled (estimate.py) | it does not fit      |
+| its prediction            | recordings of its own, and the simulated step (predict.py)  | it does not fit, or  |
+|                           |                                                             | the top K are faster |
 
-A layout that computes twice, or moves, what it might keep comes after the one that keeps it: it is slower.
-
-Best first: the layout with the least bound is looked at one row further. When it is not below the K-th fastest
-prediction, nothing that is left can be, as far as an estimate is no more than 1/SURE of the prediction (estimates.py).
+Layouts are predicted in the order of their estimates. When the next estimate is not below the K-th fastest prediction,
+nothing that is left can be, as far as an estimate is no more than 1/SURE of the prediction (estimate.py). A layout that
+recomputes, or moves, what it might keep is not predicted where the one that keeps it fits: it is slower.
 """
 
 from __future__ import annotations
@@ -27,45 +24,35 @@ from typing import Protocol
 
 from meshwright.config import Config
 from meshwright.config.layout import Layout
-from meshwright.data.progress import ShowProgress as Report
-from meshwright.data.progress import silent
+from meshwright.data.progress import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
 from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.estimates import Estimates, Least
+from meshwright.tools.plan.estimate import Estimate, Estimates
 from meshwright.tools.plan.output import layout_text, parts_text
-from meshwright.tools.plan.predict import Memory, Prediction
+from meshwright.tools.plan.predict import Memory, Planner, Prediction
 from meshwright.tools.plan.space import Job, legal_layouts
 
 Keep = Callable[[Layout], bool]
 
-LOOKS = 6
-"""Of a strategy that has none among the fastest, how many layouts are predicted until one fits."""
+TRIES = 6
+"""How many layouts of a strategy that has none among the fastest are predicted until one fits."""
 
 
 class Models(Protocol):
-    """What the search asks of the planner's models of memory and time (estimates.py)."""
+    """What the search asks of the planner's models of memory and time (estimate.py)."""
 
-    def held(self, config: Config) -> Memory:
-        """Of the fullest rank, what it holds whatever it does: weights, gradients, states."""
+    def weights_memory(self, config: Config) -> Memory:
+        """What the fullest rank holds before it computes anything: weights, gradients, states."""
 
-    def glance(self, config: Config) -> float:
-        """Seconds that a step takes at least, told from no recordings."""
-
-    def line(self, config: Config) -> float:
-        """About how long its tasks take."""
-
-    def rough(self, config: Config) -> Least:
-        """About what it holds and how long a step takes at least, told from few recordings."""
-
-    def least_memory(self, config: Config) -> Memory:
-        """What it holds at least, of recordings of its own."""
+    def estimate(self, config: Config) -> Estimate:
+        """Nearly what a step takes and holds, and hardly ever more."""
 
     def predict(self, config: Config) -> Prediction: ...
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many layouts are legal, and what became of them, by the table's rows."""
+    """How many layouts are legal, and what became of them."""
 
     legal: int
     too_full: int
@@ -75,19 +62,20 @@ class Counts:
     dominated: int
     """The same layout fits without recomputing or moving."""
     too_slow: int
-    """A bound or an estimate says that they are not among the fastest."""
+    """By their estimates they are not among the fastest."""
     predicted: int
 
 
 @dataclass(frozen=True)
 class Loser:
-    """The best of a strategy that is not the fastest's. It fits and has a prediction; or none does, and of those that
-    were looked at this one needs least. `memory`: of its fullest rank, without activations where `counted` is false."""
+    """The best layout of a strategy that did not win: its fastest that fits, with a prediction; or, if none fits, of
+    those that were looked at the one that lacks least. `memory`: of its fullest rank, without activations where `whole`
+    is false."""
 
     strategy: str
     config: Config
     memory: Memory
-    counted: bool
+    whole: bool
     prediction: Prediction | None = None
 
 
@@ -119,7 +107,7 @@ def search(
     fixed: Collection[str] = (),
     keep: Keep = lambda layout: True,
     models: Models | None = None,
-    report: Report = silent,
+    report: ShowProgress = silent,
 ) -> Found:
     """The `top` fastest layouts of a run on so many devices that fit, of those that `keep` lets pass.
 
@@ -128,7 +116,7 @@ def search(
     Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
     """
     job = Job(config, cluster, devices, frozenset(fixed))
-    hunt = _Hunt(job, top, models or Estimates(cluster), report)
+    hunt = _Hunt(job, top, models or Estimates(Planner(cluster)), report)
     refused: dict[str, Problem] = {}
     with _uncollected():
         hunt.gather(layout for layout in legal_layouts(job, refused) if keep(layout.layout))
@@ -155,15 +143,14 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Hunt:
-    """A search under way. `queue`: a bound, a number that no two share, the row that it has come to, the layout."""
+    """A search under way. `queue`: estimated seconds, a number that no two share, the layout."""
 
-    def __init__(self, job: Job, top: int, models: Models, report: Report) -> None:
+    def __init__(self, job: Job, top: int, models: Models, report: ShowProgress) -> None:
         self.job, self.top, self.models, self.report = job, top, models, report
         self.legal = self.too_full = self.unfit = self.dominated = self.predicted = 0
         self.kinds: set[str] = set()
         self.best: list[Prediction] = []
-        self.queue: list[tuple[float, int, int, Config]] = []
-        self.left = self.queue
+        self.queue: list[tuple[float, int, Config]] = []
         self.fitting: set[Config | None] = set()
         self.fastest: dict[str, Prediction] = {}
         self.closest: dict[str, Loser] = {}
@@ -174,96 +161,85 @@ class _Hunt:
         return Counts(self.legal, self.too_full, self.unfit, self.dominated, self.legal - out, self.predicted)
 
     def gather(self, layouts: Iterable[Config]) -> None:
-        """Queue what may fit, by its first bound."""
+        """Queue the layouts that may fit, by their estimates."""
         for number, config in enumerate(layouts):
             self.legal += 1
             self.kinds.add(config.layout.tensor.kind)
             if number % 1000 == 0:
                 self.report(f"{number:,} legal layouts", None)
-            held = self.models.held(config)
-            if held.total > self.job.cluster.device.memory:
+            weights = self.models.weights_memory(config)
+            if weights.total > self.job.cluster.device.memory:
                 self.too_full += 1
-                self._does_not_fit(Loser(strategy_of(config), config, held, counted=False))
-            else:
-                self.queue.append((self.models.glance(config), number, 0, config))
+                self._does_not_fit(config, weights, whole=False)
+                continue
+            estimate = self.models.estimate(config)
+            if self._fits(config, estimate.memory):
+                self.queue.append((estimate.seconds, number, config))
         heapq.heapify(self.queue)
 
     def run(self) -> None:
         """Until nothing in the queue can be among the best."""
         while self.queue and (len(self.best) < self.top or self.queue[0][0] < self.best[-1].seconds):
-            self._look(*heapq.heappop(self.queue))
+            self._predict(heapq.heappop(self.queue)[-1])
 
     def losers(self) -> tuple[Loser, ...]:
-        """Of each strategy but the fastest's."""
-        self.left = self.queue
-        seen = {strategy_of(config) for *_, config in self.left} | self.fastest.keys() | self.closest.keys()
-        return tuple(self._loser(strategy) for strategy in sorted(seen - {strategy_of(self.best[0].config)}))
+        """Of each strategy but the fastest's. Where none of its layouts has been predicted, the first that fits of
+        those with the least estimates."""
+        waiting: dict[str, list[tuple[float, int, Config]]] = {}
+        for entry in sorted(self.queue):
+            waiting.setdefault(strategy_of(entry[-1]), []).append(entry)
+        strategies = waiting.keys() | self.fastest.keys() | self.closest.keys()
+        for strategy, entries in waiting.items():
+            for tries, (_, _, config) in enumerate(entries):
+                if strategy in self.fastest or (tries >= TRIES and strategy in self.closest):
+                    break
+                self._predict(config)
+        return tuple(self._loser(strategy) for strategy in sorted(strategies - {strategy_of(self.best[0].config)}))
 
     def nothing_fits(self) -> ConfigError:
         """With the layout that lacks least."""
         closest = min(self.closest.values(), key=_lack)
         device = self.job.cluster.device.memory
         needs = f"{parts_text(closest.memory)}; {(closest.memory.total - device) / 1e9:.2f} GB are missing"
-        alone = "" if closest.counted else " before it computes anything"
+        alone = "" if closest.whole else " before it computes anything"
         rule = (
             f"has {device / 1e9:.2f} GB a device, and none of {self.legal:,} legal layouts on {self.job.devices} fits: "
             f"the closest, {layout_text(closest.config)}, needs {closest.memory.total / 1e9:.2f} GB{alone} ({needs})"
         )
         return ConfigError.of("--cluster", self.job.cluster.name, rule, "more --devices, or a smaller model")
 
-    def _look(self, bound: float, number: int, row: int, config: Config) -> None:
-        """One row further in the table."""
-        if row == 0:
-            self._wait(self.models.line(config), bound, number, row, config)
-        elif row == 1:
-            least = self.models.rough(config)
-            if self._has_room(config, least.memory):
-                self._wait(least.seconds, bound, number, row, config)
-        elif _keeping(config) in self.fitting:
-            self.dominated += 1
-        elif self._has_room(config, self.models.least_memory(config)):
-            self._predict(config)
-
-    def _wait(self, seconds: float, bound: float, number: int, row: int, config: Config) -> None:
-        heapq.heappush(self.queue, (max(bound, seconds), number, row + 1, config))
-
-    def _has_room(self, config: Config, memory: Memory) -> bool:
-        if memory.total <= self.job.cluster.device.memory:
-            return True
-        self.unfit += 1
-        self._does_not_fit(Loser(strategy_of(config), config, memory, counted=True))
-        return False
-
     def _predict(self, config: Config) -> None:
+        if _keeping(config) in self.fitting:
+            self.dominated += 1
+            return
         prediction = self.models.predict(config)
         self.report(f"{self.predicted:,} predicted of {self.legal:,} legal layouts", None)
-        fullest = max(prediction.memory, key=lambda memory: memory.total)
-        if not self._has_room(config, fullest):
+        if not self._fits(config, prediction.fullest):
             return
         self.predicted += 1
         self.fitting.add(config)
         strategy = strategy_of(config)
         if strategy not in self.fastest or prediction.seconds < self.fastest[strategy].seconds:
             self.fastest[strategy] = prediction
-        insort(self.best, prediction, key=lambda made: made.seconds)
+        insort(self.best, prediction, key=lambda one: one.seconds)
         del self.best[self.top :]
 
-    def _does_not_fit(self, loser: Loser) -> None:
+    def _fits(self, config: Config, memory: Memory) -> bool:
+        if memory.total <= self.job.cluster.device.memory:
+            return True
+        self.unfit += 1
+        self._does_not_fit(config, memory, whole=True)
+        return False
+
+    def _does_not_fit(self, config: Config, memory: Memory, *, whole: bool) -> None:
+        loser = Loser(strategy_of(config), config, memory, whole)
         self.closest[loser.strategy] = min(self.closest.get(loser.strategy, loser), loser, key=_lack)
 
     def _loser(self, strategy: str) -> Loser:
-        """A strategy's fastest; where none has been predicted, the first that fits of those with the least bounds."""
-        self.queue = [entry for entry in self.left if strategy_of(entry[-1]) == strategy]
-        heapq.heapify(self.queue)
-        looks = 0
-        while self.queue and strategy not in self.fastest and (looks < LOOKS or strategy not in self.closest):
-            looks += self.queue[0][2] == 2
-            self._look(*heapq.heappop(self.queue))
         if strategy not in self.fastest:
             return self.closest[strategy]
         prediction = self.fastest[strategy]
-        fullest = max(prediction.memory, key=lambda memory: memory.total)
-        return Loser(strategy, prediction.config, fullest, counted=True, prediction=prediction)
+        return Loser(strategy, prediction.config, prediction.fullest, whole=True, prediction=prediction)
 
 
 def _keeping(config: Config) -> Config | None:
@@ -282,4 +258,4 @@ def _keeping(config: Config) -> Config | None:
 
 def _lack(loser: Loser) -> tuple[bool, int]:
     """What orders layouts that do not fit: those that are counted whole before the others."""
-    return not loser.counted, loser.memory.total
+    return not loser.whole, loser.memory.total

@@ -15,10 +15,10 @@ from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
 from meshwright.tensor.section import Megatron
 from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.estimates import Estimates, Least
+from meshwright.tools.plan.estimate import Estimate, Estimates
 from meshwright.tools.plan.memory import Memory
 from meshwright.tools.plan.output import check_new, write_run
-from meshwright.tools.plan.predict import Prediction
+from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.report import as_dict, render
 from meshwright.tools.plan.search import Found, search, strategy_of
 from meshwright.tools.plan.space import Job, fixed_fields, legal_layouts
@@ -58,20 +58,12 @@ class MadeUp:
         share = {"none": 1.0, "selective": 0.8, "auto": 0.3}[str(config.memory.recompute)]
         return int(self.room * (0.2 + 1.5 * share * self.drawn(config, "memory")))
 
-    def glance(self, config: Config) -> float:
-        return self.seconds(config) * 0.6 * self.drawn(config, "glance")
-
-    def held(self, config: Config) -> Memory:
+    def weights_memory(self, config: Config) -> Memory:
         return memory_of(int(0.9 * self.bytes(config)))
 
-    def line(self, config: Config) -> float:
-        return self.seconds(config) * 0.5 * self.drawn(config, "line")
-
-    def rough(self, config: Config) -> Least:
-        return Least(self.seconds(config) * (0.5 + 0.4 * self.drawn(config, "rough")), self.held(config))
-
-    def least_memory(self, config: Config) -> Memory:
-        return memory_of(int(0.95 * self.bytes(config)))
+    def estimate(self, config: Config) -> Estimate:
+        memory = memory_of(int((0.9 + 0.1 * self.drawn(config, "estimate")) * self.bytes(config)))
+        return Estimate(self.seconds(config) * (0.5 + 0.4 * self.drawn(config, "estimate")), memory)
 
     def predict(self, config: Config) -> Prediction:
         self.predicted.append(config)
@@ -123,7 +115,7 @@ def few(layout: Layout) -> bool:
 def small() -> tuple[Found, Estimates, tuple[str, ...]]:
     """A search with the planner's own models, for two devices."""
     words = ("layout.pipeline.schedule=1f1b", "memory.offload.to=none", "memory.recompute=none", "batch.micro=2")
-    estimates = Estimates(NODES)
+    estimates = Estimates(Planner(NODES))
     fixed = fixed_fields(words)
     found = search(
         parse_config(TREE, words), NODES, 2, top=3, fixed=fixed, models=estimates,
@@ -132,21 +124,18 @@ def small() -> tuple[Found, Estimates, tuple[str, ...]]:
     return found, estimates, words
 
 
-def test_the_real_bounds_hold(small: tuple[Found, Estimates, tuple[str, ...]]) -> None:
+def test_the_real_estimates_hold(small: tuple[Found, Estimates, tuple[str, ...]]) -> None:
     found, estimates, _ = small
     all_of_them = []
     for config in legal_layouts(found.job):
         if not few(config.layout):
             continue
         made = estimates.predict(config)
-        rough = estimates.rough(config)
-        assert estimates.glance(config) <= made.seconds
-        assert estimates.line(config) <= made.seconds
-        assert rough.seconds <= made.seconds * 1.0001, config.layout.summary
-        assert rough.seconds >= made.seconds * 0.8, config.layout.summary
-        assert estimates.held(config).total <= made.worst_memory
-        assert rough.memory.total <= made.worst_memory, config.layout.summary
-        assert estimates.least_memory(config).total <= made.worst_memory, config.layout.summary
+        estimate = estimates.estimate(config)
+        assert estimate.seconds <= made.seconds * 1.0001, config.layout.summary
+        assert estimate.seconds >= made.seconds * 0.8, config.layout.summary
+        assert estimates.weights_memory(config).total <= made.worst_memory
+        assert estimate.memory.total <= made.worst_memory, config.layout.summary
         all_of_them.append(made.seconds)
     assert [made.seconds for made in found.predictions] == pytest.approx(sorted(all_of_them)[:3])
 

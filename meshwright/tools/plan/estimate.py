@@ -1,0 +1,428 @@
+"""What the search asks of a layout before it predicts it: the memory of its weights, and an estimate of its step.
+
+The memory is that of the real kit's parameters in the real buckets. The estimate is composed as a prediction is
+(predict.py), but of recordings at two sizes of microbatch, between and beyond which kernels and payloads are
+interpolated, and with a formula (`pipeline_seconds`) in place of the simulated pipeline.
+
+The operations of a chunk of the model do not depend on the microbatch's size; the floating-point operations, bytes,
+elements and payload of each are those of its samples plus those of its weights, which two recordings tell apart. So are
+the repetitions of one that goes through samples in pieces. A product's side grows as the cube root of its operations.
+Where two recordings differ in more than that, the chunk is estimated at nothing. Recomputation is not recorded: it adds
+to a backward pass and takes from what is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from meshwright.build import build_kit, build_model, recomputed_group, rule_of
+from meshwright.config import Config
+from meshwright.model import Stretch
+from meshwright.pipeline.partition import ranges_of
+from meshwright.pipeline.task import Kind
+from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.mesh import planned_mesh
+from meshwright.tools.plan.memory import Memory, memory_of, streams
+from meshwright.tools.plan.predict import Planner, Prediction
+from meshwright.tools.plan.program import Event, Kernel, Program, Start
+from meshwright.tools.plan.recordings import Forms, Link, Parameter, parameters_in, splits
+from meshwright.tools.plan.run import Run
+from meshwright.tools.plan.stage import StagePlan
+from meshwright.tools.plan.step import Peak
+
+SURE = 0.95
+"""The part of an estimate that the search takes for certain."""
+
+AGAIN = 0.9
+"""The part of a group's forward pass that is recomputed at least: its last layer's is cut short."""
+
+SIZES = 2, 4
+"""Samples of the two recordings, in those of the smallest microbatch that the tensor section can cut."""
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step's seconds, and the memory of the rank that holds most."""
+
+    seconds: float
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The embeddings, a layer, or the head, for a microbatch of one size: its programs, the bytes that a forward pass
+    keeps, and those that it passes on."""
+
+    programs: dict[Kind, tuple[Program, ...]]
+    kept_bytes: float
+    outgoing_bytes: int
+    is_layer: bool
+
+
+@dataclass(frozen=True)
+class _TimedPart:
+    """A part's seconds forward, backward, and (`inputs`, `weights`) of the halves of a split backward pass."""
+
+    part: _Part
+    forward: float
+    backward: float
+    inputs: float
+    weights: float
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The pipeline phase: its seconds, those of each stage's last task, and the activations of the fullest stage."""
+
+    seconds: float
+    last: tuple[float, ...]
+    activation_bytes: float
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """Seconds after the pipeline phase, on the stage with most parameters: gradients' sums, optimizer, publishing."""
+
+    reduce: float
+    steps: float
+    publish: float
+    norm: float
+    overlaps: float
+
+
+class Estimates:
+    """Bounds and estimates for layouts of one run on one planner's cluster; it remembers what layouts share."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self._parameters: dict[Hashable, dict[int, tuple[Parameter, ...]]] = {}
+        self._partitions: dict[Hashable, tuple[int, ...]] = {}
+        self._weights: dict[Hashable, Memory] = {}
+        self._parts: dict[Hashable, dict[int, _Part]] = {}
+        self._timed: dict[Hashable, dict[int, _TimedPart]] = {}
+        self._kept_shares: dict[Hashable, float] = {}
+        self._passes: dict[Hashable, _Passes] = {}
+        self._endings: dict[Hashable, _Ending] = {}
+
+    def predict(self, config: Config) -> Prediction:
+        return self.planner.predict(config)
+
+    def estimate(self, config: Config) -> Estimate:
+        """SURE of about what a step takes and holds."""
+        passes, ending = self._passes_of(config), self._ending_of(config)
+        summed = passes.seconds + max(0.0, ending.reduce - ending.overlaps * max(passes.last))
+        seconds = summed + ending.norm + (0.0 if streams(config) else ending.steps) + ending.publish
+        memory = replace(self.weights_memory(config), activations=int(SURE * passes.activation_bytes))
+        return Estimate(SURE * seconds, memory)
+
+    def weights_memory(self, config: Config) -> Memory:
+        """The memory of the stage with most parameters before anything is computed. The order of axes is no matter."""
+        layout = config.layout
+        key = layout.tensor, layout.data, self._partition(config), config.memory.offload, config.widens_gradients
+        if key not in self._weights:
+            usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
+            parameters, device = self._fullest_stage(usual), self.planner.cluster.device
+            weights = sum(parameter.weight_bytes for parameter in parameters)
+            gradients = sum(parameter.gradient_bytes(usual) for parameter in parameters)
+            memory = Memory(weights, gradients, 0, 0, 0, device.reserved)
+            if memory.total <= device.memory:  # else nobody needs to know of buckets
+                buckets = self.planner.buckets.of(usual, 0, parameters, set())
+                memory = memory_of(usual, buckets, Peak(0, 0), device.reserved)
+            self._weights[key] = memory
+        return self._weights[key]
+
+    def _passes_of(self, config: Config) -> _Passes:
+        pipeline, recompute = config.layout.pipeline, config.memory.recompute
+        partition, count = self._partition(config), config.num_microbatches
+        key = (
+            config.layout.tensor, strides(config, PIPE), partition, config.micro, count, recompute, pipeline.schedule,
+            pipeline.limit,
+        )  # fmt: skip
+        if key not in self._passes:
+            stages = self._stages(config, partition)
+            again = AGAIN if recompute not in ("none", "selective") else 0.0
+            split = splits(config)
+            forward = [sum(timed.forward for timed in stage) for stage in stages]
+            backward = [
+                sum((timed.inputs if split else timed.backward) + again * timed.forward for timed in stage)
+                for stage in stages
+            ]
+            weights = [sum(timed.weights for timed in stage) if split else 0.0 for stage in stages]
+            limits = [rule_of(config).limit(stage, len(stages), count) for stage in range(len(stages))]
+            hops = self._hops(config, [stage[-1].part.outgoing_bytes for stage in stages[:-1]])
+            activations = max(
+                _in_flight(config, stage, len(stages)) * self._kept_bytes(config, stages[stage], partition[stage])
+                for stage in {0, partition.index(max(partition))}
+            )
+            seconds = pipeline_seconds(forward, backward, weights, hops, limits, count)
+            self._passes[key] = _Passes(seconds, tuple(weights if split else backward), activations)
+        return self._passes[key]
+
+    def _stages(self, config: Config, partition: tuple[int, ...]) -> list[list[_TimedPart]]:
+        """Each stage's parts."""
+        parts, alike = self._timed_parts(config), self.planner.recordings.outline(config).alike
+        stages = [[parts[alike[layer]] for layer in run] for run in ranges_of(partition)]
+        stages[0] = [parts[-1], *stages[0]]
+        stages[-1] = [*stages[-1], parts[config.model.num_blocks]]
+        return stages
+
+    def _kept_bytes(self, config: Config, stage: Sequence[_TimedPart], num_layers: int) -> float:
+        """What a microbatch leaves on a stage of so many layers: of a group that is recomputed, one input."""
+        setting = config.memory.recompute
+        if setting == "none":
+            return sum(timed.part.kept_bytes for timed in stage)
+        layers = [timed.part for timed in stage if timed.part.is_layer]
+        if setting == "selective":
+            return self._kept_share(config) * sum(part.kept_bytes for part in layers)
+        return sum(part.outgoing_bytes for part in layers) / max(1, recomputed_group(config, num_layers))
+
+    def _kept_share(self, config: Config) -> float:
+        """The share of what the first layer keeps that it still keeps where attention is recomputed."""
+        tensor = config.layout.tensor
+        if tensor not in self._kept_shares:
+            alone = _alone(config, SIZES[0] * smallest_micro(config))
+            again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
+            recordings, device = self.planner.recordings, self.planner.cluster.device
+            forms = recordings.link(alone, device, Stretch(range(0), True, False), ()).outgoing
+            kept, still = (
+                _kept(recordings.link(one, device, Stretch(range(1), False, False), forms)) for one in (alone, again)
+            )
+            self._kept_shares[tensor] = still / kept
+        return self._kept_shares[tensor]
+
+    def _hops(self, config: Config, sizes: Sequence[int]) -> list[float]:
+        """Seconds of a message from each stage to the next."""
+        ranks, wires = Grid(config.layout.axes).group(0, PIPE), self.planner.wires(config)
+        return [wires.message(start, end, size) for (start, end), size in zip(pairwise(ranks), sizes, strict=True)]
+
+    def _ending_of(self, config: Config) -> _Ending:
+        layout = config.layout
+        key = (
+            layout.tensor, layout.axes, layout.data, self._partition(config), config.memory.offload,
+            config.widens_gradients,
+        )  # fmt: skip
+        if key not in self._endings:
+            run = Run(self.planner, config, [StagePlan((), tuple(self._fullest_stage(config)), (), ())])
+            sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
+            self._endings[key] = _Ending(
+                sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
+                sum(one.publish for one in sums), run.norm(), run.wires.overlaps,
+            )  # fmt: skip
+        return self._endings[key]
+
+    def _fullest_stage(self, config: Config) -> list[Parameter]:
+        """The parameters of the stage that has most elements of them."""
+        parts, runs = self._parameters_by_part(config), ranges_of(self._partition(config))
+        alike = self.planner.recordings.outline(config).alike
+
+        def size(place: int) -> int:
+            return sum(each.num_elements for each in parts[place])
+
+        sizes = [sum(size(alike[layer]) for layer in run) for run in runs]
+        sizes[0] += size(-1)
+        sizes[-1] += size(len(alike))  # a tied table of one stage is counted twice, and held once
+        stage = sizes.index(max(sizes))
+        held = {each.name: each for each in parts[-1]} if stage == 0 else {}
+        for layer in runs[stage]:
+            held |= {f"{layer} {each.name}": replace(each, name=f"{layer} {each.name}") for each in parts[alike[layer]]}
+        if stage == len(runs) - 1:
+            held |= {each.name: each for each in parts[len(alike)]}
+        return list(held.values())
+
+    def _partition(self, config: Config) -> tuple[int, ...]:
+        key = config.layout.pipeline.size, config.layout.pipeline.partition, config.replica_batch
+        if key not in self._partitions:
+            self._partitions[key] = self.planner.partition(config)
+        return self._partitions[key]
+
+    def _parameters_by_part(self, config: Config) -> dict[int, tuple[Parameter, ...]]:
+        """Parameters by position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
+        layout = config.layout
+        if layout.tensor not in self._parameters:
+            grid = Grid(tuple((name, 1 if name in ("data", PIPE) else size) for name, size in layout.axes))
+            mesh = planned_mesh(grid, 0, layout.token_axes)
+            self._parameters[layout.tensor] = {
+                place: parameters_in(build_model(config, build_kit(config, mesh), mesh, stretch))
+                for place, stretch in self._distinct(config)
+            }
+        return self._parameters[layout.tensor]
+
+    def _distinct(self, config: Config) -> Iterator[tuple[int, Stretch]]:
+        """The chain's distinct parts by position, in the order of the forward pass."""
+        yield -1, Stretch(range(0), True, False)
+        for first in dict.fromkeys(self.planner.recordings.outline(config).alike):
+            yield first, Stretch(range(first, first + 1), False, False)
+        yield config.model.num_blocks, Stretch(range(0), False, True)
+
+    def _timed_parts(self, config: Config) -> dict[int, _TimedPart]:
+        key = config.layout.tensor, config.micro, strides(config)
+        if key not in self._timed:
+            self._timed[key] = {place: self._time(config, part) for place, part in self._parts_of(config).items()}
+        return self._timed[key]
+
+    def _time(self, config: Config, part: _Part) -> _TimedPart:
+        """At its quickest place in the step. Half of a backward pass's kernels are for weights."""
+        pace, wires = self.planner.pace(config), self.planner.wires(config)
+        forward, backward = (
+            min((pace.seconds(program, wires), place) for place, program in enumerate(part.programs[kind]))
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+        )
+        program = part.programs[Kind.BACKWARD][backward[1]]
+        weights = pace.computing(program) / 2
+        return _TimedPart(part, forward[0], backward[0], pace.apart(program, wires) - weights, weights)
+
+    def _parts_of(self, config: Config) -> dict[int, _Part]:
+        key = config.layout.tensor, config.micro
+        if key not in self._parts:
+            smallest = smallest_micro(config)
+            by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
+            sizes = (config.micro,) * 2 if by_size else tuple(size * smallest for size in SIZES)
+            share = (config.micro / smallest - SIZES[0]) / (SIZES[1] - SIZES[0])
+            small, large = (self._record(_alone(config, size)) for size in sizes)
+            ends = -1, config.model.num_blocks
+            self._parts[key] = {
+                place: _interpolated(small[place], large[place], share, is_layer=place not in ends) for place in small
+            }
+        return self._parts[key]
+
+    def _record(self, config: Config) -> dict[int, Link]:
+        """The chain's distinct parts."""
+        forms: Forms = ()
+        links: dict[int, Link] = {}
+        for place, stretch in self._distinct(config):
+            links[place] = self.planner.recordings.link(config, self.planner.cluster.device, stretch, forms)
+            forms = links[place].outgoing
+        return links
+
+
+def pipeline_seconds(
+    forward: Sequence[float], backward: Sequence[float], weights: Sequence[float], hops: Sequence[float],
+    limits: Sequence[int], count: int,
+) -> float:  # fmt: skip
+    """About how long a pipeline takes for `count` = m microbatches. Stage s takes f, b, w for its tasks (`weights` are
+    0 where B does the work of W) and h for a message to the next one, with k microbatches in flight at most.
+
+    | the longest of, over s: until                          | seconds                                            |
+    |--------------------------------------------------------|----------------------------------------------------|
+    | s has done all, begun when those ahead had done one    | sum of f + h ahead of s, m (f + b + w)             |
+    | the gradients of its last backward pass have come back | the same without w, sum of b + h ahead of s, w_0   |
+    | its limit has let all microbatches pass                | m / k times to the end and back: sum of f + b + 2h |
+    """
+    ahead, behind = (
+        list(accumulate((own + hop for own, hop in zip(seconds, hops, strict=False)), initial=0.0))
+        for seconds in (forward, backward)
+    )  # until a message has come to each stage, through one task of each before it
+    there_and_back = ahead[-1] + forward[-1] + backward[-1] + behind[-1]
+    longest = 0.0
+    for s, limit in enumerate(limits):
+        turned = count * (forward[s] + backward[s])
+        busy = ahead[s] + turned + count * weights[s]
+        back = ahead[s] + turned + behind[s] + weights[0]
+        passed = count / limit * (there_and_back - ahead[s] - behind[s])
+        longest = max(longest, busy, back, passed)
+    return longest
+
+
+def strides(config: Config, *more: str) -> Hashable:
+    """How far apart the ranks are that share a layer, and those on more axes."""
+    axes, names = config.layout.axes, {*(name for name, _ in config.layout.tensor.axes), *more}
+    return tuple(
+        (name, size, math.prod(after for _, after in axes[index + 1 :]))
+        for index, (name, size) in enumerate(axes)
+        if name in names
+    )
+
+
+def smallest_micro(config: Config) -> int:
+    """Samples that a microbatch must have for each rank to have one."""
+    sizes = dict(config.layout.axes)
+    return math.prod(sizes[axis] for axis in config.layout.tensor.batch_axes)
+
+
+def _in_flight(config: Config, stage: int, num_stages: int) -> int:
+    """Microbatches that a stage holds when it goes backward for the first time; of a message-driven one most likely."""
+    count, pipeline = config.num_microbatches, config.layout.pipeline
+    limit = min(rule_of(config).limit(stage, num_stages, count), count)
+    if pipeline.schedule == "message-driven" and pipeline.limit == "auto":
+        return 1  # what memory allows
+    fills = num_stages > 1 and (pipeline.schedule == "gpipe" or (pipeline.schedule == "message-driven" and stage == 0))
+    return limit if fills else min(limit, num_stages - stage)
+
+
+def _alone(config: Config, micro: int) -> Config:
+    """One replica of one stage, with a step of few microbatches of so many samples."""
+    one = {
+        "data": config.layout.data.model_copy(update={"size": 1}),
+        "pipeline": config.layout.pipeline.model_copy(update={"size": 1}),
+    }
+    count = 2 if config.layout.tensor.by_size else 1  # the first microbatch gathers weights
+    batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
+    memory = config.memory.model_copy(update={"recompute": "none"})
+    if memory.summa == "auto":
+        memory = memory.model_copy(update={"summa": "gather"})
+    return config.model_copy(update={"layout": config.layout.model_copy(update=one), "batch": batch, "memory": memory})
+
+
+def _kept(link: Link) -> int:
+    """The bytes that its forward pass keeps."""
+    return link.programs[Kind.FORWARD][-1].kept_bytes
+
+
+def _interpolated(small: Link, large: Link, share: float, *, is_layer: bool) -> _Part:
+    """A part for a microbatch at `share` of the way from the small recording's to the large one's, or beyond."""
+
+    def between(one: float, other: float) -> float:
+        return one + share * (other - one)
+
+    programs = {
+        kind: tuple(
+            interpolated_program(one, other, share)
+            for one, other in zip(small.programs[kind], large.programs[kind], strict=True)
+        )
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    outgoing = [sum(form.size_bytes for form in link.outgoing) for link in (small, large)]
+    return _Part(programs, max(0.0, between(_kept(small), _kept(large))), round(between(*outgoing)), is_layer)
+
+
+def interpolated_program(small: Program, large: Program, share: float) -> Program:
+    """The program at `share` of the way from the small one to the large one, or beyond; empty where they differ."""
+    if len(small.events) != len(large.events):
+        return Program()
+    events = []
+    for one, other in zip(small.events, large.events, strict=True):
+        event = _interpolated_event(one, other, share)
+        if event is None:
+            return Program()
+        events.append(event)
+    return Program(tuple(events))
+
+
+def _interpolated_event(one: Event, other: Event, share: float) -> Event | None:
+    """None for events of two kinds."""
+
+    def between(small: float, large: float) -> float:
+        return max(0.0, small + share * (large - small))
+
+    if type(one) is not type(other):
+        return None
+    if isinstance(one, Kernel) and isinstance(other, Kernel):
+        if (one.kind, one.dtype) != (other.kind, other.dtype):
+            return None
+        return Kernel(
+            one.kind,
+            between(one.flops, other.flops),
+            round(between(one.touched_bytes, other.touched_bytes)),
+            round(between(one.elements, other.elements)),
+            one.dtype,
+            between(one.side**3, other.side**3) ** (1 / 3),
+            max(1, round(between(one.times, other.times))),
+        )
+    if isinstance(one, Start) and isinstance(other, Start):
+        if (one.axes, one.verb) != (other.axes, other.verb):
+            return None
+        payload = round(between(one.payload_bytes, other.payload_bytes))
+        return Start(one.number, one.axes, one.verb, payload, one.root, max(1, round(between(one.times, other.times))))
+    return one
