@@ -42,6 +42,7 @@ AGAIN = 0.9
 SIZES = 2, 4
 """Samples of the two recordings, in those of the smallest microbatch that the tensor section can cut."""
 
+
 @dataclass(frozen=True)
 class Estimate:
     """A step's seconds, and the memory of the rank that holds most."""

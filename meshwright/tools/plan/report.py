@@ -45,8 +45,8 @@ def render(found: Found) -> None:
     )
     console.print(
         f"{counts.legal:,} legal layouts: {counts.too_full:,} too full with weights, gradients and states alone, "
-        f"{counts.unfit:,} with all else; {counts.too_slow:,} too slow by their estimates, {counts.dominated:,} recompute for "
-        f"nothing; {counts.predicted:,} predicted"
+        f"{counts.unfit:,} with all else; {counts.too_slow:,} too slow by their estimates, "
+        f"{counts.dominated:,} recompute for nothing; {counts.predicted:,} predicted"
     )
     console.print(_fastest(found))
     if found.losers:
