@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: the only place where a strategy's name is looked at."""
+"""From a config to the parts of a run: what its strategies, found in the registry, are built of."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from meshwright.config import Config
-from meshwright.data_parallel.parameter_server import Rooted, Server, ServerGradient, ServerLoss
-from meshwright.data_parallel.policies import AllReduce, Ring, Zero1
-from meshwright.data_parallel.strategy import Policy, Strategy, Synchroniser
+from meshwright.data_parallel.strategy import Strategy, Synchroniser
 from meshwright.decisions import Decided, decide_limit, decide_partition, decide_summa
 from meshwright.families import family_of
 from meshwright.free_memory import free_memory_bytes, host_memory_bytes
@@ -29,10 +28,11 @@ from meshwright.parameters.bucket import assign_rooms, make_buckets
 from meshwright.parameters.deferred import Deferred
 from meshwright.parameters.shard import ShardedModule, ShardSpec, initialise, shard_specs
 from meshwright.pipeline.pipeline import Pipeline
-from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Rule
+from meshwright.pipeline.schedule import ONE_F_ONE_B, Rule
 from meshwright.pipeline.stage import Stage
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
+from meshwright.registry import load
 from meshwright.stages import Stages, microbatch_bytes, plan_stages
 from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.tesseract import TesseractKit
@@ -40,27 +40,10 @@ from meshwright.tensor.tesseract import TesseractKit
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-SYNCHRONISERS: dict[str, tuple[type[Synchroniser], Callable[[], Policy]]] = {
-    "server-loss": (ServerLoss, Server),
-    "server-gradient": (ServerGradient, Server),
-    "rooted": (Synchroniser, Rooted),
-    "allreduce": (Synchroniser, AllReduce),
-    "ring": (Synchroniser, Ring),
-    "zero1": (Synchroniser, Zero1),
-}
-
 STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
     "none": lambda mesh, folder: InPlace,
     "host": lambda mesh, folder: partial(on_host, device=mesh.device, available=host_memory_bytes(mesh)),
     "disk": lambda mesh, folder: partial(on_disk, device=mesh.device, path=folder / f"offload-{mesh.rank}.bin"),
-}
-
-
-SCHEDULES: dict[str, Rule] = {
-    "gpipe": GPIPE,
-    "1f1b": ONE_F_ONE_B,
-    "axonn": AXONN,
-    "message-driven": MESSAGE_DRIVEN,
 }
 
 
@@ -120,7 +103,7 @@ def resolve_transport(config: Config, device: str) -> str:
 
 def prefers_mpi(config: Config, device: str) -> bool:
     """Whether `auto` takes MPI wherever it can."""
-    return device == "cpu" and config.layout.data.sync != "fsdp" and config.layout.world_size > 1
+    return device == "cpu" and config.layout.data.strategy.over_mpi and config.layout.world_size > 1
 
 
 def build_model(config: Config, kit: Kit, mesh: Mesh, stretch: Stretch | None = None) -> Chain:
@@ -130,7 +113,7 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, stretch: Stretch | None = 
     specs = shard_specs(model)
     dtype = DTYPES[config.precision.dtype]
     level = config.precision.level
-    sharded_masters = config.layout.data.sync == "fsdp"
+    sharded_masters = config.layout.data.strategy.whole  # its weights are the masters, and it casts what it gathers
     for name, parameter in model.named_parameters():
         stores_half = level == "O2" and not specs[name].full_precision and not sharded_masters
         if level == "O0" or stores_half:
@@ -195,7 +178,7 @@ def _decide_by_memory(decided: Decided, mesh: Mesh, stages: Stages, kit: Kit, co
     if isinstance(kit, TesseractKit):
         decided = decide_summa(decided, mesh, kit.weights.block_bytes, free_memory_bytes(mesh, coming_bytes))
         kit.weights.policy = decided.config.memory.summa
-    if pipeline.size > 1 and pipeline.limit == "auto" and SCHEDULES[pipeline.schedule] is MESSAGE_DRIVEN:
+    if pipeline.limit_by_memory:
         each = microbatch_bytes(decided.config, mesh, partial(_make, decided.config), stages)
         decided = decide_limit(decided, mesh, each, free_memory_bytes(mesh, coming_bytes))
     return decided
@@ -207,7 +190,7 @@ def rule_of(config: Config) -> Rule:
     settings = config.layout.pipeline
     if settings.size == 1:
         return ONE_F_ONE_B
-    rule = SCHEDULES[settings.schedule]
+    rule = settings.rule
     return rule if settings.limit == "auto" else rule.limited(settings.limit)
 
 
@@ -235,13 +218,11 @@ def bucket_bytes(config: Config) -> int:
 
 
 def _build_strategy(config: Config, mesh: Mesh, model: Chain) -> Strategy:
-    sync, specs = config.layout.data.sync, shard_specs(model)
-    if sync == "fsdp":
-        from meshwright.data_parallel.fsdp import FullySharded  # torch's own imports half of its compiler
-
+    sync, specs = config.layout.data.strategy, shard_specs(model)
+    if sync.whole:
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
-        return FullySharded(model, list(model.blocks.children()), specs, mesh, half, widens=config.widens_gradients)
-    kind, policy = SYNCHRONISERS[sync]
+        units = list(model.blocks.children())
+        return cast(Strategy, load(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients))
     buckets = make_buckets(model.named_parameters(), specs, mesh, bucket_bytes(config), widens=config.widens_gradients)
     assign_rooms(model, buckets)
-    return kind(buckets, mesh, policy())
+    return cast(Strategy, load(sync.synchroniser)(buckets, mesh, load(sync.policy)()))

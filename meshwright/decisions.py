@@ -21,7 +21,7 @@ import torch
 from pydantic import ValidationError
 
 from meshwright.config import Config
-from meshwright.config.pipeline_rules import PIPELINE_RULES
+from meshwright.config.rules import PARTITION_RULES
 from meshwright.errors import CheckpointError
 from meshwright.ranks.mesh import Mesh
 from meshwright.section import field_of, with_field
@@ -72,7 +72,7 @@ def as_before(config: Config, dump: Mapping[str, Any], resolved: Mapping[str, An
         before = Config.model_validate(own)
     except ValidationError as error:
         raise CheckpointError(f"the checkpoint's decisions {dict(resolved)} cannot be read: {error}") from error
-    if problems := [problem for rule in PIPELINE_RULES for problem in rule.check(before)]:
+    if problems := [problem for rule in PARTITION_RULES for problem in rule.check(before)]:
         raise CheckpointError(f"the checkpoint's decisions do not fit its config: {problems[0]}")
     return before
 

@@ -4,6 +4,8 @@
 |------------|------------------------|-------------------------------------------------------------------|
 | models     | model.family           | a subclass of models/section.py's Network                         |
 | tensor     | layout.tensor.kind     | a subclass of tensor/section.py's TensorSection                   |
+| schedules  | layout.pipeline.schedule | a Rule of pipeline/schedule.py                                  |
+| syncs      | layout.data.sync       | a Sync of data_parallel/section.py                                |
 
 An entry is written `module:attribute`, ours here, those of another package as entry points of the group
 `meshwright.GROUP` in its metadata. Entries import no torch: each names what it needs of it inside of its functions.
@@ -34,11 +36,28 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "tesseract": "meshwright.tensor.section:Tesseract",
         "subgraph": "meshwright.subgraph.section:Subgraph",
     },
+    "schedules": {
+        "gpipe": "meshwright.pipeline.schedule:GPIPE",
+        "1f1b": "meshwright.pipeline.schedule:ONE_F_ONE_B",
+        "axonn": "meshwright.pipeline.schedule:AXONN",
+        "message-driven": "meshwright.pipeline.schedule:MESSAGE_DRIVEN",
+    },
+    "syncs": {
+        "server-loss": "meshwright.data_parallel.section:SERVER_LOSS",
+        "server-gradient": "meshwright.data_parallel.section:SERVER_GRADIENT",
+        "rooted": "meshwright.data_parallel.section:ROOTED",
+        "allreduce": "meshwright.data_parallel.section:ALLREDUCE",
+        "ring": "meshwright.data_parallel.section:RING",
+        "zero1": "meshwright.data_parallel.section:ZERO1",
+        "fsdp": "meshwright.data_parallel.section:FSDP",
+    },
 }
 
 BASES: Mapping[str, str] = {
     "models": "meshwright.models.section:Network",
     "tensor": "meshwright.tensor.section:TensorSection",
+    "schedules": "meshwright.pipeline.schedule:Rule",
+    "syncs": "meshwright.data_parallel.section:Sync",
 }
 """What an entry of a group is, or is a subclass of."""
 
@@ -47,11 +66,11 @@ BASES: Mapping[str, str] = {
 class Group:
     """`entries`: by name, ours first. `failures`: a line for each entry of another package that cannot be used."""
 
-    entries: Mapping[str, Any]
+    entries: dict[str, Any]
     failures: tuple[str, ...]
 
 
-def entries(group: str) -> Mapping[str, Any]:
+def entries(group: str) -> dict[str, Any]:
     """The strategies of a group by name, ours first; without those that cannot be used (check_plugins)."""
     return _group(group).entries
 
@@ -64,9 +83,8 @@ def check_plugins() -> None:
 
 @cache
 def _group(group: str) -> Group:
-    base, known, failures = _load(BASES[group]), {}, []
-    for name, value in OURS[group].items():
-        known[name] = _load(value)
+    base, failures = load(BASES[group]), []
+    known = {name: load(value) for name, value in OURS[group].items()}
     for point in metadata.entry_points(group=f"meshwright.{group}"):
         package = point.dist.name if point.dist is not None else "a package"
         where = f"{package}: the entry point {point.name} of {point.group}, {point.value},"
@@ -85,5 +103,6 @@ def _group(group: str) -> Group:
     return Group(known, tuple(failures))
 
 
-def _load(value: str) -> Any:
+def load(value: str) -> Any:
+    """What `module:attribute` names."""
     return metadata.EntryPoint("", value, "").load()

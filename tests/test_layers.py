@@ -46,22 +46,23 @@ def room_of(path: Path) -> str:
 
 
 def nodes_of(path: Path) -> Iterator[ast.AST]:
-    """All of a module; of a section, what runs when it is imported, with what its functions import of other rooms."""
+    """All of a module; on floor 0 without what is for a type checker, and of a section without what its functions
+    import of its own room."""
     tree = ast.parse(path.read_text())
-    if path.stem != SECTION:
+    if FLOORS[room_of(path)] > 0:
         yield from ast.walk(tree)
         return
-    own = f"meshwright.{path.parent.name}."
-    for statement in tree.body:
-        if not (isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"):
-            lazy = {
-                inner
-                for function in ast.walk(statement)
-                if isinstance(function, ast.FunctionDef)
-                for inner in ast.walk(function)
-                if isinstance(inner, ast.ImportFrom) and str(inner.module).startswith(own)
-            }
-            yield from (node for node in ast.walk(statement) if node not in lazy)
+    own = f"meshwright.{path.parent.name}." if path.stem == SECTION else "no room"
+    typed = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    skipped = {inner for node in typed for part in node.body for inner in ast.walk(part)}
+    skipped |= {
+        inner
+        for node in functions
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.ImportFrom) and str(inner.module).startswith(own)
+    }
+    yield from (node for node in ast.walk(tree) if node not in skipped)
 
 
 def imports_of(path: Path) -> Iterator[str]:

@@ -95,10 +95,10 @@ EFFECTS = (
     Effect(
         ("layout.data.bucket",),
         ("layout.data.sync", "memory.offload.to"),
-        lambda config: config.layout.data.sync != "fsdp" and config.memory.offload.to == "none",
+        lambda config: not config.layout.data.strategy.whole and config.memory.offload.to == "none",
         lambda config: (
-            "with layout.data.sync=fsdp, which sums a layer at once"
-            if config.layout.data.sync == "fsdp"
+            f"with layout.data.sync={config.layout.data.sync}, which sums a layer at once"
+            if config.layout.data.strategy.whole
             else f"with memory.offload.to={config.memory.offload.to}, which sums chunk x bucket elements at once"
         ),
         "another layout.data.sync; with an offload memory.offload.chunk",

@@ -3,41 +3,66 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from meshwright.registry import entries
-from meshwright.section import Count, Positive, Section, Size, union_of
+from meshwright.section import Count, Positive, Rule, Section, Size, union_of
 from meshwright.tensor.section import TensorSection, Whole
 
-Sync = Literal["server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "fsdp"]
+if TYPE_CHECKING:
+    from meshwright.data_parallel.section import Sync
+    from meshwright.pipeline.schedule import Rule as ScheduleRule
+
+    SyncName: TypeAlias = str
+    ScheduleName: TypeAlias = str
+    TensorParallel = TensorSection
+else:
+    SyncName = Literal[tuple(entries("syncs"))]
+    ScheduleName = Literal[tuple(entries("schedules"))]
+    TensorParallel = union_of(entries("tensor"), "kind")
 
 
 class DataParallel(Section):
     """`sync`: how replicas agree on a gradient; `bucket`: bytes reduced by one collective."""
 
     size: Positive = 1
-    sync: Sync = "allreduce"
+    sync: SyncName = "allreduce"
     bucket: Size = 16 * 2**20
 
+    @property
+    def strategy(self) -> Sync:
+        """What the registry has under `sync`."""
+        strategy: Sync = entries("syncs")[self.sync]
+        return strategy
 
-if TYPE_CHECKING:
-    TensorParallel = TensorSection
-else:
-    TensorParallel = union_of(entries("tensor"), "kind")
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return self.strategy.rules
 
 
 class Pipeline(Section):
     """Stages of contiguous layers, one a rank of the `pipe` axis.
 
-    `limit`: microbatches that a stage of schedule axonn or message-driven holds at once; auto: axonn the number of
+    `limit`: microbatches that a stage holds at once, where the schedule's order is not fixed; auto: axonn the number of
     stages, message-driven what memory allows. `partition`: layers a stage; auto: balanced by counted cost; measured: by
     time, measured when the run begins.
     """
 
     size: Positive = 1
-    schedule: Literal["gpipe", "1f1b", "axonn", "message-driven"] = "message-driven"
+    schedule: ScheduleName = "message-driven"
     limit: Positive | Literal["auto"] = "auto"
     partition: tuple[Count, ...] | Literal["auto", "measured"] = "auto"
+
+    @property
+    def rule(self) -> ScheduleRule:
+        """What the registry has under `schedule`."""
+        rule: ScheduleRule = entries("schedules")[self.schedule]
+        return rule
+
+    @property
+    def limit_by_memory(self) -> bool:
+        """Whether memory says, when the run begins, how many microbatches a stage may hold."""
+        return self.size > 1 and self.limit == "auto" and self.rule.by_memory
 
 
 class Layout(Section):

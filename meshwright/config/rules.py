@@ -1,20 +1,27 @@
-"""The rules that join fields. A rule is a generator of problems; it names the fields it reads, so that it can be
-left out when one of these is itself mistaken, and every other mistake is still reported in the same message.
+"""The rules that join fields of several sections; those of one strategy stand in its section.
+
+A rule is a generator of problems. It names the fields that it reads, so that it can be left out when one of these is
+itself mistaken, and every other mistake is still reported in the same message.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 
 from meshwright.config.data_rules import DATA_RULES
-from meshwright.config.layout_rules import LAYOUT_RULES
-from meshwright.config.memory_rules import MEMORY_RULES
-from meshwright.config.pipeline_rules import PIPELINE_RULES
+from meshwright.config.messages import nearest
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, field_of, listed, rule
+
+BUCKET_MULTIPLE = 128
+"""Two halves, each of whole vectors of the optimizer's kernels: so the bits are those of the optimizer in place."""
+
+
+SIZES = ("layout.data.size", "layout.pipeline.size", "layout.tensor")
 
 
 @rule("batch.global", "layout.data.size")
@@ -51,15 +58,6 @@ def tensor_splits_rows(config: Config) -> Iterator[Problem]:
             yield Problem("batch.micro", config.micro, what, listed(fitting))
 
 
-@rule("layout.tensor", "layout.data.sync")
-def sync_goes_with_tensor(config: Config) -> Iterator[Problem]:
-    tensor, sync = config.layout.tensor, config.layout.data.sync
-    if sync == "fsdp" and tensor.axes:
-        rule_text = f"shards whole layers, and layout.tensor.kind={tensor.kind} has cut them already"
-        valid = "zero1, allreduce, ring, rooted, server-gradient, server-loss"
-        yield Problem("layout.data.sync", "fsdp", rule_text, valid)
-
-
 @rule("precision.level", "precision.dtype")
 def dtype_fits_level(config: Config) -> Iterator[Problem]:
     level, dtype = config.precision.level, config.precision.dtype
@@ -75,22 +73,6 @@ def transport_is_installed(config: Config) -> Iterator[Problem]:
         yield Problem("layout.transport", "mpi", "needs mpi4py, which is not installed", hint)
 
 
-@rule("layout.transport", "layout.data.sync")
-def transport_carries_sync(config: Config) -> Iterator[Problem]:
-    if config.layout.transport == "mpi" and config.layout.data.sync == "fsdp":
-        rule_text = "runs inside torch.distributed, which layout.transport=mpi does not start"
-        yield Problem("layout.data.sync", "fsdp", rule_text, "layout.transport=torch or auto, or sync=zero1")
-
-
-@rule("layout.data.size", "layout.data.sync")
-def there_is_something_to_shard(config: Config) -> Iterator[Problem]:
-    size, sync = config.layout.data.size, config.layout.data.sync
-    if sync == "fsdp" and size == 1:
-        yield Problem(
-            "layout.data.size", size, "leaves layout.data.sync=fsdp nothing to shard", "2 or more, or sync=allreduce"
-        )
-
-
 @rule("layout.transport", "device")
 def transport_reaches_device(config: Config) -> Iterator[Problem]:
     if config.layout.transport == "mpi" and config.device == "cuda":
@@ -104,6 +86,101 @@ def warmup_fits(config: Config) -> Iterator[Problem]:
         yield Problem(
             "optimizer.schedule.warmup", warmup, f"is longer than steps={config.steps}", f"0 to {config.steps}"
         )
+
+
+@rule("layout.pipeline.size", "model.layers", "model.stage_blocks")
+def stages_have_layers(config: Config) -> Iterator[Problem]:
+    size, layers = config.layout.pipeline.size, config.model.num_blocks
+    if size > layers + 2:
+        rule_text = f"is more than the model's {layers} layers, the embedding and the head can fill"
+        yield Problem("layout.pipeline.size", size, rule_text, f"1 to {layers + 2}")
+
+
+@rule("layout.pipeline", "model.layers", "model.stage_blocks")
+def partition_is_of_the_layers(config: Config) -> Iterator[Problem]:
+    pipeline, layers = config.layout.pipeline, config.model.num_blocks
+    if isinstance(pipeline.partition, str):
+        return
+    given = "[" + ", ".join(map(str, pipeline.partition)) + "]"
+    valid = f"{pipeline.size} numbers that add up to {layers}, or auto, measured"
+    if len(pipeline.partition) != pipeline.size:
+        rule_text = f"is not one number for each of layout.pipeline.size={pipeline.size} stages"
+        yield Problem("layout.pipeline.partition", given, rule_text, valid)
+    elif sum(pipeline.partition) != layers:
+        yield Problem("layout.pipeline.partition", given, f"does not add up to the model's {layers} layers", valid)
+    elif 0 in pipeline.partition[1:-1]:
+        rule_text = "leaves a stage between the first and the last nothing to do"
+        yield Problem("layout.pipeline.partition", given, rule_text, valid)
+
+
+@rule("layout.pipeline")
+def limit_has_an_effect(config: Config) -> Iterator[Problem]:
+    pipeline = config.layout.pipeline
+    if pipeline.limit != "auto" and pipeline.rule.fixed:
+        rule_text = f"has no effect on layout.pipeline.schedule={pipeline.schedule}"
+        free = ", ".join(name for name, rule in entries("schedules").items() if not rule.fixed)
+        yield Problem("layout.pipeline.limit", pipeline.limit, rule_text, f"auto, or schedule {free}")
+
+
+@rule("memory.recompute", "model.layers", "model.stage_blocks")
+def recomputed_groups_fit(config: Config) -> Iterator[Problem]:
+    recompute, layers = config.memory.recompute, config.model.num_blocks
+    if isinstance(recompute, int) and recompute > layers:
+        yield Problem(
+            "memory.recompute.every", recompute, f"is more than the model's {layers} layers", f"1 to {layers}"
+        )
+
+
+@rule("memory.recompute", "model.family")
+def selective_recomputation_finds_attention(config: Config) -> Iterator[Problem]:
+    if config.memory.recompute == "selective" and not config.model.has_attention:
+        rule_text = f"recomputes attention, and a {config.model.family} has none"
+        yield Problem("memory.recompute", "selective", rule_text, "none, auto, {every: n}")
+
+
+@rule("memory.offload.to", "precision.level")
+def offload_leaves_half_precision(config: Config) -> Iterator[Problem]:
+    to, level = config.memory.offload.to, config.precision.level
+    if to != "none" and level != "O2":
+        rule_text = f"takes float32 masters off the device, and precision.level={level} has none"
+        yield Problem("memory.offload.to", to, rule_text, "none, or precision.level=O2 with dtype bf16 or fp16")
+
+
+@rule("memory.offload.to", "memory.offload.bucket")
+def offload_buckets_have_two_halves(config: Config) -> Iterator[Problem]:
+    to, bucket = config.memory.offload.to, config.memory.offload.bucket
+    if to != "none" and bucket % BUCKET_MULTIPLE:
+        below = bucket // BUCKET_MULTIPLE * BUCKET_MULTIPLE
+        near = listed([*([below] if below else []), below + BUCKET_MULTIPLE])
+        yield Problem("memory.offload.bucket", bucket, f"is not a multiple of {BUCKET_MULTIPLE}", f"{near}, 1M")
+
+
+@rule("layout.order", *SIZES)
+def order_names_every_axis_once(config: Config) -> Iterator[Problem]:
+    order, sizes = config.layout.order, dict(config.layout.axes)
+    if order == "auto":
+        return
+    known = config.layout.model_copy(update={"order": "auto"}).axes
+    wrong = [f"names {name}, no axis of this layout{nearest(name, list(sizes))}" for name in order if name not in sizes]
+    wrong += [f"names {name} {count} times" for name, count in Counter(order).items() if count > 1]
+    wrong += [f"leaves {name} out" for name, size in known if size > 1 and name not in order]
+    if wrong:
+        alone = ", ".join(name for name, size in known if size == 1)
+        note = f" (of one rank, may be left out: {alone})" if alone else ""
+        valid = f"auto, {_shown(name for name, _ in known)} in any order{note}"
+        yield Problem("layout.order", _shown(order), " and ".join(wrong), valid)
+
+
+@rule("layout.ranks_per_node", *SIZES)
+def nodes_are_full(config: Config) -> Iterator[Problem]:
+    here, ranks = config.layout.ranks_per_node, config.layout.world_size
+    if here != "auto" and ranks % here:
+        rule_text = f"does not divide the {ranks} ranks of the layout"
+        yield Problem("layout.ranks_per_node", here, rule_text, f"auto, {listed(divisors(ranks))}")
+
+
+def _shown(names: Iterable[str]) -> str:
+    return f"[{', '.join(names)}]"
 
 
 def _where_chosen(group: str, field: str) -> Iterator[Rule]:
@@ -122,24 +199,29 @@ def _where_chosen(group: str, field: str) -> Iterator[Rule]:
     yield from map(bind, dict.fromkeys(own for entry in entries(group).values() for own in entry.rules))
 
 
+PARTITION_RULES = (stages_have_layers, partition_is_of_the_layers, limit_has_an_effect)
+"""What a resumed run's decisions must fit, too."""
+
 RULES = (
     *_where_chosen("models", "model"),
     replicas_divide_batch,
     microbatches_divide_replica,
     dtype_fits_level,
     transport_is_installed,
-    transport_carries_sync,
-    there_is_something_to_shard,
     transport_reaches_device,
     warmup_fits,
     *DATA_RULES,
     tensor_cuts_are_equal,
     tensor_splits_rows,
     *_where_chosen("tensor", "layout.tensor"),
-    sync_goes_with_tensor,
-    *PIPELINE_RULES,
-    *MEMORY_RULES,
-    *LAYOUT_RULES,
+    *_where_chosen("syncs", "layout.data"),
+    *PARTITION_RULES,
+    recomputed_groups_fit,
+    selective_recomputation_finds_attention,
+    offload_leaves_half_precision,
+    offload_buckets_have_two_halves,
+    order_names_every_axis_once,
+    nodes_are_full,
 )
 
 

@@ -68,11 +68,21 @@ def forward_only(view: View) -> Task | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """A schedule and what it goes with: the tasks of a microbatch, and the limit of each stage."""
+    """A schedule and what it goes with: the tasks of a microbatch, and the limit of each stage.
+
+    `held`: the most microbatches that a stage holds of its limit, where nothing is late: it warms up with as many as
+    there are stages from it to the last.
+    """
 
     schedule: Schedule
     kinds: tuple[Kind, ...]
     limit: Limit
+    held: Limit = lambda stage, num_stages, limit: min(limit, num_stages - stage)
+    """held(stage, num_stages, limit)."""
+    fixed: bool = False
+    """Whether the order of tasks is fixed, and with it the limit: `layout.pipeline.limit` has no effect."""
+    by_memory: bool = False
+    """Whether a run without a limit of its own takes as many microbatches as memory allows."""
 
     @property
     def splits(self) -> bool:
@@ -92,8 +102,14 @@ class Rule:
 WHOLE = (Kind.FORWARD, Kind.BACKWARD)
 SPLIT = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
-GPIPE = Rule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_microbatches)
-ONE_F_ONE_B = Rule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_stages - stage)
+GPIPE = Rule(
+    forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_microbatches,
+    held=lambda stage, num_stages, limit: limit, fixed=True,
+)  # fmt: skip
+ONE_F_ONE_B = Rule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_stages - stage, fixed=True)
 AXONN = Rule(axonn, WHOLE, lambda stage, num_stages, num_microbatches: num_stages)
-MESSAGE_DRIVEN = Rule(message_driven, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages)
+MESSAGE_DRIVEN = Rule(
+    message_driven, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages,
+    held=lambda stage, num_stages, limit: limit if stage == 0 else min(limit, num_stages - stage), by_memory=True,
+)  # fmt: skip
 FORWARD_ONLY = Rule(forward_only, (Kind.FORWARD,), lambda stage, num_stages, num_microbatches: 1)

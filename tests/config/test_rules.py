@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import data_rules, layout_rules, memory_rules, parse_run, pipeline_rules, rules
+from meshwright.config import data_rules, parse_run, rules
 from meshwright.config.rules import RULES
 from meshwright.errors import ConfigError
 from meshwright.models.section import T5, ResNeXt, Vit
@@ -24,17 +24,11 @@ def mistake(**tree: Any) -> str:
 
 
 def test_every_rule_is_listed() -> None:
-    found = [
-        value
-        for module in (rules, data_rules, pipeline_rules, memory_rules, layout_rules)
-        for value in vars(module).values()
-        if isinstance(value, Rule)
-    ]
+    found = [value for module in (rules, data_rules) for value in vars(module).values() if isinstance(value, Rule)]
     brought = [rule for rule in RULES if rule not in found]
     assert set(found) <= set(RULES)
-    assert len(brought) == len(
-        {own for group in ("models", "tensor") for e in entries(group).values() for own in e.rules}
-    )
+    ruled = [entry for group in ("models", "tensor", "syncs") for entry in entries(group).values()]
+    assert len(brought) == len({own for entry in ruled for own in entry.rules})
 
 
 def test_rules_name_fields_that_exist() -> None:

@@ -52,12 +52,12 @@ class Plan:
 def plan_step(config: Config, rank: int = 0) -> Plan:
     """Build a rank and run a step of it without numbers.
 
-    Raises ConfigError for fsdp, which torch alone lays out, and for O1: autocast does not know tensors without numbers.
+    Raises ConfigError for fsdp, which torch alone lays out, and for O1: autocast does not know meta tensors.
     """
-    if config.layout.data.sync == "fsdp":
-        raise ConfigError.of(
-            "layout.data.sync", "fsdp", "is laid out by torch: --explain cannot count it", "another sync"
-        )
+    data = config.layout.data
+    if data.strategy.whole:
+        rule_text = f"{data.strategy.unplanned}: --explain cannot count it"
+        raise ConfigError.of("layout.data.sync", data.sync, rule_text, "another sync")
     if config.precision.level == "O1":
         raise ConfigError.of("precision.level", "O1", "casts by operator: --explain cannot count it", "O0, O2")
     layout = config.layout

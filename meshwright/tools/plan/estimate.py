@@ -344,12 +344,10 @@ def smallest_micro(config: Config) -> int:
 
 def _in_flight(config: Config, stage: int, num_stages: int) -> int:
     """Microbatches that a stage holds when it goes backward for the first time; of a message-driven one most likely."""
-    count, pipeline = config.num_microbatches, config.layout.pipeline
-    limit = min(rule_of(config).limit(stage, num_stages, count), count)
-    if pipeline.schedule == "message-driven" and pipeline.limit == "auto":
+    if config.layout.pipeline.limit_by_memory:
         return 1  # what memory allows
-    fills = num_stages > 1 and (pipeline.schedule == "gpipe" or (pipeline.schedule == "message-driven" and stage == 0))
-    return limit if fills else min(limit, num_stages - stage)
+    count, rule = config.num_microbatches, rule_of(config)
+    return rule.held(stage, num_stages, min(rule.limit(stage, num_stages, count), count))
 
 
 def _alone(config: Config, micro: int) -> Config:

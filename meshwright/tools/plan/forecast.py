@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.build import SCHEDULES, build_kit, build_model
+from meshwright.build import build_kit, build_model
 from meshwright.model import Costs, Stretch
 from meshwright.models.chain import Chain
 from meshwright.pipeline.clock import simulate
@@ -17,6 +17,7 @@ from meshwright.pipeline.schedule import Rule
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Kind, Task
 from meshwright.ranks.mesh import Mesh
+from meshwright.registry import entries
 from meshwright.stages import counted
 from meshwright.tensor.kit import Kit
 from meshwright.tools.plan.counted_step import Plan
@@ -63,8 +64,9 @@ def forecast(plans: Sequence[Plan]) -> Forecast:
 
         return simulate(num_stages, num_microbatches, rule, costs, lambda start, end, message: 0.0)
 
-    others = {other: run(rule) for other, rule in SCHEDULES.items() if other != name}
-    return Forecast(name, shares, limits, {name: run(replace(SCHEDULES[name], limit=own))} | others)
+    schedules = entries("schedules")
+    others = {other: run(rule) for other, rule in schedules.items() if other != name}
+    return Forecast(name, shares, limits, {name: run(replace(schedules[name], limit=own))} | others)
 
 
 def _shares(plan: Plan) -> tuple[float, ...]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.build import SCHEDULES
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.model import Stretch
 from meshwright.pipeline.partition import balanced, ranges_of
-from meshwright.pipeline.schedule import MESSAGE_DRIVEN
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import Grid
@@ -111,7 +109,7 @@ class Planner:
             config = config.model_copy(
                 update={"memory": config.memory.model_copy(update={"summa": self._summa(config)})}
             )
-        if pipeline.size > 1 and pipeline.limit == "auto" and SCHEDULES[pipeline.schedule] is MESSAGE_DRIVEN:
+        if pipeline.limit_by_memory:
             pipeline = pipeline.model_copy(update={"limit": self._limit(config)})
             config = config.model_copy(update={"layout": layout.model_copy(update={"pipeline": pipeline})})
         return config
@@ -176,8 +174,10 @@ def predict(config: Config, cluster: Cluster, recordings: Recordings | None = No
 
 def check(config: Config) -> None:
     """Raises ConfigError for what cannot be planned."""
-    if config.layout.data.sync == "fsdp":
-        raise ConfigError.of("layout.data.sync", "fsdp", "is laid out by torch: it cannot be planned", "another sync")
+    data = config.layout.data
+    if data.strategy.whole:
+        rule = f"{data.strategy.unplanned}: it cannot be planned"
+        raise ConfigError.of("layout.data.sync", data.sync, rule, "another sync")
     if config.precision.level == "O1":
         raise ConfigError.of("precision.level", "O1", "casts by operator: it cannot be planned", "O0, O2")
     if config.layout.pipeline.partition == "measured":

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from meshwright.build import SCHEDULES, build_kit, build_model, recompute_in
+from meshwright.build import build_kit, build_model, recompute_in
 from meshwright.config import Config
 from meshwright.families import family_of
 from meshwright.memory.recompute import recomputed
@@ -107,7 +107,7 @@ def place(microbatch: int, num_microbatches: int) -> int:
 
 def splits(config: Config) -> bool:
     """Whether weight gradients are tasks of their own."""
-    return config.layout.pipeline.size > 1 and SCHEDULES[config.layout.pipeline.schedule].splits
+    return config.layout.pipeline.size > 1 and config.layout.pipeline.rule.splits
 
 
 class Recordings:

@@ -84,9 +84,11 @@ def _sections() -> Iterator[TensorSection]:
             yield first
 
 
+PLAIN, *SHARDED = (name for name, sync in entries("syncs").items() if sync.candidate)
+
 STRATEGIES = {
-    "data": Strategy(Whole(), 1, "allreduce"),
-    "zero1": Strategy(Whole(), 1, "zero1"),
+    "data": Strategy(Whole(), 1, PLAIN),
+    **{name: Strategy(Whole(), 1, name) for name in SHARDED},
     **{section.kind: Strategy(section, 1) for section in _sections()},
     "pipeline": Strategy(Whole(), staged=True),
     "best": Strategy(),

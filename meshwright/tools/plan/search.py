@@ -246,7 +246,7 @@ def _keeping(config: Config) -> Config | None:
     """The layout that keeps what this one computes twice, or moves to and fro: it is faster. Not so where a stage holds
     as many microbatches as memory allows."""
     pipeline, memory = config.layout.pipeline, config.memory
-    if pipeline.size > 1 and pipeline.schedule == "message-driven" and pipeline.limit == "auto":
+    if pipeline.limit_by_memory:
         return None
     if memory.offload.to != "none":
         offload = memory.offload.model_copy(update={"to": "none"})

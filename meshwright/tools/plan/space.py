@@ -204,13 +204,13 @@ def _micros(config: Config, job: Job) -> list[int]:
 
 def _schedules(config: Config, job: Job) -> tuple[str, ...]:
     pipeline = config.layout.pipeline
-    return ("message-driven", "1f1b", "gpipe", "axonn") if pipeline.size > 1 else (pipeline.schedule,)
+    return tuple(reversed(entries("schedules"))) if pipeline.size > 1 else (pipeline.schedule,)
 
 
 def _limits(config: Config, job: Job) -> list[int | str]:
-    """Of a message-driven pipeline one round through the stages, and two; numbers, where a run would ask its memory."""
+    """One round through the stages, and two, where a run would ask its memory."""
     stages, count = config.layout.pipeline.size, config.num_microbatches
-    if stages == 1 or config.layout.pipeline.schedule != "message-driven":
+    if stages == 1 or not config.layout.pipeline.rule.by_memory:
         return ["auto"]
     return sorted({min(stages, count), min(2 * stages, count)}, reverse=True)
 
@@ -218,7 +218,8 @@ def _limits(config: Config, job: Job) -> list[int | str]:
 def _syncs(config: Config, job: Job) -> tuple[str, ...]:
     sizes = dict(config.layout.axes)
     summed = math.prod(sizes[axis] for axis in config.layout.token_axes)
-    return ("allreduce", "zero1") if summed > 1 else ("allreduce",)
+    tried = tuple(name for name, sync in entries("syncs").items() if sync.candidate)
+    return tried if summed > 1 else tried[:1]
 
 
 CHOICES = (

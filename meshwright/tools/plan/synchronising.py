@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from meshwright.build import SYNCHRONISERS, bucket_bytes
+from meshwright.build import bucket_bytes
 from meshwright.config import Config
-from meshwright.data_parallel.parameter_server import ServerLoss
 from meshwright.data_parallel.strategy import Policy
 from meshwright.errors import ConfigError
 from meshwright.families import family_of
@@ -20,6 +19,7 @@ from meshwright.model import Batch
 from meshwright.parameters.bucket import Bucket, Kind, arranged, gradient_dtype
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, planned_mesh
+from meshwright.registry import entries, load
 from meshwright.tools.plan.program import Program
 from meshwright.tools.plan.recorder import Recorder
 from meshwright.tools.plan.recordings import Parameter
@@ -59,11 +59,10 @@ class Buckets:
 
         Raises ConfigError for strategies that are more than sums of buckets.
         """
-        sync = config.layout.data.sync
-        planned = [name for name, (kind, _) in SYNCHRONISERS.items() if kind is not ServerLoss]
-        if sync not in planned:
-            rule = "is not planned: it is more than sums of gradients in buckets"
-            raise ConfigError.of("layout.data.sync", sync, rule, ", ".join(planned))
+        sync, unplanned = config.layout.data.sync, config.layout.data.strategy.unplanned
+        if unplanned:
+            planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
+            raise ConfigError.of("layout.data.sync", sync, f"is not planned: it {unplanned}", planned)
         recorder = Recorder()
         mesh = planned_mesh(Grid(config.layout.axes), rank, config.layout.token_axes, "cpu", recorder.started)
         specs = {
@@ -72,7 +71,7 @@ class Buckets:
         }
         sizes = {parameter.name: parameter.num_elements for parameter in parameters}
         items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in parameters]
-        policy = SYNCHRONISERS[sync][1]()
+        policy = load(config.layout.data.strategy.policy)()
         buckets = []
         for kind, names in arranged(items, specs, mesh, bucket_bytes(config)):
             num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
@@ -92,14 +91,14 @@ def share_program(config: Config) -> Program:
     """How rank 0 gets its part of a step's batch: from itself, or where it is the server, which scatters it."""
     recorder = Recorder()
     mesh = planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes, "cpu", recorder.started)
-    kind, policy = SYNCHRONISERS[config.layout.data.sync]
+    sync = config.layout.data.strategy
     shapes = family_of(config).shapes(config)
 
-    def load(first: int, count: int) -> Batch:
+    def load_rows(first: int, count: int) -> Batch:
         return {name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}
 
     with recorder.program(mesh.ledger) as made:
-        kind([], mesh, policy()).share(load, config.replica_batch)
+        load(sync.synchroniser)([], mesh, load(sync.policy)()).share(load_rows, config.replica_batch)
     return made()
 
 

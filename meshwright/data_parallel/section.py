@@ -1,0 +1,127 @@
+"""The data-parallel strategies as the config and the planner see them: what each needs. No torch.
+
+| sync            | summed by                | stages | cut layers | MPI | recomputation | offload | planned |
+|-----------------|--------------------------|--------|------------|-----|---------------|---------|---------|
+| server-loss     | the parameter server     |        | yes        | yes | yes           | yes     |         |
+| server-gradient | the parameter server     | yes    | yes        | yes | yes           | yes     | yes     |
+| rooted          | gather, sum, broadcast   | yes    | yes        | yes | yes           | yes     | yes     |
+| allreduce       | all-reduce               | yes    | yes        | yes | yes           | yes     | yes     |
+| ring            | our own ring             | yes    | yes        | yes | yes           | yes     | yes     |
+| zero1           | reduce-scatter           | yes    | yes        | yes | yes           | yes     | yes     |
+| fsdp            | torch's fully_shard      |        |            |     |               |         |         |
+
+One is added by a `Sync` and its line in the registry (docs/extending.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.errors import Problem
+from meshwright.registry import entries
+from meshwright.section import Rule, rule
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+FIELD = "layout.data.sync"
+
+
+@dataclass(frozen=True)
+class Sync:
+    """How replicas agree. What it is built of is named as `module:attribute`, since torch is not here yet.
+
+    `policy`: makes the `Policy` by which buckets travel (strategy.py). `synchroniser`: makes the strategy of
+    (buckets, mesh, policy). `whole`: instead of both makes a strategy that has no buckets, as fsdp.FullySharded.
+    """
+
+    policy: str = ""
+    synchroniser: str = "meshwright.data_parallel.strategy:Synchroniser"
+    whole: str = ""
+    rules: tuple[Rule, ...] = ()
+    """What it does not go with, and why; checked where it is chosen."""
+    over_mpi: bool = True
+    """Whether MPI can carry it: `transport: auto` then takes it on CPUs."""
+    candidate: bool = False
+    """Whether a planner tries it. All others are planned where a run names them."""
+    unplanned: str = ""
+    """Why a planner cannot compute it: `is more than ...`."""
+
+
+def _others(broken: Rule) -> str:
+    """The strategies that such a rule leaves, those first that a planner would try."""
+    left = [name for name, sync in reversed(entries("syncs").items()) if broken not in sync.rules]
+    return ", ".join(sorted(left, key=lambda name: not entries("syncs")[name].candidate))
+
+
+@rule(FIELD, "layout.pipeline.size")
+def needs_whole_models(config: Config) -> Iterator[Problem]:
+    sync, size = config.layout.data.sync, config.layout.pipeline.size
+    if size > 1:
+        rule_text = f"runs a whole model on every rank, and layout.pipeline.size={size} cuts it into stages"
+        yield Problem(FIELD, sync, rule_text, _others(needs_whole_models))
+
+
+@rule(FIELD, "layout.tensor")
+def needs_whole_layers(config: Config) -> Iterator[Problem]:
+    sync, tensor = config.layout.data.sync, config.layout.tensor
+    if tensor.axes:
+        rule_text = f"shards whole layers, and layout.tensor.kind={tensor.kind} has cut them already"
+        yield Problem(FIELD, sync, rule_text, _others(needs_whole_layers))
+
+
+@rule(FIELD, "layout.transport")
+def needs_torch_distributed(config: Config) -> Iterator[Problem]:
+    if config.layout.transport == "mpi":
+        rule_text = "runs inside torch.distributed, which layout.transport=mpi does not start"
+        yield Problem(FIELD, config.layout.data.sync, rule_text, "layout.transport=torch or auto, or sync=zero1")
+
+
+@rule(FIELD, "layout.data.size")
+def needs_replicas(config: Config) -> Iterator[Problem]:
+    size = config.layout.data.size
+    if size == 1:
+        rule_text = f"leaves layout.data.sync={config.layout.data.sync} nothing to shard"
+        yield Problem("layout.data.size", size, rule_text, "2 or more, or sync=allreduce")
+
+
+@rule(FIELD, "memory.recompute")
+def needs_one_forward_pass(config: Config) -> Iterator[Problem]:
+    if config.memory.recompute != "none":
+        rule_text = "gathers weights in hooks of its own, which memory.recompute would call twice"
+        yield Problem(FIELD, config.layout.data.sync, rule_text, "zero1, allreduce, or memory.recompute=none")
+
+
+@rule(FIELD, "memory.offload.to")
+def needs_masters_on_the_device(config: Config) -> Iterator[Problem]:
+    to = config.memory.offload.to
+    if to != "none":
+        sync = config.layout.data.sync
+        rule_text = f"does not go with layout.data.sync={sync}, whose float32 shards are what torch gathers from"
+        yield Problem("memory.offload.to", to, rule_text, "none, or layout.data.sync=zero1, allreduce, ...")
+
+
+SERVER_LOSS = Sync(
+    "meshwright.data_parallel.parameter_server:Server",
+    "meshwright.data_parallel.parameter_server:ServerLoss",
+    rules=(needs_whole_models,),
+    unplanned="is more than sums of gradients in buckets",
+)
+SERVER_GRADIENT = Sync(
+    "meshwright.data_parallel.parameter_server:Server", "meshwright.data_parallel.parameter_server:ServerGradient"
+)
+ROOTED = Sync("meshwright.data_parallel.parameter_server:Rooted")
+ALLREDUCE = Sync("meshwright.data_parallel.policies:AllReduce", candidate=True)
+RING = Sync("meshwright.data_parallel.policies:Ring")
+ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", candidate=True)
+FSDP = Sync(
+    whole="meshwright.data_parallel.fsdp:FullySharded",
+    rules=(
+        needs_torch_distributed, needs_replicas, needs_whole_layers, needs_whole_models, needs_one_forward_pass,
+        needs_masters_on_the_device,
+    ),
+    over_mpi=False,
+    unplanned="is laid out by torch",
+)  # fmt: skip
