@@ -22,8 +22,8 @@ from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.models.gpt import GPT
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
-from meshwright.parameters.bucket import assign_rooms, make_buckets
-from meshwright.parameters.shard import Initial, initialise, shard_specs
+from meshwright.parameters.bucket import make_buckets
+from meshwright.parameters.shard import Initial, initialise, shard_specs, use_gradients
 from meshwright.ranks.mesh import Mesh
 from meshwright.stages import Stages
 from meshwright.subgraph.branches import Branches
@@ -95,8 +95,8 @@ def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
     buckets = make_buckets(model.named_parameters(), specs, mesh, config.layout.data.bucket)
-    assign_rooms(model, buckets)
     strategy = Synchroniser(buckets, mesh, AllReduce())
+    use_gradients(model, strategy.gradients)
     stages = Stages((model.stretch,), specs, ())
     pipeline = build_pipeline(config, mesh, model, stages, strategy)
     optimizer = Optimizer(config, strategy.slots, mesh, InPlace)

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from meshwright.config import Config
-from meshwright.data_parallel.strategy import Strategy, Synchroniser
+from meshwright.data_parallel.strategy import Strategy
 from meshwright.decisions import Decided, decide_limit, decide_partition, decide_summa
 from meshwright.families import family_of
 from meshwright.free_memory import free_memory_bytes, host_memory_bytes
@@ -24,9 +24,8 @@ from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace, StatesFactory
-from meshwright.parameters.bucket import assign_rooms, make_buckets
-from meshwright.parameters.deferred import Deferred
-from meshwright.parameters.shard import ShardedModule, ShardSpec, initialise, shard_specs
+from meshwright.parameters.bucket import make_buckets
+from meshwright.parameters.shard import ShardSpec, initialise, shard_specs, use_gradients
 from meshwright.pipeline.pipeline import Pipeline
 from meshwright.pipeline.schedule import ONE_F_ONE_B, Rule
 from meshwright.pipeline.stage import Stage
@@ -128,9 +127,9 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     stretch = stages.stretches[mesh.index(PIPE)]
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, stretch)
-    stages.mark_tied(model)
     recompute_in(config, model, len(stretch.layers))
-    strategy = _build_strategy(config, mesh, model)
+    strategy = _build_strategy(config, mesh, model, stages.specs)
+    use_gradients(model, strategy.gradients)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
     decided = _decide_by_memory(decided, mesh, stages, kit, _coming_bytes(config, mesh, model, optimizer))
@@ -196,14 +195,8 @@ def rule_of(config: Config) -> Rule:
 
 def build_pipeline(config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy) -> Pipeline:
     """The stage with all that drives it."""
-    deferred = Deferred()
-    if isinstance(strategy, Synchroniser):
-        deferred = strategy.deferred
-        for layer in model.modules():
-            if isinstance(layer, ShardedModule):
-                layer.deferred = deferred
     autocasts = (mesh.device.type, DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
-    stage = Stage(model, deferred, run=strategy.forward, autocasts=autocasts)
+    stage = Stage(model, strategy.gradients, run=strategy.forward, autocasts=autocasts)
     peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes if config.layout.pipeline.size > 1))
     forms = stages.forms(mesh.index(PIPE))
     return Pipeline(stage, rule_of(config), mesh, peers, mesh.mailbox(PIPE), forms, strategy)
@@ -217,12 +210,11 @@ def bucket_bytes(config: Config) -> int:
     return offload.chunk * offload.bucket * DTYPES[config.precision.dtype].itemsize
 
 
-def _build_strategy(config: Config, mesh: Mesh, model: Chain) -> Strategy:
-    sync, specs = config.layout.data.strategy, shard_specs(model)
+def _build_strategy(config: Config, mesh: Mesh, model: Chain, specs: dict[str, ShardSpec]) -> Strategy:
+    sync = config.layout.data.strategy
     if sync.whole:
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
         units = list(model.blocks.children())
         return cast(Strategy, load(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients))
     buckets = make_buckets(model.named_parameters(), specs, mesh, bucket_bytes(config), widens=config.widens_gradients)
-    assign_rooms(model, buckets)
     return cast(Strategy, load(sync.synchroniser)(buckets, mesh, load(sync.policy)()))

@@ -20,7 +20,7 @@ from meshwright.families import family_of
 from meshwright.memory.recompute import kept_bytes
 from meshwright.model import Batch, Costs, Hidden, Stretch
 from meshwright.models.chain import Chain
-from meshwright.parameters.shard import ShardedModule, ShardSpec, num_parameters, shard_specs
+from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import Form, Forms
@@ -49,13 +49,6 @@ class Stages:
         """Of what a stage gets from those beside it, and sends them."""
         ends = ((), *self.passing, ())
         return {"before": ends[stage], "after": ends[stage + 1]}
-
-    def mark_tied(self, model: nn.Module) -> None:
-        """Tell the layers which of their parameters another stage holds too."""
-        for path, module in model.named_modules():
-            if isinstance(module, ShardedModule):
-                for name, spec in module.specs.items():
-                    module.specs[name] = replace(spec, tied=self.specs[f"{path}.{name}"].tied)
 
 
 def plan_stages(config: Config, mesh: Mesh, make: MakeModel) -> Stages:

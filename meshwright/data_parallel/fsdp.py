@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import FlatWeights, Place, Slot, gradient_dtype
+from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.comm import SoloComm, TorchComm, same_everywhere
 from meshwright.ranks.mesh import Mesh
@@ -37,6 +38,7 @@ class FullySharded:
     ) -> None:
         """`widens`: half-precision gradients are added up and summed in float32 (bucket.gradient_dtype)."""
         self.mesh = mesh
+        self.gradients = Gradients()  # torch has its own memory
         self._differing = self._make_replicas_equal(model)
         summed = half if half is None else gradient_dtype(half, widens)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=summed)

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, Slot
-from meshwright.parameters.deferred import Deferred
+from meshwright.parameters.bucket import Bucket, FlatWeights, Slot, gradient_views
+from meshwright.parameters.gradients import Gradients
 from meshwright.ranks.comm import DONE, Comm, Later, Work, same_everywhere
 from meshwright.ranks.mesh import Mesh
 
@@ -39,7 +39,9 @@ class Policy(Protocol):
 
 
 class Strategy(Protocol):
-    """A data-parallel strategy, as the train loop sees it."""
+    """A data-parallel strategy, as the train loop sees it. `gradients`: where the model's layers add theirs up."""
+
+    gradients: Gradients
 
     @property
     def slots(self) -> list[Slot]: ...
@@ -94,15 +96,12 @@ class Synchroniser:
             bucket.slot(*part, replicated=policy.replicated) for bucket, part in zip(buckets, owned, strict=True)
         ]
         self._missing: list[set[nn.Parameter]] = [set() for _ in buckets]
-        self._rooms: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self._works: list[Work] = []
         self._final = False
-        self.deferred = Deferred(self.filled)
-        for index, bucket in enumerate(buckets):
-            for parameter, view in bucket.members():
-                parameter.grad = None
-                self._rooms[parameter] = index, view
-                parameter.register_post_accumulate_grad_hook(self._accumulated)
+        self._bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
+        self.gradients = Gradients(gradient_views(buckets), self.filled)
+        for parameter in self._bucket_of:
+            parameter.grad = None
 
     @property
     def slots(self) -> list[Slot]:
@@ -125,10 +124,9 @@ class Synchroniser:
         self._missing = [{member for member in bucket.parameters if member.numel()} for bucket in self.buckets]
 
     def arrivals(self) -> Iterator[int]:
-        for bucket, missing in zip(self.buckets, self._missing, strict=True):
-            for parameter, view in bucket.members():
-                if parameter in missing:  # the last microbatch did not reach it
-                    _fill(view, parameter.grad)
+        for missing in self._missing:
+            for parameter in missing:  # which the last microbatch did not reach
+                self.gradients.fill(parameter)
             missing.clear()
         self._launch()
         works, self._works = self._works, []
@@ -162,16 +160,11 @@ class Synchroniser:
                 comm.broadcast(bucket.values, 0)
         return differing
 
-    def _accumulated(self, parameter: nn.Parameter) -> None:
-        if not self.deferred.awaits(parameter):
-            self.filled(parameter)
-
     def filled(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient of a microbatch. In the final one, buckets that are full leave."""
         if self._final:
-            index, view = self._rooms[parameter]
-            _fill(view, parameter.grad)
-            self._missing[index].discard(parameter)
+            self.gradients.fill(parameter)
+            self._missing[self._bucket_of[parameter]].discard(parameter)
             self._launch()
 
     def _launch(self) -> None:
@@ -192,14 +185,6 @@ def _ended(works: list[Work]) -> Iterator[int]:
     for index, work in enumerate(works):
         work.wait()
         yield index
-
-
-def _fill(view: Tensor, gradient: Tensor | None) -> None:
-    """Put a parameter's gradient where its bucket has room for it, unless it was computed there."""
-    if gradient is None:
-        view.zero_()
-    elif gradient.data_ptr() != view.data_ptr():
-        view.copy_(gradient)
 
 
 def whole(bucket: Bucket) -> tuple[int, int]:

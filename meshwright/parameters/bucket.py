@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.parameters.shard import Box, ShardedModule, ShardSpec
+from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.grid import ENDS, PIPE, Grid
 from meshwright.ranks.mesh import Mesh
 
@@ -161,12 +161,9 @@ def make_buckets(
     ]
 
 
-def assign_rooms(model: nn.Module, buckets: Iterable[Bucket]) -> None:
-    """Tell each layer where its parameters' gradients belong, so that a backward pass can write them there."""
-    rooms = {parameter: view for bucket in buckets for parameter, view in bucket.members()}
-    for module in model.modules():
-        if isinstance(module, ShardedModule):
-            module.rooms = {name: rooms[parameter] for name, parameter in module.named_parameters(recurse=False)}
+def gradient_views(buckets: Iterable[Bucket]) -> dict[nn.Parameter, Tensor]:
+    """Each parameter's part of its bucket's gradients, in the parameter's shape."""
+    return {parameter: view for bucket in buckets for parameter, view in bucket.members()}
 
 
 def gradient_dtype(stored: torch.dtype, widens: bool) -> torch.dtype:

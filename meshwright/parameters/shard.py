@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
-from meshwright.parameters.deferred import Deferred
+from meshwright.parameters.gradients import Gradients, WriteGradient
 from meshwright.ranks.grid import ENDS, Grid
 from meshwright.ranks.mesh import Mesh
 
@@ -86,9 +85,6 @@ class Initial:
     mean: float = 0.0
 
 
-WriteGradient = Callable[[Tensor, int], object]
-"""write(out, beta): compute a gradient into out, plus beta times what is there."""
-
 ZEROS = Initial(0.0)
 ONES = Initial(0.0, 1.0)
 
@@ -143,38 +139,11 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.specs: dict[str, ShardSpec] = {}
-        self.rooms: dict[str, Tensor] = {}
-        """Where a parameter's gradient belongs: its part of a bucket, in the parameter's shape."""
-        self.deferred = Deferred()
+        self.gradients = Gradients()
 
-    def gradient(self, name: str, like: Tensor, write: WriteGradient, *, waits: bool = True) -> Tensor | None:
-        """What a backward pass returns as a parameter's gradient, which has the shape and dtype of `like`.
-
-        `write(out, beta)` computes it into `out`, plus beta (0 or 1) times what is there; `out` may be wider than
-        `like`. It is added up in the parameter's room, now, or where weight gradients are deferred and this one
-        `waits`, later; autograd is handed None then, and fires its hooks all the same. A parameter without a room
-        leaves the adding up to autograd.
-        """
-        if self.deferred.collects and waits:
-            work = partial(self._add_gradient, name, like.shape, write)
-            self.deferred.add(self.get_parameter(name), work)
-        elif name in self.rooms:
-            self._add_gradient(name, like.shape, write, final=False)
-        else:
-            out = torch.empty_like(like)
-            write(out, 0)
-            return out
-        return None
-
-    def _add_gradient(self, name: str, shape: torch.Size, write: WriteGradient, final: bool) -> None:
-        """It becomes .grad or is added to it; of the final one the strategy is told, as no hook does."""
-        parameter = self.get_parameter(name)
-        adds = parameter.grad is not None
-        if parameter.grad is None:
-            parameter.grad = self.rooms[name]
-        write(parameter.grad.view(shape), int(adds))
-        if final:
-            self.deferred.filled(parameter)
+    def add_gradient(self, name: str, like: Tensor, write: WriteGradient, *, may_wait: bool = True) -> Tensor | None:
+        """What a backward pass returns as a parameter's gradient (Gradients.add)."""
+        return self.gradients.add(self.get_parameter(name), like, write, may_wait=may_wait)
 
     def declare(self, name: str, spec: ShardSpec) -> nn.Parameter:
         """Register a parameter of this rank's shape, without values: `initialise` fills it."""
@@ -208,6 +177,13 @@ class ShardedModule(nn.Module):
             spec = ShardSpec(tuple(parameter.shape), initial=None, matrix=parameter.dim() > 1, home=home)
             parameter.data = parameter.data[spec.box(self.mesh.grid, self.mesh.rank).slices].clone()
             self.specs[path] = spec
+
+
+def use_gradients(model: nn.Module, gradients: Gradients) -> None:
+    """Let all layers of a model add their gradients up in one place."""
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.gradients = gradients
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:

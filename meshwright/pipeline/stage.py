@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.model import Batch, Hidden, Model, Scales
-from meshwright.parameters.deferred import Deferred, WeightWork
+from meshwright.parameters.gradients import Gradients, WeightWork
 
 RunForward = Callable[[Model, Batch, Scales, Hidden], Hidden]
 """run(model, batch, scales, incoming): what the stage after reads, or (loss,)."""
@@ -50,7 +50,7 @@ class Stage:
     def __init__(
         self,
         model: Model,
-        deferred: Deferred,
+        gradients: Gradients,
         *,
         run: RunForward = run_model,
         autocasts: tuple[str, torch.dtype] | None = None,
@@ -58,7 +58,7 @@ class Stage:
         """`autocasts`: the type of device and the dtype of torch's autocast, under which forward passes run (O1);
         backward passes follow the dtypes that it chose."""
         self.model = model
-        self.deferred = deferred
+        self.gradients = gradients
         self.run_forward = run
         self.autocasts = autocasts
         self._graphs: dict[int, Graph] = {}
@@ -91,7 +91,7 @@ class Stage:
         graph = self._graphs.pop(index)
         begin, after = graph.outgoing, graph.gradients or gradients
         if defers:
-            with self.deferred.collecting() as works:
+            with self.gradients.deferred() as works:
                 torch.autograd.backward(begin, after)
             self._works[index] = works
         else:

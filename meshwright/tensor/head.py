@@ -62,7 +62,7 @@ class TableHead(ShardedModule):
     def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
         """The gradient of `block`, which is computed by now: it is added up at once, also where others wait."""
         owner: ShardedModule = self if "weight" in self.specs else self.tied[0]  # type: ignore[assignment]
-        return owner.gradient("weight", like, write, waits=False)
+        return owner.add_gradient("weight", like, write, may_wait=False)
 
     def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Whole hidden states [B, T, H] of the rank's rows, and the rows of the table that are its classes."""

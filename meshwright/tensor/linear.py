@@ -55,8 +55,8 @@ class _Linear(torch.autograd.Function):
 
 
 def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, layer: ShardedModule) -> Tensor | None:
-    """xᵀ dy, added up in the layer's room for its `weight`."""
-    return layer.gradient("weight", weight, lambda out, beta: write_product(out, x.t(), dy, beta))
+    """xᵀ dy, the gradient of the layer's `weight`."""
+    return layer.add_gradient("weight", weight, lambda out, beta: write_product(out, x.t(), dy, beta))
 
 
 def write_product(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
@@ -76,7 +76,7 @@ def write_part(out: Tensor, part: Tensor, beta: int) -> None:
 
 
 def bias_gradient(dy: Tensor, layer: ShardedModule) -> Tensor | None:
-    """The sum of dy [B·T, out] over its rows, in the layer's room for its `bias`."""
+    """The sum of dy [B·T, out] over its rows, the gradient of the layer's `bias`."""
 
     def write(out: Tensor, beta: int) -> None:
         if beta or out.dtype != dy.dtype:
@@ -84,7 +84,7 @@ def bias_gradient(dy: Tensor, layer: ShardedModule) -> Tensor | None:
         else:
             torch.sum(dy, 0, out=out)
 
-    return layer.gradient("bias", dy[0], write)
+    return layer.add_gradient("bias", dy[0], write)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -130,7 +130,7 @@ class _Lookup(torch.autograd.Function):
                 out.zero_()
             add_rows(out, ids.flatten(), dy.flatten(0, -2).to(out.dtype), ctx.layer.mesh.device_type)
 
-        return None, ctx.layer.gradient("weight", weight, write), None
+        return None, ctx.layer.add_gradient("weight", weight, write), None
 
 
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, device_type: str) -> None:

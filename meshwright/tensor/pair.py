@@ -42,7 +42,7 @@ class _Expand(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         boundary: Boundary = ctx.boundary
-        entering = here(x) if boundary.keeps else ctx.layer.deferred.start(lambda: boundary.start_enter(x))
+        entering = here(x) if boundary.keeps else ctx.layer.gradients.start(lambda: boundary.start_enter(x))
         rows = dy.flatten(0, -2)  # x enters under dx's product
         dx = (rows @ weight.t()).view(*dy.shape[:-1], -1)
         leaving = boundary.start_leave(dx)  # under dW's product
@@ -50,7 +50,7 @@ class _Expand(torch.autograd.Function):
         def write(out: Tensor, beta: int) -> None:
             write_product(out, entering.wait().flatten(0, -2).t(), rows, beta)
 
-        dweight = ctx.layer.gradient("weight", weight, write)
+        dweight = ctx.layer.add_gradient("weight", weight, write)
         dbias = bias_gradient(rows, ctx.layer) if ctx.biased else None
         return leaving.wait(), dweight, dbias, None, None
 

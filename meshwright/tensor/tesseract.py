@@ -66,7 +66,7 @@ class _Linear(torch.autograd.Function):
             if not there:
                 write_part(out, product, beta)
 
-        dweight = layer.gradient("weight", weight, write)
+        dweight = layer.add_gradient("weight", weight, write)
         dbias = bias_gradient(dy, layer) if ctx.biased else None
         return dx.wait(), dweight, dbias, None
 

@@ -14,7 +14,6 @@ from meshwright.build import Parts, build
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.model import counts_of, scales_of
-from meshwright.parameters.shard import ShardedModule
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import BATCHES
@@ -57,8 +56,7 @@ class Run:
             self.announced[self.names[parameter]] += self.final
             filled(parameter)
 
-        strategy.filled = counting  # type: ignore[method-assign]
-        strategy.deferred.filled = counting
+        strategy.gradients.on_gradient = counting
         everyone = BATCHES[config.model.family](config, 0)
         self.scales = scales_of(self.parts.model.labels, counts_of(everyone, self.parts.model.labels), 1.0)
         self.batches = self.parts.microbatches(everyone)
@@ -74,7 +72,7 @@ class Run:
             with self.parts.pipeline.stage.autocast():
                 (loss,) = self.parts.model(self.batches[index], self.scales)
             if defers:
-                with self.strategy.deferred.collecting() as collected:
+                with self.strategy.gradients.deferred() as collected:
                     loss.backward()
                 works.append(collected)
             else:
@@ -110,9 +108,6 @@ def both_ways(mesh: Mesh, configs: dict[str, Config]) -> dict[tuple[str, int], P
         run = Run(config, mesh)
         for number in (1, 2):
             at_once = run.step(number, defers=False)
-            for layer in run.parts.model.modules():
-                if isinstance(layer, ShardedModule):
-                    layer.deferred = run.strategy.deferred
             results[name, number] = at_once, run.step(number, defers=True)
     return results
 

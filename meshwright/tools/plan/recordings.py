@@ -23,9 +23,9 @@ from meshwright.config import Config
 from meshwright.families import family_of
 from meshwright.memory.recompute import recomputed
 from meshwright.model import Costs, Stretch
-from meshwright.parameters.bucket import assign_rooms, gradient_dtype, make_buckets
-from meshwright.parameters.deferred import Deferred
-from meshwright.parameters.shard import ShardedModule, ShardSpec, shard_specs
+from meshwright.parameters.bucket import gradient_dtype, gradient_views, make_buckets
+from meshwright.parameters.gradients import Gradients
+from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid
@@ -200,12 +200,10 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
     model = build_model(config, kit, mesh, stretch)
     recompute_in(config, model, len(stretch.layers))
     specs = shard_specs(model)
-    assign_rooms(model, make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients))
-    deferred = Deferred()
-    for module in model.modules():
-        if isinstance(module, ShardedModule):
-            module.deferred = deferred
-    stage = Stage(model, deferred)
+    buckets = make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients)
+    gradients = Gradients(gradient_views(buckets))
+    use_gradients(model, gradients)
+    stage = Stage(model, gradients)
     leads = layout.tensor.leading_ranks
     on_device = AsOnDevice(device.kind, fuses=device.attention is not None)
     programs: dict[Kind, list[Program]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
@@ -223,12 +221,12 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
         held = recorder.live_bytes
         del outgoing
         output_bytes = held - recorder.live_bytes
-        gradients = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
+        coming = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
         with on_device, recorder.program(mesh.ledger) as made:
-            returned = stage.backward(index, gradients, defers=splits(config))
+            returned = stage.backward(index, coming, defers=splits(config))
         programs[Kind.BACKWARD].append(replace(made(), leads=leads))
-        watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, gradients)]
-        del returned, gradients, given
+        watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, coming)]
+        del returned, coming, given
         kept_input, kept_gradient = (sum(_alive_bytes(ref()) for ref in refs) for refs in watched)
         if splits(config):
             with recorder.program(mesh.ledger) as made:

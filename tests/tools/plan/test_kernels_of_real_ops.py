@@ -17,9 +17,9 @@ from meshwright.config import Config, parse_config
 from meshwright.families import family_of
 from meshwright.model import Hidden, Stretch
 from meshwright.models.section import Gpt2
-from meshwright.parameters.bucket import assign_rooms, make_buckets
-from meshwright.parameters.deferred import Deferred
-from meshwright.parameters.shard import shard_specs
+from meshwright.parameters.bucket import gradient_views, make_buckets
+from meshwright.parameters.gradients import Gradients
+from meshwright.parameters.shard import shard_specs, use_gradients
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import Grid
@@ -110,8 +110,10 @@ def run_for_real(config: Config) -> list[Ran]:
     for stretch in LINKS:
         kit, recorder = build_kit(config, mesh), Recorder()
         model = build_model(config, kit, mesh, stretch)
-        assign_rooms(model, make_buckets(model.named_parameters(), shard_specs(model), mesh, 2**30))
-        stage, scales = Stage(model, Deferred()), dict.fromkeys(model.labels, 1.0)
+        buckets = make_buckets(model.named_parameters(), shard_specs(model), mesh, 2**30)
+        memory = Gradients(gradient_views(buckets))
+        use_gradients(model, memory)
+        stage, scales = Stage(model, memory), dict.fromkeys(model.labels, 1.0)
         batch = empty_batch(config, kit, model.inside, mesh.device)
         with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product}) as counter:
             with recorder.program(mesh.ledger) as made:

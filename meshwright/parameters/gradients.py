@@ -1,0 +1,118 @@
+"""A rank's gradients: where each is added up, when it is computed, and who is told that it is there.
+
+A layer's backward pass says how a gradient is computed, `write(out, beta)`, and leaves the rest to `Gradients`:
+
+- a gradient is written into its part of a bucket (bucket.py) and added up there, without a copy;
+- while weight gradients are deferred, `write` is kept as work for later, with the communication that it needs. The
+  gradient of a linear's input is urgent in a pipeline, since the stage before waits for it; those of its weights are
+  not (zero-bubble pipelines, Qi et al., arXiv 2401.10241);
+- the data-parallel strategy is told of each gradient that is there, so that full buckets can leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.ranks.collectives import Moving
+from meshwright.ranks.comm import DONE
+
+WriteGradient = Callable[[Tensor, int], object]
+"""write(out, beta): compute a gradient into out, plus beta (0 or 1) times what is there. `out` may be wider than the
+parameter's dtype."""
+
+WeightWork = Callable[[bool], None]
+"""work(final): computes a parameter's gradient and adds it to what is there; `final`: no other follows in this step."""
+
+Views = Mapping[nn.Parameter, Tensor]
+"""Each parameter's part of its bucket's gradients, in the parameter's shape."""
+
+OnGradient = Callable[[nn.Parameter], None]
+"""Told of a parameter when its gradient of a microbatch is there."""
+
+
+class Gradients:
+    """All layers of a rank share one. Layers that were given none leave the adding up to autograd."""
+
+    def __init__(self, views: Views | None = None, on_gradient: OnGradient | None = None) -> None:
+        self._views = dict(views or {})
+        self.on_gradient = on_gradient
+        self._works: list[WeightWork] | None = None
+        self._last_work: dict[nn.Parameter, int] = {}
+        """Of each parameter with deferred works the index of the last."""
+        for parameter in self._views if on_gradient else ():
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def add(
+        self, parameter: nn.Parameter, like: Tensor, write: WriteGradient, *, may_wait: bool = True
+    ) -> Tensor | None:
+        """What a backward pass returns as the parameter's gradient, which has the shape and dtype of `like`.
+
+        Where the gradient is added up here, now or later, autograd is handed None, and fires its hooks all the same.
+        """
+        if self.defers and may_wait:
+            self._defer(parameter, partial(self._write, parameter, like.shape, write))
+        elif parameter in self._views:
+            self._write(parameter, like.shape, write, final=False)
+        else:
+            out = torch.empty_like(like)
+            write(out, 0)
+            return out
+        return None
+
+    def fill(self, parameter: nn.Parameter) -> None:
+        """Put the parameter's gradient into its memory, unless it was computed there; zeros where there is none."""
+        view, gradient = self._views[parameter], parameter.grad
+        if gradient is None:
+            view.zero_()
+        elif gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+
+    @property
+    def defers(self) -> bool:
+        """Whether weight gradients are left for later."""
+        return self._works is not None
+
+    @contextmanager
+    def deferred(self) -> Iterator[list[WeightWork]]:
+        """The weight gradients of the backward passes inside come into the list, as work for later."""
+        assert self._works is None, "a backward pass inside a backward pass"
+        self._works = []
+        try:
+            yield self._works
+        finally:
+            self._works = None
+            self._last_work.clear()
+
+    def start(self, start: Callable[[], Moving]) -> Moving:
+        """Something that only a weight gradient needs: begun now, or where these are deferred when it is waited for."""
+        return Moving(DONE, lambda: start().wait()) if self.defers else start()
+
+    def _defer(self, parameter: nn.Parameter, work: WeightWork) -> None:
+        assert self._works is not None
+        if parameter in self._last_work:  # a table of which source and target are looked up: only the last is final
+            index = self._last_work[parameter]
+            self._works[index] = partial(_not_final, self._works[index])
+        self._last_work[parameter] = len(self._works)
+        self._works.append(work)
+
+    def _write(self, parameter: nn.Parameter, shape: torch.Size, write: WriteGradient, final: bool) -> None:
+        """The gradient becomes .grad or is added to it. A deferred one is announced here, as no hook does."""
+        adds = parameter.grad is not None
+        if parameter.grad is None:
+            parameter.grad = self._views[parameter]
+        write(parameter.grad.view(shape), int(adds))
+        if final and self.on_gradient:
+            self.on_gradient(parameter)
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        if parameter not in self._last_work and self.on_gradient:  # hooks fire for deferred gradients, too
+            self.on_gradient(parameter)
+
+
+def _not_final(work: WeightWork, final: bool) -> None:
+    work(False)
