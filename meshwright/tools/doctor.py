@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from rich.console import Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -71,13 +71,6 @@ class Report:
     def missing(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.missing)
 
-    def as_dict(self) -> dict[str, object]:
-        """{section: {name: value}} of plain values, and `missing`: {name: command}. For `--json`."""
-        sections: dict[str, dict[str, Plain]] = {}
-        for finding in self.findings:
-            sections.setdefault(finding.section, {})[finding.name] = finding.value
-        return {**sections, "missing": {finding.name: finding.command for finding in self.missing}}
-
 
 def examine(working_folder: Path | None = None) -> Report:
     """Look at this interpreter and machine. `working_folder`: where runs will be written (default: the current one)."""
@@ -92,8 +85,17 @@ def examine(working_folder: Path | None = None) -> Report:
     return Report(tuple(findings))
 
 
-def render(report: Report) -> Group:
-    """The report as tables for a terminal: `rich.print(render(examine()))`."""
+def as_dict(report: Report) -> dict[str, object]:
+    """{section: {name: value}} of plain values, and `missing`: {name: command}."""
+    sections: dict[str, dict[str, Plain]] = {}
+    for finding in report.findings:
+        sections.setdefault(finding.section, {})[finding.name] = finding.value
+    return {**sections, "missing": {finding.name: finding.command for finding in report.missing}}
+
+
+def render(report: Report, width: int | None = None) -> None:
+    """Print a table of the findings, and a command for what is missing."""
+    console = Console(highlight=False, width=width)
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     section = ""
     for finding in report.findings:
@@ -102,12 +104,13 @@ def render(report: Report) -> Group:
         name = finding.name.removesuffix("_bytes").replace("_", " ")
         table.add_row(Text(shown, style="bold"), Text(name), Text(finding.text, style=style))
     if not report.missing:
-        return Group(table, Text("\nNothing is missing.", style="green"))
+        console.print(table, Text("\nNothing is missing.", style="green"), sep="\n")
+        return
     commands: dict[str, list[str]] = {}
     for finding in report.missing:
         commands.setdefault(finding.command, []).append(finding.name)
     wanted = [Text(f"\nMissing: {', '.join(names)}\n  {command}") for command, names in commands.items()]
-    return Group(table, *wanted)
+    console.print(table, *wanted, sep="\n")
 
 
 def size_text(num_bytes: int) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import redirect_stdout
 from importlib import metadata
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from meshwright.tools import doctor
-from meshwright.tools.doctor import Finding, Report, examine, render, size_text
+from meshwright.tools.doctor import Finding, Report, as_dict, examine, render, size_text
 
 
 def by_name(report: Report) -> dict[str, Finding]:
@@ -20,10 +21,9 @@ def by_name(report: Report) -> dict[str, Finding]:
 
 
 def printed(report: Report) -> str:
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(render(report))
-    return capture.get()
+    with redirect_stdout(StringIO()) as output:
+        render(report, width=200)
+    return output.getvalue()
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -40,8 +40,8 @@ def test_this_machine(tmp_path: Path) -> None:
 
 def test_json_form_is_plain() -> None:
     report = examine()
-    read = json.loads(json.dumps(report.as_dict()))
-    assert read == report.as_dict()
+    read = json.loads(json.dumps(as_dict(report)))
+    assert read == as_dict(report)
     assert set(read) == {"python", "machine", "backends", "libraries", "disk", "missing"}
     assert read["machine"]["memory_bytes"] > 2**20
 
@@ -59,7 +59,7 @@ def test_missing_packages_bring_one_command_each(monkeypatch: pytest.MonkeyPatch
     assert commands["transformers"] == commands["pyarrow"] == f"{pip} 'meshwright[hf]'"
     assert commands["sacrebleu"] == f"{pip} 'meshwright[translation]'"
     assert commands["tensorboard"] == f"{pip} tensorboard"
-    assert report.as_dict()["missing"] == commands
+    assert as_dict(report)["missing"] == commands
     text = printed(report)
     assert f"Missing: mpi4py, mpi_library, mpiexec\n  {pip} 'meshwright[mpi]'" in text
     assert text.count("meshwright[mpi]") == 1

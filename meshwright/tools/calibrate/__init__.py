@@ -1,6 +1,6 @@
 """`meshwright calibrate`: what this machine's devices and links do, measured, as a cluster file that plans read.
 
-cli_plan ── calibrate(...) ── job.py ──┬─ kernels.py   a rank on every core or GPU times its device
+cli ── calibrate(...) ── job.py ──┬─ kernels.py   a rank on every core or GPU times its device
                                        ├─ links.py     as many ranks as asked for time the verbs between them
                                        ├─ fit.py       points to the curves and rates of plan/cluster.py
                                        └─ report.py    the file, and what is shown of it

@@ -1,0 +1,274 @@
+"""Commands on a run file: train it, prove it, plan it, compare its layouts; and the measuring of this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from typer import Argument, Option
+
+from meshwright.cli.app import AsJson, ClusterName, Device, Overrides, RunFile, app, print_result, progress
+from meshwright.errors import ConfigError
+
+
+@app.command()
+def train(
+    run: Annotated[Path | None, Argument(metavar="RUN.yaml", help="The run file.", show_default=False)] = None,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, Option(help="Where the run is written; out/NAME-OF-RUN.")] = None,
+    resume: Annotated[bool, Option(help="Go on from the newest complete checkpoint in --out.")] = False,
+    resume_from: Annotated[
+        int | None, Option(metavar="STEP", min=0, help="Go on from that checkpoint; newer ones are set aside.")
+    ] = None,
+    accept_changes: Annotated[
+        bool, Option(help="Go on also with another model, seed, data, sequence or global batch.")
+    ] = False,
+    explain: Annotated[bool, Option(help="Say what the layout makes of the model and sends; train nothing.")] = False,
+    trace: Annotated[
+        list[str] | None,
+        Option(metavar="STEP", help="A step to trace into --out, for Perfetto; with --explain a file.json."),
+    ] = None,
+    status: Annotated[
+        Path | None, Option(metavar="OUT", help="Say where each rank of the run in OUT is; train nothing.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Of --status: print JSON for a script.")] = False,
+) -> None:
+    """Train, on local workers or as one rank of torchrun, srun or mpirun.
+
+    Example: meshwright train run.yaml layout.data.size=2 optimizer.lr=1e-3 --out out/first
+    """
+    if status is not None:
+        _print_status(run, status, as_json)
+    if as_json:
+        raise ConfigError.of("--json", "true", "has no effect on training", "leave it out, or add --status OUT")
+    if run is None:
+        raise typer.BadParameter("Missing argument 'RUN.yaml' (or --status OUT).")
+    from meshwright.tools.plan.auto import load_run
+
+    config = load_run(run, overrides or (), progress)
+    from meshwright.train.trace import planned_trace, traced_steps
+
+    if explain:
+        from meshwright.tools.plan.explain import explain as explain_run
+
+        explain_run(config, planned_trace(trace or ()))
+        return
+    from meshwright.families import dataset_of
+    from meshwright.train.job import train as run_training
+
+    traced = traced_steps(trace or (), config)
+    resume = resume or resume_from is not None
+    if accept_changes and not resume:
+        raise ConfigError.of("--accept-changes", "true", "has no effect on a new run", "leave it out, or add --resume")
+    with progress() as show:
+        dataset_of(config).prepare(config, show)  # here with a bar; the job then finds it prepared
+    run_training(
+        config,
+        out or Path("out") / run.stem,
+        resume=resume,
+        resume_from=resume_from,
+        accept_changes=accept_changes,
+        trace=traced,
+    )
+
+
+def _print_status(run: Path | None, out: Path, as_json: bool) -> NoReturn:
+    """Exit code 1 where no run is alive and none has ended by itself."""
+    from meshwright.train import status
+
+    if run is not None:
+        raise ConfigError.of("--status", out, f"trains nothing, and needs no run file ({run})", "--status OUT alone")
+    run_status = status.status_of(out)
+    print_result(status, run_status, as_json)
+    sys.exit(run_status.exit_code)
+
+
+@app.command()
+def verify(
+    run: RunFile,
+    overrides: Overrides = None,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps to compare.")] = 5,
+    as_configured: Annotated[bool, Option(help="In the run's own precision, not in float64.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that the run's layout computes what plain torch computes on one device: losses, every gradient, weights.
+
+    Exit code 1 where it does not, and where a gradient is zero on both sides. Dropout is off: no two layouts share
+    its masks.
+
+    Example: meshwright verify run.yaml layout.data.size=4 layout.data.sync=ring
+    """
+    from meshwright.tools.plan.auto import load_run
+
+    config = load_run(run, overrides or (), progress)
+    from meshwright.tools.verify import table
+    from meshwright.tools.verify.job import verify as run_verification
+
+    with progress() as show:
+        verdict = run_verification(config, steps=steps, as_configured=as_configured, report=show)
+    print_result(table, verdict, as_json)
+    verdict.check()
+
+
+@app.command()
+def branches(
+    run: RunFile,
+    overrides: Overrides = None,
+    grids: Annotated[str, Option(help="Numbers of sub-grids to deal the branches over.")] = "2,4,8",
+    as_json: AsJson = False,
+) -> None:
+    """Find what a sub-graph layout could cut: the model's branches, what each costs, and the most that dealing gains.
+
+    Example: meshwright branches run.yaml model.heads=16 --grids 2,4
+    """
+    from meshwright.config import load_config
+
+    config = load_config(run, overrides or ())
+    from meshwright.tools.branches import report
+    from meshwright.tools.branches.findings import find_branches, parse_grids
+
+    print_result(report, find_branches(config, parse_grids(grids)), as_json)
+
+
+@app.command()
+def plan(
+    run: RunFile,
+    cluster: ClusterName,
+    devices: Annotated[int, Option(min=1, help="On how many of its devices.")],
+    overrides: Overrides = None,
+    top: Annotated[int, Option(min=1, help="How many of the fastest are shown.")] = 5,
+    out: Annotated[Path, Option(help="The run file to write, with the fastest; must be new.")] = Path("plan.yaml"),
+    trace: Annotated[
+        Path | None, Option(metavar="FILE.json", help="The fastest one's step for Perfetto, and as a picture.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the layouts of a run that are the fastest on a cluster, of all that are legal and fit.
+
+    The run file's layout, microbatch, recomputation and offload are free; what a key=value word sets stays.
+
+    Example: meshwright plan run.yaml layout.data.sync=zero1 --cluster dgx-a100 --devices 64 --out best.yaml
+    """
+    from meshwright.tools.plan.auto import load_free
+
+    config = load_free(run, overrides or ())
+    from meshwright.tools.plan import report
+    from meshwright.tools.plan.cluster import load_cluster
+    from meshwright.tools.plan.output import check_new, write_run, write_timeline
+    from meshwright.tools.plan.search import search
+    from meshwright.tools.plan.space import fixed_fields
+
+    described = load_cluster(cluster)
+    check_new(out)
+    with progress() as show:
+        plans = search(config, described, devices, top, fixed=fixed_fields(overrides or ()), report=show)
+    write_run(plans.predictions[0], out)
+    written = [out] if trace is None else [out, trace, write_timeline(plans.predictions[0], trace)]
+    print_result(report, plans, as_json, written)
+
+
+@app.command()
+def scale(
+    run: RunFile,
+    cluster: ClusterName,
+    devices: Annotated[str, Option(metavar="N,N,...", help="Numbers of devices.")],
+    overrides: Overrides = None,
+    mode: Annotated[
+        str, Option(help="strong: the run's global batch; weak: that of the fewest devices, growing with them.")
+    ] = "strong",
+    strategies: Annotated[
+        str | None, Option(metavar="NAME,...", help="data, zero1, megatron, tesseract, subgraph, pipeline, best.")
+    ] = None,
+    out: Annotated[Path | None, Option(help="A new folder for the curves: PNG, CSV, JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict how strategies scale: the fastest layout of each that fits, on more and more devices.
+
+    What a key=value word sets of a layout stays, in all of them.
+
+    Example: meshwright scale run.yaml --cluster dgx-a100 --devices 4,16,64,256 --mode weak --out out/weak
+    """
+    from meshwright.tools.plan.auto import load_free
+
+    config = load_free(run, overrides or ())
+    from meshwright.tools.plan import scale, scale_report
+    from meshwright.tools.plan.cluster import load_cluster
+    from meshwright.tools.plan.output import check_new
+    from meshwright.tools.plan.space import fixed_fields
+
+    names = tuple(scale.STRATEGIES) if strategies is None else scale.parse_strategies(strategies)
+    described, fixed = load_cluster(cluster), fixed_fields(overrides or ())
+    question = scale.Question(config, described, scale.parse_devices(devices), scale.parse_mode(mode), names, fixed)
+    if out is not None:
+        check_new(out)
+    with progress() as show:
+        scaling = scale.scale(question, scale.Search(described, show))
+    print_result(scale_report, scaling, as_json, [] if out is None else scale_report.write(scaling, out))
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, Option(help="The cluster file to write.")] = Path("cluster.yaml"),
+    ranks: Annotated[str | None, Option(help="Between how many ranks links are timed; 2,4, or up to all GPUs.")] = None,
+    device: Device = "auto",
+    quick: Annotated[bool, Option("--quick", help="Half a minute instead of three: fewer sizes.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine, for `plan --cluster FILE`: products, memory, and the links of each transport.
+
+    Nothing else should run meanwhile.
+
+    Example: meshwright calibrate --out here.yaml --ranks 2,4
+    """
+    from meshwright.tools.calibrate import report
+    from meshwright.tools.calibrate.job import calibrate as run_calibration
+    from meshwright.tools.calibrate.job import this_machine
+    from meshwright.tools.calibrate.timing import effort_of
+
+    machine = this_machine(ranks, device)
+    with progress() as show:
+        cluster = run_calibration(out, machine, effort_of(machine.kind, quick=quick), show)
+    if as_json:
+        print(json.dumps(report.as_dict(cluster, out)))
+    else:
+        report.render(cluster, out)
+
+
+@app.command()
+def compare(
+    run: RunFile,
+    overrides: Overrides = None,
+    layouts: Annotated[
+        list[Path] | None,
+        Option(metavar="FILE ...", help="Layouts that lie over the run's: YAML files, whole run files too."),
+    ] = None,
+    top: Annotated[int | None, Option(min=1, help="The planner's so many fastest layouts that fit.")] = None,
+    cluster: Annotated[
+        str | None, Option(help="Predict with its facts: a name or a file; cluster.yaml, if it is here.")
+    ] = None,
+    devices: Annotated[int | None, Option(min=1, help="With --top: ranks to plan for; all devices here.")] = None,
+    steps: Annotated[int, Option(help="Steps of each run; the first two are not timed.")] = 8,
+    rounds: Annotated[int, Option(min=1, help="How often each layout is run, in turns.")] = 2,
+    out: Annotated[Path | None, Option(help="A new folder for the page; out/NAME-OF-RUN-compared.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run layouts in turns on this machine: time, memory, bytes sent and losses, measured beside predicted.
+
+    Example: meshwright compare run.yaml --layouts rows.yaml stages.yaml --cluster here.yaml --rounds 3
+    """
+    from meshwright.tools.compare import table
+    from meshwright.tools.compare.ask import Asked, Foresight, entries_of, split_words
+    from meshwright.tools.compare.job import PAGE, Order, check
+    from meshwright.tools.compare.job import compare as run_comparison
+
+    words, files = split_words(overrides or (), layouts or ())
+    foresight = Foresight.on(cluster)
+    order = Order(run.stem, out or Path("out") / f"{run.stem}-compared", steps, rounds)
+    with progress() as show:
+        entries = entries_of(Asked(run, words, files, top, devices), foresight, show)
+        comparison = run_comparison(entries, order, foresight, show)
+    print_result(table, comparison, as_json, [order.out / PAGE])
+    check(comparison, order.out)

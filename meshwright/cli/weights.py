@@ -1,0 +1,179 @@
+"""Commands on corpora and trained weights, and the doctor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from meshwright.cli.app import (
+    AsJson,
+    Beams,
+    CheckpointFolder,
+    Context,
+    Device,
+    LengthPenalty,
+    NewFolder,
+    app,
+    convert_app,
+    data_app,
+    print_result,
+    progress,
+)  # fmt: skip
+
+
+@data_app.command("prepare")
+def data_prepare(
+    out: NewFolder,
+    source: Annotated[str, Option(help="stdlib, a text/jsonl/parquet file, or a folder of these.")] = "stdlib",
+    tokenizer: Annotated[str, Option(help="bytes, bpe:SIZE, or a tokenizer.json file.")] = "bytes",
+    validation: Annotated[float, Option(help="The share of the text that is held out.")] = 0.05,
+    pairs: Annotated[bool, Option(help="Pairs of texts: a tsv or jsonl file, two files, or stdlib's.")] = False,
+    target: Annotated[str | None, Option(metavar="FILE", help="The second file of pairs, line by line.")] = None,
+    languages: Annotated[
+        tuple[str, str] | None, Option(metavar="FROM TO", help="The keys of a jsonl file's pairs.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenize a corpus into packed files that runs read. The same corpus gives the same bytes.
+
+    Example: meshwright data prepare --source wiki.train.txt --tokenizer bpe:8192 --out data/wiki
+    """
+    from meshwright.config.schema import Data
+    from meshwright.data.corpus import text_corpus
+    from meshwright.data.packing import pack
+    from meshwright.data.pairs import pair_corpus
+
+    with progress() as show:
+        if pairs or target is not None or languages is not None:
+            texts = pair_corpus(Data(source=source, target=target, languages=languages))
+        else:
+            texts = text_corpus(source)
+        corpus = pack(texts, tokenizer, out, validation, show)
+    if as_json:
+        print(json.dumps(corpus.header.model_dump()))
+        return
+    for split in ("train", "validation"):
+        facts = corpus.header.facts(split)
+        paired = corpus.header.kind == "pairs"
+        count = f"{facts.documents // 2:,} pairs" if paired else f"{facts.documents:,} documents"
+        print(f"{split}: {facts.tokens:,} tokens, {count}, {facts.words:,} words")
+    print(f"{out}: vocabulary {corpus.tokenizer.vocabulary_size}; train on it with data.source={out}")
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """What is installed, what this machine has, what is missing and the command that adds it.
+
+    Example: meshwright doctor --json
+    """
+    from meshwright.tools import doctor
+
+    print_result(doctor, doctor.examine(), as_json)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: CheckpointFolder,
+    task: Annotated[str, Option(help="perplexity, bleu, lambada, masked-lm or images.")] = "perplexity",
+    data: Annotated[str | None, Option(help="Text, pairs, images, prepared folder; held-out split.")] = None,
+    target: Annotated[str | None, Option(help="Of two text files of pairs, the other; --data is one.")] = None,
+    stride: Annotated[int | None, Option(help="Between windows of perplexity; half the context.")] = None,
+    context: Context = None,
+    samples: Annotated[int | None, Option(help="BLEU of so many pairs; of all.")] = None,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity of a text per token and per word; an encoder-decoder's of targets, and BLEU of its answers; LAMBADA's
+    accuracy in naming the last word of a passage; a BERT's in naming masked tokens; a ViT's in naming an image's class.
+
+    Example: meshwright eval out/first --data wiki.test.txt --stride 64
+    """
+    from meshwright.tools.evaluate.tasks import Question, facts_of, measure, table_of
+
+    question = Question(checkpoint, device, data, target, stride, context, samples, beams, length_penalty)
+    with progress() as show:
+        folder, result = measure(task, question, show)
+    facts = {"checkpoint": str(folder), "task": task, **facts_of(result)}
+    print(json.dumps(facts) if as_json else table_of(facts))
+
+
+@app.command()
+def generate(
+    checkpoint: CheckpointFolder,
+    prompt: Annotated[str, Option(help="The text to go on from, may be empty; or what is to be answered.")],
+    tokens: Annotated[int | None, Option(help="At most so many; 100, or 50 more than the prompt's.")] = None,
+    temperature: Annotated[float, Option(help="0: always the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, Option(help="Draw from the K most likely; from all.")] = None,
+    seed: Annotated[int | None, Option(help="Of the draws; 1.")] = None,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = None,
+    context: Context = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Go on from a prompt, by a GPT-2: the same seed gives the same text. Or answer it, by an encoder-decoder.
+
+    A T5 that learned spans fills in those that <extra_id_0>, <extra_id_1>, ... stand for.
+
+    Example: meshwright generate out/first --prompt "def main" --temperature 0.8 --top-k 40
+    """
+    from meshwright.tools.generate import Request, Sampling
+    from meshwright.tools.generate import generate as generate_from
+
+    request = Request(prompt, tokens, Sampling(temperature, top_k, seed), beams, length_penalty)
+    generated = generate_from(checkpoint, request, device, context)
+    if as_json:
+        print(json.dumps({"checkpoint": str(generated.folder), "prompt": prompt, "text": "".join(generated.parts)}))
+        return
+    print(generated.begun, end="", flush=True)
+    for part in generated.parts:
+        print(part, end="", flush=True)
+    print()
+
+
+@convert_app.command("import")
+def convert_import(
+    source: Annotated[Path, Argument(metavar="HF_DIR", help="Holds config.json and model.safetensors.")],
+    out: NewFolder,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint from a Hugging Face folder. As RUN/checkpoints/step-0, `train --resume` goes on from it.
+
+    Example: meshwright convert import gpt2 --out out/tuned/checkpoints/step-0
+    """
+    from meshwright.tools.convert import import_folder
+
+    with progress() as show:
+        imported = import_folder(source, out, show)
+    model = imported.model.model_dump()
+    facts = {"checkpoint": str(out), "parameters": imported.parameters, "tokenizer": imported.has_tokenizer}
+    if as_json:
+        print(json.dumps({**facts, "model": model}))
+        return
+    print(f"{out}: {imported.parameters:,} parameters")
+    if imported.reads_text and not imported.has_tokenizer:
+        print(f"{source} has no tokenizer.json: copy the model's into {out}, or eval and generate will refuse it")
+    print("to fine-tune it, import it as RUN/checkpoints/step-0 and `meshwright train ... --out RUN --resume` with:")
+    print("model: {" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in model.items()) + "}")
+
+
+@convert_app.command("export")
+def convert_export(checkpoint: CheckpointFolder, out: NewFolder, as_json: AsJson = False) -> None:
+    """Make a Hugging Face folder, which transformers' from_pretrained reads, from a checkpoint.
+
+    Example: meshwright convert export out/first --out first-hf
+    """
+    from meshwright.tools.convert import export_folder
+
+    with progress() as show:
+        folder = export_folder(checkpoint, out, show)
+    print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
+
+
+app.add_typer(data_app, name="data")
+app.add_typer(convert_app, name="convert")
