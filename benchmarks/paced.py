@@ -36,7 +36,7 @@ from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind, Task
 from meshwright.pipeline.trace import write_trace
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import Form, Forms, Mailbox, Message, Side, alike
+from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh, open_mesh
 
 RULES: dict[str, Rule] = {
@@ -108,7 +108,7 @@ def sleep_until(moment: float) -> None:
 class PacedStage(Stage):
     """A stage without a model, whose tasks sleep."""
 
-    def __init__(self, index: int, run: Run, forward_seconds: float, form: Form) -> None:
+    def __init__(self, index: int, run: Run, forward_seconds: float, form: TensorMeta) -> None:
         self.index = index
         self.run = run
         self.forward_seconds = forward_seconds
@@ -158,7 +158,7 @@ class HeldMailbox:
         self._order = count()
         self._held: list[tuple[float, int, Message]] = []
 
-    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
+    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
         assert not self._held, f"{len(self._held)} messages that nobody took"
         self.mailbox.open(next(self._epochs), forms, before, after)
 
@@ -204,14 +204,16 @@ class PacedPipeline:
     def __init__(self, mesh: Mesh, forward_seconds: float, message_bytes: int) -> None:
         self.mesh = mesh
         self.forward_seconds = forward_seconds
-        self.form = Form((max(1, message_bytes // 8),), torch.float64)
+        self.form = TensorMeta((max(1, message_bytes // 8),), torch.float64)
         self.mailbox = HeldMailbox(mesh.mailbox("pipe"))
 
     def step(self, run: Run) -> Timeline | None:
         """All ranks' spans on rank 0, in seconds; None elsewhere."""
         index = self.mesh.index("pipe")
         stage = PacedStage(index, run, self.forward_seconds, self.form)
-        driver = Pipeline(stage, run.rule, self.mesh, self.mesh.comm(), self.mailbox, alike(self.form), NoGradients())
+        driver = Pipeline(
+            stage, run.rule, self.mesh, self.mesh.comm(), self.mailbox, both_sides(self.form), NoGradients()
+        )
         self.mesh.world.barrier()
         driver.train([{}] * run.num_microbatches, {}, lambda microbatch: None)
         return self._gathered(run, driver.spans)

@@ -23,7 +23,7 @@ from meshwright.models.chain import Chain
 from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.ranks.grid import PIPE
-from meshwright.ranks.mailbox import Form, Forms
+from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
 from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.serial import SerialKit
@@ -43,9 +43,9 @@ class Stages:
 
     stretches: tuple[Stretch, ...]
     specs: dict[str, ShardSpec]
-    passing: tuple[tuple[Form, ...], ...]
+    passing: tuple[tuple[TensorMeta, ...], ...]
 
-    def forms(self, stage: int) -> Forms:
+    def forms(self, stage: int) -> MessageMeta:
         """Of what a stage gets from those beside it, and sends them."""
         ends = ((), *self.passing, ())
         return {"before": ends[stage], "after": ends[stage + 1]}
@@ -57,7 +57,7 @@ def plan_stages(config: Config, mesh: Mesh, make: MakeModel) -> Stages:
     layers = ranges_of(_partition(config, mesh, make))
     stretches = tuple(Stretch(run, stage == 0, stage == num_stages - 1) for stage, run in enumerate(layers))
     specs: dict[str, ShardSpec] = {}
-    passing: list[tuple[Form, ...]] = []
+    passing: list[tuple[TensorMeta, ...]] = []
     hidden: Hidden = ()
     for stage, stretch in enumerate(stretches):
         model, kit = make(_planned(mesh, stage), stretch)
@@ -65,7 +65,7 @@ def plan_stages(config: Config, mesh: Mesh, make: MakeModel) -> Stages:
         if not stretch.last:
             with torch.no_grad():
                 hidden = model.hidden_states(empty_batch(config, kit, model.inside, torch.device("meta")), hidden)
-            passing.append(tuple(Form(tuple(x.shape), x.dtype) for x in hidden))
+            passing.append(tuple(TensorMeta(tuple(x.shape), x.dtype) for x in hidden))
     return Stages(stretches, specs, tuple(passing))
 
 

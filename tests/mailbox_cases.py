@@ -12,22 +12,22 @@ from torch import Tensor
 from meshwright.environment import Environment, Rendezvous
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import Form, Mailbox, Message, alike
+from meshwright.ranks.mailbox import Mailbox, Message, TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh, open_mesh
 
 Answer = tuple[Any, dict[str, Tensor]]
 
-FORMS: dict[str, tuple[Form, ...]] = {
-    "one": (Form((1,), torch.float32),),
+FORMS: dict[str, tuple[TensorMeta, ...]] = {
+    "one": (TensorMeta((1,), torch.float32),),
     "mixed": (
-        Form((3, 5), torch.float64),
-        Form((7,), torch.bfloat16),
-        Form((), torch.int64),
-        Form((2, 0), torch.float32),
-        Form((1, 3), torch.uint8),
+        TensorMeta((3, 5), torch.float64),
+        TensorMeta((7,), torch.bfloat16),
+        TensorMeta((), torch.int64),
+        TensorMeta((2, 0), torch.float32),
+        TensorMeta((1, 3), torch.uint8),
     ),
-    "half": (Form((300, 257), torch.float16), Form((5,), torch.bfloat16)),
-    "large": (Form((1 << 20,), torch.float32),),
+    "half": (TensorMeta((300, 257), torch.float16), TensorMeta((5,), torch.bfloat16)),
+    "large": (TensorMeta((1 << 20,), torch.float32),),
     "nothing": (),
 }
 """By name, what a message of an epoch holds."""
@@ -36,7 +36,7 @@ FAST = 50
 """Messages of a sender that runs ahead."""
 
 
-def values(number: int, form: Form) -> Tensor:
+def values(number: int, form: TensorMeta) -> Tensor:
     """What message `number` carries: small whole numbers, exact in every dtype."""
     count = max(1, torch.Size(form.shape).numel())
     x = (torch.arange(count) * (2 * number + 3) + 5 * number) % 61
@@ -59,7 +59,7 @@ def ping_pong(mesh: Mesh) -> Answer:
     results: dict[str, Tensor] = {}
     for epoch, (name, forms) in enumerate(FORMS.items()):
         first = mesh.index("pipe") == 0
-        mailbox.open(epoch, alike(*forms), 0 if first else 3, 3 if first else 0)
+        mailbox.open(epoch, both_sides(*forms), 0 if first else 3, 3 if first else 0)
         for index in range(3):
             if first:
                 mailbox.send("after", index, [values(index, form).to(mesh.device) for form in forms])
@@ -124,9 +124,9 @@ def asleep(index: int, seconds: float) -> None:
 
 def out_of_step(mesh: Mesh) -> Answer:
     """Rank 0 sends far ahead of a sleeper, and writes over what it sent. The sleeper's order and sums."""
-    mailbox, form = mesh.mailbox("pipe"), Form((30_000,), torch.float64)
+    mailbox, form = mesh.mailbox("pipe"), TensorMeta((30_000,), torch.float64)
     if mesh.index("pipe") == 0:
-        mailbox.open(0, alike(form), 0, 0)
+        mailbox.open(0, both_sides(form), 0, 0)
         x = torch.empty(form.shape, dtype=form.dtype)
         start = time.monotonic()
         for index in range(FAST):
@@ -135,7 +135,7 @@ def out_of_step(mesh: Mesh) -> Answer:
         x.fill_(-1)
         mailbox.flush()
         return {"seconds": seconds}, {}
-    mailbox.open(0, alike(form), FAST, 0)
+    mailbox.open(0, both_sides(form), FAST, 0)
     time.sleep(1.0)
     messages = take(mailbox, FAST)
     sums = torch.stack([message.tensors[0].sum() for message in messages])
@@ -144,9 +144,9 @@ def out_of_step(mesh: Mesh) -> Answer:
 
 def both_ways(mesh: Mesh) -> Answer:
     """Three messages of 8 MB from each to each, all sent before any is taken."""
-    mailbox, form = mesh.mailbox("pipe"), Form((1 << 20,), torch.float64)
+    mailbox, form = mesh.mailbox("pipe"), TensorMeta((1 << 20,), torch.float64)
     first = mesh.index("pipe") == 0
-    mailbox.open(0, alike(form), 0 if first else 3, 3 if first else 0)
+    mailbox.open(0, both_sides(form), 0 if first else 3, 3 if first else 0)
     for index in range(3):
         mailbox.send("after" if first else "before", index, [values(10 * mesh.rank + index, form).to(mesh.device)])
     messages = take(mailbox, 3)
@@ -157,15 +157,15 @@ def both_ways(mesh: Mesh) -> Answer:
 
 def epochs(mesh: Mesh) -> Answer:
     """Rank 1 leaves epoch 3 without its messages; then epoch 4, then epoch 5 of other forms."""
-    mailbox, form, other = mesh.mailbox("pipe"), Form((9,), torch.float32), Form((4, 4), torch.bfloat16)
+    mailbox, form, other = mesh.mailbox("pipe"), TensorMeta((9,), torch.float32), TensorMeta((4, 4), torch.bfloat16)
     seen, results = [], {}
     for epoch, sent, shape in ((3, 6, form), (4, 2, form), (5, 3, other)):
         if mesh.index("pipe") == 0:
-            mailbox.open(epoch, alike(shape), 0, 0)
+            mailbox.open(epoch, both_sides(shape), 0, 0)
             for index in range(sent):
                 mailbox.send("after", index, [values(10 * epoch + index, shape)])
         else:
-            mailbox.open(epoch, alike(shape), sent, 0)
+            mailbox.open(epoch, both_sides(shape), sent, 0)
             if epoch == 3:
                 continue
             for message in take(mailbox, sent):
@@ -180,11 +180,11 @@ def relay(mesh: Mesh) -> Answer:
 
     There every stage adds its world rank, back the stages between double. What the first stage got back.
     """
-    mailbox, data, form = mesh.mailbox("pipe"), mesh.comm("data"), Form((2, 3), torch.float64)
+    mailbox, data, form = mesh.mailbox("pipe"), mesh.comm("data"), TensorMeta((2, 3), torch.float64)
     stage, last, count = mesh.index("pipe"), mesh.size("pipe") - 1, 5
     results, sums = {}, []
     for epoch in range(2):
-        mailbox.open(epoch, alike(form), count * (stage > 0), count * (stage < last))
+        mailbox.open(epoch, both_sides(form), count * (stage > 0), count * (stage < last))
         if stage == 0:
             for index in range(count):
                 mailbox.send("after", index, [values(index, form) + mesh.rank + 100 * epoch])

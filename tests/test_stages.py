@@ -13,7 +13,7 @@ from meshwright.decisions import Decided, decide_limit
 from meshwright.free_memory import free_memory_bytes
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import Form
+from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
 from meshwright.stages import Stages, microbatch_bytes, plan_stages
 from meshwright.tensor.serial import SerialKit
@@ -62,7 +62,7 @@ def test_stages_have_each_parameter_once_but_the_tied(model: str, stages: int) -
 def test_what_passes_between_stages(tensor: dict[str, object], shape: tuple[int, ...]) -> None:
     batch = {"global": 24, "micro": 12 if tensor.get("d") == 2 else 6}
     _, plan = planned(pipelined("gpt2", 2, "gpipe", tensor, batch=batch))
-    forms = (Form(shape, torch.float64),)
+    forms = (TensorMeta(shape, torch.float64),)
     assert (plan.forms(0), plan.forms(1)) == ({"before": (), "after": forms}, {"before": forms, "after": ()})
 
 

@@ -24,16 +24,17 @@ from meshwright import __version__
 from meshwright.errors import CheckpointError, DamagedError
 from meshwright.parameters.shard import Box
 
-FORMAT = 2
+FORMAT_VERSION = 2
 """2: lists every file of the folder, and names the run. 1 (version 0.1.0) listed shards only; it is still read."""
 MANIFEST = "manifest.json"
-REMEDY = "take another checkpoint, or restore this one from a copy"
+TOKENIZER_FILE = "tokenizer.json"
+GET_ANOTHER = "take another checkpoint, or restore this one from a copy"
 
 _CLOSED = ConfigDict(extra="forbid", strict=True)
 _CHECKSUM = ',\n "checksum": "'
 """What stands between the file's content and the checksum over all of its bytes."""
 
-Count = Annotated[int, Field(ge=0, lt=2**62)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**62)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
 """A name without separators: nothing outside of the checkpoint's folder can be meant."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -41,14 +42,14 @@ DType = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16)$")]
 
 
 @dataclass(frozen=True, config=_CLOSED)
-class Entry:
+class StoredPart:
     """One stored tensor: the `box` of the parameter's `kind` (weight, exp_avg, ...), under `key` in `file`."""
 
     parameter: str
     kind: str
-    shape: tuple[Count, ...]
-    offsets: tuple[Count, ...]
-    lengths: tuple[Count, ...]
+    shape: tuple[NonNegative, ...]
+    offsets: tuple[NonNegative, ...]
+    lengths: tuple[NonNegative, ...]
     dtype: DType
     file: FileName
     key: str
@@ -68,7 +69,7 @@ class StoredFile:
     """A file's name, size and SHA-256."""
 
     file: FileName
-    size_bytes: Count
+    size_bytes: NonNegative
     sha256: Sha256
 
 
@@ -77,7 +78,7 @@ class Listing:
     """A rank's file and the parts in it."""
 
     file: StoredFile
-    entries: tuple[Entry, ...]
+    entries: tuple[StoredPart, ...]
 
 
 @dataclass(frozen=True, config=_CLOSED)
@@ -87,11 +88,11 @@ class Progress:
     Random numbers need no state: every microbatch's generator is seeded by the run's seed, the step and its place.
     """
 
-    step: Count = 0
-    samples: Count = 0
-    steps_taken: Count = 0
+    step: NonNegative = 0
+    samples: NonNegative = 0
+    steps_taken: NonNegative = 0
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    good_steps: Count = 0
+    good_steps: NonNegative = 0
 
 
 @dataclass(frozen=True, config=_CLOSED)
@@ -115,18 +116,18 @@ class Manifest:
     progress: Progress
     origin: Origin
     files: tuple[StoredFile, ...]
-    entries: Annotated[tuple[Entry, ...], Field(repr=False)]
+    entries: Annotated[tuple[StoredPart, ...], Field(repr=False)]
 
     def write(self, folder: Path) -> Path:
-        content = json.dumps({"format": FORMAT, **asdict(self)}, indent=1).removesuffix("\n}")
+        content = json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1).removesuffix("\n}")
         path = folder / MANIFEST
         path.write_text(_with_checksum(content), encoding="utf-8")
         return path
 
     @cached_property
-    def parts(self) -> dict[tuple[str, str], list[Entry]]:
+    def parts(self) -> dict[tuple[str, str], list[StoredPart]]:
         """The entries by parameter and kind."""
-        found: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
+        found: defaultdict[tuple[str, str], list[StoredPart]] = defaultdict(list)
         for entry in self.entries:
             found[entry.parameter, entry.kind].append(entry)
         return dict(found)
@@ -151,28 +152,28 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} cannot be read: {error}; {REMEDY}") from error
+        raise DamagedError(f"{path} cannot be read: {error}; {GET_ANOTHER}") from error
     if not isinstance(body, dict) or "checksum" not in body or "format" not in body:
-        raise DamagedError(f"{path} is damaged: it has no checksum or no format; {REMEDY}")
+        raise DamagedError(f"{path} is damaged: it has no checksum or no format; {GET_ANOTHER}")
     found, checksum = body.pop("format"), body.pop("checksum")
-    if found == FORMAT:
+    if found == FORMAT_VERSION:
         right = text == _with_checksum(text.rpartition(_CHECKSUM)[0])
     elif found == 1:
         right = checksum == _sum(json.dumps({"format": 1, **body}, sort_keys=True))
     else:
-        reads = f"this version ({__version__}) reads formats 1 and {FORMAT}"
+        reads = f"this version ({__version__}) reads formats 1 and {FORMAT_VERSION}"
         raise CheckpointError(f"{path} has format {found}; {reads}: a newer meshwright may read it, or it is damaged")
     if not right:
-        raise DamagedError(f"{path} is damaged: its checksum does not match its content; {REMEDY}")
+        raise DamagedError(f"{path} is damaged: its checksum does not match its content; {GET_ANOTHER}")
     try:
         manifest = _MANIFEST.validate_json(json.dumps(_of_format_1(body) if found == 1 else body))
         _check(manifest)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "its content"
-        raise DamagedError(f"{path} is no manifest of a checkpoint: {where}: {first['msg']}; {REMEDY}") from error
+        raise DamagedError(f"{path} is no manifest of a checkpoint: {where}: {first['msg']}; {GET_ANOTHER}") from error
     except ValueError as error:
-        raise DamagedError(f"{path} does not hold together: {error}; {REMEDY}") from error
+        raise DamagedError(f"{path} does not hold together: {error}; {GET_ANOTHER}") from error
     return manifest
 
 

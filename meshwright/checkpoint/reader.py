@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright import __version__
-from meshwright.checkpoint.manifest import MANIFEST, REMEDY, Entry, read_manifest, stored_file
+from meshwright.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredPart, read_manifest, stored_file
 from meshwright.config import Config
 from meshwright.config.load import model_names
 from meshwright.config.messages import problems_of
@@ -31,10 +31,10 @@ class Checkpoint:
         for file in self.manifest.files:
             path = folder / file.file
             if not path.is_file():
-                raise DamagedError(f"{path} is missing; {REMEDY}")
+                raise DamagedError(f"{path} is missing; {GET_ANOTHER}")
             if path.stat().st_size != file.size_bytes:
                 found = path.stat().st_size
-                raise DamagedError(f"{path} is damaged: {found} bytes, not {file.size_bytes}; {REMEDY}")
+                raise DamagedError(f"{path} is damaged: {found} bytes, not {file.size_bytes}; {GET_ANOTHER}")
 
     @property
     def config(self) -> Config:
@@ -93,7 +93,7 @@ class Checkpoint:
         for file in self.manifest.files[part::of]:
             self._check(file.file)
 
-    def _read_part(self, entry: Entry, box: Box) -> Tensor:
+    def _read_part(self, entry: StoredPart, box: Box) -> Tensor:
         self._check(entry.file)
         path = self.folder / entry.file
         try:
@@ -102,11 +102,11 @@ class Checkpoint:
                 shape = tuple(stored.get_shape())
                 part: Tensor = stored[box.slices] if box.lengths else file.get_tensor(entry.key)
         except (SafetensorError, OSError, ValueError) as error:
-            raise DamagedError(f"{path} holds no {entry.key} that can be read: {error}; {REMEDY}") from error
+            raise DamagedError(f"{path} holds no {entry.key} that can be read: {error}; {GET_ANOTHER}") from error
         dtype = str(part.dtype).removeprefix("torch.")
         if (shape, dtype) != (entry.lengths, entry.dtype):
             wanted = f"{entry.dtype} {list(entry.lengths)}"
-            raise DamagedError(f"{path}: {entry.key} is {dtype} {list(shape)}, not {wanted}; {REMEDY}")
+            raise DamagedError(f"{path}: {entry.key} is {dtype} {list(shape)}, not {wanted}; {GET_ANOTHER}")
         return part
 
     def _check(self, name: str) -> None:
@@ -117,9 +117,9 @@ class Checkpoint:
         try:
             found = stored_file(path)
         except OSError as error:
-            raise DamagedError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
+            raise DamagedError(f"{path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
         if found != file:
-            raise DamagedError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {REMEDY}")
+            raise DamagedError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {GET_ANOTHER}")
         del self._unchecked[name]
 
 

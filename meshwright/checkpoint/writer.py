@@ -21,7 +21,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.checkpoint.manifest import Entry, Listing, Manifest, Origin, Progress, read_manifest, stored_file
+from meshwright.checkpoint.manifest import (
+    TOKENIZER_FILE,
+    Listing,
+    Manifest,
+    Origin,
+    Progress,
+    StoredPart,
+    read_manifest,
+    stored_file,
+)
 from meshwright.checkpoint.reader import newest_step, steps_in
 from meshwright.checkpoint.restore import Piece
 from meshwright.errors import CheckpointError, MeshwrightError
@@ -34,7 +43,6 @@ TEXT_LENGTH = 500
 """Characters of a failure that ranks tell each other."""
 ABANDONED = "\1"
 """Begins a failure that only follows from another rank's."""
-TOKENIZER = "tokenizer.json"
 ENTRY_BYTES = 1000
 """More than an entry takes in a shard's header and in the manifest."""
 
@@ -189,7 +197,7 @@ class CheckpointWriter:
         save_file({key: tensor for key, (_, tensor) in zip(keys, copies, strict=True)}, path)
         synced(path)
         entries = [
-            Entry(
+            StoredPart(
                 piece.place.name,
                 piece.kind,
                 piece.place.shape,
@@ -211,7 +219,7 @@ class CheckpointWriter:
         files = [listing.file for listing in listings]
         entries = tuple(entry for listing in listings for entry in listing.entries)
         if self.tokenizer is not None:
-            path = partial / TOKENIZER
+            path = partial / TOKENIZER_FILE
             path.write_text(self.tokenizer, encoding="utf-8")
             synced(path)
             files.append(stored_file(path))

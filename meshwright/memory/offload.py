@@ -35,7 +35,7 @@ MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",),
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlotPiece:
     """Elements start..stop of a slot; the `number`-th of the walk over all slots."""
 
     number: int
@@ -139,25 +139,25 @@ class Offloaded:
             self._step_piece(index, piece, numbers)
             self.lane.submit(lambda piece=piece: self._write_back(index, piece))  # type: ignore[misc]
 
-    def _fetch(self, index: int, piece: Piece) -> Work:
+    def _fetch(self, index: int, piece: SlotPiece) -> Work:
         def copy() -> None:
             for _, stored, staged in self._pairs(index, piece):
                 staged.copy_(stored, non_blocking=True)
 
         return self.lane.submit(copy)
 
-    def _write_back(self, index: int, piece: Piece) -> None:
+    def _write_back(self, index: int, piece: SlotPiece) -> None:
         for kind, stored, staged in self._pairs(index, piece):
             stored.copy_(staged, non_blocking=True)
             start = self._layout[index][kind]
             self.store.give_back(start + piece.start, start + piece.stop)
 
-    def _pairs(self, index: int, piece: Piece) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def _pairs(self, index: int, piece: SlotPiece) -> Iterator[tuple[str, Tensor, Tensor]]:
         for kind in self._layout[index]:
             stored = self._stored(index, kind)[piece.start : piece.stop]
             yield kind, stored, self._staging.room(piece.number, kind, stored.numel())
 
-    def _step_piece(self, index: int, piece: Piece, numbers: Numbers) -> None:
+    def _step_piece(self, index: int, piece: SlotPiece, numbers: Numbers) -> None:
         slot, span, length = self.slots[index], slice(piece.start, piece.stop), piece.stop - piece.start
         assert slot.parameter.grad is not None, "a slot without a gradient"
         weight, gradient = slot.parameter.detach()[span], slot.parameter.grad[span]
@@ -240,11 +240,11 @@ def _layout(config: Config, slots: Sequence[Slot]) -> tuple[list[dict[str, int]]
     return starts, end
 
 
-def _pieces(slots: Sequence[Slot], length: int) -> Iterator[list[Piece]]:
+def _pieces(slots: Sequence[Slot], length: int) -> Iterator[list[SlotPiece]]:
     """Each slot's pieces of at most `length` elements, numbered through."""
     number = 0
     for slot in slots:
         size = slot.parameter.numel()
         starts = range(0, size, length) if size else ()
-        yield [Piece(number + place, start, min(start + length, size)) for place, start in enumerate(starts)]
+        yield [SlotPiece(number + place, start, min(start + length, size)) for place, start in enumerate(starts)]
         number += len(starts)

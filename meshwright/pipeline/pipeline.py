@@ -20,7 +20,7 @@ from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Arrival, Kind, Task, View
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import PIPE
-from meshwright.ranks.mailbox import Forms, Mailbox, Message
+from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta
 from meshwright.ranks.mesh import Mesh
 
 Seed = Callable[[int], None]
@@ -52,7 +52,7 @@ class Pipeline:
         mesh: Mesh,
         peers: Comm,
         mailbox: Mailbox,
-        forms: Forms,
+        forms: MessageMeta,
         strategy: Synchronises,
     ) -> None:
         self.stage = stage

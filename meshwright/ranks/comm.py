@@ -235,14 +235,14 @@ class SoloComm(Comm):
         raise AssertionError(f"axis {self.axis} has one rank: nobody to send to")
 
 
-class Watch(Protocol):
+class Observer(Protocol):
     """Is told of every collective that a planned rank begins, with the bytes of its whole payload; its Work is waited
     for where the rank would wait. `root`: of a rooted verb; of a send, how many members further on its receiver is."""
 
     def __call__(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work: ...
 
 
-def unwatched(axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
+def unobserved(axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
     """Nobody looks."""
     return DONE
 
@@ -250,7 +250,9 @@ def unwatched(axes: str, verb: str, payload_bytes: int, root: int | None) -> Wor
 class LedgerComm(Comm):
     """Writes the ledger and moves nothing: for tensors without numbers (the meta device), of any number of ranks."""
 
-    def __init__(self, axis: str, ranks: Sequence[int], index: int, ledger: Ledger, watch: Watch = unwatched) -> None:
+    def __init__(
+        self, axis: str, ranks: Sequence[int], index: int, ledger: Ledger, watch: Observer = unobserved
+    ) -> None:
         super().__init__(axis, ranks, index, ledger)
         self._watch = watch
 

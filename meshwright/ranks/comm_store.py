@@ -29,7 +29,7 @@ _MOST_NAMED = 16
 """Ranks in a sentence."""
 
 
-def meet(environment: Environment, point: Rendezvous, seconds: float) -> dist.Store:
+def join_job(environment: Environment, point: Rendezvous, seconds: float) -> dist.Store:
     """The job's store, when all of its ranks have come to it. Raises LaunchError that names those who have not."""
     patience = timedelta(seconds=seconds)
     _resolve(point)

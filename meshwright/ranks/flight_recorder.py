@@ -103,9 +103,9 @@ class FlightRecorder:
             self._begun[call.axis] = deque(maxlen=REMEMBERED)
         self._begun[call.axis].append(call)
 
-    def waiting(self, call: Call) -> Wait:
+    def waiting(self, call: Call) -> _Wait:
         """The calling thread waits for the call while the context is entered."""
-        return Wait(self, call)
+        return _Wait(self, call)
 
     def wait_begins(self, call: Call) -> None:
         self._waiting[call] = self.clock()
@@ -137,7 +137,7 @@ class FlightRecorder:
         )
 
 
-class Wait:
+class _Wait:
     """The context of a wait: a class, since a generator's takes thrice as long."""
 
     __slots__ = ("_call", "_recorder")

@@ -54,7 +54,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorMeta:
     """A tensor of a message, without its numbers."""
 
     shape: tuple[int, ...]
@@ -65,11 +65,11 @@ class Form:
         return prod(self.shape) * self.dtype.itemsize
 
 
-Forms = Mapping[Side, tuple[Form, ...]]
+MessageMeta = Mapping[Side, tuple[TensorMeta, ...]]
 """Of the tensors in a message to or from a side; () where there is no neighbour."""
 
 
-def alike(*forms: Form) -> Forms:
+def both_sides(*forms: TensorMeta) -> MessageMeta:
     """The same on both sides."""
     return dict.fromkeys(SIDES, forms)
 
@@ -77,7 +77,7 @@ def alike(*forms: Form) -> Forms:
 class Mailbox(Protocol):
     """Messages between this rank and its neighbours on one axis."""
 
-    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
+    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
         """Begin an epoch (a step, an evaluation), in which so many messages come from the rank before and after.
 
         Epochs only grow, over the life of the mailbox, and neighbours number theirs alike. What an older epoch left
@@ -104,7 +104,7 @@ class Mailbox(Protocol):
 class Packing:
     """Where in a message's bytes each tensor lies."""
 
-    forms: tuple[Form, ...] = ()
+    forms: tuple[TensorMeta, ...] = ()
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ class Packing:
 
     def pack(self, buffer: Tensor, epoch: int, index: int, tensors: Sequence[Tensor]) -> None:
         """Write header and tensors into the buffer, uint8 [size_bytes]."""
-        given = tuple(Form(tuple(x.shape), x.dtype) for x in tensors)
+        given = tuple(TensorMeta(tuple(x.shape), x.dtype) for x in tensors)
         assert given == self.forms, f"sent {given} in an epoch of {self.forms}"
         header = buffer[:HEADER_BYTES].view(torch.int64)
         header[0].fill_(epoch)  # filled in place: a copy from the host would make a GPU wait
@@ -137,7 +137,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class Packet:
     """A received buffer; its header, int64 [2], on the host."""
 
     side: Side
@@ -145,7 +145,7 @@ class Arrival:
     buffer: Tensor
 
     @classmethod
-    def on_host(cls, side: Side, buffer: Tensor) -> Arrival:
+    def on_host(cls, side: Side, buffer: Tensor) -> Packet:
         return cls(side, buffer[:HEADER_BYTES].view(torch.int64), buffer)
 
 
@@ -173,7 +173,7 @@ class PackedMailbox(ABC):
         self._missing: dict[Side, int] = dict.fromkeys(SIDES, 0)
         self._posted: dict[Side, int] = dict.fromkeys(SIDES, 0)
 
-    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
+    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
         assert epoch > self._epoch, f"epoch {epoch} after {self._epoch}: they only grow"
         packings = {side: Packing(forms[side]) for side in SIDES}
         for side, packing in packings.items():
@@ -213,7 +213,7 @@ class PackedMailbox(ABC):
         size = max((self._packings[side].size_bytes for side in sides), default=0)
         return Call(self.axis, verb, size, tuple(self.neighbours[side] for side in sides))
 
-    def _take(self, arrivals: list[Arrival]) -> list[Message]:
+    def _take(self, arrivals: list[Packet]) -> list[Message]:
         """The epoch's messages among the arrivals; as many receives are posted again."""
         messages = []
         for arrival in arrivals:
@@ -244,10 +244,10 @@ class PackedMailbox(ABC):
         """Begin to send the buffer, and keep it until it has left."""
 
     @abstractmethod
-    def _arrived(self) -> list[Arrival]:
+    def _arrived(self) -> list[Packet]:
         """The receives that are done, oldest first, without waiting."""
 
-    def _next_arrivals(self) -> list[Arrival]:
+    def _next_arrivals(self) -> list[Packet]:
         """The same, but at least one: asleep until then. Here in naps, where a transport's own wait would spin."""
         arrivals = self._arrived()
         while not arrivals:
@@ -271,7 +271,7 @@ class SoloMailbox:
     def __init__(self, axis: str) -> None:
         self.axis = axis
 
-    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
+    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
         assert before == after == 0, f"axis {self.axis} has one rank: {before} and {after} messages from nobody"
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
@@ -298,11 +298,11 @@ class PlannedMailbox:
     def __init__(self, axis: str, ledger: Ledger) -> None:
         self.axis = axis
         self.ledger = ledger
-        self._forms = alike()
+        self._forms = both_sides()
         self._answers = False
         self._come: list[Message] = []
 
-    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
+    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
         self._forms, self._answers = forms, after > 0
         self._come = [self._message("before", index) for index in range(before)]
 

@@ -22,13 +22,13 @@ from torch import Tensor
 from meshwright.ranks.comm import Work
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.ledger import Ledger
-from meshwright.ranks.mailbox import AHEAD, HEADER_BYTES, Arrival, PackedMailbox, Side
+from meshwright.ranks.mailbox import AHEAD, HEADER_BYTES, PackedMailbox, Packet, Side
 
 JOIN_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Link:
+class Channel:
     """The way to a neighbour and back: a process group of the two for each direction, the neighbour's rank in both."""
 
     rank: int
@@ -47,7 +47,7 @@ class Link:
         return work
 
 
-def neighbours_of(links: Mapping[Side, Link]) -> dict[Side, int]:
+def neighbours_of(links: Mapping[Side, Channel]) -> dict[Side, int]:
     """Which rank of the world each link leads to."""
     return {side: link.rank for side, link in links.items()}
 
@@ -89,14 +89,14 @@ class GlooMailbox(PackedMailbox):
     def __init__(
         self,
         axis: str,
-        links: Mapping[Side, Link],
+        links: Mapping[Side, Channel],
         ledger: Ledger,
         recorder: FlightRecorder,
         ahead: int = AHEAD["cpu"],
     ) -> None:
         super().__init__(axis, neighbours_of(links), ledger, recorder, torch.device("cpu"), ahead)
         self.links = links
-        self._inbox: SimpleQueue[Arrival | None] = SimpleQueue()  # None: look at the failures
+        self._inbox: SimpleQueue[Packet | None] = SimpleQueue()  # None: look at the failures
         self._failures: list[tuple[Side, Exception]] = []
         self._receivers = {side: self._waiter(side, "receives", self._into_inbox(side)) for side in links}
         self._senders = {side: self._waiter(side, "sends", lambda buffer: None) for side in links}
@@ -109,7 +109,7 @@ class GlooMailbox(PackedMailbox):
         return Waiter(f"{self.axis} {what} {side}", done, failed)
 
     def _into_inbox(self, side: Side) -> Callable[[Tensor], None]:
-        return lambda buffer: self._inbox.put(Arrival.on_host(side, buffer))
+        return lambda buffer: self._inbox.put(Packet.on_host(side, buffer))
 
     def _post(self, side: Side, buffer: Tensor) -> None:
         self._receivers[side].add(self.links[side].receive(buffer), buffer)
@@ -117,16 +117,16 @@ class GlooMailbox(PackedMailbox):
     def _dispatch(self, to: Side, buffer: Tensor) -> None:
         self._senders[to].add(self.links[to].send(buffer), buffer)
 
-    def _arrived(self) -> list[Arrival]:
+    def _arrived(self) -> list[Packet]:
         arrivals = []
         while not self._inbox.empty():  # nobody else takes out of it
             arrivals.append(self._checked(self._inbox.get()))
         return arrivals
 
-    def _next_arrivals(self) -> list[Arrival]:
+    def _next_arrivals(self) -> list[Packet]:
         return [self._checked(self._inbox.get())]
 
-    def _checked(self, arrival: Arrival | None) -> Arrival:
+    def _checked(self, arrival: Packet | None) -> Packet:
         if arrival is None:
             self._raise_failure()
         assert arrival is not None
@@ -160,7 +160,7 @@ class NcclMailbox(PackedMailbox):
     """On GPU memory. Not tried yet: two GPUs were never at hand."""
 
     def __init__(
-        self, axis: str, links: Mapping[Side, Link], ledger: Ledger, recorder: FlightRecorder, device: torch.device
+        self, axis: str, links: Mapping[Side, Channel], ledger: Ledger, recorder: FlightRecorder, device: torch.device
     ) -> None:
         super().__init__(axis, neighbours_of(links), ledger, recorder, device, AHEAD["cuda"])
         self.links = links
@@ -199,13 +199,13 @@ class NcclMailbox(PackedMailbox):
             while sends and sends[0].event.query():
                 sends.popleft()
 
-    def _arrived(self) -> list[Arrival]:
+    def _arrived(self) -> list[Packet]:
         self._drop_sent()
         arrivals = []
         for side, receives in self._receives.items():
             while receives and receives[0].event.query():
                 done = receives.popleft()
-                arrivals.append(Arrival(side, done.header, done.buffer))
+                arrivals.append(Packet(side, done.header, done.buffer))
         return arrivals
 
     def _flush(self) -> None:

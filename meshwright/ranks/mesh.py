@@ -19,12 +19,12 @@ from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
-from meshwright.ranks.comm import Comm, LedgerComm, SoloComm, TorchComm, Watch, unwatched
+from meshwright.ranks.comm import Comm, LedgerComm, Observer, SoloComm, TorchComm, unobserved
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.grid import ENDS, Grid
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox, PlannedMailbox, Side, SoloMailbox
-from meshwright.ranks.mailbox_torch import GlooMailbox, Link, NcclMailbox
+from meshwright.ranks.mailbox_torch import Channel, GlooMailbox, NcclMailbox
 from meshwright.ranks.mpi import MpiComm, MpiMailbox
 from meshwright.ranks.watchdog import Watchdog
 
@@ -61,7 +61,7 @@ class SoloTransport:
 class LedgerTransport:
     """A planned job, of which only this rank is there: what it would send is written down."""
 
-    watch: Watch = unwatched
+    watch: Observer = unobserved
 
     def comm(self, grid: Grid, rank: int, axes: tuple[str, ...], ledger: Ledger) -> Comm:
         ranks = grid.group(rank, *axes)
@@ -112,18 +112,18 @@ class TorchTransport:
         dist.destroy_process_group()
 
 
-def _links(axis: str, ranks: tuple[int, ...], rank: int, timeout: timedelta) -> dict[Side, Link]:
+def _links(axis: str, ranks: tuple[int, ...], rank: int, timeout: timedelta) -> dict[Side, Channel]:
     """The ways to the neighbours of `rank`. The one before is met first: all along the axis can meet so."""
-    links: dict[Side, Link] = {}
+    links: dict[Side, Channel] = {}
     index = ranks.index(rank)
     if index > 0:
         pair = (ranks[index - 1], rank)
         incoming = _torch_group(f"{axis} forward", pair, rank, timeout)
-        links["before"] = Link(pair[0], 0, _torch_group(f"{axis} backward", pair, rank, timeout), incoming)
+        links["before"] = Channel(pair[0], 0, _torch_group(f"{axis} backward", pair, rank, timeout), incoming)
     if index < len(ranks) - 1:
         pair = (rank, ranks[index + 1])
         outgoing = _torch_group(f"{axis} forward", pair, rank, timeout)
-        links["after"] = Link(pair[1], 1, outgoing, _torch_group(f"{axis} backward", pair, rank, timeout))
+        links["after"] = Channel(pair[1], 1, outgoing, _torch_group(f"{axis} backward", pair, rank, timeout))
     return links
 
 
@@ -251,7 +251,7 @@ def solo_mesh(device: torch.device, names: tuple[str, ...] = ("data", "pipe")) -
 
 
 def planned_mesh(
-    grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", watch: Watch = unwatched
+    grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", watch: Observer = unobserved
 ) -> Mesh:
     """A rank's mesh of a job that does not run: tensors have shapes and no numbers, comms only write the ledger.
 
@@ -307,7 +307,7 @@ def _open_torch(
     environment: Environment, device: torch.device, point: Rendezvous, recorder: FlightRecorder, timeout: Timeout
 ) -> TorchTransport:
     patience = timedelta(seconds=timeout.wait + TORCH_MARGIN_SECONDS)
-    store = comm_store.meet(environment, point, timeout.join)
+    store = comm_store.join_job(environment, point, timeout.join)
     with recorder.waiting(Call("world", CONNECT, 0, tuple(range(environment.world_size)))):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -26,7 +26,7 @@ from torch import Tensor
 from meshwright.ranks.comm import NAP_SECONDS, Later, RecordedComm, Work, size_bytes
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.ledger import Ledger
-from meshwright.ranks.mailbox import AHEAD, FURTHER, Arrival, PackedMailbox, Side
+from meshwright.ranks.mailbox import AHEAD, FURTHER, PackedMailbox, Packet, Side
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -166,12 +166,12 @@ class MpiMailbox(PackedMailbox):
             while sends and sends[0][0].Test():
                 sends.popleft()
 
-    def _arrived(self) -> list[Arrival]:
+    def _arrived(self) -> list[Packet]:
         self._drop_sent()
         arrivals = []
         for side, receives in self._receives.items():
             while receives and receives[0][0].Test():
-                arrivals.append(Arrival.on_host(side, receives.popleft()[1]))
+                arrivals.append(Packet.on_host(side, receives.popleft()[1]))
         return arrivals
 
     def _flush(self) -> None:

@@ -33,7 +33,7 @@ from meshwright.ranks.hang import Record, State, absent, explain_hang, read_reco
 EXIT_CODE = 124
 """What a rank that gave up leaves with; the command `timeout` does the same."""
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 RECORD_SECONDS = 1.0
 """Between two records of a rank that lives."""
 
@@ -43,7 +43,7 @@ MOST_FRAMES = 12
 MEETING_SECONDS = 0.02
 """Between two looks at who has come to the start."""
 
-PATIENCE_SECONDS = 2.0
+EVIDENCE_SECONDS = 2.0
 """How long a rank that gave up waits for the records of the others: some looks."""
 
 
@@ -84,7 +84,7 @@ class Watchdog:
         self._leave_record(self._record("ended"))
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._over.wait(POLL_SECONDS):
             self.look()
 
     def look(self) -> None:
@@ -123,9 +123,9 @@ class Watchdog:
         if marks and self._folder is not None:
             with suppress(OSError):
                 self._marker(self._folder).touch()
-        deadline = self.recorder.clock() + PATIENCE_SECONDS
+        deadline = self.recorder.clock() + EVIDENCE_SECONDS
         while self.recorder.clock() < deadline and any(record.state == "running" for record in self._records()):
-            time.sleep(LOOK_SECONDS / 5)
+            time.sleep(POLL_SECONDS / 5)
         records = self._records()
         first = min(record.rank for record in records if record.state == "hung")
         if not self.environment.launched and first == self.environment.rank:

@@ -33,7 +33,7 @@ Layout = tuple[Box, ...]
 
 
 @dataclass(frozen=True)
-class Message:
+class Transfer:
     """`box` of the whole tensor goes from one rank of the axis to another, or stays where it is."""
 
     sender: int
@@ -41,10 +41,10 @@ class Message:
     box: Box
 
 
-def plan(source: Layout, target: Layout) -> tuple[Message, ...]:
+def plan(source: Layout, target: Layout) -> tuple[Transfer, ...]:
     """Who sends what to whom, by receiver, then by sender."""
     return tuple(
-        Message(sender, receiver, box)
+        Transfer(sender, receiver, box)
         for receiver, wanted in enumerate(target)
         for sender, held in enumerate(source)
         if (box := held.intersection(wanted)) is not None

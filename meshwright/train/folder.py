@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.manifest import TOKENIZER_FILE
 from meshwright.checkpoint.reader import Checkpoint, newest_step, newest_whole, steps_in
-from meshwright.checkpoint.writer import TOKENIZER
 from meshwright.config import Config, dump_config
 from meshwright.errors import CheckpointError, ConfigError, DamagedError, Problem
 
@@ -153,7 +153,7 @@ def _newest(out: Path, step: int | None) -> tuple[str, Checkpoint | None]:
         return run, None
     try:
         checkpoint = Checkpoint(path)
-        checkpoint.file(TOKENIZER)
+        checkpoint.file(TOKENIZER_FILE)
         if path.name != f"step-{checkpoint.manifest.progress.step}":
             raise DamagedError(f"{path} holds the checkpoint of step {checkpoint.manifest.progress.step}: name it so")
     except DamagedError as error:

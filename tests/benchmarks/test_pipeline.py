@@ -14,7 +14,7 @@ from benchmarks.pipeline import Measured, planned, scaled, summed_up
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Kind, Task
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import Form, Message, SoloMailbox, alike
+from meshwright.ranks.mailbox import Message, SoloMailbox, TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
 
@@ -88,7 +88,7 @@ def test_an_epoch_does_not_begin_while_messages_are_held() -> None:
     mailbox = HeldMailbox(Scripted([due(0, time.time() + 10)]))
     mailbox.poll()
     with pytest.raises(AssertionError, match="1 messages that nobody took"):
-        mailbox.open(0, alike(Form((1,), torch.float64)), 0, 0)
+        mailbox.open(0, both_sides(TensorMeta((1,), torch.float64)), 0, 0)
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)

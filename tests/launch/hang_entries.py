@@ -13,11 +13,11 @@ from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, rendezvous
 from meshwright.launch import StopRequest
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import Form, alike
+from meshwright.ranks.mailbox import TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh, open_mesh
 
 TIMEOUT = Timeout(join=30, wait=3)
-FORM = Form((4, 4), torch.float32)
+FORM = TensorMeta((4, 4), torch.float32)
 
 
 def reduced(mesh: Mesh) -> None:
@@ -56,7 +56,7 @@ def skip(mesh: Mesh) -> None:
 def say_nothing(mesh: Mesh) -> None:
     """Stage 0 of a pipeline never sends."""
     mailbox = mesh.mailbox("data")
-    mailbox.open(0, alike(FORM), before=int(mesh.rank == 1), after=0)
+    mailbox.open(0, both_sides(FORM), before=int(mesh.rank == 1), after=0)
     if mesh.rank == 0:
         mesh.recorder.task = "F3"
         time.sleep(600)

@@ -18,7 +18,7 @@ from meshwright.families import family_of
 from meshwright.models.resnext import BlockShape, ResNeXtModel, block_shapes
 from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import Form
+from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
 from meshwright.stages import _measured, counted, plan_stages
 from meshwright.tensor.serial import SerialKit
@@ -297,7 +297,7 @@ def planned() -> tuple[Config, Mesh, Any]:
 
 def test_each_cut_has_its_own_forms_and_each_block_its_own_cost() -> None:
     config, mesh, make = planned()
-    first, second = (Form(shape, torch.float64) for shape in ((4, 36, 32), (4, 9, 64)))
+    first, second = (TensorMeta(shape, torch.float64) for shape in ((4, 36, 32), (4, 9, 64)))
     stages = plan_stages(config, mesh, make)
     assert [stages.forms(stage) for stage in range(3)] == [
         {"before": (), "after": (first,)},

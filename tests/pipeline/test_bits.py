@@ -16,7 +16,7 @@ from meshwright.build import build
 from meshwright.config import Config, parse_config
 from meshwright.model import counts_of, scales_of
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import Forms, Mailbox, Message, Side
+from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import global_batch
 from tests.pipeline.test_equality import WHOLE, pipelined
@@ -50,7 +50,7 @@ class Delaying:
         self.chance = random.Random(seed)
         self.held: list[Message] = []
 
-    def open(self, epoch: int, forms: Forms, before: int, after: int) -> None:
+    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
         assert not self.held, f"left over: {self.held}"
         self.inner.open(epoch, forms, before, after)
 

@@ -32,7 +32,7 @@ def free_port() -> int:
 def come(rank: int, world: int, point: Rendezvous, seconds: float, answers: Any) -> None:
     environment = Environment(rank, world, rank, world, 0, "torchrun")
     try:
-        store = comm_store.meet(environment, point, seconds)
+        store = comm_store.join_job(environment, point, seconds)
         answers.put((rank, "met"))
         store.set(f"left-{rank}", "")
         store.wait([f"left-{other}" for other in range(world)])  # rank 0 holds the store for the others
@@ -115,7 +115,7 @@ def test_a_port_that_is_taken() -> None:
 def test_a_host_that_does_not_exist() -> None:
     point = Rendezvous("no-such-host.invalid", 29500, hosted=False)
     with pytest.raises(LaunchError, match=r"MASTER_ADDR=no-such-host.invalid is not a host that .* knows"):
-        comm_store.meet(Environment(1, 2, 1, 2, 0, "torchrun"), point, 1)
+        comm_store.join_job(Environment(1, 2, 1, 2, 0, "torchrun"), point, 1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

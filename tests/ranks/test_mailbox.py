@@ -20,14 +20,14 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import (
     HEADER_BYTES,
-    Arrival,
-    Form,
     PackedMailbox,
+    Packet,
     Packing,
     PlannedMailbox,
     Side,
     SoloMailbox,
-    alike,
+    TensorMeta,
+    both_sides,
 )
 from meshwright.ranks.mailbox_torch import GlooMailbox
 from meshwright.ranks.mesh import open_mesh, planned_mesh, solo_mesh
@@ -36,7 +36,7 @@ from tests.mailbox_cases import FAST, FORMS, Answer, take, values
 from tests.workers import run_ranks
 
 PAIR = Grid((("pipe", 2),))
-FORM = Form((3,), torch.float32)
+FORM = TensorMeta((3,), torch.float32)
 HOST = torch.device("cpu")
 
 
@@ -80,7 +80,7 @@ def test_large_messages_pass_each_other(answers: Callable[[str], list[Answer]]) 
     for rank, (facts, results) in enumerate(answers("both_ways")):
         assert facts["order"] == [0, 1, 2]
         for index in range(3):
-            wanted = values(10 * (1 - rank) + index, Form((1 << 20,), torch.float64))
+            wanted = values(10 * (1 - rank) + index, TensorMeta((1 << 20,), torch.float64))
             assert torch.equal(results[str(index)], wanted), f"message {index} at rank {rank}"
 
 
@@ -88,7 +88,7 @@ def test_no_message_survives_its_epoch(answers: Callable[[str], list[Answer]]) -
     seen, results = answers("epochs")[1]
     assert seen == [[4, 0], [4, 1], [5, 0], [5, 1], [5, 2]]
     for epoch, index in seen:
-        form = Form((9,), torch.float32) if epoch == 4 else Form((4, 4), torch.bfloat16)
+        form = TensorMeta((9,), torch.float32) if epoch == 4 else TensorMeta((4, 4), torch.bfloat16)
         assert torch.equal(results[f"{epoch}/{index}"], values(10 * epoch + index, form))
 
 
@@ -104,7 +104,7 @@ def check_relay(grid: Grid, answers: list[Answer]) -> None:
         assert len(results) == (2 * count if stage == 0 else 0)
         for name, x in results.items():
             epoch, index = map(int, name.split("/"))
-            there = values(index, Form((2, 3), torch.float64)) + 100 * epoch + sum(row)
+            there = values(index, TensorMeta((2, 3), torch.float64)) + 100 * epoch + sum(row)
             assert torch.equal(x, there * 2 ** (size - 2)), f"{name} at rank {rank}"
 
 
@@ -132,7 +132,7 @@ def _leave(rank: int, port: int, answer: Connection) -> None:
     environment = Environment(rank, 2, rank, 2, 0, "torchrun")
     with open_mesh(PAIR, environment, "torch", HOST, Rendezvous("127.0.0.1", port, hosted=False), ()) as mesh:
         mailbox = mesh.mailbox("pipe")
-        mailbox.open(0, alike(FORM), 0, 2 * (rank == 0))
+        mailbox.open(0, both_sides(FORM), 0, 2 * (rank == 0))
         if rank == 1:
             mailbox.send("before", 0, [values(0, FORM)])
             mailbox.flush()
@@ -164,11 +164,11 @@ def test_a_dead_neighbour_is_told() -> None:
 
 
 @pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
-def test_packing(forms: tuple[Form, ...]) -> None:
+def test_packing(forms: tuple[TensorMeta, ...]) -> None:
     packing, sent = Packing(forms), [values(3, form) for form in forms]
     buffer = torch.full((packing.size_bytes,), 255, dtype=torch.uint8)
     packing.pack(buffer, 7, 2**40, sent)
-    assert Arrival.on_host("before", buffer).header.tolist() == [7, 2**40]
+    assert Packet.on_host("before", buffer).header.tolist() == [7, 2**40]
     for x, wanted in zip(packing.unpack(buffer), sent, strict=True):
         assert torch.equal(x, wanted)
         assert x.data_ptr() % 16 == 0
@@ -176,7 +176,7 @@ def test_packing(forms: tuple[Form, ...]) -> None:
 
 
 def test_tensors_with_gaps_and_gradients_are_sent_as_numbers() -> None:
-    packing = Packing((Form((3, 2), torch.float64),))
+    packing = Packing((TensorMeta((3, 2), torch.float64),))
     x = torch.arange(6.0, dtype=torch.float64, requires_grad=True)
     buffer = torch.empty(packing.size_bytes, dtype=torch.uint8)
     packing.pack(buffer, 0, 0, [x.view(2, 3).t()])
@@ -191,7 +191,7 @@ class Slow(PackedMailbox):
     def __init__(self, ahead: int) -> None:
         super().__init__("pipe", {"before": 0, "after": 2}, Ledger(), FlightRecorder(), HOST, ahead)
         self.waiting: list[tuple[Side, Tensor]] = []
-        self.come: list[Arrival] = []
+        self.come: list[Packet] = []
 
     def _post(self, side: Side, buffer: Tensor) -> None:
         self.waiting.append((side, buffer))
@@ -199,14 +199,14 @@ class Slow(PackedMailbox):
     def let_in(self, epoch: int, index: int) -> None:
         side, buffer = self.waiting.pop(0)
         self._packings[side].pack(buffer, epoch, index, [values(index, FORM)])
-        self.come.append(Arrival.on_host(side, buffer))
+        self.come.append(Packet.on_host(side, buffer))
 
-    def _arrived(self) -> list[Arrival]:
+    def _arrived(self) -> list[Packet]:
         come, self.come = self.come, []
         return come
 
     def _dispatch(self, to: Side, buffer: Tensor) -> None: ...
-    def _next_arrivals(self) -> list[Arrival]:
+    def _next_arrivals(self) -> list[Packet]:
         raise AssertionError("nothing comes")
 
     def _flush(self) -> None: ...
@@ -215,7 +215,7 @@ class Slow(PackedMailbox):
 
 def test_receives_are_posted_ahead_and_never_too_many() -> None:
     mailbox = Slow(ahead=4)
-    mailbox.open(1, alike(FORM), 6, 0)
+    mailbox.open(1, both_sides(FORM), 6, 0)
     posted = []
     for index in range(6):
         posted.append(len(mailbox.waiting))
@@ -223,12 +223,12 @@ def test_receives_are_posted_ahead_and_never_too_many() -> None:
         assert [message.index for message in mailbox.poll()] == [index]
     assert posted == [4, 4, 4, 3, 2, 1]
     assert not mailbox.waiting
-    mailbox.open(2, alike(FORM), 2, 3)
+    mailbox.open(2, both_sides(FORM), 2, 3)
     assert [side for side, _ in mailbox.waiting] == ["before"] * 2 + ["after"] * 3
 
 
 def test_each_side_has_its_own_forms() -> None:
-    mailbox, other = Slow(ahead=2), Form((100,), torch.float32)
+    mailbox, other = Slow(ahead=2), TensorMeta((100,), torch.float32)
     mailbox.open(1, {"before": (FORM,), "after": (other, FORM)}, 1, 1)
     sizes = {side: buffer.numel() for side, buffer in mailbox.waiting}
     assert sizes == {"before": Packing((FORM,)).size_bytes, "after": Packing((other, FORM)).size_bytes}
@@ -242,8 +242,8 @@ def test_each_side_has_its_own_forms() -> None:
 
 def test_a_dropped_message_has_its_receive_posted_again() -> None:
     mailbox = Slow(ahead=1)
-    mailbox.open(1, alike(FORM), 1, 0)
-    mailbox.open(2, alike(FORM), 1, 0)
+    mailbox.open(1, both_sides(FORM), 1, 0)
+    mailbox.open(2, both_sides(FORM), 1, 0)
     assert len(mailbox.waiting) == 1
     mailbox.let_in(1, 0)
     assert mailbox.poll() == []
@@ -254,36 +254,36 @@ def test_a_dropped_message_has_its_receive_posted_again() -> None:
 
 def test_our_own_mistakes() -> None:
     mailbox = Slow(ahead=2)
-    mailbox.open(4, alike(FORM), 1, 0)
+    mailbox.open(4, both_sides(FORM), 1, 0)
     with pytest.raises(AssertionError, match="epoch 4 after 4"):
-        mailbox.open(4, alike(FORM), 1, 0)
+        mailbox.open(4, both_sides(FORM), 1, 0)
     with pytest.raises(AssertionError, match="other forms"):
-        mailbox.open(5, alike(Form((100,), torch.float32)), 1, 0)
+        mailbox.open(5, both_sides(TensorMeta((100,), torch.float32)), 1, 0)
     with pytest.raises(AssertionError, match=r"sent .*float64"):
         mailbox.send("after", 0, [torch.zeros(3, dtype=torch.float64)])
     mailbox.let_in(6, 0)
     with pytest.raises(AssertionError, match="before is in epoch 6, we in 4"):
         mailbox.poll()
     alone = GlooMailbox("pipe", {}, Ledger(), FlightRecorder())
-    alone.open(0, alike(FORM), 0, 0)
+    alone.open(0, both_sides(FORM), 0, 0)
     with pytest.raises(AssertionError, match="no message to wait for"):
         alone.wait()
     with pytest.raises(AssertionError, match="no neighbour after"):
         alone.send("after", 0, [values(0, FORM)])
     with pytest.raises(AssertionError, match="no neighbour before, 2 messages"):
-        alone.open(1, alike(FORM), 2, 0)
+        alone.open(1, both_sides(FORM), 2, 0)
 
 
 def test_an_axis_of_one_rank() -> None:
     mailbox = solo_mesh(HOST, ("data", "pipe")).mailbox("pipe")
     assert vars(mailbox) == vars(SoloMailbox("pipe"))
-    mailbox.open(0, alike(FORM), 0, 0)
+    mailbox.open(0, both_sides(FORM), 0, 0)
     assert mailbox.poll() == []
     mailbox.flush()
     with pytest.raises(AssertionError, match="nobody is after"):
         mailbox.send("after", 0, [])
     with pytest.raises(AssertionError, match="3 and 0 messages from nobody"):
-        mailbox.open(1, alike(FORM), 3, 0)
+        mailbox.open(1, both_sides(FORM), 3, 0)
 
 
 def test_a_plan_has_messages_at_once_and_an_answer_to_each() -> None:
@@ -291,7 +291,7 @@ def test_a_plan_has_messages_at_once_and_an_answer_to_each() -> None:
     mailbox: Any = mesh.mailbox("pipe")
     assert mesh.mailbox("pipe") is mailbox
     assert type(mailbox) is PlannedMailbox
-    mailbox.open(0, alike(Form((2, 5), torch.bfloat16)), 2, 1)
+    mailbox.open(0, both_sides(TensorMeta((2, 5), torch.bfloat16)), 2, 1)
     messages = take(mailbox, 2)
     assert [(message.side, message.index) for message in messages] == [("before", 0), ("before", 1)]
     assert all(message.tensors[0].is_meta and message.tensors[0].shape == (2, 5) for message in messages)

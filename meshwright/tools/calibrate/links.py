@@ -24,7 +24,7 @@ import torch
 from meshwright.launch import StopRequest
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import PIPE
-from meshwright.ranks.mailbox import Form, Mailbox, Side, alike
+from meshwright.ranks.mailbox import Mailbox, Side, TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.calibrate.timing import Effort, Points, finish, undisturbed
 
@@ -37,7 +37,7 @@ MEETING_BYTES = 2**20
 TURNS_ROUNDS = 10
 """Points' time that is spent on how ranks take turns: how cores are dealt out changes from call to call."""
 
-Call = Callable[[int], object]
+TimedCall = Callable[[int], object]
 """The i-th call of a row of calls."""
 
 
@@ -50,7 +50,7 @@ class Conversation:
     point_seconds: float
     stop: StopRequest
 
-    def seconds(self, call: Call) -> float:
+    def seconds(self, call: TimedCall) -> float:
         """Seconds of a call in an undisturbed round, as this rank sees them."""
         self._round(call, 2)  # connections, buffers
         calls = self.agreed(self._round(call, 2))
@@ -65,7 +65,7 @@ class Conversation:
             sys.exit()
         return int(calls.item())
 
-    def _round(self, call: Call, calls: int) -> float:
+    def _round(self, call: TimedCall, calls: int) -> float:
         self.comm.barrier()
         finish(self.device)
         start = time.perf_counter()
@@ -141,14 +141,14 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
     return max(1.0, (conversation.seconds(work_and_meet) - meeting) / (products * own))
 
 
-def _verbs(comm: Comm, device: torch.device, wanted_bytes: int) -> Iterator[tuple[str, int, Call]]:
+def _verbs(comm: Comm, device: torch.device, wanted_bytes: int) -> Iterator[tuple[str, int, TimedCall]]:
     """(verb, bytes of its payload, a call) of all verbs; payloads are whole parts for every rank."""
     size, index = comm.size, comm.index
     whole = torch.zeros(size, max(1, wanted_bytes // ELEMENT_BYTES // size), device=device)
     payload = whole.numel() * ELEMENT_BYTES
     mine, other, apart = whole[index], torch.zeros_like(whole), torch.zeros_like(whole[0])
     after, before = (index + 1) % size, (index - 1) % size
-    calls: dict[str, Call] = {
+    calls: dict[str, TimedCall] = {
         "all_reduce": lambda _: comm.all_reduce(whole),
         "reduce_scatter": lambda _: comm.reduce_scatter(mine, whole),
         "all_gather": lambda _: comm.all_gather(whole, mine),
@@ -182,7 +182,7 @@ class Exchange:
         x = torch.zeros(payload, dtype=torch.uint8, device=conversation.device)
         expected = calls if self.paired else 0
         counts = {"before": 0, "after": 0} | {self.side: expected}
-        self.mailbox.open(self.epoch, alike(Form(tuple(x.shape), x.dtype)), **counts)
+        self.mailbox.open(self.epoch, both_sides(TensorMeta(tuple(x.shape), x.dtype)), **counts)
         self.epoch += 1
         conversation.comm.barrier()
         start = time.perf_counter()

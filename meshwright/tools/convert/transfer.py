@@ -28,7 +28,7 @@ from torch import Tensor
 
 from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint
-from meshwright.checkpoint.manifest import Entry, Manifest, Origin, Progress, stored_file
+from meshwright.checkpoint.manifest import TOKENIZER_FILE, Manifest, Origin, Progress, StoredPart, stored_file
 from meshwright.config import Config
 from meshwright.config.schema import Data, Model, Precision
 from meshwright.data.files import folder_lock, staged_folder
@@ -78,7 +78,6 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 FILE = "rank-0.safetensors"
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -104,9 +103,9 @@ def import_folder(source: Path, out: Path, report: ShowProgress = silent) -> Imp
     model = family.read(settings, held.names)
     pairs = _pairs(settings, family, model, len(held.names))
     _check_names(held, family, pairs, family.copies(model))
-    has_tokenizer = family.reads_text and (source / TOKENIZER).is_file()
+    has_tokenizer = family.reads_text and (source / TOKENIZER_FILE).is_file()
     if has_tokenizer:
-        load_tokenizer(source / TOKENIZER)
+        load_tokenizer(source / TOKENIZER_FILE)
     with new_folder(out) as folder:
         tensors = {}
         for index, pair in enumerate(pairs):
@@ -114,7 +113,7 @@ def import_folder(source: Path, out: Path, report: ShowProgress = silent) -> Imp
             tensors[pair.name] = _ours(held, pair)
         report("writing", None)
         if has_tokenizer:
-            (folder / TOKENIZER).write_bytes((source / TOKENIZER).read_bytes())
+            (folder / TOKENIZER_FILE).write_bytes((source / TOKENIZER_FILE).read_bytes())
         _write(folder, tensors, _config(model, family, tensors))
     parameters = sum(tensor.numel() for tensor in tensors.values())
     return Imported(out, model, parameters, family.reads_text, has_tokenizer)
@@ -181,9 +180,9 @@ def _config(model: Model, family: Family, tensors: dict[str, Tensor]) -> Config:
 def _write(folder: Path, tensors: dict[str, Tensor], config: Config) -> None:
     path = folder / FILE
     save_file({f"weight/{name}": tensor for name, tensor in tensors.items()}, path)
-    beside = [folder / TOKENIZER] if (folder / TOKENIZER).is_file() else []
+    beside = [folder / TOKENIZER_FILE] if (folder / TOKENIZER_FILE).is_file() else []
     entries = tuple(
-        Entry(
+        StoredPart(
             name,
             "weight",
             tuple(tensor.shape),
@@ -214,7 +213,7 @@ def export_folder(path: Path, out: Path, report: ShowProgress = silent) -> Path:
     for index, pair in enumerate(pairs):
         report("reading weights", index / len(pairs))
         tensors |= _theirs(checkpoint, pair)
-    held = checkpoint.file(TOKENIZER)
+    held = checkpoint.file(TOKENIZER_FILE)
     tokenizer = None if held is None else held.read_text(encoding="utf-8")
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     texts = family.files(model, tokenizer, dtype)

@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
+from meshwright.checkpoint.manifest import TOKENIZER_FILE
 from meshwright.config import Config
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError
@@ -21,8 +22,6 @@ from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.kit import WholeHead
 from meshwright.tensor.serial import SerialKit
-
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -99,9 +98,9 @@ def device_of(name: str) -> torch.device:
 
 
 def _tokenizer(checkpoint: Checkpoint, vocabulary: int) -> Tokenizer:
-    path = checkpoint.file(TOKENIZER)
+    path = checkpoint.file(TOKENIZER_FILE)
     if path is None:
-        raise CheckpointError(f"{checkpoint.folder} has no {TOKENIZER}: copy its model's tokenizer there")
+        raise CheckpointError(f"{checkpoint.folder} has no {TOKENIZER_FILE}: copy its model's tokenizer there")
     tokenizer = load_tokenizer(path)
     if tokenizer.vocabulary_size > vocabulary:
         size = tokenizer.vocabulary_size

@@ -29,7 +29,7 @@ from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid
-from meshwright.ranks.mailbox import Form
+from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import planned_mesh, solo_mesh
 from meshwright.stages import empty_batch, links, parameters_of
 from meshwright.tensor.serial import SerialKit
@@ -37,7 +37,7 @@ from meshwright.tools.plan.cluster import Device
 from meshwright.tools.plan.program import Program
 from meshwright.tools.plan.recorder import AsOnDevice, Recorder
 
-Forms = tuple[Form, ...]
+Forms = tuple[TensorMeta, ...]
 
 DISTINCT = 3
 """Places in a step that a microbatch can have: first, between, last."""
@@ -215,7 +215,7 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
         with on_device, _seeing(saved), recorder.program(mesh.ledger) as made:
             outgoing = stage.forward(index, given, batch, scales)
         programs[Kind.FORWARD].append(replace(made(), leads=leads))
-        forms = () if stretch.last else tuple(Form(tuple(x.shape), x.dtype) for x in outgoing)
+        forms = () if stretch.last else tuple(TensorMeta(tuple(x.shape), x.dtype) for x in outgoing)
         recomputes = model.run_group is recomputed and len(stretch.layers) > 0
         holds_input = recomputes or any(x.untyped_storage()._cdata in saved for x in given)
         held = recorder.live_bytes
