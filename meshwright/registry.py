@@ -6,6 +6,7 @@
 | tensor     | layout.tensor.kind     | a subclass of tensor/section.py's TensorSection                   |
 | schedules  | layout.pipeline.schedule | a Rule of pipeline/schedule.py                                  |
 | syncs      | layout.data.sync       | a Sync of data_parallel/section.py                                |
+| optimizers | optimizer.name         | an Update of optim/section.py                                     |
 
 An entry is written `module:attribute`, ours here, those of another package as entry points of the group
 `meshwright.GROUP` in its metadata. Entries import no torch: each names what it needs of it inside of its functions.
@@ -51,6 +52,11 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "zero1": "meshwright.data_parallel.section:ZERO1",
         "fsdp": "meshwright.data_parallel.section:FSDP",
     },
+    "optimizers": {
+        "adamw": "meshwright.optim.section:ADAMW",
+        "sgd": "meshwright.optim.section:SGD",
+        "momentum": "meshwright.optim.section:MOMENTUM",
+    },
 }
 
 BASES: Mapping[str, str] = {
@@ -58,6 +64,7 @@ BASES: Mapping[str, str] = {
     "tensor": "meshwright.tensor.section:TensorSection",
     "schedules": "meshwright.pipeline.schedule:Rule",
     "syncs": "meshwright.data_parallel.section:Sync",
+    "optimizers": "meshwright.optim.section:Update",
 }
 """What an entry of a group is, or is a subclass of."""
 

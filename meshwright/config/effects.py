@@ -18,6 +18,7 @@ from meshwright.config.data_rules import objective_of
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
 from meshwright.models.section import EncoderDecoder, ImageNetwork
+from meshwright.optim.section import OWN_FIELDS
 from meshwright.registry import entries
 from meshwright.section import Section, shown
 
@@ -59,6 +60,18 @@ def _learner(config: Config) -> str:
     """Who has no use for pairs."""
     spans = isinstance(config.model, EncoderDecoder)
     return "on data.objective=spans" if spans else f"on a {config.model.family}"
+
+
+def _of_optimizers(field: str) -> Effect:
+    """The effect of a field that only some optimizers read."""
+    readers = [name for name, update in entries("optimizers").items() if field in update.fields]
+    return Effect(
+        (f"optimizer.{field}",),
+        ("optimizer.name",),
+        lambda config: field in config.optimizer.update.fields,
+        lambda config: f"with optimizer.name={config.optimizer.name}",
+        f"optimizer.name={', '.join(readers)}",
+    )
 
 
 TENSOR = "layout.tensor"
@@ -152,20 +165,7 @@ EFFECTS = (
         lambda config: "with memory.offload.to=none",
         "memory.offload.to=host, disk",
     ),
-    Effect(
-        ("optimizer.betas", "optimizer.epsilon"),
-        ("optimizer.name",),
-        lambda config: config.optimizer.name == "adamw",
-        lambda config: f"with optimizer.name={config.optimizer.name}",
-        "optimizer.name=adamw",
-    ),
-    Effect(
-        ("optimizer.momentum",),
-        ("optimizer.name",),
-        lambda config: config.optimizer.name == "momentum",
-        lambda config: f"with optimizer.name={config.optimizer.name}",
-        "optimizer.name=momentum",
-    ),
+    *map(_of_optimizers, OWN_FIELDS),
     Effect(
         ("optimizer.schedule.floor",),
         ("optimizer.schedule.decay",),

@@ -6,7 +6,7 @@ No torch here: a bad config must fail in the time that reading it takes.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
@@ -16,8 +16,12 @@ from meshwright.registry import entries
 from meshwright.section import Count, Positive, Seconds, Section, Share, Size, divisors, union_of
 
 if TYPE_CHECKING:
+    from meshwright.optim.section import Update
+
     Model = Network
+    OptimizerName: TypeAlias = str
 else:
+    OptimizerName = Literal[tuple(entries("optimizers"))]
     Model = union_of(entries("models"), "family", default="gpt2")
 
 
@@ -115,9 +119,9 @@ class Schedule(Section):
 
 
 class Optimizer(Section):
-    """torch's AdamW or SGD. Weight decay acts on matrices only; `clip` bounds the global gradient norm."""
+    """Which update, and with what. Weight decay acts on matrices only; `clip` bounds the global gradient norm."""
 
-    name: Literal["adamw", "sgd", "momentum"] = "adamw"
+    name: OptimizerName = "adamw"
     lr: Annotated[float, Field(gt=0, le=1000)] = 3e-4
     betas: tuple[Share, Share] = (0.9, 0.95)
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
@@ -125,6 +129,12 @@ class Optimizer(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     schedule: Schedule = Schedule()
+
+    @property
+    def update(self) -> Update:
+        """What the registry has under `name`."""
+        update: Update = entries("optimizers")[self.name]
+        return update
 
 
 class Checkpoint(Section):

@@ -6,7 +6,7 @@ parameters 4 · phi bytes, and 16 · bucket for the staging. A step, with pieces
     lane      fetch 0 | fetch 1 |        write back 0, fetch 2 |        write back 1, fetch 3 | ...
     device              widen, divide, step, round 0             widen, divide, step, round 1   ...
 
-The bits are those of the states in place: torch's same fused step on the same numbers, in pieces that end where the
+The bits are those of the states in place: the same step on the same numbers, in pieces that end where the
 kernel's vectors end. Slots that are float32 on the device (norm layers') are stepped there; their moments travel.
 On a CPU a thread walks, so that a slot is stepped while the next one's sum is waited for; a GPU does so by itself.
 """
@@ -21,17 +21,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
 from meshwright.config import Config
 from meshwright.memory.staging import GRADIENT, Lane, Staging, StreamLane, ThreadLane, Tier
 from meshwright.memory.store import ELEMENT_BYTES, PAGE_ELEMENTS, DiskStore, HostStore, Store
 from meshwright.parameters.bucket import Slot
 from meshwright.ranks.comm import Work
+from meshwright.registry import load
 
 WEIGHT = "weight"
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,8 @@ class Offloaded:
 
     def __init__(self, config: Config, slots: Sequence[Slot], store: Store, lane: Lane, tier: Tier) -> None:
         self.settings = config.optimizer
+        self._kinds = self.settings.update.states
+        self._update = load(self.settings.update.step)
         self.slots = slots
         self.store = store
         self.lane = lane
@@ -67,8 +67,7 @@ class Offloaded:
         self._layout, _ = _layout(config, slots)
         half_bucket = config.memory.offload.bucket // 2
         longest = max((slot.parameter.numel() for slot in slots), default=0)
-        self._staging = Staging((WEIGHT, *MOMENTS[self.settings.name]), min(half_bucket, longest), tier)
-        self._count = tier.empty(1)
+        self._staging = Staging((WEIGHT, *self._kinds), min(half_bucket, longest), tier)
         self._pieces = list(_pieces(slots, self._staging.length))
         walk = [(index, piece) for index, pieces in enumerate(self._pieces) for piece in pieces]
         self._following = {before.number: after for (_, before), after in pairwise(walk)}
@@ -86,8 +85,7 @@ class Offloaded:
         """On a CPU the store is in the device's memory; its zeros are pages that nobody has touched yet."""
         if self.device.type != "cpu" or not self.store.in_memory or self._has_moments:
             return 0
-        kinds = len(MOMENTS[self.settings.name])
-        return sum(slot.parameter.numel() for slot in self.slots) * kinds * ELEMENT_BYTES
+        return sum(slot.parameter.numel() for slot in self.slots) * len(self._kinds) * ELEMENT_BYTES
 
     def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
         self._has_moments = True
@@ -169,28 +167,13 @@ class Offloaded:
             gradient.copy_(narrow)
         if numbers.divisor != 1.0:
             gradient.div_(numbers.divisor)
-        moments = [self._staging.room(piece.number, kind, length) for kind in MOMENTS[self.settings.name]]
-        self._apply(weight, gradient, moments, self.settings.weight_decay if slot.matrix else 0.0, numbers)
+        moments = [[self._staging.room(piece.number, kind, length)] for kind in self._kinds]
+        weight_decay = self.settings.weight_decay if slot.matrix else 0.0
+        self._update(
+            self.settings, [weight], [gradient], moments, numbers.rate, weight_decay, numbers.steps_taken
+        )  # fmt: skip
         if staged:
             half.copy_(weight)
-
-    def _apply(
-        self, weight: Tensor, gradient: Tensor, moments: list[Tensor], weight_decay: float, numbers: Numbers
-    ) -> None:
-        settings = self.settings
-        if settings.name == "adamw":
-            beta1, beta2 = settings.betas
-            first, second = moments
-            self._count.fill_(float(numbers.steps_taken))  # torch adds this step
-            adamw(
-                [weight], [gradient], [first], [second], [], [self._count], fused=True, amsgrad=False, maximize=False,
-                beta1=beta1, beta2=beta2, lr=numbers.rate, weight_decay=weight_decay, eps=settings.epsilon,
-            )  # fmt: skip
-        else:
-            sgd(
-                [weight], [gradient], [*moments] or [None], fused=True, nesterov=False, maximize=False, dampening=0.0,
-                momentum=settings.momentum if moments else 0.0, lr=numbers.rate, weight_decay=weight_decay,
-            )  # fmt: skip
 
     def _stored(self, index: int, kind: str) -> Tensor:
         """One kind of a slot's state, [n], where it is kept."""
@@ -233,7 +216,7 @@ def _layout(config: Config, slots: Sequence[Slot]) -> tuple[list[dict[str, int]]
     for slot in slots:
         own: dict[str, int] = {}
         master = (WEIGHT,) if slot.parameter.element_size() < 4 else ()
-        for kind in (*master, *MOMENTS[config.optimizer.name]):
+        for kind in (*master, *config.optimizer.update.states):
             own[kind] = end
             end += -(-slot.parameter.numel() // PAGE_ELEMENTS) * PAGE_ELEMENTS
         starts.append(own)

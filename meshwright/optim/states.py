@@ -1,12 +1,8 @@
 """States: where the masters and moments of the slots live, and how they are stepped.
 
-The optimizer decides (rate, divisor, whether a step is applied at all); states do it. `in_place.py` keeps them on the
-device beside the slots; meshwright/memory/offload.py elsewhere. Both do torch's own steps, and leave the same bits.
-
-States on the device, beside the slots: torch's fused step over the masters, all slots in one call.
-
-The step is torch's own function and not its `Optimizer` class, whose constructor imports torch's compiler: two seconds
-of a core in every rank, for nothing that a step needs.
+The optimizer decides (rate, divisor, whether a step is applied at all); states do it. `InPlace` keeps them on the
+device beside the slots and steps all of one weight decay in one call; memory/offload.py keeps them elsewhere and steps
+piece by piece. Both call the same update (updates.py), and leave the same bits.
 """
 
 from __future__ import annotations
@@ -16,11 +12,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
 from meshwright.config import Config
 from meshwright.parameters.bucket import Slot
+from meshwright.registry import load
 
 
 class States(Protocol):
@@ -55,9 +50,6 @@ class States(Protocol):
 StatesFactory = Callable[[Config, Sequence[Slot]], States]
 
 
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum_buffer",), "sgd": ()}
-
-
 class InPlace:
     """Every slot's master and moments, whole. A step is taken when all gradients are there."""
 
@@ -65,6 +57,8 @@ class InPlace:
 
     def __init__(self, config: Config, slots: Sequence[Slot]) -> None:
         self.settings = config.optimizer
+        self._kinds = self.settings.update.states
+        self._update = load(self.settings.update.step)
         self.slots = slots
         self.masters = [_master(slot.parameter) for slot in slots]
         self._moments: list[dict[str, Tensor]] = [{} for _ in slots]
@@ -75,8 +69,7 @@ class InPlace:
     def coming_bytes(self) -> int:
         if self._has_moments:
             return 0
-        kinds = len(MOMENTS[self.settings.name])
-        return sum(master.numel() * master.element_size() for master in self.masters) * kinds
+        return sum(master.numel() * master.element_size() for master in self.masters) * len(self._kinds)
 
     @torch.no_grad()
     def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
@@ -97,36 +90,19 @@ class InPlace:
         self.refresh()
 
     def _step_together(self, members: list[int], weight_decay: float, rate: float, steps_taken: int) -> None:
-        """Step slots that have the same weight decay, in one call of torch's fused kernel."""
-        settings = self.settings
+        """Step slots that have the same weight decay, in one call."""
         masters = [self.masters[index] for index in members]
         weights = [master.detach() for master in masters]
         gradients = [master.grad for master in masters if master.grad is not None]
         assert len(gradients) == len(members), "a slot without a gradient"
-        kinds = MOMENTS[settings.name]
-        moments = [[self._moments[index][kind] for index in members] for kind in kinds]
-        if settings.name == "adamw":
-            first, second = moments
-            beta1, beta2 = settings.betas
-            # One a slot: torch adds this step to each.
-            counts = [torch.tensor(float(steps_taken), device=weight.device) for weight in weights]
-            adamw(
-                weights, gradients, first, second, [], counts, fused=True, amsgrad=False, maximize=False,
-                beta1=beta1, beta2=beta2, lr=rate, weight_decay=weight_decay, eps=settings.epsilon,
-            )  # fmt: skip
-        else:
-            sgd(
-                weights, gradients, list(moments[0]) if moments else [None] * len(members), fused=True, nesterov=False,
-                maximize=False, dampening=0.0, momentum=settings.momentum if moments else 0.0, lr=rate,
-                weight_decay=weight_decay,
-            )  # fmt: skip
+        moments = [[self._moments[index][kind] for index in members] for kind in self._kinds]
+        self._update(self.settings, weights, gradients, moments, rate, weight_decay, steps_taken)
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         return {"weight": self.masters[index].detach(), **self._moments[index]}
 
     def prepare(self, steps_taken: int) -> None:
-        kinds = MOMENTS[self.settings.name]
-        self._moments = [{kind: torch.zeros_like(master.detach()) for kind in kinds} for master in self.masters]
+        self._moments = [{kind: torch.zeros_like(master.detach()) for kind in self._kinds} for master in self.masters]
         self._has_moments = True
 
     def refresh(self) -> None:

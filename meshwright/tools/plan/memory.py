@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.config import Config
-from meshwright.memory.offload import MOMENTS
 from meshwright.tools.plan.step import Peak
 from meshwright.tools.plan.synchronising import PlannedBucket
 
@@ -63,7 +62,7 @@ def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, fram
 
 def state_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
     """On the device. Of an offloaded optimizer its staging: AdamW 16 · bucket (memory/staging.py)."""
-    moments = len(MOMENTS[config.optimizer.name])
+    moments = len(config.optimizer.update.states)
     if config.memory.offload.to == "none":
         return sum(
             bucket.stepped_elements * (_master_bytes(bucket) + moments * max(SINGLE, bucket.kind.dtype.itemsize))
@@ -88,7 +87,7 @@ def _widened_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
 def touched_bytes(config: Config, bucket: PlannedBucket) -> int:
     """Read and written by the norm and the optimizer's step of a bucket: weight and moments twice, gradients once in
     each, and where weights are halves the gradient's widening and the rounding."""
-    moments = len(MOMENTS[config.optimizer.name])
+    moments = len(config.optimizer.update.states)
     size, gradient = bucket.kind.dtype.itemsize, bucket.summed_in.itemsize
     wide = max(SINGLE, size)
     each = gradient + wide * (2 + 2 * moments + 1)
@@ -103,5 +102,5 @@ def moved_bytes(config: Config, bucket: PlannedBucket) -> int:
     """Between the device and where an offloaded optimizer's states are, both ways: master and moments."""
     if config.memory.offload.to == "none":
         return 0
-    own = _master_bytes(bucket) + SINGLE * len(MOMENTS[config.optimizer.name])
+    own = _master_bytes(bucket) + SINGLE * len(config.optimizer.update.states)
     return 2 * bucket.stepped_elements * own

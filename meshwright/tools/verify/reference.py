@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from meshwright.config.schema import Schedule
 from meshwright.families import family_of
 from meshwright.model import IGNORED, Batch
 from meshwright.parameters.shard import ONES, Initial
+from meshwright.registry import load
 from meshwright.tensor.head import HeadShape
 
 Shape = tuple[int, ...]
@@ -225,9 +226,8 @@ def rate_share(schedule: Schedule, step: int, steps: int) -> float:
 def _optimizer(config: Config, by_decay: Mapping[bool, list[nn.Parameter]]) -> torch.optim.Optimizer:
     chosen = config.optimizer
     groups = [{"params": some, "weight_decay": chosen.weight_decay * decays} for decays, some in by_decay.items()]
-    if chosen.name == "adamw":
-        return torch.optim.AdamW(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.epsilon)
-    return torch.optim.SGD(groups, lr=chosen.lr, momentum=chosen.momentum if chosen.name == "momentum" else 0.0)
+    update = chosen.update
+    return cast(torch.optim.Optimizer, load(update.reference)(groups, lr=chosen.lr, **update.arguments(chosen)))
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

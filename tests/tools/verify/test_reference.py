@@ -28,6 +28,7 @@ ALLOWED = {
     "meshwright.config.Config", "meshwright.config.schema.Schedule",
     "meshwright.families.family_of",
     "meshwright.parameters.shard.Initial", "meshwright.parameters.shard.ONES",
+    "meshwright.registry.load",
     "meshwright.tensor.head.HeadShape",
 }  # fmt: skip
 """Facts, and the model files."""
