@@ -16,10 +16,11 @@ from meshwright.build import Parts, build
 from meshwright.config import Config
 from meshwright.environment import read_environment, rendezvous
 from meshwright.families import family_of
-from meshwright.machine import keep_freed_memory
+from meshwright.machine import Machine, keep_freed_memory
 from meshwright.model import Batch, rows_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh
+from meshwright.resolve import resolve_layout
 
 
 def contender(sync: str, transport: str, ranks: int) -> Contender:
@@ -58,7 +59,7 @@ def train(place: Place, **options: Option) -> Iterator[Step]:
     """Train steps of a model as the train loop takes them: the same parts, in the same order."""
     config = reference_config(options)
     with open_layout(config) as mesh:
-        yield steps_of(build(config, mesh))
+        yield steps_of(build(resolve_layout(config, Machine.here()).config, mesh))
 
 
 @contextmanager

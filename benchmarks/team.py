@@ -15,7 +15,7 @@ from typing import IO, Any
 from benchmarks.contender import Contender
 from meshwright.environment import mpi_worker_variables
 from meshwright.errors import LaunchError
-from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.machine import find_mpiexec
 
 START_SECONDS = 120.0
 TURN_SECONDS = 60.0

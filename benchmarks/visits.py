@@ -23,9 +23,10 @@ from benchmarks.team import Team
 from meshwright.build import build
 from meshwright.config import Config
 from meshwright.environment import Rendezvous, read_environment, rendezvous
-from meshwright.machine import keep_freed_memory
+from meshwright.machine import Machine, keep_freed_memory
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
+from meshwright.resolve import resolve_layout
 
 Options = dict[str, Option]
 
@@ -92,4 +93,4 @@ def _built(config: Config, number: int, point: Rendezvous) -> Iterator[Step]:
     layout, environment = config.layout, replace(read_environment(), attempt=number)
     transport, device = layout.transport, torch.device("cpu")
     with open_mesh(Grid(layout.axes), environment, transport, device, point, layout.token_axes) as mesh:
-        yield steps_of(build(config, mesh))
+        yield steps_of(build(resolve_layout(config, Machine.here()).config, mesh))

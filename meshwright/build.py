@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -13,10 +12,8 @@ import torch
 
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Strategy
-from meshwright.decisions import Decided, decide_limit, decide_partition, decide_summa
 from meshwright.families import family_of
-from meshwright.free_memory import free_memory_bytes, host_memory_bytes
-from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import on_disk, on_host
 from meshwright.memory.recompute import best_group, groups_of, recomputed
 from meshwright.model import Batch, Stretch, rows_of
@@ -32,16 +29,17 @@ from meshwright.pipeline.stage import Stage
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
 from meshwright.registry import load
-from meshwright.stages import Stages, microbatch_bytes, plan_stages
+from meshwright.stages import Stages, plan_stages
 from meshwright.tensor.kit import Kit, rows_of_rank
-from meshwright.tensor.tesseract import TesseractKit
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
     "none": lambda mesh, folder: InPlace,
-    "host": lambda mesh, folder: partial(on_host, device=mesh.device, available=host_memory_bytes(mesh)),
+    "host": lambda mesh, folder: partial(
+        on_host, device=mesh.device, available=available_memory_bytes() // mesh.ranks_here
+    ),
     "disk": lambda mesh, folder: partial(on_disk, device=mesh.device, path=folder / f"offload-{mesh.rank}.bin"),
 }
 
@@ -51,9 +49,7 @@ class Parts:
     """What the train loop turns: built for one rank."""
 
     config: Config
-    """The run's, with what was decided when it began (decisions.py)."""
-    notes: tuple[str, ...]
-    """A line for each decision."""
+    """The run's, without autos (resolve.py)."""
     mesh: Mesh
     kit: Kit
     model: Chain
@@ -92,19 +88,6 @@ def build_kit(config: Config, mesh: Mesh) -> Kit:
     return config.layout.tensor.kit(config, mesh)
 
 
-def resolve_transport(config: Config, device: str) -> str:
-    """`auto`: MPI on CPUs where it is installed and can carry the strategy, torch.distributed elsewhere."""
-    if config.layout.transport != "auto":
-        return config.layout.transport
-    can = prefers_mpi(config, device) and find_spec("mpi4py") is not None and find_mpiexec() is not None
-    return "mpi" if can else "torch"
-
-
-def prefers_mpi(config: Config, device: str) -> bool:
-    """Whether `auto` takes MPI wherever it can."""
-    return device == "cpu" and config.layout.data.strategy.over_mpi and config.layout.world_size > 1
-
-
 def build_model(config: Config, kit: Kit, mesh: Mesh, stretch: Stretch | None = None) -> Chain:
     """The model, or a stretch of it, with this rank's part of its initial weights, in the precision that is stored."""
     model = family_of(config).model(config.model, kit, stretch)
@@ -121,9 +104,11 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, stretch: Stretch | None = 
 
 
 def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
-    """Everything a rank needs to train. `folder`: the run's, where an optimizer that lives on disk has its file."""
-    stages = plan_stages(config, mesh, partial(_make, config))
-    decided = decide_partition(config, stages)
+    """Everything a rank needs to train a resolved config.
+
+    `folder`: the run's, where an optimizer that lives on disk has its file.
+    """
+    stages = plan_stages(config, mesh, partial(make_stretch, config))
     stretch = stages.stretches[mesh.index(PIPE)]
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, stretch)
@@ -132,13 +117,12 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     use_gradients(model, strategy.gradients)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
-    decided = _decide_by_memory(decided, mesh, stages, kit, _coming_bytes(config, mesh, model, optimizer))
-    config = decided.config
     pipeline = build_pipeline(config, mesh, model, stages, strategy)
-    return Parts(config, decided.notes, mesh, kit, model, stages, strategy, pipeline, optimizer)
+    return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer)
 
 
-def _make(config: Config, mesh: Mesh, stretch: Stretch) -> tuple[Chain, Kit]:
+def make_stretch(config: Config, mesh: Mesh, stretch: Stretch) -> tuple[Chain, Kit]:
+    """A stretch of the model for a rank, and the kit that it is written in."""
     kit = build_kit(config, mesh)
     return build_model(config, kit, mesh, stretch), kit
 
@@ -159,28 +143,6 @@ def recomputed_group(config: Config, stage_layers: int) -> int:
     setting = config.memory.recompute
     assert setting not in ("none", "selective"), f"memory.recompute={setting} has no groups"
     return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
-
-
-def _coming_bytes(config: Config, mesh: Mesh, model: Chain, optimizer: Optimizer) -> int:
-    """Device memory that the first step will take for good: moments and, on a CPU, gradients.
-
-    Their zeros are pages there that nobody has touched yet, which the system still counts as free.
-    """
-    least = 4 if config.widens_gradients else 0  # half-precision weights have float32 gradients then
-    gradients = sum(parameter.numel() * max(least, parameter.element_size()) for parameter in model.parameters())
-    return optimizer.coming_bytes + (gradients if mesh.device_type == "cpu" else 0)
-
-
-def _decide_by_memory(decided: Decided, mesh: Mesh, stages: Stages, kit: Kit, coming_bytes: int) -> Decided:
-    """Decide what free memory decides, the same on all ranks. Collective over the world."""
-    pipeline = decided.config.layout.pipeline
-    if isinstance(kit, TesseractKit):
-        decided = decide_summa(decided, mesh, kit.weights.block_bytes, free_memory_bytes(mesh, coming_bytes))
-        kit.weights.policy = decided.config.memory.summa
-    if pipeline.limit_by_memory:
-        each = microbatch_bytes(decided.config, mesh, partial(_make, decided.config), stages)
-        decided = decide_limit(decided, mesh, each, free_memory_bytes(mesh, coming_bytes))
-    return decided
 
 
 def rule_of(config: Config) -> Rule:

@@ -1,4 +1,4 @@
-"""What this machine gives a process: cores, memory, and the most that it has held. Linux, containers, macOS.
+"""What this machine gives a process or a run: cores, memory, transports, the launcher. Linux, containers, macOS.
 
 | question            | Linux                                               | elsewhere                              |
 |---------------------|-----------------------------------------------------|----------------------------------------|
@@ -20,15 +20,90 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from meshwright.environment import LauncherName, read_environment, starts_mpi
 
 ROOT = Path("/")
 
 UNLIMITED = 2**60
 """cgroup v1 says "no limit" with a number near 2**63."""
+
+
+RANK_BYTES = 256 * 2**20
+"""Host memory that a rank takes for itself, whatever it trains: the interpreter, torch, its transport's buffers."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decisions of a run ask of a machine: this one (`Machine.here`), or a cluster's (tools/plan/predict.py).
+
+    `memory`: bytes that the ranks of a node share where `shared`, as on a CPU; or that each of them has.
+    `ranks_launched`, `world_size`: ranks of the job that another launcher has started, on this node and in all.
+    """
+
+    cores: int
+    memory: int
+    shared: bool = True
+    gpus: int = 0
+    has_mpi: bool = False
+    launcher: LauncherName = "none"
+    starts_mpi: bool = False
+    ranks_launched: int = 1
+    world_size: int = 1
+
+    @classmethod
+    def here(cls) -> Machine:
+        """This machine without its GPUs, which only torch can count (resolve.this_machine)."""
+        environment = read_environment()
+        return cls(
+            cores=usable_cores(),
+            memory=available_memory_bytes(),
+            has_mpi=find_spec("mpi4py") is not None and find_mpiexec() is not None,
+            launcher=environment.launcher,
+            starts_mpi=starts_mpi(),
+            ranks_launched=environment.local_world_size,
+            world_size=environment.world_size,
+        )
+
+    @property
+    def joined(self) -> bool:
+        """Whether another launcher has started this process as one rank of a job."""
+        return self.launcher != "none"
+
+    def ranks_here(self, world_size: int) -> int:
+        """How many ranks of a run run on this node."""
+        return self.ranks_launched if self.joined else world_size
+
+    def rank_bytes(self, world_size: int) -> int:
+        """Memory that a rank's tensors can take."""
+        if not self.shared:
+            return self.memory
+        return max(0, self.memory // self.ranks_here(world_size) - RANK_BYTES)
+
+
+def has_gpu_driver() -> bool:
+    """Whether a GPU could be here at all. Without NVIDIA's driver nobody needs to import torch to count none."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def find_mpiexec() -> Path | None:
+    """The mpiexec beside this interpreter, else the one on PATH, else None."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    if beside.exists():
+        return beside
+    found = shutil.which("mpiexec")
+    return None if found is None else Path(found)
 
 
 def usable_cores(system: Any = os) -> int:

@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.machine import find_mpiexec
 
 if TYPE_CHECKING:
     from tests.mpi_workers import Answer

@@ -1,11 +1,44 @@
-"""What tests of steps share: a microbatch's passes by themselves."""
+"""What tests share: parts of a run, built as on a machine with plenty of memory; the passes of a microbatch."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from torch import Tensor
 
 from meshwright.build import Parts
+from meshwright.build import build as build_resolved
+from meshwright.config import Config
+from meshwright.machine import Machine
 from meshwright.model import Batch, Scales
+from meshwright.ranks.mesh import Mesh
+from meshwright.resolve import resolve_layout
+from meshwright.stage_costs import BuiltStages
+
+PLENTY = Machine(cores=1, memory=2**50, shared=False)
+
+
+class Weightless(BuiltStages):
+    """Stages that take no memory: nothing is built to count it."""
+
+    def fixed_bytes(self, config: Config) -> list[int]:
+        return [0] * config.layout.pipeline.size
+
+    def block_bytes(self, config: Config) -> list[list[int]]:
+        return [[]] * config.layout.pipeline.size
+
+    def microbatch_bytes(self, config: Config) -> list[int]:
+        return [0] * config.layout.pipeline.size
+
+
+def resolved(config: Config) -> Config:
+    """The config as a machine with plenty of memory resolves it: all microbatches in flight, weights gathered."""
+    return resolve_layout(config, PLENTY, Weightless()).config
+
+
+def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
+    """`meshwright.build.build` of a config that may say auto."""
+    return build_resolved(resolved(config), mesh, folder)
 
 
 def forward_and_backward(parts: Parts, batch: Batch, scales: Scales, *, final: bool = True) -> Tensor:

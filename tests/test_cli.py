@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.machine import find_mpiexec
 from tests.train.runs import losses_of, make_text, tree_for
 
 PATIENCE_SECONDS = 180

@@ -15,13 +15,13 @@ FLOORS: dict[str, int] = {
     # 0: facts. No torch.
     "errors": 0, "section": 0, "registry": 0, "config": 0, "environment": 0, "machine": 0, "configs": 0,
     # 1: ranks and what they hold.
-    "model": 1, "ranks": 1, "parameters": 1, "free_memory": 1,
+    "model": 1, "ranks": 1, "parameters": 1,
     # 2: rooms that never import each other.
     "tensor": 2, "data_parallel": 2, "optim": 2, "pipeline": 2, "memory": 2,
     # 3: a kit made of the tensor room's layers; models, written against the kit.
     "subgraph": 3, "models": 3,
     # 4: what makes a run of the parts.
-    "families": 4, "stages": 4, "decisions": 4, "build": 4, "checkpoint": 4, "data": 4, "launch": 4,
+    "families": 4, "stages": 4, "build": 4, "stage_costs": 4, "resolve": 4, "checkpoint": 4, "data": 4, "launch": 4,
     # 5: the run. The core ends here.
     "train": 5,
     # 6: what asks questions of a run, before, beside and after it.

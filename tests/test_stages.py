@@ -7,16 +7,18 @@ from functools import partial
 import pytest
 import torch
 
-from meshwright.build import _make, build, build_model
+from meshwright.build import build_model, make_stretch
 from meshwright.config import Config
-from meshwright.decisions import Decided, decide_limit
-from meshwright.free_memory import free_memory_bytes
+from meshwright.machine import Machine
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
-from meshwright.stages import Stages, microbatch_bytes, plan_stages
+from meshwright.resolve import resolve_layout
+from meshwright.stage_costs import BuiltStages
+from meshwright.stages import Stages, plan_stages
 from meshwright.tensor.serial import SerialKit
+from tests.harness import build, resolved
 from tests.pipeline.test_equality import WHOLE, pipelined
 from tests.pipeline.test_partition import laid_out
 from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE
@@ -24,8 +26,9 @@ from tests.workers import run_ranks
 
 
 def planned(config: Config, rank: int = 0) -> tuple[Mesh, Stages]:
+    config = resolved(config)
     mesh = planned_mesh(Grid(config.layout.axes), rank, config.layout.token_axes)
-    return mesh, plan_stages(config, mesh, partial(_make, config))
+    return mesh, plan_stages(config, mesh, partial(make_stretch, config))
 
 
 @pytest.mark.parametrize("model", ["gpt2", "untied", "bert", "megatron-bert", "vit"])
@@ -66,22 +69,11 @@ def test_what_passes_between_stages(tensor: dict[str, object], shape: tuple[int,
     assert (plan.forms(0), plan.forms(1)) == ({"before": (), "after": forms}, {"before": forms, "after": ()})
 
 
-def sizes_of_measured(mesh: Mesh, config: Config) -> list[int]:
-    return [len(stretch.layers) for stretch in build(config, mesh).stages.stretches]
-
-
-def test_all_ranks_cut_where_the_first_has_measured() -> None:
-    config = laid_out(pipelined("gpt2", 3, "gpipe", WHOLE), pipeline={"partition": "measured"})
-    first, *others = run_ranks(sizes_of_measured, Grid(config.layout.axes), config)
-    assert all(other == first for other in others)
-    assert sum(first) == config.model.layers
-
-
 def of_a_size(free: int) -> int:
-    config = pipelined("gpt2", 2, "message-driven", WHOLE, batch={"global": 24, "micro": 1})
-    mesh, plan = planned(config)
-    each = microbatch_bytes(config, mesh, partial(_make, config), plan)
-    limit = decide_limit(Decided(config), mesh, each, free).config.layout.pipeline.limit
+    config = resolved(pipelined("gpt2", 2, "gpipe", WHOLE, batch={"global": 24, "micro": 1}))
+    config = laid_out(config, pipeline={"schedule": "message-driven"})
+    fixed = max(BuiltStages().fixed_bytes(config))
+    limit = resolve_layout(config, Machine(1, fixed + free, shared=False)).config.layout.pipeline.limit
     assert isinstance(limit, int)
     return limit
 
@@ -89,14 +81,13 @@ def of_a_size(free: int) -> int:
 def test_memory_bounds_the_microbatches_in_flight() -> None:
     assert of_a_size(0) == 1
     assert of_a_size(10**12) == 24
-    few, more = of_a_size(1_000_000), of_a_size(2_000_000)
+    few, more = of_a_size(8_000_000), of_a_size(16_000_000)
     assert 1 < few < more < 24
     assert more - 2 * few in (0, 1)
 
 
 def parts_in_use(mesh: Mesh, config: Config) -> tuple[list[str], int]:
     parts = build(config, mesh)
-    assert free_memory_bytes(mesh) > 0
     names = [name for name, _ in parts.model.named_parameters()]
     return names, sum(slot.parameter.numel() for slot in parts.strategy.slots)
 

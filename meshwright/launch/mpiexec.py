@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,19 +19,11 @@ from meshwright.errors import LaunchError
 from meshwright.launch import tether
 from meshwright.launch.failure import Death, Failure, Report, explain, read_reports, signal_name
 from meshwright.launch.session import Session
+from meshwright.machine import find_mpiexec
 
 _KILLED = re.compile(r"process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+\S+\s+exited\s+on\s+signal\s+(\d+)")
 _ABORTED = re.compile(r"MPI_ABORT was invoked on rank\s+(\d+)")
 _EXITED = re.compile(r"Process name:\s+\[\S+,(\d+)\]\s+Exit code:\s+(\d+)")
-
-
-def find_mpiexec() -> Path | None:
-    """The mpiexec beside this interpreter, else the one on PATH, else None."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    if beside.exists():
-        return beside
-    found = shutil.which("mpiexec")
-    return None if found is None else Path(found)
 
 
 def run_mpi(session: Session, num_ranks: int, attempt: int, threads: int) -> Failure | None:

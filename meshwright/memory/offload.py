@@ -24,12 +24,38 @@ from torch import Tensor
 
 from meshwright.config import Config
 from meshwright.memory.staging import GRADIENT, Lane, Staging, StreamLane, ThreadLane, Tier
-from meshwright.memory.store import ELEMENT_BYTES, PAGE_ELEMENTS, DiskStore, HostStore, Store
+from meshwright.memory.store import PAGE_ELEMENTS, DiskStore, HostStore, Store
 from meshwright.parameters.bucket import Slot
 from meshwright.ranks.comm import Work
 from meshwright.registry import load
 
 WEIGHT = "weight"
+
+
+SINGLE = 4
+"""Bytes of a float32, in which masters are kept, and the moments of anything no wider."""
+
+
+def state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]]) -> int:
+    """Masters and moments on the device: all of them, or with offload the two half-buckets of the staging.
+
+    `slots`: elements and type of what a rank's optimizer steps.
+    """
+    moments = len(config.optimizer.update.states)
+    if config.memory.offload.to == "none":
+        return sum(
+            count * (SINGLE * (dtype.itemsize < SINGLE) + moments * max(SINGLE, dtype.itemsize))
+            for count, dtype in slots
+        )
+    longest = max((count for count, _ in slots), default=0)
+    return 2 * SINGLE * min(config.memory.offload.bucket // 2, longest) * (moments + 2)  # master, moments, gradient
+
+
+def host_store_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]]) -> int:
+    """Masters and moments in host memory."""
+    if config.memory.offload.to != "host":
+        return 0
+    return sum(count for count, _ in slots) * SINGLE * (1 + len(config.optimizer.update.states))
 
 
 @dataclass(frozen=True)
@@ -79,13 +105,6 @@ class Offloaded:
                 for span in self._spans(index):
                     self._stored(index, WEIGHT)[span].copy_(slot.parameter.detach()[span])
         self._give_back()
-
-    @property
-    def coming_bytes(self) -> int:
-        """On a CPU the store is in the device's memory; its zeros are pages that nobody has touched yet."""
-        if self.device.type != "cpu" or not self.store.in_memory or self._has_moments:
-            return 0
-        return sum(slot.parameter.numel() for slot in self.slots) * len(self._kinds) * ELEMENT_BYTES
 
     def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
         self._has_moments = True

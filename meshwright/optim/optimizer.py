@@ -111,11 +111,6 @@ class Optimizer:
         self.scaler = LossScaler(scale.initial if fp16 else 1.0, scale.interval, fp16, scale.max_skips)
 
     @property
-    def coming_bytes(self) -> int:
-        """Device memory that the first step will take for good."""
-        return self.held.coming_bytes
-
-    @property
     def streams(self) -> bool:
         """Whether slots are stepped one by one as their gradients arrive, before the norm is known."""
         return self.held.streams and self.config.optimizer.clip is None and not self.scaler.dynamic

@@ -24,10 +24,6 @@ class States(Protocol):
     streams: bool
     """Whether a slot is best stepped as soon as its gradient is there, while others' are still under way."""
 
-    @property
-    def coming_bytes(self) -> int:
-        """Device memory that the first step will take for good."""
-
     def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
         """Step each slot once, in the order of `indices`, with its gradient divided; then the weights are new.
 
@@ -64,12 +60,6 @@ class InPlace:
         self._moments: list[dict[str, Tensor]] = [{} for _ in slots]
         """By kind, each like its master. The first step makes them, or the checkpoint that is taken up."""
         self._has_moments = False
-
-    @property
-    def coming_bytes(self) -> int:
-        if self._has_moments:
-            return 0
-        return sum(master.numel() * master.element_size() for master in self.masters) * len(self._kinds)
 
     @torch.no_grad()
     def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:

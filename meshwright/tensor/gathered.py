@@ -6,8 +6,7 @@
 | whole          | whole           | is gathered anew each time     | an operand                      |
 | stream         | in q panels     | never exists                   | two panels of an operand        |
 
-auto: as gather if the kept weights take at most a quarter of the free memory; else as whole, if the largest weight
-takes at most an eighth; else as stream. Of all ranks, the one with the least memory decides, once (decisions.py).
+auto is decided before a rank is built, by the memory that is free (resolve.py).
 """
 
 from __future__ import annotations
@@ -19,17 +18,8 @@ import torch
 from torch import Tensor
 
 from meshwright.parameters.shard import ShardedModule
-from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.summa import Form, Panels, Summa
-
-
-def choose_form(policy: str, weight_bytes: list[int], q: int, free_bytes: int) -> Form:
-    """`weight_bytes`: of a rank's block of each weight."""
-    if policy != "auto":
-        return Form(streams=policy == "stream", keeps=policy == "gather")
-    keeps = q * sum(weight_bytes) <= free_bytes // 4
-    return Form(streams=not keeps and q * max(weight_bytes, default=0) > free_bytes // 8, keeps=keeps)
 
 
 @dataclass
@@ -42,15 +32,10 @@ class Weights:
     """This rank's blocks of all weights that take part in 2-D products."""
     _kept: dict[tuple[ShardedModule, str, torch.dtype], Tensor] = field(default_factory=dict)
 
-    @cached_property
-    def form(self) -> Form:
-        """How operands travel. Where nobody has decided what auto is (decisions.py), as whole."""
-        return choose_form("whole" if self.policy == "auto" else self.policy, [], self.mesh.size("row"), 0)
-
     @property
-    def block_bytes(self) -> list[int]:
-        """This rank's block of each weight."""
-        return [size_bytes(block) for block in self.blocks]
+    def form(self) -> Form:
+        """How operands travel. A config that nobody has resolved (auto) takes no memory for it."""
+        return Form(streams=self.policy == "stream", keeps=self.policy == "gather")
 
     @cached_property
     def summa(self) -> Summa:

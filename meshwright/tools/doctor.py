@@ -22,8 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.environment import cache_folder
-from meshwright.launch.mpiexec import find_mpiexec
-from meshwright.machine import memory_bytes, usable_cores
+from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
 
 Plain = str | int | bool | list[str] | None
 

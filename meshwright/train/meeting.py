@@ -89,6 +89,21 @@ def _gather_texts(mesh: Mesh, text: str) -> list[str]:
     return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
+def tell_all(mesh: Mesh, text: str) -> str:
+    """Rank 0's text, on every rank."""
+    length = torch.tensor([len(text.encode())], device=mesh.device)
+    mesh.world.broadcast(length, 0)
+    content = bytearray(text.encode() if mesh.rank == 0 else int(length))
+    row = torch.frombuffer(content, dtype=torch.uint8).to(mesh.device)
+    mesh.world.broadcast(row, 0)
+    return bytes(row.tolist()).decode()
+
+
+def least_of_all(mesh: Mesh, number: int) -> int:
+    """The smallest of all ranks' numbers."""
+    return int(_gather(mesh, torch.tensor([number])).min())
+
+
 def _differences(theirs: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
     return [key for key in {**first, **theirs} if key != _HOST and theirs.get(key) != first.get(key)]
 

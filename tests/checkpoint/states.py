@@ -8,7 +8,7 @@ import torch
 import torch._dynamo  # torch's optimizers import it at their first use: a second in every forked rank
 from torch import Tensor
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.restore import progress_of
@@ -16,6 +16,7 @@ from meshwright.config import Config
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import train_step
+from tests.harness import build
 
 States = dict[tuple[str, str], Tensor]
 """Whole tensors by kind and parameter."""

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 import meshwright
-from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, find_checkpoint, newest_step, restore
 from meshwright.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright.config import Config
@@ -25,6 +24,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.checkpoint.states import run_leg
 from tests.data_parallel.test_equality import config_for
+from tests.harness import build
 from tests.workers import run_ranks
 
 ONE, TWO = Grid((("data", 1),)), Grid((("data", 2),))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.config import Config, parse_config
 from meshwright.config.lengths import lengths_of
 from meshwright.model import Batch, counts_of, rows_of, scales_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from tests.harness import build
 from tests.workers import run_ranks
 
 SYNCS = ["server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "fsdp"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.build import build, build_model
+from meshwright.build import build_model
 from meshwright.data_parallel.fsdp import FullySharded
 from meshwright.optim.optimizer import Optimizer
 from meshwright.parameters.shard import shard_specs
@@ -15,6 +15,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from tests.data_parallel.test_equality import config_for
+from tests.harness import build
 from tests.workers import run_ranks
 
 WRONG = "blocks.1.feed_forward.expand.weight"

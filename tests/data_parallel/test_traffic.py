@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.build import build
 from meshwright.model import rows_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
-from tests.harness import forward_and_backward
+from tests.harness import build, forward_and_backward
 from tests.workers import run_ranks
 
 SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1")

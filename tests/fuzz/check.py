@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch, rows_of
 from meshwright.parameters.bucket import Place, Slot
@@ -44,6 +44,7 @@ from meshwright.tools.verify.compare import TOLERANCES, compare_together, tolera
 from meshwright.tools.verify.reference import Outcome, Reference, reference_run
 from meshwright.train.loop import Trainer
 from tests.data_parallel.test_equality import BATCHES
+from tests.harness import build
 from tests.workers import run_ranks
 
 TIMEOUT_SECONDS = 100

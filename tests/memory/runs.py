@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.config import Config
 from meshwright.memory.offload import Offloaded
 from meshwright.model import counts_of, rows_of, scales_of
@@ -19,7 +19,7 @@ from meshwright.optim.states import InPlace
 from meshwright.ranks.mesh import Mesh
 from tests.checkpoint.states import Held, held_by
 from tests.data_parallel.test_equality import config_for, global_batch
-from tests.harness import forward_and_backward
+from tests.harness import build, forward_and_backward
 
 STEPS = 10
 OVERFLOWS = (2, 3, 7)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.config import Config, parse_config
 from meshwright.memory.recompute import best_group, groups_of, kept_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, planned_mesh
 from meshwright.stages import empty_batch
 from tests.data_parallel.test_equality import train_step
+from tests.harness import build
 from tests.pipeline.test_equality import WHOLE, pipelined
 from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE
 from tests.workers import run_ranks

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.build import _make, build_model
+from meshwright.build import build_model, make_stretch
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.families import family_of
@@ -20,7 +20,8 @@ from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
-from meshwright.stages import _measured, counted, plan_stages
+from meshwright.stage_costs import counted_costs, timed_costs
+from meshwright.stages import plan_stages
 from meshwright.tensor.serial import SerialKit
 from tests.tensor.test_equality import check, run
 from tests.workers import run_ranks
@@ -292,7 +293,7 @@ def test_recomputed_blocks_equal_serial() -> None:
 def planned() -> tuple[Config, Mesh, Any]:
     config = laid_out(WHOLE, 1, 3, partition=(1, 1, 1))
     mesh = planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes)
-    return config, mesh, partial(_make, config)
+    return config, mesh, partial(make_stretch, config)
 
 
 def test_each_cut_has_its_own_forms_and_each_block_its_own_cost() -> None:
@@ -304,7 +305,7 @@ def test_each_cut_has_its_own_forms_and_each_block_its_own_cost() -> None:
         {"before": (first,), "after": (second,)},
         {"before": (second,), "after": ()},
     ]
-    costs, products = counted(config, mesh, make), family_of(config).products(config)
+    costs, products = counted_costs(config), family_of(config).products(config)
     weights = [
         cost - config.micro * product
         for cost, product in zip(
@@ -320,8 +321,7 @@ def test_each_cut_has_its_own_forms_and_each_block_its_own_cost() -> None:
 
 
 def measured_costs(mesh: Mesh) -> tuple[float, ...]:
-    config = config_of(stage_blocks=[3, 1])
-    costs = _measured(config, mesh)
+    costs = timed_costs(config_of(stage_blocks=[3, 1]))
     return (costs.begin, *costs.layers, costs.end)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.build import build
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel import test_equality
 from tests.data_parallel.test_equality import global_batch, train_step
+from tests.harness import build
 from tests.workers import run_ranks
 
 TERMS = 400

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.build import build
 from meshwright.model import rows_of
 from meshwright.optim.norm import gradient_norm
 from meshwright.parameters.bucket import Slot
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
-from tests.harness import forward_and_backward
+from tests.harness import build, forward_and_backward
 from tests.workers import run_ranks
 
 SYNCS = ("allreduce", "zero1", "server-gradient", "fsdp")

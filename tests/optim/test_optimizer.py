@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.errors import DivergedError
 from meshwright.model import rows_of
 from meshwright.optim.states import InPlace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
-from tests.harness import forward_and_backward
+from tests.harness import build, forward_and_backward
 from tests.workers import run_ranks
 
 STEPS = 6

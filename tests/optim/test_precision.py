@@ -7,14 +7,14 @@ from functools import cache
 import pytest
 import torch
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.config import Config
 from meshwright.model import counts_of, rows_of, scales_of
 from meshwright.optim.states import InPlace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
-from tests.harness import forward_and_backward
+from tests.harness import build, forward_and_backward
 from tests.workers import run_ranks
 
 STEPS = 10

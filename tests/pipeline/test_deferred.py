@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.model import counts_of, scales_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import BATCHES
+from tests.harness import build
 from tests.tensor.test_equality import BLOCKS, MODELS, ONE_D, SEQUENCE, config_for
 from tests.workers import run_ranks
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.build import build
 from meshwright.cli import app
 from meshwright.config import Config
 from meshwright.families import dataset_of
@@ -18,6 +17,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify import job
 from meshwright.tools.verify.job import verify
 from meshwright.train.loop import validate
+from tests.harness import build
 from tests.tensor.test_equality import BLOCKS, ONE_D
 from tests.train.runs import config_for, lines_of, make_corpus, run
 from tests.workers import run_ranks

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.config import Config, parse_config
 from meshwright.model import counts_of, scales_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import BATCHES
+from tests.harness import build
 from tests.pipeline.test_equality import WHOLE, pipelined
 from tests.tensor.test_equality import BLOCKS, ONE_D
 from tests.workers import run_ranks

@@ -13,7 +13,6 @@ from functools import cache
 import pytest
 import torch
 
-from meshwright.build import build
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.families import family_of
@@ -22,10 +21,11 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.ranks.mesh import Mesh, planned_mesh
 from meshwright.ranks.topology import Topology, Volume, total
+from meshwright.resolve import resolve_process, this_machine
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
 from meshwright.tools.plan.counted_step import plan_step
 from meshwright.tools.verify.job import comparable
-from meshwright.train.job import resources_of
+from tests.harness import build
 from tests.test_order import config_for
 from tests.workers import run_ranks
 
@@ -221,11 +221,13 @@ def test_nodes_are_the_launcher_s() -> None:
     with pytest.raises(
         ConfigError, match=r"ranks_per_node=2 does not match the 4 ranks .* on this node; valid: auto, 4"
     ):
-        resources_of(config.model_copy(update={"layout": given}))
-    resources_of(config.model_copy(update={"layout": given.model_copy(update={"ranks_per_node": 4})}))
+        resolve_process(config.model_copy(update={"layout": given}), this_machine())
+    resolve_process(
+        config.model_copy(update={"layout": given.model_copy(update={"ranks_per_node": 4})}), this_machine()
+    )
 
 
 def test_what_is_verified_here_may_be_meant_for_other_nodes() -> None:
     config = config_for("branch-data")
     given = config.layout.model_copy(update={"ranks_per_node": 2})
-    resources_of(comparable(config.model_copy(update={"layout": given}), as_configured=False))
+    resolve_process(comparable(config.model_copy(update={"layout": given}), as_configured=False), this_machine())

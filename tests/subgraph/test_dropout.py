@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.build import build
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch, rows_of
 from meshwright.models.attention import AttentionCore
@@ -16,6 +15,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.train.loop import Trainer
 from tests.data_parallel.test_equality import global_batch
+from tests.harness import build
 from tests.tensor.test_equality import config_for
 from tests.workers import run_ranks
 

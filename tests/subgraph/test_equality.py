@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.build import build
 from meshwright.config import Config
 from meshwright.model import counts_of, scales_of
 from meshwright.optim.norm import gradient_norm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import global_batch, train
+from tests.harness import build
 from tests.tensor.test_equality import check, config_for, run, serial
 from tests.workers import run_ranks
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.build import build, build_kit
+from meshwright.build import build_kit
 from meshwright.config import Config
 from meshwright.model import rows_of
 from meshwright.parameters.shard import Initial, ShardSpec, initialise
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import global_batch
-from tests.harness import forward_and_backward
+from tests.harness import build, forward_and_backward
 from tests.tensor.test_equality import check, config_for, run
 from tests.workers import run_ranks
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.build import build, build_kit
+from meshwright.build import build_kit
 from meshwright.config import Config
 from meshwright.model import rows_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import global_batch
-from tests.harness import forward_and_backward
+from tests.harness import build, forward_and_backward
 from tests.tensor.test_equality import config_for
 from tests.workers import run_ranks
 

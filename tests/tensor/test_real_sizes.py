@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import BATCHES, train_step
+from tests.harness import build
 from tests.mpi_cases import REAL_VOCABULARIES
 from tests.mpi_workers import Answer as MpiAnswer
 from tests.workers import run_ranks

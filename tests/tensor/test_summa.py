@@ -12,8 +12,9 @@ from torch import Tensor
 from meshwright.parameters.shard import Initial, initialise
 from meshwright.ranks.collectives import cut_sum, join
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.gathered import Weights, choose_form
+from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.resolve import affordable_products
+from meshwright.tensor.gathered import Weights
 from meshwright.tensor.summa import ROUTES, Choice, Form, Sizes, best_choice
 from meshwright.tensor.tesseract import TesseractLinear
 from tests.workers import run_ranks
@@ -36,8 +37,7 @@ def block(mesh: Mesh, x: Tensor) -> Tensor:
 
 
 def layer_of(mesh: Mesh, form: Form) -> TesseractLinear:
-    weights = Weights(mesh, "gather")
-    weights.__dict__["form"] = form  # what the policy and free memory would decide
+    weights = Weights(mesh, "gather" if form.keeps else "stream" if form.streams else "whole")
     layer = TesseractLinear(mesh, H, (N,), Initial(0.5), weights)
     initialise(layer, mesh, 1)
     return layer.double()
@@ -147,18 +147,12 @@ def test_the_choice_follows_the_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy, free, form",
-    [
-        ("gather", 0, KEPT),
-        ("stream", 2**40, STREAMED),
-        ("auto", 4 * 2 * 800, KEPT),
-        ("auto", 4 * 2 * 800 - 1, ANEW),
-        ("auto", 8 * 2 * 100, ANEW),
-        ("auto", 8 * 2 * 100 - 1, STREAMED),
-    ],
+    "free, form",
+    [(4 * 2 * 800, KEPT), (4 * 2 * 800 - 1, ANEW), (8 * 2 * 100, ANEW), (8 * 2 * 100 - 1, STREAMED)],
 )
-def test_the_form_follows_the_memory(policy: str, free: int, form: Form) -> None:
-    assert choose_form(policy, [100] * 8, 2, free) == form
+def test_the_form_follows_the_memory(free: int, form: Form) -> None:
+    policy = affordable_products([100] * 8, 2, free)
+    assert Weights(solo_mesh(torch.device("cpu")), policy).form == form
 
 
 def gathers(mesh: Mesh) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from meshwright.config import Config, parse_config
 from meshwright.data.packing import prepare
 from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
+from meshwright.resolve import resolve, this_machine
 from meshwright.train.job import train
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps", "well", "under", "trees"]
@@ -72,12 +73,11 @@ def run_as(entry: str, config: Config, out: Path, *, resume: bool = False, **arg
     """The run by another entry function of tests/train/entries.py; why it failed, or nothing."""
     out.mkdir(parents=True, exist_ok=True)
     job = {
-        "config": config.model_dump(mode="json", by_alias=True),
+        "config": resolve(config, this_machine()).config.model_dump(mode="json", by_alias=True),
+        "asked": config.model_dump(mode="json", by_alias=True),
         "out": str(out),
         "data": config.data.source,
         "resume": resume,
-        "transport": config.layout.transport,
-        "device": "cpu",
     }
     transport = "mpi" if config.layout.transport == "mpi" else "torch"
     try:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config, load_config, parse_config
 from meshwright.data.packed import open_packed
@@ -27,6 +26,7 @@ from meshwright.train.loop import Trainer
 from meshwright.train.metrics import BusyClock, MetricsWriter, StepFacts, StepWork, metrics_line, peak_flops
 from meshwright.train.step_report import StepReport
 from tests.fuzz.check import Stream
+from tests.harness import build
 from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.workers import run_ranks
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.build import build
 from meshwright.config import Config
 from meshwright.errors import CorruptionError
 from meshwright.model import Batch
@@ -27,6 +26,7 @@ from meshwright.train.replicas import (
     weight_hashes,
 )
 from tests.data_parallel.test_equality import BATCHES, config_for
+from tests.harness import build
 from tests.train.runs import config_for as run_config
 from tests.train.runs import losses_of, make_corpus, run, run_as
 from tests.workers import run_ranks

@@ -12,7 +12,7 @@ import pytest
 from meshwright.config import Config
 from meshwright.errors import ConfigError, DataError
 from meshwright.launch import Interrupted, Job, launch
-from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.machine import find_mpiexec
 from meshwright.train.job import train
 from tests.train.runs import config_for, lines_of, losses_of, make_corpus, run, run_as
 

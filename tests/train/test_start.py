@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.machine import find_mpiexec
 from tests.train.runs import config_for, make_corpus, run_as
 
 NEEDLESS = {

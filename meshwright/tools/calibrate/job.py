@@ -20,9 +20,8 @@ from meshwright.data.progress import ShowProgress, silent
 from meshwright.environment import Environment, rendezvous
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Job, StopRequest, Transport, joined, launch
-from meshwright.launch.mpiexec import find_mpiexec
 from meshwright.launch.session import temporary_folder
-from meshwright.machine import memory_bytes, usable_cores
+from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mesh import open_mesh
 from meshwright.tools.calibrate.fit import device_of, links_of, merged, rounded

@@ -14,19 +14,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from meshwright.config import Config
 from meshwright.data.progress import ShowProgress as Report
 from meshwright.data.progress import silent
 from meshwright.errors import ConfigError, LaunchError, Problem
 from meshwright.families import dataset_of
 from meshwright.launch import Interrupted, joined
 from meshwright.machine import usable_cores
+from meshwright.resolve import resolve_process, this_machine
 from meshwright.tools.compare.ask import Foresight
 from meshwright.tools.compare.layouts import Entry
 from meshwright.tools.compare.page import draw, write_page
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Row
 from meshwright.tools.compare.run import here, run
 from meshwright.tools.compare.table import as_dict
-from meshwright.train.job import Resources, resources_of
 
 PAGE, PICTURE, NUMBERS = FILES = ("comparison.html", "comparison.png", "comparison.json")
 
@@ -48,18 +49,19 @@ def compare(entries: Sequence[Entry], order: Order, foresight: Foresight, report
     """
     if joined():
         raise LaunchError("compare starts its own workers: run it outside of torchrun, srun and mpirun")
-    resources = _checked(entries, order)
+    processes = _checked(entries, order)
     _make_folder(order.out)
     data = dataset_of(entries[0].config).prepare(entries[0].config, report)
     rows = []
-    for entry, own in zip(entries, resources, strict=True):
+    for entry, own in zip(entries, processes, strict=True):
         report(f"predicting {entry.name}", None)
         predicted, why = foresight.of(entry.config)
-        rows.append(Row(entry, predicted=predicted, unpredicted=why, threads=own.threads if own.device == "cpu" else 1))
-    bench = _Bench(order, data, resources, rows, report)
+        threads = own.threads if own.device == "cpu" and own.threads != "auto" else 1
+        rows.append(Row(entry, predicted=predicted, unpredicted=why, threads=threads))
+    bench = _Bench(order, data, rows, report)
     stopped = bench.measure()
     made = Comparison(
-        order.title, tuple(bench.rows), order.steps, order.rounds, _device(resources[0]), foresight.name,
+        order.title, tuple(bench.rows), order.steps, order.rounds, _device(processes[0]), foresight.name,
         foresight.silence, f"{stopped}, after {bench.num_done} of {bench.num_runs} runs" if stopped else "",
     )  # fmt: skip
     if made.measured:
@@ -87,10 +89,8 @@ def write(made: Comparison, out: Path) -> None:
 class _Bench:
     """The runs, one after another. `rows` gain one with each that ends."""
 
-    def __init__(
-        self, order: Order, data: Path, resources: Sequence[Resources], rows: Sequence[Row], report: Report
-    ) -> None:
-        self.order, self.data, self.resources, self.report = order, data, resources, report
+    def __init__(self, order: Order, data: Path, rows: Sequence[Row], report: Report) -> None:
+        self.order, self.data, self.report = order, data, report
         self.rows = list(rows)
         self.num_runs = order.rounds * len(rows)
         self.num_done = 0
@@ -115,7 +115,7 @@ class _Bench:
         folder = order.out / _folder_name(place, row.name) / f"round-{turn}"
         self.report(f"round {turn} of {order.rounds}: {row.name}", self.num_done / self.num_runs)
         try:
-            made = run(here(row.entry.config), self.data, folder, order.steps, self.resources[place])
+            made = run(here(row.entry.config), self.data, folder, order.steps)
         except Interrupted:
             raise
         except LaunchError as error:
@@ -129,23 +129,27 @@ def _folder_name(place: int, name: str) -> str:
     return f"{place + 1}-" + re.sub(r"[^\w.-]+", "_", name)
 
 
-def _checked(entries: Sequence[Entry], order: Order) -> list[Resources]:
-    """What each layout runs on. Raises ConfigError, under the layout's name, where this machine cannot run it."""
+def _checked(entries: Sequence[Entry], order: Order) -> list[Config]:
+    """Each layout with its device, threads and transport here.
+
+    Raises ConfigError, under the layout's name, where this machine cannot run it.
+    """
     names = [entry.name for entry in entries]
     assert names, "nothing to compare"
     assert len(set(names)) == len(names), f"two layouts of one name: {names}"
     if not WARMUP_STEPS < order.steps <= entries[0].config.steps:
         rule = f"is no number of steps: the first {WARMUP_STEPS} are not timed"
         raise ConfigError.of("--steps", order.steps, rule, f"{WARMUP_STEPS + 1} to the run's {entries[0].config.steps}")
-    found, problems = [], []
+    machine = this_machine()
+    processes, problems = [], []
     for entry in entries:
         try:
-            found.append(resources_of(here(entry.config)))
+            processes.append(resolve_process(here(entry.config), machine).config)
         except ConfigError as error:
             problems += [Problem(f"{entry.origin}: {p.field}", p.value, p.rule, p.valid) for p in error.problems]
     if problems:
         raise ConfigError(problems)
-    return found
+    return processes
 
 
 def _make_folder(out: Path) -> None:
@@ -159,8 +163,8 @@ def _make_folder(out: Path) -> None:
         raise ConfigError.of("--out", out, rule, "a folder that you may write to") from error
 
 
-def _device(resources: Resources) -> str:
-    return f"a CPU of {usable_cores()} cores" if resources.device == "cpu" else "GPUs"
+def _device(config: Config) -> str:
+    return f"a CPU of {usable_cores()} cores" if config.device == "cpu" else "GPUs"
 
 
 def _kept(made: Comparison, out: Path) -> str:

@@ -26,14 +26,15 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.build import Parts, build
-from meshwright.config import Config, dump_config, parse_config
+from meshwright.config import Config, dump_config
 from meshwright.environment import Environment
 from meshwright.families import dataset_of
 from meshwright.launch import Job, StopRequest
 from meshwright.memory.offload import Offloaded
 from meshwright.model import Batch, Samples, to_device
 from meshwright.ranks.grid import PIPE, Grid
-from meshwright.train.job import Resources, open_layout, run_ranks, worker_device
+from meshwright.resolve import resolve, this_machine
+from meshwright.train.job import open_layout, run_ranks
 from meshwright.train.loop import Trainer
 from meshwright.train.metrics import MetricsWriter, peak_memory_bytes
 
@@ -137,22 +138,19 @@ def here(config: Config) -> Config:
     return config.model_copy(update={"layout": layout, "restarts": 0})
 
 
-def run(config: Config, data: Path, folder: Path, steps: int, resources: Resources) -> Run:
+def run(config: Config, data: Path, folder: Path, steps: int) -> Run:
     """Make `steps` steps of a layout from its first weights on, in a new folder, and read what they left.
 
     Raises LaunchError and Interrupted as the launcher does.
     """
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    config = resolve(config, this_machine()).config
     arguments = {
-        "config": config.model_dump(mode="json", by_alias=True),
-        "out": str(folder.absolute()),
-        "data": str(data),
+        "config": config.model_dump(mode="json", by_alias=True), "out": str(folder.absolute()), "data": str(data),
         "steps": steps,
-        "transport": resources.transport,
-        "device": resources.device,
-    }
-    run_ranks(config, Job(WORKER, arguments), resources)
+    }  # fmt: skip
+    run_ranks(config, Job(WORKER, arguments))
     return read_run(folder, config.layout.world_size)
 
 
@@ -164,13 +162,10 @@ def worker(
     out: str,
     data: str,
     steps: int,
-    transport: str,
-    device: str,
 ) -> None:
     """One rank."""
-    settings, folder = parse_config(config), Path(out)
-    where = worker_device(device, environment)
-    with open_layout(settings, environment, transport, where, job="compare") as mesh:
+    settings, folder = Config.model_validate(config), Path(out)
+    with open_layout(settings, environment, job="compare") as mesh:
         parts = build(settings, mesh, folder)
         train = dataset_of(settings).open(settings, Path(data)).train
         trainer = Trainer(parts, train)

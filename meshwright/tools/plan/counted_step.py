@@ -13,10 +13,12 @@ from meshwright.config import Config
 from meshwright.environment import read_environment
 from meshwright.errors import ConfigError
 from meshwright.launch import joined
+from meshwright.machine import Machine
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mesh import planned_mesh
 from meshwright.ranks.topology import Topology, Volume
+from meshwright.resolve import resolve_layout
 from meshwright.stages import empty_batch
 
 
@@ -60,6 +62,7 @@ def plan_step(config: Config, rank: int = 0) -> Plan:
         raise ConfigError.of("layout.data.sync", data.sync, rule_text, "another sync")
     if config.precision.level == "O1":
         raise ConfigError.of("precision.level", "O1", "casts by operator: --explain cannot count it", "O0, O2")
+    config = resolve_layout(config, Machine.here()).config
     layout = config.layout
     mesh = planned_mesh(Grid(layout.axes), rank, layout.token_axes)
     parts = build(config, mesh)

@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.build import build_kit, build_model
 from meshwright.model import Costs, Stretch
-from meshwright.models.chain import Chain
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.schedule import Rule
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Kind, Task
-from meshwright.ranks.mesh import Mesh
 from meshwright.registry import entries
-from meshwright.stages import counted
-from meshwright.tensor.kit import Kit
+from meshwright.stage_costs import counted_costs
 from meshwright.tools.plan.counted_step import Plan
 
 UNIT = "forward passes of a microbatch"
@@ -72,12 +68,7 @@ def forecast(plans: Sequence[Plan]) -> Forecast:
 def _shares(plan: Plan) -> tuple[float, ...]:
     """What part of the work each stage does."""
     parts = plan.parts
-
-    def make(mesh: Mesh, stretch: Stretch) -> tuple[Chain, Kit]:
-        kit = build_kit(parts.config, mesh)
-        return build_model(parts.config, kit, mesh, stretch), kit
-
-    costs = counted(parts.config, parts.mesh, make)
+    costs = counted_costs(parts.config)
     return tuple(_cost(costs, stretch) / costs.total for stretch in parts.stages.stretches)
 
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from meshwright.config import Config
+from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.tools.plan.step import Peak
 from meshwright.tools.plan.synchronising import PlannedBucket
-
-SINGLE = 4
-"""Bytes of a float32."""
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,14 @@ def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, fram
     gradients = sum(bucket.gradient_bytes for bucket in buckets)
     most = max(peak.total_bytes, _widened_bytes(config, buckets))
     activations = min(peak.activation_bytes, most)
-    return Memory(held, gradients, state_bytes(config, buckets), activations, most - activations, framework_bytes)
+    return Memory(
+        held, gradients, state_bytes(config, slots_of(buckets)), activations, most - activations, framework_bytes
+    )
 
 
-def state_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
-    """On the device. Of an offloaded optimizer its staging: AdamW 16 · bucket (memory/staging.py)."""
-    moments = len(config.optimizer.update.states)
-    if config.memory.offload.to == "none":
-        return sum(
-            bucket.stepped_elements * (_master_bytes(bucket) + moments * max(SINGLE, bucket.kind.dtype.itemsize))
-            for bucket in buckets
-        )
-    longest = max((bucket.stepped_elements for bucket in buckets), default=0)
-    half = min(config.memory.offload.bucket // 2, longest)
-    return 2 * SINGLE * half * (moments + 2)  # master, moments, gradient
+def slots_of(buckets: Sequence[PlannedBucket]) -> list[tuple[int, torch.dtype]]:
+    """Elements and type of what a rank's optimizer steps."""
+    return [(bucket.stepped_elements, bucket.kind.dtype) for bucket in buckets]
 
 
 def _master_bytes(bucket: PlannedBucket) -> int:

@@ -11,22 +11,23 @@ from dataclasses import dataclass, field
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
+from meshwright.machine import Machine
 from meshwright.model import Stretch
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.span import Timeline
-from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Traffic
-from meshwright.stages import shared_work
-from meshwright.tensor.gathered import choose_form
+from meshwright.resolve import resolve_layout
+from meshwright.section import with_field
+from meshwright.stage_costs import BuiltStages, all_state_bytes, shared_work
 from meshwright.tools.plan.cluster import Backend, Cluster
 from meshwright.tools.plan.kernels import Kernels
-from meshwright.tools.plan.memory import Memory
+from meshwright.tools.plan.memory import Memory, slots_of
 from meshwright.tools.plan.recordings import Parameter, Recordings
-from meshwright.tools.plan.run import Run
+from meshwright.tools.plan.run import Run, first_rank, tied_between
 from meshwright.tools.plan.stage import StagePlan, plan_stretches
 from meshwright.tools.plan.step import Passes
-from meshwright.tools.plan.synchronising import Buckets
+from meshwright.tools.plan.synchronising import Buckets, PlannedBucket
 from meshwright.tools.plan.timing import Pace
 from meshwright.tools.plan.wires import Wires
 
@@ -70,6 +71,7 @@ class Planner:
     buckets: Buckets = field(default_factory=Buckets)
     _paces: dict[int, Pace] = field(default_factory=dict)
     _partitions: dict[tuple[object, int], tuple[int, ...]] = field(default_factory=dict)
+    _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
     passes: dict[Hashable, Passes] = field(default_factory=dict)
     _wires: dict[tuple[Backend, tuple[tuple[str, int], ...]], Wires] = field(default_factory=dict)
 
@@ -101,64 +103,60 @@ class Planner:
         return self._wires[key]
 
     def resolved(self, config: Config) -> Config:
-        """With the decisions that a run takes when it begins."""
-        layout = config.layout
-        pipeline = layout.pipeline.model_copy(update={"partition": self.partition(config)})
-        config = config.model_copy(update={"layout": layout.model_copy(update={"pipeline": pipeline})})
-        if "memory.summa" in layout.tensor.gives_effect_to and config.memory.summa == "auto":
-            config = config.model_copy(
-                update={"memory": config.memory.model_copy(update={"summa": self._summa(config)})}
-            )
-        if pipeline.limit_by_memory:
-            pipeline = pipeline.model_copy(update={"limit": self._limit(config)})
-            config = config.model_copy(update={"layout": layout.model_copy(update={"pipeline": pipeline})})
-        return config
+        """With what a run decides before it begins, on a machine like the cluster's."""
+        return resolve_layout(config, self.machine, self).config
+
+    @property
+    def machine(self) -> Machine:
+        """The cluster, as `resolve` asks a machine: each rank has the memory of a device."""
+        device = self.cluster.device
+        return Machine(cores=self.cluster.cores or 1, memory=device.memory - device.reserved, shared=False)
 
     def partition(self, config: Config) -> tuple[int, ...]:
         """Layers a stage."""
         pipeline = config.layout.pipeline
         if pipeline.size == 1:
             return (config.model.num_blocks,)
-        if pipeline.partition == "auto":
-            costs = shared_work(config, self.recordings.outline(config).parameters)
-            if (costs, pipeline.size) not in self._partitions:
-                self._partitions[costs, pipeline.size] = balanced(costs, pipeline.size)
-            return self._partitions[costs, pipeline.size]
-        assert pipeline.partition != "measured", "refused before"
-        return pipeline.partition
+        if not isinstance(pipeline.partition, str):
+            return pipeline.partition
+        assert pipeline.partition == "auto", "refused before"
+        costs = shared_work(config, self.recordings.outline(config).parameters)
+        if (costs, pipeline.size) not in self._partitions:
+            self._partitions[costs, pipeline.size] = balanced(costs, pipeline.size)
+        return self._partitions[costs, pipeline.size]
+
+    def fixed_bytes(self, config: Config) -> list[int]:
+        stages, grid = self.stages(config), Grid(config.layout.axes)
+        tied = tied_between(stages)
+        return [
+            self._fixed_bytes(config, self.buckets.of(config, first_rank(grid, stage), plan.parameters, tied))
+            for stage, plan in enumerate(stages)
+        ]
+
+    def _fixed_bytes(self, config: Config, buckets: Sequence[PlannedBucket]) -> int:
+        held = sum(bucket.size_bytes + bucket.gradient_bytes for bucket in buckets)
+        return held + all_state_bytes(config, slots_of(buckets), self.cluster.device.kind)
+
+    def block_bytes(self, config: Config) -> list[list[int]]:
+        return [_blocks(stage.parameters) for stage in self.stages(config)]
+
+    def microbatch_bytes(self, config: Config) -> Sequence[int]:
+        """Counted as a run counts it, so that both decide alike: recordings know more than what autograd keeps."""
+        layout = config.layout
+        axes = tuple(axis for axis in layout.axes if axis[0] != "data")
+        key = config.model, config.data, config.precision, config.micro, layout.tensor, axes, layout.pipeline.partition
+        if key not in self._microbatches:
+            self._microbatches[key] = BuiltStages().microbatch_bytes(config)
+        return self._microbatches[key]
 
     def stages(self, config: Config) -> list[StagePlan]:
-        """Of a resolved config."""
+        """A layout's stages. Until somebody has decided how 2-D operands travel, they keep no gathered weights."""
+        if config.memory.summa == "auto":
+            config = with_field(config, "memory.summa", "whole")
         runs = ranges_of(self.partition(config))
         last = len(runs) - 1
         stretches = [Stretch(run, stage == 0, stage == last) for stage, run in enumerate(runs)]
         return plan_stretches(config, self.cluster.device, self.recordings, stretches)
-
-    def _summa(self, config: Config) -> str:
-        """How operands travel where free memory decides, which is what weights and gradients leave."""
-        anyhow = config.model_copy(update={"memory": config.memory.model_copy(update={"summa": "whole"})})
-        q = dict(config.layout.axes)["row"]
-        forms = [
-            choose_form("auto", _blocks(stage.parameters), q, self._free_bytes(config, stage))
-            for stage in self.stages(anyhow)
-        ]
-        if all(form.keeps for form in forms):
-            return "gather"
-        return "stream" if any(form.streams for form in forms) else "whole"
-
-    def _limit(self, config: Config) -> int:
-        """Microbatches that every stage can hold in half of the free memory, with as much again for W's work."""
-        own = [
-            self._free_bytes(config, stage)
-            // 2
-            // max(1, 2 * stage.cost(Kind.FORWARD, 0, lambda program: 0.0).kept_bytes)
-            for stage in self.stages(config)
-        ]
-        return max(1, min(config.num_microbatches, *own))
-
-    def _free_bytes(self, config: Config, stage: StagePlan) -> int:
-        held = sum(parameter.weight_bytes + parameter.gradient_bytes(config) for parameter in stage.parameters)
-        return max(0, self.cluster.device.memory - self.cluster.device.reserved - held)
 
     def backend(self, config: Config) -> Backend:
         """As `auto` chooses on a machine that has what the cluster's file tells of."""

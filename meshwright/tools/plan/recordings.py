@@ -31,7 +31,8 @@ from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import planned_mesh, solo_mesh
-from meshwright.stages import empty_batch, links, parameters_of
+from meshwright.stage_costs import links, parameters_of
+from meshwright.stages import empty_batch
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.cluster import Device
 from meshwright.tools.plan.program import Program

@@ -43,6 +43,17 @@ def _work(stage: StagePlan, tied: set[str]) -> Hashable:
     return tuple((id(unit.link.programs), unit.layers) for unit in stage.units), shared
 
 
+def first_rank(grid: Grid, stage: int) -> int:
+    """The first rank of a stage."""
+    return grid.rank(dict.fromkeys(grid.names, 0) | {PIPE: stage})
+
+
+def tied_between(stages: list[StagePlan]) -> set[str]:
+    """Names of the parameters that the first and the last stage both hold."""
+    names = [{parameter.name for parameter in stage.parameters} for stage in stages]
+    return names[0] & names[-1] if len(stages) > 1 else set()
+
+
 class Run:
     """One resolved run on its way to a prediction."""
 
@@ -54,8 +65,7 @@ class Run:
         self.pace = site.pace(config)
         self.kinds = (Kind.FORWARD, Kind.BACKWARD, *([Kind.WEIGHT] if splits(config) else []))
         self.peers = "+".join(name for name, _ in self.grid.axes if name in dict(config.layout.tensor.axes))
-        names = [{parameter.name for parameter in stage.parameters} for stage in stages]
-        tied = names[0] & names[-1] if len(stages) > 1 else set()
+        tied = tied_between(stages)
         first: dict[Hashable, int] = {}
         self.like = [first.setdefault(_work(own, tied), stage) for stage, own in enumerate(stages)]
         """Of each stage the first one that does and holds the same."""
@@ -65,8 +75,7 @@ class Run:
         self.costs: dict[tuple[int, Kind, int], Cost] = {}
 
     def rank(self, stage: int) -> int:
-        """The first of a stage's."""
-        return self.grid.rank(dict.fromkeys(self.grid.names, 0) | {PIPE: stage})
+        return first_rank(self.grid, stage)
 
     def seconds(self, program: Program) -> float:
         return self.pace.seconds(program, self.wires)

@@ -30,6 +30,7 @@ from meshwright.launch import Interrupted, Job, StopRequest, joined
 from meshwright.launch.session import temporary_folder
 from meshwright.model import Samples
 from meshwright.parameters.shard import Box
+from meshwright.resolve import resolve, this_machine
 from meshwright.tools.verify.compare import (
     Row,
     compare_numbers,
@@ -39,7 +40,7 @@ from meshwright.tools.verify.compare import (
     zero_tensors,
 )
 from meshwright.tools.verify.reference import reference_run
-from meshwright.train.job import open_layout, resources_of, run_ranks, worker_device
+from meshwright.train.job import open_layout, run_ranks, worker_device
 from meshwright.train.loop import Trainer
 
 WORKER = "meshwright.tools.verify.job:worker"
@@ -128,17 +129,12 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
 
 def _run(config: Config, entry: str, what: str, out: Path, data: Path, steps: int) -> None:
     out.mkdir()
-    resources = resources_of(config)
+    config = resolve(config, this_machine()).config
     arguments = {
-        "config": config.model_dump(mode="json", by_alias=True),
-        "out": str(out),
-        "data": str(data),
-        "steps": steps,
-        "transport": resources.transport,
-        "device": resources.device,
-    }
+        "config": config.model_dump(mode="json", by_alias=True), "out": str(out), "data": str(data), "steps": steps,
+    }  # fmt: skip
     try:
-        run_ranks(config, Job(entry, arguments), resources)
+        run_ranks(config, Job(entry, arguments))
     except Interrupted:
         raise
     except LaunchError as error:
@@ -185,13 +181,10 @@ def worker(
     out: str,
     data: str,
     steps: int,
-    transport: str,
-    device: str,
 ) -> None:
     """One rank of the layout."""
     settings = Config.model_validate(config)
-    where = worker_device(device, environment)
-    with open_layout(settings, environment, transport, where, job="verify") as mesh:
+    with open_layout(settings, environment, job="verify") as mesh:
         parts = build(settings, mesh, Path(out))
         leave_layout(parts, dataset_of(settings).open(settings, Path(data)).train, Path(out), steps, stop)
 
@@ -237,13 +230,11 @@ def reference_worker(
     out: str,
     data: str,
     steps: int,
-    transport: str,
-    device: str,
 ) -> None:
     """The reference: one process."""
     settings = Config.model_validate(config)
     train = dataset_of(settings).open(settings, Path(data)).train
-    leave_reference(settings, train, Path(out), steps, worker_device(device, environment))
+    leave_reference(settings, train, Path(out), steps, worker_device(settings.device, environment))
 
 
 def leave_reference(config: Config, train: Samples, folder: Path, steps: int, device: torch.device) -> None:

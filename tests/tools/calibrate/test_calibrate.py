@@ -10,7 +10,7 @@ import torch
 from meshwright.config.load import read_yaml
 from meshwright.errors import ConfigError
 from meshwright.launch import Transport
-from meshwright.launch.mpiexec import find_mpiexec
+from meshwright.machine import find_mpiexec
 from meshwright.tools.calibrate.job import Machine, calibrate, parse_ranks, this_machine
 from meshwright.tools.calibrate.report import render, text_of
 from meshwright.tools.calibrate.timing import Effort, Timer, effort_of, undisturbed

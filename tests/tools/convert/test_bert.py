@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, load_weights, pieces_of
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.config.schema import Config, Data, Precision
@@ -23,6 +22,7 @@ from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.convert import export_folder, import_folder
+from tests.harness import build
 
 transformers = pytest.importorskip("transformers")
 

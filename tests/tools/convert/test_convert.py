@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, restore
 from meshwright.config.schema import Optimizer
 from meshwright.data.tokenizer import byte_tokenizer
@@ -19,6 +18,7 @@ from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.convert import export_folder, import_folder
 from meshwright.tools.evaluate import load_model
 from meshwright.tools.generate import Sampling, generate_text
+from tests.harness import build
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
 
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.build import build
 from meshwright.checkpoint import Checkpoint, load_weights
 from meshwright.config.schema import Config, Data, Precision
 from meshwright.data.tokenizer import byte_tokenizer
@@ -23,6 +22,7 @@ from meshwright.tensor.serial import SerialKit
 from meshwright.tools.convert import export_folder, import_folder
 from meshwright.tools.convert.t5 import T5_FAMILY
 from meshwright.tools.generate import Request, generate
+from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save
 
 transformers = pytest.importorskip("transformers")

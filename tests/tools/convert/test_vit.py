@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.build import build
 from meshwright.checkpoint import Checkpoint
 from meshwright.config import Config, parse_config
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.convert import export_folder, import_folder
 from meshwright.tools.evaluate import image_accuracy, load_image_model
+from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save
 
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.build import build
 from meshwright.config import Config
 from meshwright.data.progress import silent
 from meshwright.errors import ConfigError, DataError
@@ -19,6 +18,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tools.evaluate.pairs import pairs_for
 from meshwright.tools.evaluate.sequence import load_sequence
 from meshwright.train.loop import Trainer
+from tests.harness import build
 from tests.tools.evaluate.test_commands import run, run_json
 from tests.tools.evaluate.tiny import save, sequence_config, tiny_checkpoint
 from tests.workers import run_ranks

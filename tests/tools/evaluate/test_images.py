@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.build import build
 from meshwright.config import Config, parse_config
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.evaluate import image_accuracy, load_image_model
+from tests.harness import build
 from tests.tools.evaluate.test_commands import run_json
 from tests.tools.evaluate.tiny import lively, save, tiny_checkpoint
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.build import build
 from meshwright.config import Config
 from meshwright.config.schema import Data, Optimizer, Precision
 from meshwright.config.schema import Validation as Validating
@@ -25,6 +24,7 @@ from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.evaluate import stream_for
 from meshwright.tools.evaluate.masked import LoadedBert, load_bert, masked_accuracy
 from meshwright.tools.evaluate.tasks import facts_of
+from tests.harness import build
 from tests.tools.evaluate.test_commands import run, run_json
 from tests.tools.evaluate.tiny import lively, save, tiny_checkpoint
 

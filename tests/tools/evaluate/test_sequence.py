@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.build import build
 from meshwright.config.schema import Batch, Validation
 from meshwright.data.progress import silent
 from meshwright.errors import CheckpointError, ConfigError, DataError
@@ -20,6 +19,7 @@ from meshwright.tools.evaluate.beam import Answer, Beam, beam_search
 from meshwright.tools.evaluate.pairs import pairs_for, target_perplexity
 from meshwright.tools.evaluate.sequence import LoadedSequence, answers, load_sequence, source_ids, text_of
 from meshwright.tools.generate import Request, generate
+from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save, sequence_config, tiny_checkpoint
 
 TEXTS = ["ab", "a longer one", "xyz", "", "the end of it all"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.checkpoint import CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.config import Config
@@ -14,6 +14,7 @@ from meshwright.config.schema import Data, Optimizer, Precision
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 from meshwright.models.section import Gpt2
 from meshwright.ranks.mesh import solo_mesh
+from tests.harness import build
 
 VOCABULARY = 257
 

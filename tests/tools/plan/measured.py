@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.build import Parts, build
+from meshwright.build import Parts
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.families import family_of
@@ -15,6 +15,7 @@ from meshwright.model import Batch, rows_of
 from meshwright.optim.states import InPlace
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.mesh import Mesh
+from tests.harness import build
 from tests.tools.plan.live import LiveBytes
 
 Counts = dict[tuple[str, str], tuple[int, int]]

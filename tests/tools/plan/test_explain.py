@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.build import build
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.families import family_of
@@ -20,7 +19,7 @@ from meshwright.tensor.kit import rows_of_rank
 from meshwright.tools.plan.counted_step import plan_step
 from meshwright.tools.plan.explain import explain, render
 from tests.data_parallel.test_equality import config_for as data_config
-from tests.harness import forward_and_backward
+from tests.harness import build, forward_and_backward
 from tests.pipeline.test_equality import pipelined
 from tests.pipeline.test_partition import laid_out
 from tests.tensor.test_equality import config_for

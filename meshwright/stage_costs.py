@@ -1,0 +1,177 @@
+"""What the stages of a layout cost and hold: counted on the meta device, or timed. `resolve` decides by it.
+
+| question                  | answer                                                                                 |
+|---------------------------|----------------------------------------------------------------------------------------|
+| work of each link         | products of a forward pass, and the work on parameters in the same unit (`shared_work`)|
+| seconds of each link      | forward and backward of one microbatch on one device, with partition: measured         |
+| memory that is taken      | weights and gradients with their buckets' padding, the optimizer's states              |
+| memory of a microbatch    | what autograd keeps of its forward pass, twice: weight gradients wait with as much     |
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from meshwright.build import Parts, build, make_stretch
+from meshwright.config import Config
+from meshwright.data_parallel.strategy import Strategy
+from meshwright.families import family_of
+from meshwright.memory.offload import host_store_bytes, state_bytes
+from meshwright.memory.recompute import kept_bytes
+from meshwright.model import Costs, Hidden, Stretch
+from meshwright.models.chain import Chain
+from meshwright.parameters.bucket import gradient_dtype
+from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs
+from meshwright.pipeline.partition import balanced
+from meshwright.ranks.comm import size_bytes
+from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
+from meshwright.stages import empty_batch, plan_stages
+from meshwright.tensor.serial import SerialKit
+from meshwright.tensor.tesseract import TesseractKit
+
+PRODUCTS_PER_PARAMETER = 200
+"""Multiplications in the time of a step's work on a parameter: its gradient written, AdamW, some 40 bytes in all. For a
+CPU core; of a GPU it is ten times as many."""
+
+TIMED_ROUNDS = 5
+
+
+def first_ranks(config: Config) -> list[Mesh]:
+    """The mesh of each stage's first rank, on the meta device. Where ranks of a stage differ, it holds the most."""
+    grid = Grid(config.layout.axes)
+    origin = grid.coordinates(0)
+    ranks = [grid.rank(origin | {PIPE: stage}) for stage in range(config.layout.pipeline.size)]
+    return [planned_mesh(grid, rank, config.layout.token_axes) for rank in ranks]
+
+
+class BuiltStages:
+    """Answers by building each stage's first rank on the meta device."""
+
+    def __init__(self) -> None:
+        self._built: dict[Config, list[Parts]] = {}
+
+    def _parts(self, config: Config) -> list[Parts]:
+        if config not in self._built:
+            self._built[config] = [build(config, mesh) for mesh in first_ranks(config)]
+        return self._built[config]
+
+    def partition(self, config: Config) -> tuple[int, ...]:
+        pipeline = config.layout.pipeline
+        costs = timed_costs(config) if pipeline.partition == "measured" else counted_costs(config)
+        return balanced(costs, pipeline.size)
+
+    def fixed_bytes(self, config: Config) -> Sequence[int]:
+        return [_fixed_bytes(config, parts.strategy) for parts in self._parts(config)]
+
+    def block_bytes(self, config: Config) -> Sequence[Sequence[int]]:
+        kits = [parts.kit for parts in self._parts(config)]
+        return [[size_bytes(block) for block in kit.weights.blocks] for kit in kits if isinstance(kit, TesseractKit)]
+
+    def microbatch_bytes(self, config: Config) -> Sequence[int]:
+        make = partial(make_stretch, config)
+        stages = plan_stages(config, first_ranks(config)[0], make)
+        sizes = []
+        for stage, mesh in enumerate(first_ranks(config)):
+            model, kit = make(mesh, stages.stretches[stage])
+            batch = empty_batch(config, kit, model.inside, mesh.device)
+            forms = stages.forms(stage)["before"]
+            given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta").requires_grad_() for form in forms)
+            sizes.append(
+                2 * kept_bytes(partial(model, batch, dict.fromkeys(model.labels, 1.0), given), model.parameters())
+            )
+        return sizes
+
+
+def _fixed_bytes(config: Config, strategy: Strategy) -> int:
+    weights = [flat.values for flat in strategy.weights]
+    gradients = sum(x.numel() * gradient_dtype(x.dtype, config.widens_gradients).itemsize for x in weights)
+    slots = [(slot.parameter.numel(), slot.parameter.dtype) for slot in strategy.slots]
+    return sum(map(size_bytes, weights)) + gradients + all_state_bytes(config, slots, config.device)
+
+
+def all_state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], device: str) -> int:
+    """The optimizer's states in the device's memory: on a CPU an offloaded optimizer's store lies there as well."""
+    return state_bytes(config, slots) + (host_store_bytes(config, slots) if device == "cpu" else 0)
+
+
+def counted_costs(config: Config) -> Costs:
+    """The work of each link of the chain, `shared_work` of its parameters."""
+    mesh = first_ranks(config)[0]
+    specs = (shard_specs(make_stretch(config, mesh, link)[0]) for link in links(config.model.num_blocks))
+    return shared_work(config, parameters_of(*specs))
+
+
+def parameters_of(begin: dict[str, ShardSpec], layers: dict[str, ShardSpec], end: dict[str, ShardSpec]) -> Costs:
+    """How many parameters each link of the chain has."""
+    blocks: dict[int, list[ShardSpec]] = {}
+    for name, spec in layers.items():
+        blocks.setdefault(int(name.split(".")[1]), []).append(spec)
+    own = tuple(num_parameters(blocks[layer]) for layer in sorted(blocks))
+    return Costs(num_parameters(list(begin.values())), own, num_parameters(list(end.values())))
+
+
+def shared_work(config: Config, parameters: Costs) -> Costs:
+    """A microbatch forward and backward and its share of the work on parameters, in products of a forward pass."""
+    products, samples = family_of(config).products(config), config.micro
+    weight = PRODUCTS_PER_PARAMETER / 3 / config.num_microbatches
+    return Costs(
+        samples * products.begin + weight * parameters.begin,
+        tuple(
+            samples * product + weight * own for product, own in zip(products.layers, parameters.layers, strict=True)
+        ),
+        samples * products.end + weight * parameters.end,
+    )
+
+
+def links(num_layers: int) -> tuple[Stretch, Stretch, Stretch]:
+    """The beginning, all layers and the end of the chain, each by itself."""
+    nothing = range(0)
+    return Stretch(nothing, True, False), Stretch(range(num_layers), False, False), Stretch(nothing, False, True)
+
+
+def timed_costs(config: Config) -> Costs:
+    """Seconds of a microbatch forward and backward in each link of the chain, whole, on one device.
+
+    Only their ratios count. Of layers that are alike, in what they read and in their parameters, the first is timed.
+    """
+    device = torch.device(config.device if config.device != "auto" else "cpu")
+    kit = SerialKit(solo_mesh(device))
+    begin, layers, end = links(config.model.num_blocks)
+    known: dict[tuple[torch.Size, ...], float] = {}
+    seconds: list[float] = []
+    hidden: Hidden = ()
+    for link in (begin, *(Stretch(range(layer, layer + 1), False, False) for layer in layers.layers), end):
+        model: Chain = family_of(config).model(config.model, kit, link)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        batch = empty_batch(config, kit, model.inside, device)
+        shapes = tuple(x.shape for x in (*hidden, *model.parameters()))
+        if shapes not in known:
+            known[shapes] = statistics.median(_seconds(model, hidden, batch, device) for _ in range(TIMED_ROUNDS))
+        seconds.append(known[shapes])
+        with torch.no_grad():
+            hidden = model.hidden_states(batch, hidden)
+    return Costs(seconds[0], tuple(seconds[1:-1]), seconds[-1])
+
+
+def _seconds(model: Chain, hidden: Hidden, batch: dict[str, torch.Tensor], device: torch.device) -> float:
+    """A stretch forward and backward."""
+    given = tuple(x.detach().requires_grad_() for x in hidden)
+    started = time.perf_counter()
+    out = model(batch, dict.fromkeys(model.labels, 1.0), given)
+    torch.autograd.backward(out, [torch.ones_like(x) for x in out])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def free_gpu_bytes(num_gpus: int) -> int:
+    """Free memory of the fullest of this node's first GPUs."""
+    return min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus))
