@@ -35,13 +35,11 @@ def run_model(model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> H
 class Graph:
     """A microbatch between F and B: its input, and where its backward pass begins.
 
-    Only the edges of the output are kept: its numbers are needed by the stage after, which has a copy. `gradients`: of
-    the loss by itself, where the backward pass begins with that.
+    Only the edges of the output are kept: its numbers are needed by the stage after, which has a copy.
     """
 
     incoming: Hidden
     outgoing: tuple[GradientEdge, ...]
-    gradients: Hidden
 
 
 class Stage:
@@ -82,14 +80,13 @@ class Stage:
             x.requires_grad_()
         with self.autocast():
             outgoing = self.run_forward(self.model, batch, scales, incoming)
-        ones = tuple(torch.ones_like(x) for x in outgoing) if self.is_last else ()
-        self._graphs[index] = Graph(incoming, tuple(get_gradient_edge(x) for x in outgoing), ones)
+        self._graphs[index] = Graph(incoming, tuple(get_gradient_edge(x) for x in outgoing))
         return tuple(x.detach() for x in outgoing)
 
     def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden:
         """B: what the stage before reads. `gradients`: of what F gave, from the stage after. `defers`: W follows."""
         graph = self._graphs.pop(index)
-        begin, after = graph.outgoing, graph.gradients or gradients
+        begin, after = graph.outgoing, None if self.is_last else gradients  # a loss's own gradient is 1
         if defers:
             with self.gradients.deferred() as works:
                 torch.autograd.backward(begin, after)
