@@ -4,6 +4,7 @@
 |------------|------------------------|-------------------------------------------------------------------|
 | models     | model.family           | a subclass of models/section.py's Network                         |
 | tensor     | layout.tensor.kind     | a subclass of tensor/section.py's TensorSection                   |
+| data       | data.kind              | a subclass of data/section.py's DataSection                       |
 | schedules  | layout.pipeline.schedule | a Rule of pipeline/schedule.py                                  |
 | syncs      | layout.data.sync       | a Sync of data_parallel/section.py                                |
 | optimizers | optimizer.name         | an Update of optim/section.py                                     |
@@ -37,6 +38,13 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "tesseract": "meshwright.tensor.section:Tesseract",
         "subgraph": "meshwright.subgraph.section:Subgraph",
     },
+    "data": {
+        "text": "meshwright.data.section:TextData",
+        "masked": "meshwright.data.section:MaskedData",
+        "pairs": "meshwright.data.section:PairData",
+        "spans": "meshwright.data.section:SpanData",
+        "images": "meshwright.data.section:ImageData",
+    },
     "schedules": {
         "gpipe": "meshwright.pipeline.schedule:GPIPE",
         "1f1b": "meshwright.pipeline.schedule:ONE_F_ONE_B",
@@ -62,6 +70,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
 BASES: Mapping[str, str] = {
     "models": "meshwright.models.section:Network",
     "tensor": "meshwright.tensor.section:TensorSection",
+    "data": "meshwright.data.section:DataSection",
     "schedules": "meshwright.pipeline.schedule:Rule",
     "syncs": "meshwright.data_parallel.section:Sync",
     "optimizers": "meshwright.optim.section:Update",

@@ -7,7 +7,7 @@ before the config that is composed of all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
@@ -101,6 +101,16 @@ def union_of(sections: Mapping[str, type[Section]], tag: str, default: str | Non
 
     branches = tuple(Annotated[section, Tag(known)] for known, section in sections.items())
     return Annotated[Union[branches], Discriminator(name)]  # noqa: UP007 the members are known when it runs
+
+
+def decides_nothing(value: object) -> bool:
+    """Whether a value may be written where its field has no effect."""
+    return value is None or value is False or value in ("auto", "none")
+
+
+def meet(fields: Collection[str], others: Collection[str]) -> bool:
+    """Whether any field is one of the others, lies in one, or contains one."""
+    return any((f"{a}.").startswith(f"{b}.") or (f"{b}.").startswith(f"{a}.") for a in fields for b in others)
 
 
 def field_of(section: Any, field: str) -> Any:

@@ -28,7 +28,7 @@ def total_memory_bytes(prediction: Prediction) -> int:
 def paper_flops(config: Config) -> float:
     """Floating-point operations of a step of GPT by the papers' formula, which counts recomputation whether there is
     any or not: 96 b s l h² (1 + s/(6h) + V/(16 l h)) (Narayanan et al., SC 2021, equation 3)."""
-    model, batch, sequence = config.model, config.batch.global_, config.data.sequence
+    model, batch, sequence = config.model, config.batch.global_, config.data.lengths.source
     assert isinstance(model, TextTransformer), "the formula is of GPT"
     layers, hidden = model.layers, model.hidden
     rest = 1 + sequence / (6 * hidden) + model.vocabulary / (16 * layers * hidden)

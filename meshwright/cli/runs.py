@@ -56,7 +56,6 @@ def train(
 
         explain_run(config, planned_trace(trace or ()))
         return
-    from meshwright.families import dataset_of
     from meshwright.train.job import train as run_training
 
     traced = traced_steps(trace or (), config)
@@ -64,7 +63,7 @@ def train(
     if accept_changes and not resume:
         raise ConfigError.of("--accept-changes", "true", "has no effect on a new run", "leave it out, or add --resume")
     with progress() as show:
-        dataset_of(config).prepare(config, show)  # here with a bar; the job then finds it prepared
+        config.data.prepare(config, show)  # here with a bar; the job then finds it prepared
     run_training(
         config,
         out or Path("out") / run.stem,

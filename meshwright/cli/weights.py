@@ -41,14 +41,14 @@ def data_prepare(
 
     Example: meshwright data prepare --source wiki.train.txt --tokenizer bpe:8192 --out data/wiki
     """
-    from meshwright.config.schema import Data
     from meshwright.data.corpus import text_corpus
     from meshwright.data.packing import pack
     from meshwright.data.pairs import pair_corpus
+    from meshwright.data.section import PairData
 
     with progress() as show:
         if pairs or target is not None or languages is not None:
-            texts = pair_corpus(Data(source=source, target=target, languages=languages))
+            texts = pair_corpus(PairData(kind="pairs", source=source, target=target, languages=languages))
         else:
             texts = text_corpus(source)
         corpus = pack(texts, tokenizer, out, validation, show)

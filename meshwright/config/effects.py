@@ -14,13 +14,11 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from meshwright.config.data_rules import objective_of
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
-from meshwright.models.section import EncoderDecoder, ImageNetwork
 from meshwright.optim.section import OWN_FIELDS
 from meshwright.registry import entries
-from meshwright.section import Section, shown
+from meshwright.section import Section, decides_nothing, meet, shown
 
 
 @dataclass(frozen=True)
@@ -37,10 +35,6 @@ class Effect:
     instead: str = ""
 
 
-def _learns_pairs(config: Config) -> bool:
-    return isinstance(config.model, EncoderDecoder) and objective_of(config) == "pairs"
-
-
 def _sums_gradients(config: Config) -> bool:
     """Whether any rank shares a gradient with another: replicas, ranks with other tokens, stages with a tied table."""
     sizes = dict(config.layout.axes)
@@ -54,12 +48,6 @@ def _num_axes(config: Config) -> int:
 def _kinds_with(field: str) -> list[str]:
     """The kinds of tensor sections with which a field of another section has an effect."""
     return [kind for kind, section in entries("tensor").items() if field in section.gives_effect_to]
-
-
-def _learner(config: Config) -> str:
-    """Who has no use for pairs."""
-    spans = isinstance(config.model, EncoderDecoder)
-    return "on data.objective=spans" if spans else f"on a {config.model.family}"
 
 
 def _of_optimizers(field: str) -> Effect:
@@ -78,26 +66,6 @@ TENSOR = "layout.tensor"
 SIZES = ("layout.data.size", "layout.pipeline.size", TENSOR)
 
 EFFECTS = (
-    Effect(
-        ("data.tokenizer", "data.sequence"),
-        ("model.family",),
-        lambda config: not isinstance(config.model, ImageNetwork),
-        lambda config: f"on a {config.model.family}",
-    ),
-    Effect(
-        ("data.objective",),
-        ("model.family",),
-        lambda config: isinstance(config.model, EncoderDecoder),
-        lambda config: f"on a {config.model.family}",
-        "model.family=transformer, t5",
-    ),
-    Effect(
-        ("data.target", "data.languages", "data.buckets"),
-        ("model.family", "data.objective", "data.source"),
-        _learns_pairs,
-        _learner,
-        "data.objective=pairs of a model.family=transformer, t5",
-    ),
     Effect(
         ("layout.data.sync",),
         SIZES,
@@ -198,23 +166,14 @@ def without_effect(
     """
     written = dict(_written(config))
     for effect in EFFECTS:
-        if effect.holds(config) or _meet(effect.decided_by, mistaken) or _meet(effect.decided_by, undecided):
+        if effect.holds(config) or meet(effect.decided_by, mistaken) or meet(effect.decided_by, undecided):
             continue
-        switched = _meet(effect.decided_by, words)
+        switched = meet(effect.decided_by, words)
         for field in effect.fields:
-            excused = field in mistaken or (switched and not _meet([field], words))
-            if field in written and not _decides_nothing(written[field]) and not excused:
+            excused = field in mistaken or (switched and not meet([field], words))
+            if field in written and not decides_nothing(written[field]) and not excused:
                 valid = "leave it out" + (f", or {effect.instead}" if effect.instead else "")
                 yield Problem(field, shown(written[field]), f"has no effect {effect.because(config)}", valid)
-
-
-def _decides_nothing(value: object) -> bool:
-    return value is None or value is False or value in ("auto", "none")
-
-
-def _meet(fields: Collection[str], others: Collection[str]) -> bool:
-    """Whether any field is one of the others, lies in one, or contains one."""
-    return any((f"{a}.").startswith(f"{b}.") or (f"{b}.").startswith(f"{a}.") for a in fields for b in others)
 
 
 def _written(section: Section, before: str = "") -> Iterator[tuple[str, object]]:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from meshwright.config.effects import idle_fields, without_effect
+from meshwright.config.kinds import foreign_fields, release_kind
 from meshwright.config.messages import nearest, problems_of
 from meshwright.config.rules import broken_rules
 from meshwright.config.schema import Config
@@ -83,22 +84,30 @@ def parse_run(
     """
     overrides = list(overrides)
     words = [*laid_over, *(word.partition("=")[0] for word in overrides)]
-    return _parse(tree, overrides, lambda config, mistaken: without_effect(config, mistaken, words, undecided))
+    return _parse(tree, overrides, words, lambda config, mistaken: without_effect(config, mistaken, words, undecided))
 
 
 def parse_config(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Config:
     """Check a tree of plain values that a program made, such as a config's whole dump, with overrides on top."""
-    return _parse(tree, overrides, lambda config, mistaken: ())
+    return _parse(tree, overrides, None, lambda config, mistaken: ())
 
 
 def _parse(
-    tree: dict[str, Any], overrides: Iterable[str], more: Callable[[Config, Set[str]], Iterable[Problem]]
+    tree: dict[str, Any],
+    overrides: Iterable[str],
+    words: Collection[str] | None,
+    more: Callable[[Config, Set[str]], Iterable[Problem]],
 ) -> Config:
-    """`more`: further problems of a config, given the fields that are mistaken already."""
+    """`words`: the fields that a user set on top of a file; None: a program made the tree.
+
+    `more`: further problems of a config, given the fields that are mistaken already.
+    """
     check_plugins()
-    tree = deepcopy(tree)
+    tree, overrides = deepcopy(tree), list(overrides)
     problems = [problem for word in overrides for problem in _override(tree, word)]
     problems += _resolve_model(tree)
+    release_kind(tree, [word.partition("=")[0] for word in overrides] if words is None else words)
+    problems += foreign_fields(tree, words) if words is not None else ()
     config, mistakes = _validate(tree)
     problems += mistakes
     mistaken = {problem.field for problem in problems}

@@ -10,7 +10,6 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 
-from meshwright.config.data_rules import DATA_RULES
 from meshwright.config.messages import nearest
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
@@ -22,6 +21,14 @@ BUCKET_MULTIPLE = 128
 
 
 SIZES = ("layout.data.size", "layout.pipeline.size", "layout.tensor")
+
+
+@rule("data.kind", "model.family")
+def family_reads_data(config: Config) -> Iterator[Problem]:
+    data, model = config.data, config.model
+    if data.gives != model.reads:
+        kinds = [kind for kind, section in entries("data").items() if section.gives == model.reads]
+        yield Problem("data.kind", data.kind, f"is not what a {model.family} reads", ", ".join(kinds))
 
 
 @rule("batch.global", "layout.data.size")
@@ -203,6 +210,8 @@ PARTITION_RULES = (stages_have_layers, partition_is_of_the_layers, limit_has_an_
 """What a resumed run's decisions must fit, too."""
 
 RULES = (
+    family_reads_data,
+    *_where_chosen("data", "data"),
     *_where_chosen("models", "model"),
     replicas_divide_batch,
     microbatches_divide_replica,
@@ -210,7 +219,6 @@ RULES = (
     transport_is_installed,
     transport_reaches_device,
     warmup_fits,
-    *DATA_RULES,
     tensor_cuts_are_equal,
     tensor_splits_rows,
     *_where_chosen("tensor", "layout.tensor"),

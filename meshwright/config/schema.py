@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from meshwright.config.kinds import with_kind
 from meshwright.config.layout import Layout
+from meshwright.data.section import DataSection, TextData
 from meshwright.models.section import Gpt2, Network
 from meshwright.registry import entries
 from meshwright.section import Count, Positive, Seconds, Section, Share, Size, divisors, union_of
@@ -20,31 +22,11 @@ if TYPE_CHECKING:
 
     Model = Network
     OptimizerName: TypeAlias = str
+    Data = DataSection
 else:
     OptimizerName = Literal[tuple(entries("optimizers"))]
     Model = union_of(entries("models"), "family", default="gpt2")
-
-
-class Data(Section):
-    """Where the data comes from. `source`: stdlib, a text/jsonl/parquet file or folder, or a prepared folder.
-
-    For images: digits, or a folder of class folders; `tokenizer` and `sequence` are of texts. For pairs of texts:
-    stdlib (functions and their docstrings), a tsv or jsonl file, or a text file whose line-by-line partner is `target`.
-    """
-
-    source: str = "stdlib"
-    tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (trained on the source), or a tokenizer.json file. A prepared folder brings its own."""
-    sequence: Positive = 256
-    objective: Literal["auto", "pairs", "spans"] = "auto"
-    """What an encoder-decoder learns: the second text of a pair; or spans cut out of one text, which is T5's auto."""
-    target: str | None = None
-    languages: tuple[str, str] | None = None
-    """The two keys of a jsonl file's pairs, from and to: [en, de]. None: its first line's `source`, `target`."""
-    buckets: Positive = 1
-    """Pairs of like length share a batch: so many lengths up to `sequence` are batches padded to."""
-    validation: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
-    """The share of the documents (of each class's images) that is held out."""
+    Data = union_of(entries("data"), "kind")
 
 
 class Batch(Section):
@@ -178,7 +160,7 @@ class Config(Section):
 
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1
     model: Model = Gpt2()
-    data: Data = Data()
+    data: Data = TextData()
     batch: Batch = Batch()
     layout: Layout = Layout()
     precision: Precision = Precision()
@@ -195,6 +177,14 @@ class Config(Section):
     timeout: Timeout = Timeout()
     restarts: Count = 0
     """How often the launcher restarts a job that lost a worker, from its newest complete checkpoint."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def decide_kind_of_data(cls, tree: object) -> object:
+        """The kind of data is decided here, once: who reads the config finds it written."""
+        if not isinstance(tree, dict):
+            return tree
+        return tree | {"data": with_kind(tree.get("data", {}), tree.get("model"))}
 
     @property
     def micro(self) -> int:

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from meshwright.data.section import STDLIB
 from meshwright.errors import DataError
 
-STDLIB = "stdlib"
 TEXT_KEY = "text"
 
 # Python's own tests are three fifths of the library's bytes (19 of 31 MB), hold files that are wrong on purpose, and

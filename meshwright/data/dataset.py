@@ -1,21 +1,20 @@
-"""The data of a run behind one door: the launcher prepares it once, every rank opens it."""
+"""The data of a run, prepared once by the launcher and opened by every rank; a packed corpus as such data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from meshwright.config import Config
-from meshwright.data.packed import PackedCorpus, open_packed
+from meshwright.data.packed import open_packed
 from meshwright.data.packing import corpus_for
 from meshwright.data.progress import ShowProgress
-from meshwright.data.split import SPLITS, Split
+from meshwright.data.section import TokenSection
+from meshwright.data.split import Split
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
 from meshwright.model import Samples
-from meshwright.models.section import TextTransformer
 
 
 @dataclass(frozen=True)
@@ -30,48 +29,38 @@ class Opened:
     """Facts about them that a user should know: said when a run begins."""
 
 
-class Dataset(Protocol):
-    """One kind of data, prepared and opened."""
+def opened_splits(config: Config, samples: Callable[[Split], Samples]) -> tuple[Samples, Samples | None]:
+    """The train split, and the validation split where the run validates.
 
-    def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        """Build the data set, or find it built; the folder. Raises DataError where it does not suit the run."""
-
-    def open(self, config: Config, folder: Path) -> Opened:
-        """The splits in a prepared folder. Raises DataError where they are too small."""
-
-
-class CorpusDataset:
-    """A packed corpus; `reader(config, corpus, split)` makes the samples of one split of it."""
-
-    def __init__(self, reader: Callable[[Config, PackedCorpus, Split], Samples], *, pairs: bool = False) -> None:
-        self._reader, self._pairs = reader, pairs
-
-    def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        corpus = corpus_for(config.data, cache_folder(), progress, pairs=self._pairs)
-        assert isinstance(config.model, TextTransformer), config.model
-        corpus.check_vocabulary(config.model.vocabulary)
-        self.open(config, corpus.folder)
-        return corpus.folder
-
-    def open(self, config: Config, folder: Path) -> Opened:
-        corpus = open_packed(folder)
-        splits = opened_splits(config, lambda split: self._reader(config, corpus, split))
-        notes = self.notes(config, splits)
-        return Opened(splits["train"], splits.get("validation"), corpus.tokenizer.to_json(), notes)
-
-    def notes(self, config: Config, splits: Mapping[Split, Any]) -> tuple[str, ...]:
-        """The notes on the samples of the splits."""
-        return ()
-
-
-def opened_splits(config: Config, reader: Callable[[Split], Samples]) -> dict[Split, Samples]:
-    """The samples of both splits, or of the train split alone where the run does not validate.
-
-    Raises DataError where the validation split does not fill one global batch.
+    Raises DataError where that does not fill one global batch.
     """
-    splits = {split: reader(split) for split in (SPLITS if config.validation.every else SPLITS[:1])}
-    rows = config.batch.global_
-    if "validation" in splits and len(splits["validation"]) < rows:
-        has = f"has {len(splits['validation'])} samples"
+    train = samples("train")
+    if not config.validation.every:
+        return train, None
+    held_out, rows = samples("validation"), config.batch.global_
+    if len(held_out) < rows:
+        has = f"has {len(held_out)} samples"
         raise DataError(f"the validation split {has}, fewer than batch.global={rows}: raise data.validation")
-    return splits
+    return train, held_out
+
+
+def prepare_corpus(data: TokenSection, config: Config, progress: ShowProgress) -> Path:
+    """The folder of a run's packed corpus."""
+    corpus = corpus_for(data, cache_folder(), progress)
+    corpus.check_vocabulary(config.model.num_tokens)
+    open_corpus(data, config, corpus.folder)
+    return corpus.folder
+
+
+def open_corpus(data: TokenSection, config: Config, folder: Path) -> Opened:
+    """The samples that the kind of data makes of a packed corpus."""
+    corpus = open_packed(folder)
+    notes: list[str] = []
+
+    def samples(split: Split) -> Samples:
+        found, note = data.samples(config, corpus, split)
+        notes.extend([f"{split}: {note}"] if note else [])
+        return found
+
+    train, held_out = opened_splits(config, samples)
+    return Opened(train, held_out, corpus.tokenizer.to_json(), tuple(notes))

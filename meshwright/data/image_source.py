@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.config.data_rules import DIGITS
+from meshwright.data.section import DIGITS
 from meshwright.errors import DataError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png"})

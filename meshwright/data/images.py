@@ -24,12 +24,12 @@ import torch
 from pydantic import ValidationError
 
 from meshwright.config import Config
-from meshwright.config.schema import Data
 from meshwright.data.dataset import Opened, opened_splits
 from meshwright.data.files import file_sha256, folder_lock, staged_folder
 from meshwright.data.image_source import ImageSource, open_source
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.sampler import Permutation, Sampler
+from meshwright.data.section import ImageData
 from meshwright.data.split import SPLITS, Split
 from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
@@ -100,7 +100,7 @@ def labels_file(split: Split) -> str:
     return f"{split}-labels.npy"
 
 
-def images_for(data: Data, model: ImageNetwork, cache: Path, progress: ShowProgress = silent) -> PackedImages:
+def images_for(data: ImageData, model: ImageNetwork, cache: Path, progress: ShowProgress = silent) -> PackedImages:
     """The packed images that a config asks for, made once in `cache`; a folder found there is checked whole.
 
     Raises DataError where an image or the packed folder is damaged; ConfigError where the model has too few classes, or
@@ -108,7 +108,7 @@ def images_for(data: Data, model: ImageNetwork, cache: Path, progress: ShowProgr
     """
     source = open_source(data.source)
     check_classes(source, data.source, model)
-    if source.held_out is not None and data.validation != Data().validation:
+    if source.held_out is not None and data.validation != ImageData.model_fields["validation"].default:
         rule = f"has no effect: {data.source} has a validation folder"
         raise ConfigError.of("data.validation", data.validation, rule, "leave it out")
     facts = [FORMAT, source.identity, model.image, model.channels, data.validation]
@@ -226,19 +226,16 @@ class ImageSamples:
         return {"images": torch.from_numpy(images), "labels": torch.from_numpy(labels).unsqueeze(1)}
 
 
-class ImageDataset:
-    """The digits, or a folder of class folders."""
-
-    def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        assert isinstance(config.model, ImageNetwork), config.model
-        packed = images_for(config.data, config.model, cache_folder(), progress)
-        self.open(config, packed.folder)
-        return packed.folder
-
-    def open(self, config: Config, folder: Path) -> Opened:
-        packed = open_images(folder)
-        splits = opened_splits(config, lambda split: ImageSamples(packed, split, config.seed))
-        return Opened(splits["train"], splits.get("validation"), None)
+def prepare_images(data: ImageData, config: Config, progress: ShowProgress) -> Path:
+    """The folder of a run's packed images."""
+    assert isinstance(config.model, ImageNetwork), config.model
+    packed = images_for(data, config.model, cache_folder(), progress)
+    open_splits(config, packed.folder)
+    return packed.folder
 
 
-IMAGES = ImageDataset()
+def open_splits(config: Config, folder: Path) -> Opened:
+    """The images of a packed folder as a run reads them."""
+    packed = open_images(folder)
+    train, held_out = opened_splits(config, lambda split: ImageSamples(packed, split, config.seed))
+    return Opened(train, held_out, None)

@@ -23,13 +23,12 @@ import numpy as np
 import torch
 
 from meshwright.config import Config
-from meshwright.data.dataset import CorpusDataset
 from meshwright.data.packed import PackedCorpus, document_ends
 from meshwright.data.sampler import Sampler
 from meshwright.data.specials import Specials, specials_of
 from meshwright.data.split import Split
 from meshwright.errors import ConfigError, DataError
-from meshwright.model import IGNORED, Batch, Samples
+from meshwright.model import IGNORED, Batch
 from meshwright.models.section import Bert
 from meshwright.parameters.shard import seed_of
 
@@ -144,7 +143,7 @@ def runs(tokens: np.ndarray, end: int, least: int, longest: int) -> tuple[np.nda
     return starts[kept], lengths[kept]
 
 
-def masked_tokens(config: Config, corpus: PackedCorpus, split: Split) -> Samples:
+def masked_samples(config: Config, corpus: PackedCorpus, split: Split) -> MaskedSamples:
     """The samples of a split. Raises ConfigError where the model has no room for the special tokens."""
     model = config.model
     assert isinstance(model, Bert), model
@@ -156,11 +155,8 @@ def masked_tokens(config: Config, corpus: PackedCorpus, split: Split) -> Samples
     return MaskedSamples(
         np.asarray(corpus.tokens(split)),
         specials,
-        config.data.sequence,
+        config.data.lengths.source,
         config.seed,
         next_sentence=model.next_sentence,
         name=f"the {split} split of {corpus.folder}",
     )
-
-
-MASKED = CorpusDataset(masked_tokens)

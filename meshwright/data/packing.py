@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.config.schema import Data
 from meshwright.data.corpus import Corpus, text_corpus
 from meshwright.data.files import FileSum, file_sha256, folder_lock, staged_folder
 from meshwright.data.packed import (
@@ -29,8 +28,8 @@ from meshwright.data.packed import (
     open_packed,
     token_file,
 )
-from meshwright.data.pairs import pair_corpus
 from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.section import TokenSection
 from meshwright.data.split import SPLITS, SplitPlan, plan_split, split_records
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, pieces, tokenizer_kind
 from meshwright.environment import cache_folder
@@ -76,7 +75,7 @@ def pack(corpus: Corpus, tokenizer: str, out: Path, validation: float, progress:
     return open_packed(out)
 
 
-def corpus_for(data: Data, cache: Path, progress: ShowProgress = silent, *, pairs: bool = False) -> PackedCorpus:
+def corpus_for(data: TokenSection, cache: Path, progress: ShowProgress = silent) -> PackedCorpus:
     """The packed corpus that a config asks for: a prepared folder is opened, anything else is prepared once in `cache`.
 
     Raises DataError if a prepared folder is damaged, of another kind, or was made with another tokenizer or share than
@@ -85,12 +84,12 @@ def corpus_for(data: Data, cache: Path, progress: ShowProgress = silent, *, pair
     source = Path(data.source).expanduser()
     if is_prepared(source):
         packed = open_packed(source)
-        kind = "pairs" if pairs else "text"
-        if packed.header.kind != kind:
-            raise DataError(f"data.source={data.source}: was prepared of {packed.header.kind}, and {kind} are wanted")
+        if packed.header.kind != data.packs:
+            prepared = f"was prepared of {packed.header.kind}, and {data.packs} are wanted"
+            raise DataError(f"data.source={data.source}: {prepared}")
         _check_agrees(packed, data)
     else:
-        corpus = pair_corpus(data) if pairs else text_corpus(data.source)
+        corpus = data.corpus()
         out = Path(cache) / _cache_key(data, corpus)
         ready = is_prepared(out)
         packed = open_packed(out) if ready else pack(corpus, data.tokenizer, out, data.validation, progress)
@@ -199,18 +198,22 @@ def _same_tokenizer(packed: PackedCorpus, tokenizer: str) -> bool:
     return load_tokenizer(Path(tokenizer).expanduser()).to_json() == packed.tokenizer.to_json()
 
 
-def _check_agrees(packed: PackedCorpus, data: Data) -> None:
+def _check_agrees(packed: PackedCorpus, data: TokenSection) -> None:
     """A prepared folder has its own tokenizer and share: a config that names others would have no effect."""
     header, again = packed.header, "or prepare it again"
-    if data.tokenizer != Data().tokenizer and not _same_tokenizer(packed, data.tokenizer):
+    if data.tokenizer != _default("tokenizer") and not _same_tokenizer(packed, data.tokenizer):
         wanted = f"data.tokenizer={data.tokenizer}: {data.source} was prepared with {header.tokenizer}"
         raise DataError(f"{wanted}; leave data.tokenizer out, {again}")
-    if data.validation != Data().validation and data.validation != header.validation_share:
+    if data.validation != _default("validation") and data.validation != header.validation_share:
         wanted = f"data.validation={data.validation}: {data.source} was prepared with {header.validation_share}"
         raise DataError(f"{wanted}; leave data.validation out, {again}")
 
 
-def _cache_key(data: Data, corpus: Corpus) -> str:
+def _default(field: str) -> object:
+    return TokenSection.model_fields[field].default
+
+
+def _cache_key(data: TokenSection, corpus: Corpus) -> str:
     """A name that changes with all that the prepared files depend on, found without reading the corpus."""
     kind = tokenizer_kind(data.tokenizer)
     tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import gzip
 import inspect
+import json
 import textwrap
 import warnings
 import zlib
@@ -24,9 +25,8 @@ from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
-from meshwright.config.data_rules import GZIP, suffix
-from meshwright.config.schema import Data
 from meshwright.data.corpus import STDLIB, Corpus, checked_text, documents, json_records, source_identity, source_name
+from meshwright.data.section import GZIP, PREPARED, PairData, suffix
 from meshwright.errors import DataError
 
 Pair = tuple[str, str]
@@ -39,7 +39,7 @@ MOST_CHARACTERS = 4096
 """Of a function's source: longer ones are left out, they are no more than a few in a hundred."""
 
 
-def pair_corpus(data: Data) -> Corpus:
+def pair_corpus(data: PairData) -> Corpus:
     """The pairs that a config names. Raises DataError where a file is missing; `read()` does at a bad line.
 
     The order is that of the source, the same on every machine.
@@ -58,7 +58,7 @@ def pair_corpus(data: Data) -> Corpus:
     return Corpus("pairs", ", ".join(files), name, identity, read)
 
 
-def _reader(data: Data) -> Callable[[], Iterable[Pair]]:
+def _reader(data: PairData) -> Callable[[], Iterable[Pair]]:
     source = Path(data.source).expanduser()
     if data.source == STDLIB:
         return cache(lambda: tuple(docstring_pairs()))  # parsing takes longer than all that follows
@@ -71,6 +71,27 @@ def _reader(data: Data) -> Callable[[], Iterable[Pair]]:
         case ".jsonl":
             return lambda: _records(source, data.languages)
     raise DataError(f"{source}: is a text without its partner: name that as data.target, or give a tsv or jsonl file")
+
+
+def holds_pairs(source: str) -> bool:
+    """Whether a source can be nothing but pairs of texts, as far as its form tells."""
+    path, form = Path(source).expanduser(), suffix(source)
+    if form == ".jsonl":
+        return bool({*KEYS, TRANSLATION} & _first_keys(path))
+    header = path / PREPARED
+    return form == ".tsv" or (header.is_file() and '"kind": "pairs"' in header.read_text(encoding="utf-8"))
+
+
+def _first_keys(path: Path) -> set[str]:
+    """The keys of a jsonl file's first object; none where there is no such thing, which reading it will report."""
+    if not path.is_file():  # a pipe would wait for its writer
+        return set()
+    try:
+        with gzip.open(path) if path.suffix == GZIP else path.open("rb") as lines:
+            first = json.loads(next((line for line in lines if line.strip()), b"0"))
+    except (OSError, EOFError, ValueError):
+        return set()
+    return set(first) if isinstance(first, dict) else set()
 
 
 def _partners(source: Path, target: Path) -> Iterator[Pair]:

@@ -24,8 +24,8 @@ import math
 
 import numpy as np
 
-from meshwright.config.data_rules import BUCKET_MULTIPLE
 from meshwright.data.sampler import Permutation, Sampler
+from meshwright.data.section import BUCKET_MULTIPLE
 from meshwright.parameters.shard import seed_of
 
 

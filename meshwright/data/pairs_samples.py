@@ -13,17 +13,15 @@ trained elsewhere too: half a target would teach the model to stop early.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from meshwright.config import Config
-from meshwright.config.lengths import Lengths
-from meshwright.data.dataset import CorpusDataset
 from meshwright.data.packed import PackedCorpus, document_ends
 from meshwright.data.pairs_order import PairOrder
+from meshwright.data.section import Lengths, PairData
 from meshwright.data.specials import SequenceSpecials, specials_for
 from meshwright.data.split import Split
 from meshwright.errors import DataError
@@ -75,9 +73,8 @@ class PairSamples:
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         lengths = (ends - starts).reshape(-1, 2)  # with the end token: what both sides of a sample hold
         kept = lengths.max(axis=1) <= sequence
-        self.left_out = int((~kept).sum())
-        """Pairs with a side longer than `sequence`."""
-        self.num_pairs = len(kept)
+        longer = f"longer than data.sequence={sequence} tokens on one side"
+        self.note = "" if kept.all() else f"{(~kept).sum()} of {len(kept)} pairs left out, {longer}"
         if not kept.any():
             has = f"has no pair of at most data.sequence={sequence} tokens a side"
             shortest = int(lengths.max(axis=1).min()) if len(lengths) else 0
@@ -106,29 +103,14 @@ class PairSamples:
         return self._tokens[start : start + self._lengths[pair, side]]
 
 
-def pair_samples(config: Config, corpus: PackedCorpus, split: Split) -> PairSamples:
+def pair_samples(data: PairData, config: Config, corpus: PackedCorpus, split: Split) -> PairSamples:
     """The pairs of a split. Raises ConfigError where the model has no room for the special tokens."""
     return PairSamples(
         np.asarray(corpus.tokens(split)),
         specials_for(config, corpus.tokenizer),
-        config.data.sequence,
-        buckets=config.data.buckets,
+        data.sequence,
+        buckets=data.buckets,
         batch=config.batch.global_,
         seed=config.seed,
         name=f"the {split} split of {corpus.folder}",
     )
-
-
-class PairDataset(CorpusDataset):
-    """Packed pairs. How many of them are too long for `data.sequence` is noted."""
-
-    def notes(self, config: Config, splits: Mapping[Split, Any]) -> tuple[str, ...]:
-        longer = f"longer than data.sequence={config.data.sequence} tokens on one side"
-        return tuple(
-            f"{split}: {pairs.left_out} of {pairs.num_pairs} pairs left out, {longer}"
-            for split, pairs in splits.items()
-            if pairs.left_out
-        )
-
-
-PAIRS = PairDataset(pair_samples, pairs=True)

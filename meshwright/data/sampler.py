@@ -15,7 +15,6 @@ import hashlib
 import numpy as np
 import torch
 
-from meshwright.data.dataset import CorpusDataset
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.split import Split
 from meshwright.errors import DataError
@@ -119,6 +118,3 @@ class TokenBatches:
         places = windows[:, None] * self._sequence + np.arange(self._sequence + 1)
         rows = torch.from_numpy(self._tokens[places].astype(np.int64))
         return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
-
-
-TEXT = CorpusDataset(lambda config, corpus, split: TokenBatches(corpus, split, config.data.sequence, config.seed))

@@ -12,7 +12,7 @@ sentinel and its span:
 | target | S0 c S1 g h i END |
 
 (The paper's figure has one more sentinel behind the last span; T5's code has not, nor has ours: END says the same.)
-L is the largest for which source and target fit `data.sequence` (config/lengths.py).
+L is the largest for which source and target fit `data.sequence` (span_window.py).
 
 All that is random about a sample comes from the seed and its number: every layout sees the same samples, and resuming
 needs the number alone. An epoch cuts other spans than the one before.
@@ -23,11 +23,11 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.config import Config
-from meshwright.config.lengths import Lengths, lengths_of, window_of
-from meshwright.data.dataset import CorpusDataset
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.pairs_samples import sequence_batch
 from meshwright.data.sampler import Sampler
+from meshwright.data.section import Lengths
+from meshwright.data.span_window import window_of
 from meshwright.data.specials import SequenceSpecials, specials_for
 from meshwright.data.split import Split
 from meshwright.errors import DataError
@@ -93,10 +93,7 @@ def span_samples(config: Config, corpus: PackedCorpus, split: Split) -> SpanSamp
     return SpanSamples(
         np.asarray(corpus.tokens(split)),
         specials_for(config, corpus.tokenizer),
-        lengths_of(config),
+        config.data.lengths,
         config.seed,
         name=f"the {split} split of {corpus.folder}",
     )
-
-
-SPANS = CorpusDataset(span_samples)

@@ -20,13 +20,13 @@ import tokenizers
 from tokenizers import processors
 
 from meshwright.config import Config
-from meshwright.config.data_rules import SENTINELS, objective_of
+from meshwright.data.section import SENTINELS
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError, DataError
-from meshwright.models.section import T5, EncoderDecoder
+from meshwright.models.section import Bert, Network
 
-PADDING, FIRST, SEPARATOR, MASK = NAMES = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
-SEQUENCE_PADDING, START = "<pad>", "<s>"
+PADDING, FIRST, SEPARATOR, MASK = NAMES = Bert.special_tokens
+SEQUENCE_PADDING = "<pad>"
 SENTINEL = "<extra_id_{}>"
 
 
@@ -69,37 +69,36 @@ class SequenceSpecials:
     """With the appended ones."""
 
 
-def sequence_specials(tokenizer: Tokenizer, *, starts_with_padding: bool, sentinels: int) -> SequenceSpecials:
-    """The special tokens of an encoder-decoder, those that the tokenizer lacks appended."""
-    names = [SEQUENCE_PADDING, *([] if starts_with_padding else [START])]
+def sequence_specials(tokenizer: Tokenizer, names: Sequence[str], sentinels: int) -> SequenceSpecials:
+    """The special tokens of an encoder-decoder, those that the tokenizer lacks appended.
+
+    `names`: the model's, padding first and what begins a target last.
+    """
     ids, size = _ids(tokenizer, [*names, *map(SENTINEL.format, range(sentinels))])
     return SequenceSpecials(ids[0], ids[len(names) - 1], tokenizer.end, tuple(ids[len(names) :]), size)
 
 
 def specials_for(config: Config, tokenizer: Tokenizer) -> SequenceSpecials:
     """The special tokens of a run's encoder-decoder. Raises ConfigError where its vocabulary has no room for them."""
-    model = config.model
-    assert isinstance(model, EncoderDecoder), model
-    sentinels = SENTINELS if objective_of(config) == "spans" else 0
-    specials = sequence_specials(tokenizer, starts_with_padding=isinstance(model, T5), sentinels=sentinels)
-    size = specials.vocabulary_size
-    if size > model.vocabulary:
+    specials = sequence_specials(tokenizer, config.model.special_tokens, config.data.sentinels)
+    size, known = specials.vocabulary_size, config.model.num_tokens
+    if size > known:
         rule = f"is smaller than the {size} tokens of the corpus' tokenizer with the model's own"
-        raise ConfigError.of("model.vocabulary", model.vocabulary, rule, f"{size} or more")
+        raise ConfigError.of("model.vocabulary", known, rule, f"{size} or more")
     return specials
 
 
-def specials_with_room(model: EncoderDecoder, tokenizer: Tokenizer) -> SequenceSpecials:
-    """Those of a model that no run here has trained: with the sentinels where its vocabulary has room for them.
+def specials_with_room(model: Network, tokenizer: Tokenizer) -> SequenceSpecials:
+    """The special tokens of a model that no run here has trained: with the sentinels where it has room for them.
 
     Raises DataError where it has none for the others.
     """
     for sentinels in (SENTINELS, 0):
-        specials = sequence_specials(tokenizer, starts_with_padding=isinstance(model, T5), sentinels=sentinels)
-        if specials.vocabulary_size <= model.vocabulary:
+        specials = sequence_specials(tokenizer, model.special_tokens, sentinels)
+        if specials.vocabulary_size <= model.num_tokens:
             return specials
     size = specials.vocabulary_size
-    raise DataError(f"the tokenizer has {size} tokens with the model's own, and the model knows {model.vocabulary}")
+    raise DataError(f"the tokenizer has {size} tokens with the model's own, and the model knows {model.num_tokens}")
 
 
 def _ids(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[list[int], int]:

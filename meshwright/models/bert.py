@@ -157,7 +157,7 @@ def _before_sum(model: Bert) -> Initial:
 
 def products(config: Config) -> Costs:
     """Multiplications of weights and in attention in a sequence's forward pass; the pooler's one token is left out."""
-    model, sequence = config.model, config.data.sequence
+    model, sequence = config.model, config.data.lengths.source
     assert isinstance(model, Bert), model
     layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
     return Costs(0, (layer,) * model.layers, sequence * (model.hidden**2 + model.padded_vocabulary * model.hidden))
@@ -165,5 +165,5 @@ def products(config: Config) -> Costs:
 
 def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The batch's entries without their first dim."""
-    sequence = (config.data.sequence,)
+    sequence = (config.data.lengths.source,)
     return {"tokens": sequence, "segments": sequence, "mask": sequence, "labels": sequence, "next_sentence": (1,)}

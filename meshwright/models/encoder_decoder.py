@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.config.lengths import lengths_of
 from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
 from meshwright.models.chain import Chain
 from meshwright.models.encoder_decoder_blocks import DecoderBlock, DecoderCache, EncoderBlock
@@ -112,7 +111,7 @@ def _seen(source_mask: Tensor) -> Tensor:
 
 def products(config: Config, width: int) -> Costs:
     """Multiplications of weights and in attention in a pair's forward pass; `width`: of a block's heads together."""
-    model, (read, written) = config.model, lengths_of(config)
+    model, (read, written) = config.model, config.data.lengths
     assert isinstance(model, EncoderDecoder), model
     linear, feed_forward = model.hidden * width, 2 * model.hidden * model.inner
     encoder = read * (4 * linear + 2 * read * width + feed_forward)
@@ -124,10 +123,10 @@ def products(config: Config, width: int) -> Costs:
 
 def tokens_per_sample(config: Config) -> int:
     """Of source and target."""
-    return sum(lengths_of(config))
+    return sum(config.data.lengths)
 
 
 def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The batch's entries without their first dim."""
-    read, written = lengths_of(config)
+    read, written = config.data.lengths
     return {"source": (read,), "source_mask": (read,), "target": (written,), "labels": (written,)}

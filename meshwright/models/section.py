@@ -32,6 +32,12 @@ class Network(Section):
     rules: ClassVar[tuple[Rule, ...]] = ()
     """What must fit together in the family's fields, and with the data; checked where the family is chosen."""
     has_attention: ClassVar[bool] = False
+    reads: ClassVar[str] = "tokens"
+    """The form of its batches: what a kind of data gives (data/section.py)."""
+    data_kind: ClassVar[str] = "text"
+    """The kind of data that a run of it reads where it names none."""
+    special_tokens: ClassVar[tuple[str, ...]] = ()
+    """Tokens that it needs besides a text's and the one that ends a text, as published vocabularies spell them."""
 
     hidden: Positive = 768
     dropout: Share = 0.1
@@ -53,6 +59,16 @@ class Network(Section):
     @abstractmethod
     def branches(self) -> tuple[str, int]:
         """The field that counts a block's branches, and their number: what tensor parallelism deals out."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it knows; none where it reads no text."""
+        return 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a sample may have."""
+        return 0
 
     @property
     def widths(self) -> tuple[tuple[str, int], ...]:
@@ -111,6 +127,14 @@ class TextTransformer(Transformer):
     vocabulary: Positive = 50257
 
     @property
+    def num_tokens(self) -> int:
+        return self.vocabulary
+
+    @property
+    def longest(self) -> int:
+        return self.positions
+
+    @property
     def padded_vocabulary(self) -> int:
         return self.padded(self.vocabulary)
 
@@ -123,7 +147,7 @@ class TextTransformer(Transformer):
         return (("model.positions", self.positions),)
 
     def sequences(self, config: Config) -> Iterator[Length]:
-        yield Length("data.sequence", config.data.sequence)
+        yield Length("data.sequence", config.data.lengths.source)
 
 
 class Gpt2(TextTransformer):
@@ -137,6 +161,9 @@ class Bert(TextTransformer):
     """BERT: masked language model and, with `next_sentence`, next-sentence prediction."""
 
     family: Literal["bert"]
+    reads: ClassVar[str] = "masked"
+    data_kind: ClassVar[str] = "masked"
+    special_tokens: ClassVar[tuple[str, ...]] = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
     positions: Positive = 512
     vocabulary: Positive = 30522
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
@@ -152,6 +179,11 @@ class Bert(TextTransformer):
 
 class EncoderDecoder(TextTransformer):
     """Sequence to sequence: `layers` blocks that read the source, then as many that write the target."""
+
+    reads: ClassVar[str] = "sequences"
+    data_kind: ClassVar[str] = "pairs"
+    special_tokens: ClassVar[tuple[str, ...]] = ("<pad>", "<s>")
+    """Padding, and what begins a target: the last of them."""
 
     positions: Positive = 512
     feed_forward: Positive = 2048
@@ -171,11 +203,9 @@ class EncoderDecoder(TextTransformer):
         return *super().widths, ("model.feed_forward", self.feed_forward)
 
     def sequences(self, config: Config) -> Iterator[Length]:
-        from meshwright.config.lengths import lengths_of
-
         yield from super().sequences(config)
-        note, reads = " (spans of data.sequence, up to a multiple of 8)", ("data.sequence", "data.objective")
-        yield Length("the target", lengths_of(config).target, note, reads)
+        note, reads = " (spans of data.sequence, up to a multiple of 8)", ("data.sequence", "data.kind")
+        yield Length("the target", config.data.lengths.target, note, reads)
 
 
 class Attentional(EncoderDecoder):
@@ -209,6 +239,8 @@ class T5(EncoderDecoder):
     rules: ClassVar[tuple[Rule, ...]] = (distances_have_buckets,)  # heads have a width of their own
 
     family: Literal["t5"]
+    data_kind: ClassVar[str] = "spans"
+    special_tokens: ClassVar[tuple[str, ...]] = ("<pad>",)
     layers: Layers = 6
     hidden: Positive = 512
     heads: Positive = 8
@@ -231,6 +263,8 @@ def channels_are_grey_or_colours(config: Config) -> Iterator[Problem]:
 class ImageNetwork(Network):
     """A classifier of square images."""
 
+    reads: ClassVar[str] = "images"
+    data_kind: ClassVar[str] = "images"
     rules: ClassVar[tuple[Rule, ...]] = (channels_are_grey_or_colours,)
 
     image: Positive = 224

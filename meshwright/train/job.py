@@ -21,7 +21,6 @@ from meshwright.data.packed import fingerprint
 from meshwright.data.progress import silent
 from meshwright.environment import Environment, read_environment, rendezvous
 from meshwright.errors import DamagedError
-from meshwright.families import dataset_of
 from meshwright.launch import Job, StopRequest, joined, launch, run_worker
 from meshwright.machine import Machine
 from meshwright.ranks.grid import Grid
@@ -77,7 +76,7 @@ def train(
     goes_on = resume or environment.attempt > 0
     if not goes_on and environment.rank == 0:
         folder.refuse_used(out)  # before the corpus is prepared, which may take long
-    data = dataset_of(config).prepare(config, progress)
+    data = config.data.prepare(config, progress)
     machine = this_machine()
     resolved = resolve_process(config, machine)  # what cannot run here is said before anything is written
     with ExitStack() as stack:
@@ -151,7 +150,7 @@ def worker(
     settings, user = Config.model_validate(config), Config.model_validate(asked)
     with open_layout(settings, environment, job=out) as mesh:
         meet(mesh, facts_of(user, Path(data), resume=resume, trace=list(trace)))
-        opened = dataset_of(settings).open(settings, Path(data))
+        opened = settings.data.open(settings, Path(data))
         resume = resume or environment.attempt > 0
         name, found = folder.checkpoint_of_run(Path(out), resume=resume) if mesh.rank == 0 else ("", None)
         step = _agreed(mesh, found)

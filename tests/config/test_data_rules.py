@@ -20,25 +20,6 @@ def mistakes(model: dict[str, Any], data: dict[str, Any], **tree: Any) -> list[s
     return [str(problem) for problem in caught.value.problems]
 
 
-@pytest.mark.parametrize(
-    "field, value, shown",
-    [
-        ("objective", "pairs", "pairs"),
-        ("target", "/no/such", "/no/such"),
-        ("languages", ["en", "de"], "[en, de]"),
-        ("buckets", 2, "2"),
-    ],
-)
-def test_fields_of_pairs_have_an_effect_on_pairs_alone(field: str, value: object, shown: str) -> None:
-    valid = "leave it out, or model.family=transformer, t5"
-    if field != "objective":
-        valid = "leave it out, or data.objective=pairs of a model.family=transformer, t5"
-    assert mistakes({}, {field: value}) == [f"data.{field}={shown} has no effect on a gpt2; valid: {valid}"]
-    if field != "objective":
-        line = f"data.{field}={shown} has no effect on data.objective=spans; valid: {valid}"
-        assert mistakes(TRANSFORMER, {"objective": "spans", field: value}) == [line]
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     made = {name: tmp_path / name for name in ("a.txt", "b.txt", "a.tsv", "a.jsonl")}
@@ -92,16 +73,16 @@ def test_buckets_are_cut_evenly() -> None:
 
 
 @pytest.mark.parametrize(
-    "model, objective, added, names",
+    "model, kind, added, names",
     [
-        (TRANSFORMER, "pairs", 2, "padding and start"),
-        (TRANSFORMER, "spans", 102, "padding and start and 100 sentinels"),
-        (T5, "pairs", 1, "padding"),
-        (T5, "auto", 101, "padding and 100 sentinels"),
+        (TRANSFORMER, {"kind": "pairs"}, 2, "<pad>, <s>"),
+        (TRANSFORMER, {"kind": "spans"}, 102, "<pad>, <s> and 100 sentinels"),
+        (T5, {"kind": "pairs"}, 1, "<pad>"),
+        (T5, {}, 101, "<pad> and 100 sentinels"),
     ],
 )
-def test_special_tokens_fit_the_vocabulary(model: dict[str, Any], objective: str, added: int, names: str) -> None:
-    data, size = {"tokenizer": "bpe:300", "objective": objective}, 300 + added
+def test_special_tokens_fit_the_vocabulary(model: dict[str, Any], kind: dict[str, str], added: int, names: str) -> None:
+    data, size = {"tokenizer": "bpe:300", **kind}, 300 + added
     (line,) = mistakes(model | {"vocabulary": size - 1}, data)
     rule = f"is smaller than the 300 tokens of data.tokenizer=bpe:300 and {names}"
     assert line == f"model.vocabulary={size - 1} {rule}; valid: {size} or more"

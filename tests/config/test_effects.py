@@ -21,6 +21,7 @@ ALWAYS = {
     *("seed", "steps", "device", "threads", "restarts", "timeout.join", "timeout.wait"),
     *("batch.global", "batch.micro"),
     *("data.source", "data.validation"),  # eval measures on what is held out, whether the run validated or not
+    *("data.kind", "data.tokenizer", "data.sequence", "data.target", "data.languages", "data.buckets"),
     *("layout.data.size", "layout.pipeline.size", "layout.transport", "layout.ranks_per_node"),
     *("layout.tensor.kind", "layout.tensor.size", "layout.tensor.q", "layout.tensor.d"),
     *("precision.level", "precision.dtype"),
@@ -30,15 +31,10 @@ ALWAYS = {
     *("checkpoint.every", "checkpoint.keep", "validation.every"),
     *("metrics.tensorboard", "metrics.peak_flops", "check.every"),
 }
-"""Fields that no other field can switch off. A model's are all of this kind: a family has no field of another's."""
+"""Fields that no other field can switch off. A model's are all of this kind: a family has no field of another's,
+and a kind of data none of another's (test_kinds.py)."""
 
 EFFECTIVE: dict[str, tuple[str, ...]] = {
-    "data.tokenizer=bpe:300": (),
-    "data.sequence=64": (),
-    "data.objective=pairs": ("model=transformer-tiny",),
-    "data.target=FILE": ("model=transformer-tiny", "data.source=FILE"),
-    "data.languages=[en, de]": ("model=transformer-tiny", "data.source=FILE.jsonl"),
-    "data.buckets=2": ("model=transformer-tiny",),
     "layout.data.sync=zero1": ("layout.data.size=2",),
     "layout.data.bucket=1M": ("layout.data.size=2",),
     "layout.pipeline.schedule=1f1b": ("layout.pipeline.size=2",),
@@ -64,12 +60,6 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
 """Every field of the table, and the words that make it effective."""
 
 IDLE: dict[str, tuple[tuple[str, ...], str]] = {
-    "data.tokenizer=bytes": (("model=vit-digits", "data.source=digits"), "on a vit"),
-    "data.sequence=256": (("model=vit-digits", "data.source=digits"), "on a vit"),
-    "data.objective=spans": ((), "on a gpt2"),
-    "data.target=/no/such": ((), "on a gpt2"),
-    "data.languages=[en, de]": ((), "on a gpt2"),
-    "data.buckets=1": ((), "on a gpt2"),
     "layout.data.sync=ring": ((), "where no two ranks have parts of one gradient"),
     "layout.data.bucket=16M": (("layout.data.size=2", "layout.data.sync=fsdp"), "with layout.data.sync=fsdp, which"),
     "layout.pipeline.schedule=gpipe": ((), "with layout.pipeline.size=1"),

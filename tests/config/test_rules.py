@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import data_rules, parse_run, rules
+from meshwright.config import parse_run, rules
 from meshwright.config.rules import RULES
+from meshwright.data.section import PairData
 from meshwright.errors import ConfigError
 from meshwright.models.section import T5, ResNeXt, Vit
 from meshwright.registry import entries
@@ -24,10 +25,10 @@ def mistake(**tree: Any) -> str:
 
 
 def test_every_rule_is_listed() -> None:
-    found = [value for module in (rules, data_rules) for value in vars(module).values() if isinstance(value, Rule)]
+    found = [value for value in vars(rules).values() if isinstance(value, Rule)]
     brought = [rule for rule in RULES if rule not in found]
     assert set(found) <= set(RULES)
-    ruled = [entry for group in ("models", "tensor", "syncs") for entry in entries(group).values()]
+    ruled = [entry for group in ("models", "tensor", "data", "syncs") for entry in entries(group).values()]
     assert len(brought) == len({own for entry in ruled for own in entry.rules})
 
 
@@ -35,6 +36,7 @@ def test_rules_name_fields_that_exist() -> None:
     tree = parse_run({}).model_dump(by_alias=True)
     for family in (Vit(family="vit"), T5(family="t5"), ResNeXt(family="resnext")):
         tree["model"] |= family.model_dump()
+    tree["data"] |= PairData(kind="pairs").model_dump()
     for rule in RULES:
         for field in rule.reads:
             node: Any = tree
@@ -168,12 +170,6 @@ def test_a_text_model_does_not_read_digits() -> None:
     assert mistake(data=IMAGES).startswith("data.source=digits is not what a gpt2 reads; valid: stdlib, a text,")
 
 
-@pytest.mark.parametrize("field, value", [("tokenizer", "bpe:300"), ("sequence", 17)])
-def test_images_have_no_tokens(field: str, value: str | int) -> None:
-    line = mistake(model=VIT, data=IMAGES | {field: value})
-    assert line == f"data.{field}={value} has no effect on a vit; valid: leave it out"
-
-
 def test_patches_divide_image() -> None:
     line = mistake(model=VIT | {"patch": 5}, data=IMAGES)
     assert line == "model.patch=5 does not divide model.image=12; valid: 1, 2, 3, 4, 6, 12"
@@ -209,7 +205,7 @@ def test_tokenizer_fits_vocabulary(tokenizer: str, size: int) -> None:
 @pytest.mark.parametrize("tokenizer, size", [("bytes", 257), ("bpe:300", 300)])
 def test_tokenizer_and_berts_own_tokens_fit_vocabulary(tokenizer: str, size: int) -> None:
     line = mistake(model={"family": "bert", "vocabulary": size + 3}, data={"tokenizer": tokenizer})
-    rule = f"is smaller than the {size} tokens of data.tokenizer={tokenizer} and BERT's 4"
+    rule = f"is smaller than the {size} tokens of data.tokenizer={tokenizer} and [PAD], [CLS], [SEP], [MASK]"
     assert line == f"model.vocabulary={size + 3} {rule}; valid: {size + 4} or more"
     parse_run({"model": {"family": "bert", "vocabulary": size + 4}, "data": {"tokenizer": tokenizer}})
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config.schema import Data
 from meshwright.data import files
 from meshwright.data.files import REGION_BYTES, FileSum, check_file, check_once
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.packing import corpus_for, prepare
+from meshwright.data.section import TextData
 from meshwright.errors import DataError
 
 
@@ -27,7 +27,7 @@ def corpus(tmp_path: Path) -> PackedCorpus:
 
 
 def take_up(corpus: PackedCorpus, cache: Path) -> None:
-    corpus_for(Data(source=str(corpus.folder)), cache)
+    corpus_for(TextData(source=str(corpus.folder)), cache)
 
 
 def flip(path: Path, bit: int) -> None:

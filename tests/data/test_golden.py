@@ -16,7 +16,6 @@ import pytest
 
 from meshwright.config import parse_config
 from meshwright.data.progress import silent
-from meshwright.families import dataset_of
 
 WORDS = ["stage", "gradient", "ring", "naïve", "batch", "moments,", "a", "of", "tensor", "kit.", "日本", "depth"]
 TEXT_MODEL = {"family": "gpt2", "layers": 1, "hidden": 8, "heads": 2, "vocabulary": 500}
@@ -100,7 +99,7 @@ def hashes_of(case: str, folder: Path) -> tuple[str, str]:
     data = {"validation": 0.2} | ({} if model["family"] == "vit" else {"sequence": 32}) | data | paths
     tree = {"model": model, "data": data, "batch": {"global": 4}, "validation": {"every": 1}, "seed": 5}
     config = parse_config(tree)
-    dataset = dataset_of(config)
+    dataset = config.data
     prepared = dataset.prepare(config, silent)
     opened = dataset.open(config, prepared)
     assert opened.held_out is not None

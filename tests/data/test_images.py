@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.config.schema import Data
 from meshwright.data.image_source import open_source
 from meshwright.data.images import (
     HEADER,
-    IMAGES,
     ImageSamples,
     PackedImages,
     images_file,
@@ -23,6 +21,7 @@ from meshwright.data.images import (
     labels_file,
     open_images,
 )
+from meshwright.data.section import ImageData
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.section import Vit
 
@@ -37,8 +36,12 @@ def vit(**changes: Any) -> Vit:
     return Vit.model_validate(fields | changes)
 
 
+def image_data(**fields: Any) -> ImageData:
+    return ImageData(kind="images", **fields)
+
+
 def digits(cache: Path, **changes: Any) -> PackedImages:
-    return images_for(Data(source="digits", validation=0.2), vit(**changes), cache)
+    return images_for(image_data(source="digits", validation=0.2), vit(**changes), cache)
 
 
 def paint(path: Path, colour: tuple[int, int, int] | int, size: tuple[int, int] = (12, 8)) -> None:
@@ -94,7 +97,10 @@ def test_packed_once(tmp_path: Path) -> None:
     before = (first.folder / HEADER).stat().st_mtime_ns
     again = digits(tmp_path)
     assert (again.folder, (again.folder / HEADER).stat().st_mtime_ns) == (first.folder, before)
-    others = {digits(tmp_path, image=4).folder, images_for(Data(source="digits"), vit(), tmp_path).folder}
+    others = {
+        digits(tmp_path, image=4).folder,
+        images_for(image_data(source="digits"), vit(), tmp_path).folder,
+    }
     assert len(others | {first.folder}) == 3
 
 
@@ -123,7 +129,9 @@ def test_damage_is_found_by_name(tmp_path: Path, split: Any) -> None:
 def test_class_folders(tmp_path: Path) -> None:
     source = paint_classes(tmp_path / "colours")
     (source / "red" / ".hidden").write_text("")
-    made = images_for(Data(source=str(source), validation=0.2), vit(channels=3, classes=3), tmp_path / "cache")
+    made = images_for(
+        ImageData(kind="images", source=str(source), validation=0.2), vit(channels=3, classes=3), tmp_path / "cache"
+    )
     assert made.header.classes == ("blue", "green", "red")
     assert (made.header.source, made.header.train, made.header.validation) == ("colours", 12, 3)
     for split in ("train", "validation"):
@@ -149,19 +157,19 @@ def test_folders_that_are_split_already(tmp_path: Path) -> None:
     paint_classes(source / "train", 4)
     paint(source / "validation" / "green" / "only.png", COLOURS["green"])
     model = vit(channels=3)
-    made = images_for(Data(source=str(source)), model, tmp_path / "cache")
+    made = images_for(image_data(source=str(source)), model, tmp_path / "cache")
     assert (made.header.train, made.header.validation) == (12, 1)
     assert made.labels("validation").tolist() == [1]
     with pytest.raises(ConfigError, match=r"data\.validation=0\.3 has no effect: .* has a validation folder"):
-        images_for(Data(source=str(source), validation=0.3), model, tmp_path / "cache")
+        images_for(image_data(source=str(source), validation=0.3), model, tmp_path / "cache")
     paint(source / "validation" / "violet" / "only.png", (90, 0, 90))
     with pytest.raises(DataError, match=r"validation/violet: is a class that .*train has not"):
-        images_for(Data(source=str(source)), model, tmp_path / "cache")
+        images_for(image_data(source=str(source)), model, tmp_path / "cache")
 
 
 def refusal(source: Path, cache: Path) -> str:
     with pytest.raises(DataError) as caught:
-        images_for(Data(source=str(source), validation=0.2), vit(), cache)
+        images_for(image_data(source=str(source), validation=0.2), vit(), cache)
     assert not list(cache.glob("images-*")), "half a folder was left behind"
     return str(caught.value)
 
@@ -244,8 +252,8 @@ def config_of(**batch: Any) -> Config:
 def test_the_door_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
     config = config_of(**{"global": 32})
-    opened = IMAGES.open(config, IMAGES.prepare(config, lambda text, done: None))
+    opened = config.data.open(config, config.data.prepare(config, lambda text, done: None))
     assert opened.held_out is not None
     assert (len(opened.train), len(opened.held_out), opened.tokenizer) == (1438, 359, None)
     with pytest.raises(DataError, match=r"has 359 samples, fewer than batch\.global=400"):
-        IMAGES.prepare(config_of(**{"global": 400}), lambda text, done: None)
+        config_of(**{"global": 400}).data.prepare(config_of(**{"global": 400}), lambda text, done: None)

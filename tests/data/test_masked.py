@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config import Config, parse_config
-from meshwright.data.masked import MASKED, MaskedSamples, masked_tokens, runs
+from meshwright.data.masked import MaskedSamples, masked_samples, runs
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.packing import prepare
 from meshwright.data.specials import NAMES, Specials, specials_of, with_specials
@@ -210,13 +210,13 @@ def config_of(corpus: PackedCorpus, **model: Any) -> Config:
 
 def test_a_run_opens_both_splits(corpus: PackedCorpus, tmp_path: Path) -> None:
     config = config_of(corpus)
-    folder = MASKED.prepare(config, lambda text, done: None)
-    opened = MASKED.open(config, folder)
+    folder = config.data.prepare(config, lambda text, done: None)
+    opened = config.data.open(config, folder)
     assert opened.held_out is not None
     texts = bytes(token for token in originals(opened.train.samples(0, 50)).flatten().tolist() if token < 256)
     assert b"says" in texts
     assert opened.held_out.held_out(0, 2)["next_sentence"].shape == (2, 1)
-    assert "next_sentence" not in MASKED.open(config_of(corpus, next_sentence=False), folder).train.samples(0, 1)
+    assert "next_sentence" not in config.data.open(config_of(corpus, next_sentence=False), folder).train.samples(0, 1)
 
 
 def test_a_vocabulary_without_room_for_the_special_tokens(corpus: PackedCorpus) -> None:
@@ -224,4 +224,4 @@ def test_a_vocabulary_without_room_for_the_special_tokens(corpus: PackedCorpus) 
     small = config.model_copy(update={"model": config.model.model_copy(update={"vocabulary": 260})})
     message = r"model.vocabulary=260 is smaller than the 261 tokens of the corpus' tokenizer \(bytes\) with BERT's"
     with pytest.raises(ConfigError, match=message):
-        masked_tokens(small, corpus, "train")
+        masked_samples(small, corpus, "train")

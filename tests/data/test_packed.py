@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.config.schema import Data
 from meshwright.data.corpus import documents, text_corpus
 from meshwright.data.packed import PackedCorpus, open_packed
 from meshwright.data.packing import corpus_for, prepare
 from meshwright.data.progress import silent
+from meshwright.data.section import TextData
 from meshwright.data.split import plan_split, split_records
 from meshwright.data.tokenizer import train_bpe
 from meshwright.errors import ConfigError, DataError
@@ -185,9 +185,9 @@ def test_a_killed_prepare_leaves_nothing_that_looks_done(source: str, tmp_path: 
 
 def test_processes_that_prepare_the_same_folder_agree(source: str, tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    code = "import sys; from pathlib import Path; from meshwright.config.schema import Data\n"
+    code = "import sys; from pathlib import Path; from meshwright.data.section import TextData\n"
     code += "from meshwright.data.packing import corpus_for\n"
-    code += "corpus_for(Data(source=sys.argv[1], tokenizer='bpe:300'), Path(sys.argv[2]))"
+    code += "corpus_for(TextData(source=sys.argv[1], tokenizer='bpe:300'), Path(sys.argv[2]))"
     command = [sys.executable, "-c", code, source, str(tmp_path / "cache")]
     workers = [subprocess.Popen(command, cwd=root) for _ in range(3)]
     assert [worker.wait() for worker in workers] == [0, 0, 0]
@@ -261,18 +261,18 @@ def test_missing_files_are_named(source: str, tmp_path: Path) -> None:
 
 def test_the_cache_is_used_until_the_request_changes(source: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    first = corpus_for(Data(source=source, validation=0.1), cache)
+    first = corpus_for(TextData(source=source, validation=0.1), cache)
     assert first.header.validation_share == 0.1
-    assert corpus_for(Data(source=source, validation=0.1, sequence=8), cache).folder == first.folder
+    assert corpus_for(TextData(source=source, validation=0.1, sequence=8), cache).folder == first.folder
     others = [
-        corpus_for(Data(source=source, validation=0.2), cache).folder,
-        corpus_for(Data(source=source, validation=0.1, tokenizer="bpe:300"), cache).folder,
+        corpus_for(TextData(source=source, validation=0.2), cache).folder,
+        corpus_for(TextData(source=source, validation=0.1, tokenizer="bpe:300"), cache).folder,
     ]
     shutil.copy(first.folder / "tokenizer.json", tmp_path / "t.json")
-    by_file = corpus_for(Data(source=source, validation=0.1, tokenizer=str(tmp_path / "t.json")), cache)
+    by_file = corpus_for(TextData(source=source, validation=0.1, tokenizer=str(tmp_path / "t.json")), cache)
     assert texts_of(by_file) == texts_of(first)
     Path(source).write_text(Path(source).read_text() + json.dumps({"text": "another"}) + "\n")
-    changed = corpus_for(Data(source=source, validation=0.1), cache)
+    changed = corpus_for(TextData(source=source, validation=0.1), cache)
     assert "another" in texts_of(changed)
     assert len({first.folder, *others, by_file.folder, changed.folder}) == 5
 
@@ -281,12 +281,12 @@ def test_a_prepared_folder_is_a_source_with_its_own_tokenizer(source: str, tmp_p
     out = tmp_path / "out"
     made = prepare(source, "bpe:300", out, 0.1)
     for tokenizer in ("bytes", "bpe:300", str(out / "tokenizer.json")):
-        opened = corpus_for(Data(source=str(out), tokenizer=tokenizer), tmp_path / "cache")
+        opened = corpus_for(TextData(source=str(out), tokenizer=tokenizer), tmp_path / "cache")
         assert (opened.folder, opened.header) == (out, made.header)
     with pytest.raises(DataError, match=r"data\.tokenizer=bpe:301: .*out was prepared with bpe:300; leave data\.tok"):
-        corpus_for(Data(source=str(out), tokenizer="bpe:301"), tmp_path / "cache")
+        corpus_for(TextData(source=str(out), tokenizer="bpe:301"), tmp_path / "cache")
     with pytest.raises(DataError, match=r"data\.validation=0\.2: .*out was prepared with 0\.1"):
-        corpus_for(Data(source=str(out), validation=0.2), tmp_path / "cache")
+        corpus_for(TextData(source=str(out), validation=0.2), tmp_path / "cache")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["checked"], "nothing was prepared again"
 
 

@@ -10,18 +10,14 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.config.data_rules import objective_of
-from meshwright.config.schema import Data
 from meshwright.data.dataset import Opened
 from meshwright.data.packing import pack
 from meshwright.data.pairs import pair_corpus
-from meshwright.data.pairs_samples import PAIRS
 from meshwright.data.progress import silent
-from meshwright.data.sampler import TEXT
+from meshwright.data.section import PairData
 from meshwright.data.specials import SequenceSpecials, sequence_specials, specials_for
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
 from meshwright.errors import ConfigError, DataError
-from meshwright.families import dataset_of
 from meshwright.model import IGNORED, Batch
 
 TEXTS = [(f"number {n} and its square", "=" * (n % 40) + str(n * n)) for n in range(300)]
@@ -48,11 +44,11 @@ def config_of(source: Path | str, family: str = "transformer", vocabulary: int =
 
 
 def prepared(config: Config) -> Path:
-    return dataset_of(config).prepare(config, silent)
+    return config.data.prepare(config, silent)
 
 
 def opened(config: Config) -> Opened:
-    return dataset_of(config).open(config, prepared(config))
+    return config.data.open(config, prepared(config))
 
 
 def texts_of(batch: Batch, tokenizer: str, specials: Any) -> list[tuple[str, str]]:
@@ -123,13 +119,13 @@ def test_parts_of_a_batch_make_the_batch(tsv: Path, buckets: int) -> None:
 def test_spans_are_cut_out_of_a_text_corpus(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"line {number} of a text\n" for number in range(400)))
     config = config_of(tmp_path / "a.txt", "t5", 358)
-    assert objective_of(config) == "spans"
+    assert config.data.kind == "spans"
     data = opened(config)
     batch = data.train.samples(0, 4)
     assert int((batch["labels"] >= 258).sum()) == 8  # two spans a window of 44 tokens
     assert (batch["target"][:, 0] == 257).all()
     assert data.held_out is not None
-    assert TEXT.prepare(parse_config({"data": config.data.model_dump()}), silent) == prepared(config)
+    assert prepared(parse_config({"data": config.data.model_dump() | {"kind": "text"}})) == prepared(config)
 
 
 def test_the_objective_follows_the_family_and_the_form(tsv: Path, tmp_path: Path) -> None:
@@ -143,23 +139,23 @@ def test_the_objective_follows_the_family_and_the_form(tsv: Path, tmp_path: Path
         ("t5", tmp_path / "pairs.jsonl", "pairs"),
         ("t5", tmp_path / "bad.jsonl", "spans"),
     ):
-        assert objective_of(config_of(source, family)) == expected
-    assert objective_of(config_of("stdlib", "t5", objective="pairs")) == "pairs"
-    assert objective_of(config_of("stdlib", "transformer", objective="spans")) == "spans"
+        assert config_of(source, family).data.kind == expected
+    assert config_of("stdlib", "t5", objective="pairs").data.kind == "pairs"
+    assert config_of("stdlib", "transformer", objective="spans").data.kind == "spans"
 
 
 def test_special_tokens_are_appended_or_the_tokenizers_own() -> None:
     plain = byte_tokenizer()
-    made = sequence_specials(plain, starts_with_padding=False, sentinels=2)
+    made = sequence_specials(plain, ("<pad>", "<s>"), sentinels=2)
     assert made == SequenceSpecials(padding=257, start=258, end=256, sentinels=(259, 260), vocabulary_size=261)
-    made = sequence_specials(plain, starts_with_padding=True, sentinels=1)
+    made = sequence_specials(plain, ("<pad>",), sentinels=1)
     assert (made.padding, made.start, made.sentinels, made.vocabulary_size) == (257, 257, (258,), 259)
     tree = json.loads(plain.to_json())
     template = tree["added_tokens"][0]
     tree["added_tokens"] += [template | {"id": 300, "content": "<extra_id_0>"}]
     tree["added_tokens"] += [template | {"id": 301, "content": "<pad>"}]
     tree["model"]["vocab"] |= {f"unused {number}": number for number in range(257, 300)} | {"<|endoftext|>": 256}
-    made = sequence_specials(parse_tokenizer(json.dumps(tree), "text"), starts_with_padding=True, sentinels=2)
+    made = sequence_specials(parse_tokenizer(json.dumps(tree), "text"), ("<pad>",), sentinels=2)
     assert (made.padding, made.sentinels, made.vocabulary_size) == (301, (300, 302), 303)
 
 
@@ -169,10 +165,10 @@ def test_a_prepared_folder_is_found_again_and_can_be_named(tsv: Path) -> None:
     before = (folder / "header.json").stat().st_mtime_ns
     assert prepared(config_of(tsv, "t5", sequence=30)) == folder
     assert (folder / "header.json").stat().st_mtime_ns == before
-    assert objective_of(config_of(folder, "t5")) == "pairs"
+    assert config_of(folder, "t5").data.kind == "pairs"
     assert same(opened(config_of(folder)).train.samples(0, 8), opened(config).train.samples(0, 8))
     with pytest.raises(DataError, match="was prepared of pairs, and text are wanted"):
-        TEXT.prepare(parse_config({"data": {"source": str(folder)}}), silent)
+        prepared(parse_config({"data": {"source": str(folder)}}))
     tsv.write_text("one\tmore\n" * 30 + tsv.read_text())
     assert prepared(config) != folder
 
@@ -189,7 +185,7 @@ def test_a_damaged_folder_is_refused(tsv: Path) -> None:
     with pytest.raises(DataError, match=r"train.bin: is damaged"):
         prepared(config_of(tsv))
     with pytest.raises(DataError, match=r"the train split of .*: has \d+ texts, which do not pair up"):
-        PAIRS.open(config_of(tsv), folder)
+        config_of(tsv).data.open(config_of(tsv), folder)
 
 
 def test_a_source_too_small_or_empty(tmp_path: Path) -> None:
@@ -210,7 +206,7 @@ def test_a_vocabulary_without_room_for_the_special_tokens(tsv: Path, tmp_path: P
 
 
 def test_prepared_by_hand_or_by_the_run_is_the_same(tsv: Path, tmp_path: Path) -> None:
-    made = pack(pair_corpus(Data(source=str(tsv))), "bytes", tmp_path / "made", 0.2)
+    made = pack(pair_corpus(PairData(kind="pairs", source=str(tsv))), "bytes", tmp_path / "made", 0.2)
     by_hand, by_run = opened(config_of(tmp_path / "made")), opened(config_of(tsv))
     assert made.header.kind == "pairs"
     assert all(torch.equal(x, by_run.train.samples(0, 8)[name]) for name, x in by_hand.train.samples(0, 8).items())

@@ -10,23 +10,27 @@ from typing import Any
 
 import pytest
 
-from meshwright.config.schema import Data
 from meshwright.data.pairs import MOST_CHARACTERS, docstring_pairs, function_pairs, pair_corpus
+from meshwright.data.section import PairData
 from meshwright.errors import DataError
 
 PAIRS = [("one house", "ein Haus"), ("two\u2028houses", "zwei\x0cHäuser"), ("  three", "drei  ")]
 BLANK = [("", "nothing"), ("nothing", " ")]
 
 
-def data(source: Path | str, **fields: Any) -> Data:
-    return Data(source=str(source), **{name: str(at) if isinstance(at, Path) else at for name, at in fields.items()})
+def data(source: Path | str, **fields: Any) -> PairData:
+    return PairData(
+        kind="pairs",
+        source=str(source),
+        **{name: str(at) if isinstance(at, Path) else at for name, at in fields.items()},
+    )
 
 
-def read(given: Data) -> list[tuple[str, str]]:
+def read(given: PairData) -> list[tuple[str, str]]:
     return [tuple(pair) for pair in pair_corpus(given).read()]
 
 
-def two_files(folder: Path, left: list[str], right: list[str]) -> Data:
+def two_files(folder: Path, left: list[str], right: list[str]) -> PairData:
     for name, lines in (("a.en", left), ("a.de", right)):
         (folder / name).write_bytes("".join(line + "\n" for line in lines).encode())
     return data(folder / "a.en", target=folder / "a.de")
@@ -187,4 +191,4 @@ def test_the_standard_library_is_pairs() -> None:
     assert len(pairs) == 30
     assert all(code.startswith(("def ", "async def ")) and summary and "\n" not in summary for code, summary in pairs)
     assert not any(f'"""{summary}' in code for code, summary in pairs)
-    assert pair_corpus(Data()).name.startswith("stdlib of Python 3.")
+    assert pair_corpus(PairData(kind="pairs")).name.startswith("stdlib of Python 3.")

@@ -7,7 +7,6 @@ import torch
 
 from meshwright.build import Parts
 from meshwright.config import Config, parse_config
-from meshwright.config.lengths import lengths_of
 from meshwright.model import Batch, counts_of, rows_of, scales_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -76,7 +75,7 @@ def vit_batch(config: Config, step: int) -> Batch:
 def pair_batch(config: Config, step: int) -> Batch:
     """Random pairs: sources end in padding, targets in labels that do not count. T5's targets are shorter."""
     generator = torch.Generator().manual_seed(step)
-    rows, (read, written) = config.batch.global_, lengths_of(config)
+    rows, (read, written) = config.batch.global_, config.data.lengths
     source, target, labels = (
         torch.randint(config.model.vocabulary, (rows, length), generator=generator)
         for length in (read, written, written)

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.config import Config
-from meshwright.families import dataset_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify import job
@@ -43,7 +42,7 @@ def config_of(corpus: Path, stages: int, data: int = 1, tensor: dict[str, Any] |
 
 
 def measure(mesh: Mesh, config: Config, corpus: Path) -> dict[str, float]:
-    held_out = dataset_of(config).open(config, corpus).held_out
+    held_out = config.data.open(config, corpus).held_out
     assert held_out is not None
     return validate(build(config, mesh), held_out, 3)
 

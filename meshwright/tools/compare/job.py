@@ -18,7 +18,6 @@ from meshwright.config import Config
 from meshwright.data.progress import ShowProgress as Report
 from meshwright.data.progress import silent
 from meshwright.errors import ConfigError, LaunchError, Problem
-from meshwright.families import dataset_of
 from meshwright.launch import Interrupted, joined
 from meshwright.machine import usable_cores
 from meshwright.resolve import resolve_process, this_machine
@@ -51,7 +50,7 @@ def compare(entries: Sequence[Entry], order: Order, foresight: Foresight, report
         raise LaunchError("compare starts its own workers: run it outside of torchrun, srun and mpirun")
     processes = _checked(entries, order)
     _make_folder(order.out)
-    data = dataset_of(entries[0].config).prepare(entries[0].config, report)
+    data = entries[0].config.data.prepare(entries[0].config, report)
     rows = []
     for entry, own in zip(entries, processes, strict=True):
         report(f"predicting {entry.name}", None)

@@ -28,7 +28,6 @@ from torch import Tensor
 from meshwright.build import Parts, build
 from meshwright.config import Config, dump_config
 from meshwright.environment import Environment
-from meshwright.families import dataset_of
 from meshwright.launch import Job, StopRequest
 from meshwright.memory.offload import Offloaded
 from meshwright.model import Batch, Samples, to_device
@@ -167,7 +166,7 @@ def worker(
     settings, folder = Config.model_validate(config), Path(out)
     with open_layout(settings, environment, job="compare") as mesh:
         parts = build(settings, mesh, folder)
-        train = dataset_of(settings).open(settings, Path(data)).train
+        train = settings.data.open(settings, Path(data)).train
         trainer = Trainer(parts, train)
         metrics = MetricsWriter(folder, 0, tensorboard=False) if mesh.rank == 0 else None
         for _ in range(steps):

@@ -30,12 +30,12 @@ from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint
 from meshwright.checkpoint.manifest import TOKENIZER_FILE, Manifest, Origin, Progress, StoredPart, stored_file
 from meshwright.config import Config
-from meshwright.config.schema import Data, Model, Precision
+from meshwright.config.kinds import data_for
+from meshwright.config.schema import Model, Precision
 from meshwright.data.files import folder_lock, staged_folder
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError
-from meshwright.models.section import TextTransformer
 from meshwright.parameters.shard import Box
 from meshwright.tools.convert.bert import BERT
 from meshwright.tools.convert.family import Family, Pair
@@ -173,7 +173,7 @@ def _config(model: Model, family: Family, tensors: dict[str, Tensor]) -> Config:
     """A config that says what the weights are. The rest of it, data above all, is the fine-tuning run's to say."""
     double = all(tensor.dtype == torch.float64 for tensor in tensors.values())
     precision = Precision(level="O0", dtype="float64" if double else "float32")
-    data = Data(sequence=model.positions) if isinstance(model, TextTransformer) else Data()
+    data = data_for(model, **({"sequence": model.longest} if model.longest else {}))
     return Config(model=model, data=data, precision=precision)
 
 

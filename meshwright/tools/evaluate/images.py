@@ -18,16 +18,17 @@ import torch
 
 from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
-from meshwright.config.schema import Data
 from meshwright.data.image_source import ImageSource, open_source
 from meshwright.data.images import check_classes, split_images
 from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.section import STDLIB, DataSection
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.families import FAMILIES, family_of
+from meshwright.families import family_of
 from meshwright.models.chain import Chain
 from meshwright.models.section import ImageNetwork
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
+from meshwright.registry import entries
 from meshwright.tensor.kit import WholeHead
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.evaluate.model import device_of
@@ -42,7 +43,7 @@ class ImageModel:
 
     folder: Path
     shape: ImageNetwork
-    data: Data
+    data: DataSection
     model: Chain
     device: torch.device
 
@@ -87,7 +88,7 @@ def load_image_model(path: Path, device: str = "auto") -> ImageModel:
     checkpoint = Checkpoint(find_checkpoint(path))
     config = checkpoint.config
     if not isinstance(config.model, ImageNetwork):
-        families = " or ".join(name for name, family in FAMILIES.items() if family.data == "images")
+        families = " or ".join(name for name, family in entries("models").items() if issubclass(family, ImageNetwork))
         raise CheckpointError(f"{checkpoint.folder} is a {config.model.family}: this needs a {families}")
     mesh = solo_mesh(where)
     model = family_of(config).model(config.model, SerialKit(mesh), None)
@@ -103,7 +104,7 @@ def image_accuracy(loaded: ImageModel, data: str | None, progress: ShowProgress 
     Raises DataError naming an image that cannot be read, ConfigError where the data has more classes than the model.
     """
     name = data if data is not None else loaded.data.source
-    if data is None and name == Data().source:  # imported, no run of ours
+    if data is None and name == STDLIB:  # imported, no run of ours
         raise ConfigError.of("--data", "none", f"leaves {loaded.folder} without images", "digits, a folder")
     source = open_source(name)
     check_classes(source, name, loaded.shape)
@@ -122,7 +123,7 @@ def image_accuracy(loaded: ImageModel, data: str | None, progress: ShowProgress 
     return ImageAccuracy(name, len(source.classes), len(numbers), correct, total)
 
 
-def _measured(source: ImageSource, name: str, trained_on: Data) -> np.ndarray:
+def _measured(source: ImageSource, name: str, trained_on: DataSection) -> np.ndarray:
     """The numbers of the images to ask for."""
     if name == trained_on.source or source.held_out is not None:
         return split_images(source, trained_on.validation)["validation"]

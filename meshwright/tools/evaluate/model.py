@@ -85,7 +85,7 @@ def load_text(path: Path, device: str, context: int | None, *families: str) -> t
     load_weights(model, shard_specs(model), mesh, checkpoint)
     model.eval()
     steps = checkpoint.manifest.progress.step
-    return LoadedText(checkpoint.folder, config, steps, tokenizer, where, context or config.data.sequence), model
+    return LoadedText(checkpoint.folder, config, steps, tokenizer, where, context or config.data.lengths.source), model
 
 
 def device_of(name: str) -> torch.device:

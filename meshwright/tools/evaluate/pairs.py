@@ -16,14 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.config.data_rules import holds_pairs, objective_of
-from meshwright.config.lengths import Lengths, span_lengths
-from meshwright.config.schema import Data
 from meshwright.data.packed import PackedCorpus, document_ends, is_prepared, open_packed
 from meshwright.data.packing import corpus_for
 from meshwright.data.pairs import pair_corpus
 from meshwright.data.pairs_samples import sequence_batch
 from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.section import Lengths, PairData
+from meshwright.data.span_window import span_lengths
 from meshwright.data.spans import SpanSamples
 from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
@@ -67,13 +66,18 @@ class TargetPerplexity:
         }
 
 
-def _asked(loaded: LoadedSequence, data: str | None, target: str | None) -> Data:
-    """The run's data, or what is to be measured in its place. Raises ConfigError where `target` has no partner."""
+def _asked(loaded: LoadedSequence, data: str | None, target: str | None) -> PairData | None:
+    """The pairs that the run learned, or those to measure in their place; None: it learned spans, and `data` is a text.
+
+    Raises ConfigError where `target` has no partner.
+    """
+    learned = loaded.config.data if isinstance(loaded.config.data, PairData) else None
     if data is not None:
-        return loaded.config.data.model_copy(update={"source": data, "target": target})
+        given = (learned or PairData(kind="pairs")).model_copy(update={"source": data, "target": target})
+        return given if learned or PairData.claims(given.model_dump()) else None
     if target is not None:
         raise ConfigError.of("--target", target, "has no partner", "with --data, the file of its sources")
-    return loaded.config.data
+    return learned
 
 
 def pairs_for(
@@ -82,15 +86,15 @@ def pairs_for(
     """The pairs to measure. Raises DataError where they cannot be read, ConfigError where there are none of the run."""
     asked = _asked(loaded, data, target)
     if data is not None and not is_prepared(Path(data).expanduser()):
-        found = pair_corpus(asked)
+        found = pair_corpus(asked or PairData(kind="pairs", source=data, target=target))
         return _some(list(found.read()), found.where)
     if data is not None:
         folder = Path(data).expanduser()
         return _held_out(open_packed(folder), loaded, f"validation split of {folder}")
     check_trained(loaded)
-    if objective_of(loaded.config) != "pairs":
+    if asked is None:
         raise ConfigError.of("--data", "none", f"leaves {loaded.folder} without pairs: it learned spans", "a tsv file")
-    corpus = corpus_for(asked, cache_folder(), progress, pairs=True)
+    corpus = corpus_for(asked, cache_folder(), progress)
     return _held_out(corpus, loaded, f"the run's held-out split (data.source={asked.source})")
 
 
@@ -118,9 +122,7 @@ def target_perplexity(
 
     Raises as `pairs_for` and `stream_for`; DataError where all pairs are too long.
     """
-    asked = _asked(loaded, data, target)
-    on_pairs = objective_of(loaded.config) == "pairs" or (data is not None and holds_pairs(asked))
-    read = _pair_batches if on_pairs else _span_batches
+    read = _pair_batches if _asked(loaded, data, target) is not None else _span_batches
     name, samples, left_out, batches = read(loaded, data, target, progress)
     total, num_tokens, done = 0.0, 0, 0
     for batch in batches:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.config.lengths import Lengths
 from meshwright.data.pairs_samples import sequence_batch
 from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.section import Lengths
 from meshwright.data.specials import SENTINEL, SequenceSpecials, specials_for, specials_with_room
 from meshwright.model import IGNORED, Batch, to_device
 from meshwright.models.encoder_decoder import EncoderDecoderChain

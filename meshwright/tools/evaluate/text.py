@@ -12,6 +12,7 @@ from meshwright.data.corpus import documents
 from meshwright.data.packed import PackedCorpus, is_prepared, open_packed
 from meshwright.data.packing import corpus_for
 from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.section import TokenSection
 from meshwright.data.tokenizer import Tokenizer, pieces
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
@@ -42,7 +43,9 @@ def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = si
         folder = Path(data).expanduser()
         return _validation_split(open_packed(folder), loaded, f"validation split of {folder}")
     check_trained(loaded)
-    corpus = corpus_for(loaded.config.data, cache_folder(), progress)
+    asked = loaded.config.data
+    assert isinstance(asked, TokenSection), asked
+    corpus = corpus_for(asked, cache_folder(), progress)
     name = f"the run's held-out split (data.source={loaded.config.data.source})"
     return _validation_split(corpus, loaded, name)
 

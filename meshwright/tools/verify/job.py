@@ -25,7 +25,6 @@ from meshwright.data.progress import ShowProgress as Report
 from meshwright.data.progress import silent
 from meshwright.environment import Environment
 from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
-from meshwright.families import dataset_of
 from meshwright.launch import Interrupted, Job, StopRequest, joined
 from meshwright.launch.session import temporary_folder
 from meshwright.model import Samples
@@ -117,7 +116,7 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
     if joined():
         raise LaunchError("verify starts its own workers: run it outside of torchrun, srun and mpirun")
     config = comparable(config, as_configured=as_configured)
-    data = dataset_of(config).prepare(config, report)
+    data = config.data.prepare(config, report)
     with temporary_folder() as folder:
         layout, reference = folder / "layout", folder / "reference"
         report(f"{config.layout.world_size} ranks, {steps} steps", None)
@@ -186,7 +185,7 @@ def worker(
     settings = Config.model_validate(config)
     with open_layout(settings, environment, job="verify") as mesh:
         parts = build(settings, mesh, Path(out))
-        leave_layout(parts, dataset_of(settings).open(settings, Path(data)).train, Path(out), steps, stop)
+        leave_layout(parts, settings.data.open(settings, Path(data)).train, Path(out), steps, stop)
 
 
 def leave_layout(parts: Parts, train: Samples, folder: Path, steps: int, stop: StopRequest | None = None) -> None:
@@ -233,7 +232,7 @@ def reference_worker(
 ) -> None:
     """The reference: one process."""
     settings = Config.model_validate(config)
-    train = dataset_of(settings).open(settings, Path(data)).train
+    train = settings.data.open(settings, Path(data)).train
     leave_reference(settings, train, Path(out), steps, worker_device(settings.device, environment))
 
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, load_weights, pieces_of
 from meshwright.checkpoint.manifest import Origin, Progress
-from meshwright.config.schema import Config, Data, Precision
+from meshwright.config.schema import Config, Precision
+from meshwright.data.section import MaskedData
 from meshwright.data.specials import specials_of, with_specials
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError
@@ -86,7 +87,9 @@ def our_checkpoint(folder: Path, order: Any, pairs: bool) -> Path:
         family="bert", layers=2, hidden=16, heads=2, positions=8, vocabulary=261, norm_order=order,
         next_sentence=pairs, dropout=0.25,
     )  # fmt: skip
-    config = Config(model=model, data=Data(sequence=8), precision=Precision(level="O0", dtype="float64"))
+    config = Config(
+        model=model, data=MaskedData(kind="masked", sequence=8), precision=Precision(level="O0", dtype="float64")
+    )
     mesh = solo_mesh(torch.device("cpu"))
     parts = build(config, mesh)
     generator = torch.Generator().manual_seed(5)

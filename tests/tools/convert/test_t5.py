@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import Checkpoint, load_weights
-from meshwright.config.schema import Config, Data, Precision
+from meshwright.config.schema import Config, Precision
+from meshwright.data.section import SpanData
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError, DataError
 from meshwright.models.section import T5
@@ -89,7 +90,9 @@ def our_checkpoint(folder: Path) -> Path:
         family="t5", layers=2, hidden=16, heads=3, head_width=6, feed_forward=24, vocabulary=300, dropout=0.25,
         distance_buckets=8, distance_max=5, positions=8,
     )  # fmt: skip
-    config = Config(model=model, data=Data(sequence=8), precision=Precision(level="O0", dtype="float64"))
+    config = Config(
+        model=model, data=SpanData(kind="spans", sequence=8), precision=Precision(level="O0", dtype="float64")
+    )
     return save(lively(build(config, solo_mesh(torch.device("cpu")))), folder)
 
 

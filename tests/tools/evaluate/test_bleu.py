@@ -12,7 +12,6 @@ import pytest
 from meshwright.config import Config
 from meshwright.data.progress import silent
 from meshwright.errors import ConfigError, DataError
-from meshwright.families import dataset_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.evaluate.pairs import pairs_for
@@ -32,7 +31,7 @@ PAIRS_OF_COLOURS = [(f"{a} {b}", f"the {b} and then the {a} one") for a, b in pr
 def learn(mesh: Mesh, config: Config, folder: str) -> float:
     """Train until the rule is known; the last step's loss."""
     parts = build(config, mesh)
-    opened = dataset_of(config).open(config, dataset_of(config).prepare(config, silent))
+    opened = config.data.open(config, config.data.prepare(config, silent))
     trainer = Trainer(parts, opened.train)
     loss = 9.0
     while loss > 0.004 and trainer.step < 600:

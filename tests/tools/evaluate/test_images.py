@@ -40,14 +40,12 @@ def checkpoint(folder: Path, config: Config) -> Path:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_the_held_out_digits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.data.images import IMAGES
-
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     config = config_of(family=family)
     config = config.model_copy(update={"validation": config.validation.model_copy(update={"every": 1})})
     step = checkpoint(tmp_path, config)
     facts = run_json("eval", tmp_path, "--task", "images", "--device", "cpu")
-    held_out = IMAGES.open(config, IMAGES.prepare(config, lambda text, done: None)).held_out
+    held_out = config.data.open(config, config.data.prepare(config, lambda text, done: None)).held_out
     assert held_out is not None
     batch = held_out.held_out(0, len(held_out))
     model: Any = load_image_model(step, "cpu").model

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config import Config
-from meshwright.config.schema import Data, Optimizer, Precision
+from meshwright.config.schema import Optimizer, Precision
 from meshwright.config.schema import Validation as Validating
 from meshwright.data.masked import MaskedSamples
 from meshwright.data.packing import prepare
+from meshwright.data.section import MaskedData
 from meshwright.data.specials import specials_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
-from meshwright.families import dataset_of
 from meshwright.model import IGNORED, counts_of
 from meshwright.models.section import Bert
 from meshwright.ranks.mesh import solo_mesh
@@ -31,14 +31,14 @@ from tests.tools.evaluate.tiny import lively, save, tiny_checkpoint
 TEXT = "".join(f"line {number} of {number * number} in all\n" for number in range(40))
 
 
-def bert_config(*, next_sentence: bool = True, vocabulary: int = 261, data: Data | None = None) -> Config:
+def bert_config(*, next_sentence: bool = True, vocabulary: int = 261, data: MaskedData | None = None) -> Config:
     model = Bert(
         family="bert", layers=2, hidden=16, heads=2, positions=32, vocabulary=vocabulary, dropout=0.1,
         next_sentence=next_sentence,
     )  # fmt: skip
     return Config(
         model=model,
-        data=data or Data(sequence=16),
+        data=data or MaskedData(kind="masked", sequence=16),
         precision=Precision(level="O0", dtype="float64"),
         optimizer=Optimizer(name="sgd"),
         seed=3,
@@ -103,13 +103,13 @@ def test_equals_a_plain_count(tmp_path: Path, text: str, next_sentence: bool) ->
 
 def test_without_data_the_samples_of_the_runs_validation(tmp_path: Path, text: str) -> None:
     prepare(text, "bytes", tmp_path / "ready", 0.2)
-    data = Data(source=str(tmp_path / "ready"), sequence=16, validation=0.2)
+    data = MaskedData(kind="masked", source=str(tmp_path / "ready"), sequence=16, validation=0.2)
     config = bert_config(data=data).model_copy(update={"validation": Validating(every=1)})
     folder = bert_checkpoint(tmp_path / "run", config)
     loaded = load_bert(folder, "cpu")
     found = masked_accuracy(loaded, stream_for(loaded, None))
     small = config.model_copy(update={"batch": config.batch.model_copy(update={"global_": 1})})
-    held_out = dataset_of(config).open(small, tmp_path / "ready").held_out
+    held_out = config.data.open(small, tmp_path / "ready").held_out
     assert held_out is not None
     batch = held_out.held_out(0, len(held_out))
     assert (found.samples, found.tokens.asked) == (len(held_out), counts_of(batch, ("labels",))[0])

@@ -11,7 +11,6 @@ from torch import Tensor
 from meshwright.config.schema import Batch, Validation
 from meshwright.data.progress import silent
 from meshwright.errors import CheckpointError, ConfigError, DataError
-from meshwright.families import dataset_of
 from meshwright.model import scales_of
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.evaluate import load_model
@@ -101,7 +100,7 @@ def test_held_out_spans_are_those_of_validation(tmp_path: Path, monkeypatch: pyt
     loaded = load_sequence(save(parts, tmp_path / "run"), "cpu")
     found = target_perplexity(loaded, None)
     validating = config.model_copy(update={"validation": Validation(every=1), "batch": Batch(**{"global": 1})})
-    held_out = dataset_of(validating).open(validating, dataset_of(validating).prepare(validating, silent)).held_out
+    held_out = validating.data.open(validating, validating.data.prepare(validating, silent)).held_out
     assert held_out is not None
     batch = held_out.held_out(0, len(held_out))
     parts.model.eval()

@@ -10,7 +10,8 @@ from meshwright.build import Parts
 from meshwright.checkpoint import CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.config import Config
-from meshwright.config.schema import Data, Optimizer, Precision
+from meshwright.config.schema import Optimizer, Precision
+from meshwright.data.section import TextData
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 from meshwright.models.section import Gpt2
 from meshwright.ranks.mesh import solo_mesh
@@ -33,7 +34,7 @@ def tiny_config(
     )
     precision = Precision(level="O0", dtype=dtype)  # type: ignore[arg-type]
     return Config(
-        model=model, data=Data(sequence=sequence), precision=precision, optimizer=Optimizer(name="sgd"), seed=3
+        model=model, data=TextData(sequence=sequence), precision=precision, optimizer=Optimizer(name="sgd"), seed=3
     )
 
 

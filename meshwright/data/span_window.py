@@ -1,4 +1,4 @@
-"""How long an encoder-decoder's sources and targets are: `data.sequence`, and what a text's cut-out spans need.
+"""How long the sources and targets are that come of a text by cutting spans out of it.
 
 T5's spans (Raffel et al., 2020, section 3.3.3): of a window of L tokens 15 % are cut out, in spans of 3 on average. L
 is the largest for which source and target fit `data.sequence`; the target is then about a fifth as long as the source.
@@ -7,20 +7,11 @@ is the largest for which source and target fit `data.sequence`; the target is th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from meshwright.config.data_rules import BUCKET_MULTIPLE, SENTINELS, objective_of
-from meshwright.config.schema import Config
+from meshwright.data.section import BUCKET_MULTIPLE, SENTINELS, Lengths
 from meshwright.errors import ConfigError
 
 CUT_SHARE, MEAN_SPAN = 0.15, 3
-
-
-class Lengths(NamedTuple):
-    """Tokens that sources and targets are padded to."""
-
-    source: int
-    target: int
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,7 @@ class Window:
 
     @property
     def lengths(self) -> Lengths:
-        """Of source and target, with sentinels and end."""
+        """Tokens of source and target, with sentinels and end."""
         return Lengths(self.text - self.cut + self.spans + 1, self.cut + self.spans + 1)
 
 
@@ -58,12 +49,9 @@ def window_of(sequence: int, sentinels: int) -> Window:
 
 
 def span_lengths(sequence: int) -> Lengths:
-    """Of spans; targets are padded to a multiple of 8, as buckets are. Raises ConfigError as window_of."""
+    """Tokens that sources and targets are padded to, these to a multiple of 8, as buckets are.
+
+    Raises ConfigError as window_of.
+    """
     target = window_of(sequence, SENTINELS).lengths.target
     return Lengths(sequence, min(sequence, -(-target // BUCKET_MULTIPLE) * BUCKET_MULTIPLE))
-
-
-def lengths_of(config: Config) -> Lengths:
-    """Of the longest batch of a run's encoder-decoder."""
-    sequence = config.data.sequence
-    return Lengths(sequence, sequence) if objective_of(config) == "pairs" else span_lengths(sequence)

@@ -1,0 +1,360 @@
+"""The data sections of a config: the kinds of data that runs read, what each gives a model, and where it comes from.
+
+| kind   | a sample                                             | gives     | read by         |
+|--------|------------------------------------------------------|-----------|-----------------|
+| text   | a window of tokens, each labelled with the next      | tokens    | gpt2            |
+| masked | two texts with masked tokens                         | masked    | bert            |
+| pairs  | a text, and the text to be written for it            | sequences | transformer, t5 |
+| spans  | a text without some spans, and these                 | sequences | t5, transformer |
+| images | an image and its class                               | images    | vit, resnext    |
+
+A kind is added by a subclass of DataSection and its line in the registry (docs/extending.md). No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+
+from meshwright.errors import Problem
+from meshwright.section import Positive, Rule, Section, divisors, listed, rule
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+    from meshwright.data.corpus import Corpus
+    from meshwright.data.dataset import Opened
+    from meshwright.data.packed import PackedCorpus
+    from meshwright.data.progress import ShowProgress
+    from meshwright.data.split import Split
+    from meshwright.model import Samples
+
+STDLIB, DIGITS = "stdlib", "digits"
+"""Sources that are names: the text of Python's standard library, scikit-learn's images of digits."""
+
+GZIP = ".gz"
+PREPARED = "header.json"
+"""The file that makes a folder a prepared one."""
+
+SENTINELS = 100
+"""Tokens that stand for spans cut out of a text (T5)."""
+
+BUCKET_MULTIPLE = 8
+"""Lengths that batches of pairs are padded to are multiples of this."""
+
+
+class Lengths(NamedTuple):
+    """Tokens that a sample's source and its target are padded to; a model that reads one text has no target."""
+
+    source: int
+    target: int
+
+
+class DataSection(Section):
+    """Base of the kinds of data. Subclasses add fields and `kind`, a Literal."""
+
+    kind: str
+
+    gives: ClassVar[str]
+    """The form of its batches: a family of models reads one form."""
+    source_name: ClassVar[str] = STDLIB
+    """The source that is no path."""
+    source_forms: ClassVar[str] = "a text, jsonl or parquet file, a folder of these, a prepared folder"
+    reads_folders_alone: ClassVar[bool] = False
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """What must fit together in its fields, and with the model and the layout; checked where the kind is chosen."""
+
+    source: str = STDLIB
+    validation: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    """The share of the documents (of each class's images) that is held out."""
+
+    @classmethod
+    def claims(cls, data: Mapping[str, Any]) -> bool:
+        """Whether what a user wrote (`kind` is not there) can be nothing but this kind."""
+        return False
+
+    @property
+    def lengths(self) -> Lengths:
+        """Tokens of a sample of the longest batch."""
+        return Lengths(0, 0)
+
+    @property
+    def sentinels(self) -> int:
+        """Tokens that stand for spans, which the model must know besides its own special ones."""
+        return 0
+
+    def prepare(self, config: Config, progress: ShowProgress) -> Path:
+        """Build the data set, or find it built; the folder. Raises DataError where it does not suit the run."""
+        raise NotImplementedError
+
+    def open(self, config: Config, folder: Path) -> Opened:
+        """The splits in a prepared folder. Raises DataError where they are too small."""
+        raise NotImplementedError
+
+
+@rule("data.source", "model.family")
+def source_exists(config: Config) -> Iterator[Problem]:
+    data, source = config.data, config.data.source
+    valid = f"{data.source_name}, {data.source_forms}"
+    if source in (STDLIB, DIGITS):
+        if source != data.source_name:
+            yield Problem("data.source", source, f"is not what a {config.model.family} reads", valid)
+        return
+    path = Path(source).expanduser()
+    if not source or not path.exists():
+        yield Problem("data.source", source, "is no such file or folder", valid)
+    elif not path.is_file() and not path.is_dir():
+        yield Problem("data.source", source, "is a pipe or a device, which may never end", valid)
+    elif data.reads_folders_alone and not path.is_dir():
+        yield Problem("data.source", source, "is no folder", valid)
+
+
+@rule("data.sequence", "model.positions")
+def sequence_fits_positions(config: Config) -> Iterator[Problem]:
+    data, positions = config.data, config.model.longest
+    assert isinstance(data, TokenSection), data
+    sequence = data.sequence
+    if sequence > positions:
+        yield Problem("data.sequence", sequence, f"is longer than model.positions={positions}", f"1 to {positions}")
+
+
+@rule("data.tokenizer", "model.vocabulary", "model.family", "data.kind", "data.source", "data.target")
+def tokenizer_fits(config: Config) -> Iterator[Problem]:
+    data, model = config.data, config.model
+    assert isinstance(data, TokenSection), data
+    tokenizer = data.tokenizer
+    if tokenizer == "bytes":
+        size = 257
+    elif tokenizer.startswith("bpe:"):
+        if not tokenizer[4:].isdigit() or int(tokenizer[4:]) < 257:
+            rule_text = "does not name a vocabulary of 257 tokens or more"
+            yield Problem("data.tokenizer", tokenizer, rule_text, "bpe:257, bpe:4096 ...")
+            return
+        size = int(tokenizer[4:])
+    else:
+        if not Path(tokenizer).expanduser().is_file():
+            yield Problem("data.tokenizer", tokenizer, "is no such file", "bytes, bpe:SIZE, a tokenizer.json file")
+        return
+    rule_text = f"is smaller than the {size} tokens of data.tokenizer={tokenizer}"
+    size += len(model.special_tokens) + data.sentinels  # a tokenizer of its own may have some of them already
+    if model.special_tokens:
+        rule_text += f" and {', '.join(model.special_tokens)}"
+    if data.sentinels:
+        rule_text += f" and {data.sentinels} sentinels"
+    if size > model.num_tokens:
+        yield Problem("model.vocabulary", model.num_tokens, rule_text, f"{size} or more")
+
+
+class TokenSection(DataSection):
+    """Base of the kinds that are made of a packed corpus of text.
+
+    `source`: stdlib, a text/jsonl/parquet file, a folder of these, or a prepared folder.
+    """
+
+    rules: ClassVar[tuple[Rule, ...]] = (sequence_fits_positions, source_exists, tokenizer_fits)
+
+    tokenizer: str = "bytes"
+    """bytes, bpe:SIZE (trained on the source), or a tokenizer.json file. A prepared folder brings its own."""
+    sequence: Positive = 256
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.sequence, 0)
+
+    @property
+    def packs(self) -> Literal["text", "pairs"]:
+        """The records of its corpus: documents, or pairs of texts."""
+        return "text"
+
+    def corpus(self) -> Corpus:
+        """The records to pack. Raises DataError where there are none."""
+        from meshwright.data.corpus import text_corpus
+
+        return text_corpus(self.source)
+
+    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+        """The samples of a split, and what a user should know of them. Raises DataError where there are none."""
+        raise NotImplementedError
+
+    def prepare(self, config: Config, progress: ShowProgress) -> Path:
+        from meshwright.data.dataset import prepare_corpus
+
+        return prepare_corpus(self, config, progress)
+
+    def open(self, config: Config, folder: Path) -> Opened:
+        from meshwright.data.dataset import open_corpus
+
+        return open_corpus(self, config, folder)
+
+
+class TextData(TokenSection):
+    """Windows of tokens, each labelled with the one that follows."""
+
+    kind: Literal["text"] = "text"
+    gives: ClassVar[str] = "tokens"
+
+    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+        from meshwright.data.sampler import TokenBatches
+
+        return TokenBatches(packed, split, self.sequence, config.seed), ""
+
+
+class MaskedData(TokenSection):
+    """Two texts, of which some tokens are masked."""
+
+    kind: Literal["masked"]
+    gives: ClassVar[str] = "masked"
+
+    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+        from meshwright.data.masked import masked_samples
+
+        return masked_samples(config, packed, split), ""
+
+
+class SpanData(TokenSection):
+    """Spans cut out of a text, to be written by an encoder-decoder."""
+
+    kind: Literal["spans"]
+    gives: ClassVar[str] = "sequences"
+
+    @property
+    def lengths(self) -> Lengths:
+        from meshwright.data.span_window import span_lengths
+
+        return span_lengths(self.sequence)
+
+    @property
+    def sentinels(self) -> int:
+        return SENTINELS
+
+    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+        from meshwright.data.spans import span_samples
+
+        return span_samples(config, packed, split), ""
+
+
+@rule("model.family", "data.kind", "data.source", "data.target", "data.languages")
+def pairs_have_a_form(config: Config) -> Iterator[Problem]:
+    data = config.data
+    assert isinstance(data, PairData), data
+    if data.source == DIGITS:
+        return
+    form = STDLIB if data.source == STDLIB else suffix(data.source)
+    prepared = (Path(data.source).expanduser() / PREPARED).is_file()
+    alone = form in (STDLIB, ".tsv", ".jsonl") or prepared
+    if data.target is not None and alone:
+        rule_text = f"has no effect: data.source={data.source} holds both texts of a pair"
+        yield Problem("data.target", data.target, rule_text, "leave it out")
+    elif data.target is not None and not Path(data.target).expanduser().is_file():
+        yield Problem("data.target", data.target, "is no such file", "a text file, whose line i goes with line i")
+    elif data.target is None and not alone and Path(data.source).expanduser().exists():
+        valid = "stdlib, a tsv or jsonl file, a prepared folder, or a text file with data.target"
+        yield Problem("data.source", data.source, "holds no pairs of texts", valid)
+    if data.languages is not None and form != ".jsonl":
+        named = f"[{', '.join(data.languages)}]"
+        yield Problem("data.languages", named, "names keys of a jsonl file, which data.source is not", "leave it out")
+
+
+@rule("data.buckets", "data.sequence")
+def buckets_differ_in_length(config: Config) -> Iterator[Problem]:
+    data = config.data
+    assert isinstance(data, PairData), data
+    most = math.ceil(data.sequence / BUCKET_MULTIPLE)
+    if data.buckets > most:
+        rule_text = f"is more than the multiples of {BUCKET_MULTIPLE} up to data.sequence={data.sequence}"
+        yield Problem("data.buckets", data.buckets, rule_text, f"1 to {most}")
+
+
+@rule("data.buckets", "layout.pipeline.size")
+def stages_send_one_shape(config: Config) -> Iterator[Problem]:
+    data, size = config.data, config.layout.pipeline.size
+    assert isinstance(data, PairData), data
+    if data.buckets > 1 and size > 1:
+        rule_text = f"makes batches of many lengths, and layout.pipeline.size={size} stages send messages of one"
+        yield Problem("data.buckets", data.buckets, rule_text, "1, or layout.pipeline.size=1")
+
+
+@rule("data.buckets", "layout.tensor", "data.sequence")
+def buckets_are_cut_evenly(config: Config) -> Iterator[Problem]:
+    data = config.data
+    assert isinstance(data, PairData), data
+    for cut in config.layout.tensor.cuts(config) if data.buckets > 1 else ():
+        if cut.field == "data.sequence" and BUCKET_MULTIPLE % cut.parts:
+            rule_text = f"does not divide the lengths of data.buckets={data.buckets}, as sequence_parallel asks"
+            yield Problem(cut.by, cut.parts, rule_text, listed(divisors(BUCKET_MULTIPLE)))
+
+
+class PairData(TokenSection):
+    """Pairs of texts: stdlib (functions and their docstrings), a tsv or jsonl file, or a text file and `target`."""
+
+    kind: Literal["pairs"]
+    gives: ClassVar[str] = "sequences"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *TokenSection.rules,
+        pairs_have_a_form,
+        buckets_differ_in_length,
+        stages_send_one_shape,
+        buckets_are_cut_evenly,
+    )
+
+    target: str | None = None
+    """The text file whose line i is the target of `source`'s line i."""
+    languages: tuple[str, str] | None = None
+    """The two keys of a jsonl file's pairs, from and to: [en, de]. None: `source`, `target`."""
+    buckets: Positive = 1
+    """Pairs of like length share a batch: so many lengths up to `sequence` are batches padded to."""
+
+    @classmethod
+    def claims(cls, data: Mapping[str, Any]) -> bool:
+        from meshwright.data.pairs import holds_pairs
+
+        named = data.get("target") is not None or data.get("languages") is not None
+        return named or holds_pairs(str(data.get("source", STDLIB)))
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.sequence, self.sequence)
+
+    @property
+    def packs(self) -> Literal["text", "pairs"]:
+        return "pairs"
+
+    def corpus(self) -> Corpus:
+        from meshwright.data.pairs import pair_corpus
+
+        return pair_corpus(self)
+
+    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+        from meshwright.data.pairs_samples import pair_samples
+
+        pairs = pair_samples(self, config, packed, split)
+        return pairs, pairs.note
+
+
+class ImageData(DataSection):
+    """Images: digits, or a folder of class folders."""
+
+    kind: Literal["images"]
+    gives: ClassVar[str] = "images"
+    source_name: ClassVar[str] = DIGITS
+    source_forms: ClassVar[str] = "a folder of class folders of jpg and png files"
+    reads_folders_alone: ClassVar[bool] = True
+    rules: ClassVar[tuple[Rule, ...]] = (source_exists,)
+
+    def prepare(self, config: Config, progress: ShowProgress) -> Path:
+        from meshwright.data.images import prepare_images
+
+        return prepare_images(self, config, progress)
+
+    def open(self, config: Config, folder: Path) -> Opened:
+        from meshwright.data.images import open_splits
+
+        return open_splits(config, folder)
+
+
+def suffix(source: str) -> str:
+    """The form that a file's name tells: .tsv for wmt.tsv.gz."""
+    return Path(source.removesuffix(GZIP)).suffix.lower()
