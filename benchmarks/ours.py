@@ -17,10 +17,11 @@ from meshwright.config import Config
 from meshwright.environment import read_environment, rendezvous
 from meshwright.families import family_of
 from meshwright.machine import Machine, keep_freed_memory
-from meshwright.model import Batch, rows_of
+from meshwright.model import Batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh
 from meshwright.resolve import resolve_layout
+from meshwright.train.step import train_step
 
 
 def contender(sync: str, transport: str, ranks: int) -> Contender:
@@ -74,22 +75,12 @@ def open_layout(config: Config) -> Iterator[Mesh]:
 
 def steps_of(parts: Parts) -> Step:
     """A step of the train loop, over and over."""
-    config = parts.config
-    rows_each = config.replica_batch
     steps = itertools.count()
     parts.strategy.make_replicas_equal()
 
     def step() -> float:
         count = next(steps)
-        batch = _batch(config, count)
-        replica = parts.strategy.share(lambda first, rows: rows_of(batch, slice(first, first + rows)), rows_each)
-        scales = {"labels": 1.0 / batch["labels"].numel()}
-        loss = parts.pipeline.train(parts.microbatches(replica), scales, torch.manual_seed)
-        parts.strategy.finish()
-        parts.optimizer.step(count)
-        parts.strategy.publish()
-        parts.kit.end_step()
-        return loss.item()
+        return train_step(parts, _batch(parts.config, count), count).loss
 
     return step
 

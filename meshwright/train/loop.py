@@ -17,15 +17,15 @@ from torch import Tensor
 from meshwright.build import Parts
 from meshwright.errors import DivergedError
 from meshwright.launch.signals import StopRequest
-from meshwright.model import Batch, Samples, counts_of, scales_of, to_device
+from meshwright.model import Batch, Samples, counts_of, to_device
 from meshwright.optim.optimizer import StepResult
-from meshwright.parameters.shard import seed_of
 from meshwright.pipeline.span import Span
 from meshwright.ranks.grid import PIPE
 from meshwright.train.divergence import REMEDY, diagnosed, require_curable, require_finite_loss, require_finite_weights
 from meshwright.train.metrics import BusyClock, StepFacts, metrics_line, peak_memory_bytes, release_free_memory, work_of
 from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
 from meshwright.train.replicas import gathered, require_equal_replicas, state_hashes, weight_hashes
+from meshwright.train.step import publish, replica_backward
 from meshwright.train.step_report import OwnClock, ReportExchange, StepReport, StragglerWatch
 
 
@@ -101,7 +101,7 @@ class Trainer:
         parts.mesh.recorder.step = self.step + 1
         phases = self.phases = PhaseClock(parts.mesh.device, parts.mesh.recorder)
         phases.begin(PIPELINE)
-        loss = self._backward(loaded, scale)
+        loss = replica_backward(parts, loaded.batch, loaded.counts, self.samples)
         phases.pause()
         self.samples += parts.config.batch.global_
         following = self._load(self.samples)
@@ -157,8 +157,7 @@ class Trainer:
             require_curable(parts, step)
         else:
             require_finite_loss(step, reports)
-        parts.strategy.publish()
-        parts.kit.end_step()
+        publish(parts)
         return result
 
     def require_good_state(self) -> None:
@@ -180,26 +179,6 @@ class Trainer:
     def spans(self) -> list[Span]:
         """What this rank did in the last step, and when: its tasks, and the phases after them."""
         return [*self.parts.pipeline.spans, *self.phases.spans(self.parts.mesh.index(PIPE))]
-
-    def _backward(self, loaded: Loaded, scale: float) -> float:
-        parts, config = self.parts, self.parts.config
-        parts.model.train()
-        scales = scales_of(parts.model.labels, loaded.counts, scale)
-        place = "/".join(str(parts.mesh.index(axis)) for axis in ("data", PIPE, *parts.kit.split_axes))
-
-        def seed(index: int) -> None:
-            torch.manual_seed(seed_of(f"{config.seed}/dropout/{self.samples}/{index}/{place}"))
-
-        return self._once(float(parts.pipeline.train(parts.microbatches(loaded.batch), scales, seed)))
-
-    def _once(self, loss: float) -> float:
-        """A loss that other ranks of the replica hold as well, counted on the first of them only.
-
-        Stages hold no copies: all but the last have a loss of 0.
-        """
-        mesh = self.parts.mesh
-        alike = (axis for axis in mesh.grid.names if axis not in (PIPE, *self.parts.config.layout.batch_axes))
-        return loss if mesh.index(*alike) == 0 else 0.0
 
     def _load(self, samples: int) -> Batch:
         device = self.parts.mesh.device

@@ -7,9 +7,10 @@ import torch
 
 from meshwright.build import Parts
 from meshwright.config import Config, parse_config
-from meshwright.model import Batch, counts_of, rows_of, scales_of
+from meshwright.model import Batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.train.step import train_step as step_on
 from tests.harness import build
 from tests.workers import run_ranks
 
@@ -94,24 +95,17 @@ BATCHES = {
 
 
 def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int, ...], torch.Tensor]]]:
-    """One step; this rank's share of the loss, and the gradients of its slots by name and offsets."""
-    config = parts.config
-    everyone = BATCHES[config.model.family](config, step)
-    scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), 1.0)
-    batch = parts.strategy.share(
-        lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
-    )
-    loss = float(parts.pipeline.train(parts.microbatches(batch), scales, torch.manual_seed))
-    parts.strategy.finish()
+    """One step; its loss, and the gradients of this rank's slots by name and offsets."""
     gradients: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
-    for slot in parts.strategy.slots:
-        for place in slot.places:
-            part = slot.parameter.grad[place.start : place.stop].view(place.box.lengths).clone()
-            gradients.setdefault(place.name, {})[place.box.offsets] = part
-    parts.optimizer.step(step)
-    parts.strategy.publish()
-    parts.kit.end_step()
-    return loss, gradients
+
+    def keep() -> None:
+        for slot in parts.strategy.slots:
+            for place in slot.places:
+                part = slot.parameter.grad[place.start : place.stop].view(place.box.lengths).clone()
+                gradients.setdefault(place.name, {})[place.box.offsets] = part
+
+    batch = BATCHES[parts.config.model.family](parts.config, step)
+    return step_on(parts, batch, step, observe=keep).loss, gradients
 
 
 def train(mesh: Mesh, config: Config) -> tuple[list[float], dict[str, dict[tuple[int, ...], torch.Tensor]]]:
@@ -122,9 +116,7 @@ def train(mesh: Mesh, config: Config) -> tuple[list[float], dict[str, dict[tuple
     for step in range(config.steps):
         loss, gradients = train_step(parts, step)
         first_gradients = first_gradients or gradients
-        total = torch.tensor(loss, dtype=torch.float64)
-        mesh.comm(*config.layout.batch_axes, "pipe").all_reduce(total)
-        losses.append(float(total))
+        losses.append(loss)
     assert first_gradients is not None
     return losses, first_gradients
 

@@ -9,10 +9,11 @@ import torch
 
 from meshwright.build import Parts
 from meshwright.config import Config
-from meshwright.model import counts_of, rows_of, scales_of
+from meshwright.model import counts_of, rows_of
 from meshwright.optim.states import InPlace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.train.step import train_step
 from tests.data_parallel.test_equality import config_for, global_batch
 from tests.harness import build, forward_and_backward
 from tests.workers import run_ranks
@@ -35,26 +36,10 @@ def losses(mesh: Mesh, sync: str, level: str, dtype: str, name: str = "adamw") -
     config = config_of(sync, mesh.size("data"), level, dtype, name)
     parts = build(config, mesh)
     everyone = global_batch(config, 0)
-    counts = counts_of(everyone, parts.model.labels)
-    results = []
-    for step in range(STEPS):
-        mine = parts.strategy.share(
-            lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
-        )
-        scale = parts.optimizer.scaler.scale
-        total = torch.zeros((), dtype=torch.float64)
-        for index in range(config.num_microbatches):
-            rows = slice(index * config.micro, (index + 1) * config.micro)
-            final = index == config.num_microbatches - 1
-            scales = scales_of(parts.model.labels, counts, scale)
-            total += forward_and_backward(parts, rows_of(mine, rows), scales, final=final)
-        parts.strategy.finish()
-        assert parts.optimizer.step(step).applied
-        parts.strategy.publish()
-        mesh.comm("data").all_reduce(total)
-        results.append(float(total) / scale)
+    results = [train_step(parts, everyone, step) for step in range(STEPS)]
+    assert all(result.applied for result in results)
     _check_storage(parts, config)
-    return results
+    return [result.loss for result in results]
 
 
 def _check_storage(parts: Parts, config: Config) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from meshwright.build import Parts
 from meshwright.config import Config, parse_config
-from meshwright.model import counts_of, scales_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.train.step import train_step
 from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build
 from tests.pipeline.test_equality import WHOLE, pipelined
@@ -35,23 +35,15 @@ class Outcome:
 
 
 def train(parts: Parts, step: int, overflow: bool = False) -> tuple[float, float, bool]:
-    """One step as the train loop takes it: this rank's loss, the gradient's norm, whether it was applied.
+    """One step: its loss, the gradient's norm, whether it was applied. `overflow`: this rank's gradient does."""
 
-    `overflow`: this rank's gradient does.
-    """
-    config, scale = parts.config, parts.optimizer.scaler.scale
-    everyone = BATCHES[config.model.family](config, step)
-    scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), scale)
-    mine = parts.mesh.index("data") * config.replica_batch
-    rows = {name: x[mine : mine + config.replica_batch] for name, x in everyone.items()}
-    loss = float(parts.pipeline.train(parts.microbatches(rows), scales, torch.manual_seed)) / scale
-    parts.strategy.finish()
-    if overflow:
-        parts.strategy.slots[0].parameter.grad[0] = torch.inf
-    result = parts.optimizer.step(step)
-    parts.strategy.publish()
-    parts.kit.end_step()
-    return loss, result.gradient_norm, result.applied
+    def damage() -> None:
+        if overflow:
+            parts.strategy.slots[0].parameter.grad[0] = torch.inf
+
+    batch = BATCHES[parts.config.model.family](parts.config, step)
+    result = train_step(parts, batch, step, observe=damage)
+    return result.loss, result.gradient_norm, result.applied
 
 
 def outcome(mesh: Mesh, config: Config, overflows: tuple[tuple[int, int], ...] = ()) -> Outcome:
@@ -59,12 +51,10 @@ def outcome(mesh: Mesh, config: Config, overflows: tuple[tuple[int, int], ...] =
     parts = build(config, mesh)
     steps = [train(parts, step, (step, mesh.rank) in overflows) for step in range(config.steps)]
     losses, norms, applied = (list(column) for column in zip(*steps, strict=True))
-    sums = torch.tensor(losses, dtype=torch.float64)
-    mesh.comm(*config.layout.batch_axes, "pipe").all_reduce(sums)
     assert parts.strategy.make_replicas_equal() == []
     assert parts.optimizer.make_replicas_equal() == []
     weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
-    return Outcome(sums.tolist(), norms, applied, parts.optimizer.scaler.scale, weights)
+    return Outcome(losses, norms, applied, parts.optimizer.scaler.scale, weights)
 
 
 def run(config: Config, *arguments: Any) -> list[Outcome]:

@@ -25,6 +25,7 @@ from meshwright.resolve import resolve_process, this_machine
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
 from meshwright.tools.plan.counted_step import plan_step
 from meshwright.tools.verify.job import comparable
+from meshwright.train.step import backward
 from tests.harness import build
 from tests.test_order import config_for
 from tests.workers import run_ranks
@@ -185,8 +186,7 @@ def real(mesh: Mesh, config: Config) -> Sent:
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
     shapes = family_of(config).shapes(config)
-    ones = {name: torch.ones(config.replica_batch, *shape, dtype=torch.long) for name, shape in shapes.items()}
-    parts.pipeline.train(parts.microbatches(ones), dict.fromkeys(parts.model.labels, 1.0), torch.manual_seed)
+    backward(parts, {name: torch.ones(config.batch.global_, *shape).long() for name, shape in shapes.items()})
     parts.strategy.finish()
     parts.strategy.publish()
     return dict(mesh.ledger.traffic)

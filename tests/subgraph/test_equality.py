@@ -6,13 +6,12 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
 from meshwright.config import Config
-from meshwright.model import counts_of, scales_of
 from meshwright.optim.norm import gradient_norm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.train.step import backward
 from tests.data_parallel.test_equality import global_batch, train
 from tests.harness import build
 from tests.tensor.test_equality import check, config_for, run, serial
@@ -107,9 +106,7 @@ def test_recomputed(common: str, branch: str, recompute: str | int) -> None:
 def norm_of(mesh: Mesh, config: Config) -> float:
     """Of one step's gradient."""
     parts = build(config, mesh)
-    everyone = global_batch(config, 0)
-    scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), 1.0)
-    parts.pipeline.train(parts.microbatches(everyone), scales, torch.manual_seed)
+    backward(parts, global_batch(config, 0))
     parts.strategy.finish()
     return float(gradient_norm(parts.strategy.slots, mesh))
 

@@ -36,6 +36,7 @@ from meshwright.resolve import resolve, this_machine
 from meshwright.train.job import open_layout, run_ranks
 from meshwright.train.loop import Trainer
 from meshwright.train.metrics import MetricsWriter, peak_memory_bytes
+from meshwright.train.step import publish, replica_backward
 
 COUNT_BYTES = 4
 """Of the step's number, which torch's AdamW wants as a tensor."""
@@ -83,11 +84,9 @@ def count_sent(parts: Parts, train: Samples, samples: int) -> dict[tuple[str, st
 
     batch = parts.strategy.share(load, config.replica_batch)
     before = {key: (entry.calls, entry.sent_bytes) for key, entry in ledger.traffic.items()}
-    parts.model.train()
-    parts.pipeline.train(parts.microbatches(batch), dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
+    replica_backward(parts, batch, [1 for _ in parts.model.labels], samples)
     parts.strategy.finish()
-    parts.strategy.publish()
-    parts.kit.end_step()
+    publish(parts)
     sent: defaultdict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for key, entry in ledger.traffic.items():
         calls, sent_bytes = before.get(key, (0, 0))

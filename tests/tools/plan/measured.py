@@ -11,10 +11,11 @@ from meshwright.build import Parts
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.families import family_of
-from meshwright.model import Batch, rows_of
+from meshwright.model import Batch
 from meshwright.optim.states import InPlace
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.mesh import Mesh
+from meshwright.train.step import backward, publish
 from tests.harness import build
 from tests.tools.plan.live import LiveBytes
 
@@ -59,21 +60,15 @@ def _measured(mesh: Mesh, config: Config) -> Measured:
 
 def _step(parts: Parts, live: LiveBytes) -> Counts:
     """A step of the train loop; what it sent. All tokens count."""
-    everyone = _batch(parts.config)
-    replica = parts.strategy.share(
-        lambda first, count: rows_of(everyone, slice(first, first + count)), parts.config.replica_batch
-    )
-    batches = parts.microbatches(replica)
     traffic = parts.mesh.ledger.traffic
     traffic.clear()
     with live:
-        parts.pipeline.train(batches, dict.fromkeys(parts.model.labels, 1e-3), torch.manual_seed)
+        backward(parts, _batch(parts.config))
         parts.strategy.finish()
         sent = {key: (entry.calls, entry.sent_bytes) for key, entry in traffic.items()}
         parts.optimizer.step(0)
         traffic.clear()
-        parts.strategy.publish()
-        parts.kit.end_step()
+        publish(parts)
     for key, entry in traffic.items():
         calls, size = sent.get(key, (0, 0))
         sent[key] = calls + entry.calls, size + entry.sent_bytes

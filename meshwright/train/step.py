@@ -1,0 +1,90 @@
+"""A step: the global batch forward and backward, the gradients' sums, the optimizer, publishing.
+
+    for batch in batches:
+        result = train_step(parts, batch)  # on every rank, with the same global batch
+
+The training loop (loop.py) takes the same step and loads, reports and checks beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.build import Parts
+from meshwright.model import Batch, counts_of, rows_of, scales_of, to_device
+from meshwright.optim.optimizer import StepResult
+from meshwright.parameters.shard import seed_of
+from meshwright.ranks.grid import PIPE
+
+
+@dataclass(frozen=True)
+class TrainStep(StepResult):
+    """What all ranks know of a step: also its mean loss over the global batch."""
+
+    loss: float
+
+
+def train_step(
+    parts: Parts, batch: Batch, step: int | None = None, *, observe: Callable[[], None] | None = None
+) -> TrainStep:
+    """One step on a global batch, which every rank has. Collective over the world.
+
+    `step`: its number, from 0, for the learning rate and dropout; by default how many were applied before. `observe` is
+    called when the slots hold the whole gradient, times the loss scale, before it is clipped and applied. Raises
+    DivergedError where the gradient is not finite and no smaller loss scale can help.
+    """
+    number = parts.optimizer.steps_taken if step is None else step
+    loss = torch.tensor(backward(parts, batch, number), dtype=torch.float64, device=parts.mesh.device)
+    arrivals: Iterable[int] = parts.strategy.arrivals()
+    whole_loss = parts.mesh.world.all_reduce(loss, wait=False)  # behind the last bucket, as on every rank
+    if observe is not None:
+        arrivals = list(arrivals)  # all are there
+        observe()
+    result = parts.optimizer.step(number, arrivals)
+    publish(parts)
+    whole_loss.wait()
+    return TrainStep(result.gradient_norm, result.learning_rate, result.applied, float(loss))
+
+
+def backward(parts: Parts, batch: Batch, step: int = 0) -> float:
+    """The forward and backward passes of a step on a global batch; this rank's share of its mean loss.
+
+    The gradients' sums are under way then: `parts.strategy.arrivals` or `finish` waits for them.
+    """
+    config, device = parts.config, parts.mesh.device
+
+    def load(first: int, count: int) -> Batch:
+        return to_device(rows_of(batch, slice(first, first + count)), device)
+
+    rows = parts.strategy.share(load, config.replica_batch)
+    counts, scale = counts_of(batch, parts.model.labels), parts.optimizer.scaler.scale
+    return replica_backward(parts, rows, counts, step * config.batch.global_) / scale
+
+
+def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int) -> float:
+    """The same of a replica's rows; this rank's share of the loss times the loss scale.
+
+    `counts`: how many elements of each label are valid in the global batch. `samples`: how many the run has seen, of
+    which dropout's random numbers are made.
+    """
+    config, mesh = parts.config, parts.mesh
+    parts.model.train()
+    scales = scales_of(parts.model.labels, counts, parts.optimizer.scaler.scale)
+    place = "/".join(str(mesh.index(axis)) for axis in ("data", PIPE, *parts.kit.split_axes))
+
+    def seed(index: int) -> None:
+        torch.manual_seed(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}"))
+
+    loss = float(parts.pipeline.train(parts.microbatches(rows), scales, seed))
+    # A replica's ranks hold the same loss, but for its stages, of which only the last has one: it is counted once.
+    copies = (axis for axis in mesh.grid.names if axis not in (PIPE, *config.layout.batch_axes))
+    return loss if mesh.index(*copies) == 0 else 0.0
+
+
+def publish(parts: Parts) -> None:
+    """End a step: every rank gets the stepped weights, and gradients are cleared."""
+    parts.strategy.publish()
+    parts.kit.end_step()
