@@ -15,9 +15,9 @@ from benchmarks.reference import REFERENCE, global_batch
 from meshwright.build import Parts, build
 from meshwright.config import Config
 from meshwright.environment import read_environment, rendezvous
-from meshwright.families import family_of
 from meshwright.machine import Machine, keep_freed_memory
 from meshwright.model import Batch
+from meshwright.models.chain import chain_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh
 from meshwright.resolve import resolve_layout
@@ -91,7 +91,7 @@ def _batch(config: Config, step: int) -> Batch:
         tokens, labels = global_batch(step)
         return {"tokens": tokens, "labels": labels}
     generator = torch.Generator().manual_seed(step)
-    shapes, vocabulary = family_of(config).shapes(config), REFERENCE.vocabulary
+    shapes, vocabulary = chain_of(config).sample_shapes(config), REFERENCE.vocabulary
     rows = config.batch.global_
     return {
         name: torch.ones(rows, *shape, dtype=torch.long) if name.endswith("mask")

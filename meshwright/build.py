@@ -12,13 +12,12 @@ import torch
 
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Strategy
-from meshwright.families import family_of
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import on_disk, on_host
 from meshwright.memory.recompute import best_group, groups_of, recomputed
 from meshwright.model import Batch, Stretch, rows_of
 from meshwright.models.attention import AttentionCore
-from meshwright.models.chain import Chain
+from meshwright.models.chain import Chain, chain_of, make_chain
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace, StatesFactory
 from meshwright.parameters.bucket import make_buckets
@@ -75,12 +74,12 @@ class Parts:
     @property
     def flops_per_sample(self) -> int:
         """Floating-point operations of a sample's forward and backward pass."""
-        return family_of(self.config).flops_per_sample(self.config)
+        return chain_of(self.config).flops_per_sample(self.config)
 
     @property
     def tokens_per_sample(self) -> int:
         """Positions of a sample that the model computes."""
-        return family_of(self.config).tokens_per_sample(self.config)
+        return chain_of(self.config).tokens_per_sample(self.config)
 
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
@@ -90,7 +89,7 @@ def build_kit(config: Config, mesh: Mesh) -> Kit:
 
 def build_model(config: Config, kit: Kit, mesh: Mesh, stretch: Stretch | None = None) -> Chain:
     """The model, or a stretch of it, with this rank's part of its initial weights, in the precision that is stored."""
-    model = family_of(config).model(config.model, kit, stretch)
+    model = make_chain(config, kit, stretch)
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
     dtype = DTYPES[config.precision.dtype]

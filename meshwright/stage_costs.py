@@ -21,11 +21,10 @@ from torch import nn
 from meshwright.build import Parts, build, make_stretch
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Strategy
-from meshwright.families import family_of
 from meshwright.memory.offload import host_store_bytes, state_bytes
 from meshwright.memory.recompute import kept_bytes
 from meshwright.model import Costs, Hidden, Stretch
-from meshwright.models.chain import Chain
+from meshwright.models.chain import Chain, chain_of, make_chain
 from meshwright.parameters.bucket import gradient_dtype
 from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs
 from meshwright.pipeline.partition import balanced
@@ -119,7 +118,7 @@ def parameters_of(begin: dict[str, ShardSpec], layers: dict[str, ShardSpec], end
 
 def shared_work(config: Config, parameters: Costs) -> Costs:
     """A microbatch forward and backward and its share of the work on parameters, in products of a forward pass."""
-    products, samples = family_of(config).products(config), config.micro
+    products, samples = chain_of(config).products(config), config.micro
     weight = PRODUCTS_PER_PARAMETER / 3 / config.num_microbatches
     return Costs(
         samples * products.begin + weight * parameters.begin,
@@ -148,7 +147,7 @@ def timed_costs(config: Config) -> Costs:
     seconds: list[float] = []
     hidden: Hidden = ()
     for link in (begin, *(Stretch(range(layer, layer + 1), False, False) for layer in layers.layers), end):
-        model: Chain = family_of(config).model(config.model, kit, link)
+        model: Chain = make_chain(config, kit, link)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.02)
         batch = empty_batch(config, kit, model.inside, device)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright.config import Config
-from meshwright.families import family_of
 from meshwright.model import Batch, Hidden, Stretch
-from meshwright.models.chain import Chain
+from meshwright.models.chain import Chain, chain_of
 from meshwright.parameters.shard import ShardSpec, shard_specs
 from meshwright.pipeline.partition import ranges_of
 from meshwright.ranks.grid import PIPE
@@ -59,7 +58,7 @@ def plan_stages(config: Config, mesh: Mesh, make: MakeModel) -> Stages:
 
 def empty_batch(config: Config, kit: Kit, inside: Sequence[str], device: torch.device) -> Batch:
     """This rank's rows of a microbatch of zeros."""
-    shapes = family_of(config).shapes(config)
+    shapes = chain_of(config).sample_shapes(config)
     zeros = {name: torch.zeros(config.micro, *shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
     return rows_of_rank(zeros, kit, inside)
 

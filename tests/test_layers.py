@@ -21,7 +21,7 @@ FLOORS: dict[str, int] = {
     # 3: a kit made of the tensor room's layers; models, written against the kit.
     "subgraph": 3, "models": 3,
     # 4: what makes a run of the parts.
-    "families": 4, "stages": 4, "build": 4, "stage_costs": 4, "resolve": 4, "checkpoint": 4, "data": 4, "launch": 4,
+    "stages": 4, "build": 4, "stage_costs": 4, "resolve": 4, "checkpoint": 4, "data": 4, "launch": 4,
     # 5: the run. The core ends here.
     "train": 5,
     # 6: what asks questions of a run, before, beside and after it.
@@ -123,7 +123,7 @@ def test_one_place_reads_the_environment_and_nothing_is_unpickled(path: Path) ->
 
 @pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "models"], ids=lambda path: path.stem)
 def test_models_know_no_axis(path: Path) -> None:
-    allowed = {"config", "model", "parameters", "tensor", "models", "section"}
+    allowed = {"config", "model", "parameters", "registry", "tensor", "models", "section"}
     assert set(rooms_imported(path)) <= allowed, "a model knows the kit, its config and initial values"
     words = re.findall(r"\b(mesh|comm|axis|all_reduce|gather)\b", path.read_text())
     assert not words, f"not a line about parallelism in a model: {words}"

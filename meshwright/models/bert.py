@@ -149,21 +149,20 @@ class BERT(Chain):
         """What the next-sentence head reads, of the first token: [B, 1, H]."""
         return torch.tanh(self.pooler(h[:, :1]))
 
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Without the pooler, which sees one token."""
+        model, sequence = config.model, config.data.lengths.source
+        assert isinstance(model, Bert), model
+        layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
+        return Costs(0, (layer,) * model.layers, sequence * (model.hidden**2 + model.padded_vocabulary * model.hidden))
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        sequence = (config.data.lengths.source,)
+        return {"tokens": sequence, "segments": sequence, "mask": sequence, "labels": sequence, "next_sentence": (1,)}
+
 
 def _before_sum(model: Bert) -> Initial:
     """First weights of linears whose output is summed up: Megatron-LM's are smaller, for its many unnormed sums."""
     return Initial(0.02 / math.sqrt(2 * model.layers) if model.norm_order == "megatron" else 0.02)
-
-
-def products(config: Config) -> Costs:
-    """Multiplications of weights and in attention in a sequence's forward pass; the pooler's one token is left out."""
-    model, sequence = config.model, config.data.lengths.source
-    assert isinstance(model, Bert), model
-    layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
-    return Costs(0, (layer,) * model.layers, sequence * (model.hidden**2 + model.padded_vocabulary * model.hidden))
-
-
-def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The batch's entries without their first dim."""
-    sequence = (config.data.lengths.source,)
-    return {"tokens": sequence, "segments": sequence, "mask": sequence, "labels": sequence, "next_sentence": (1,)}

@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from meshwright.model import Batch, Hidden, Scales, Stretch
+from meshwright.config import Config
+from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
+from meshwright.registry import load
+from meshwright.tensor.kit import Kit
 
 Run = Callable[..., Any]
 """run(function, *arguments): the function's result. One of them keeps less for the backward pass."""
@@ -78,6 +81,40 @@ class Chain(nn.Module, ABC):
     @abstractmethod
     def right(self, h: Tensor, batch: Batch) -> list[int]:
         """How many counted elements of each label are the likeliest answer."""
+
+    @staticmethod
+    @abstractmethod
+    def products(config: Config) -> Costs:
+        """Multiplications of a sample's forward pass: of weights and, where there is attention, in it."""
+
+    @staticmethod
+    @abstractmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        """The batch's entries without their first dim."""
+
+    @staticmethod
+    def tokens_per_sample(config: Config) -> int:
+        """Positions of a sample that the model computes."""
+        return config.data.lengths.source
+
+    @classmethod
+    def flops_per_sample(cls, config: Config) -> int:
+        """Floating-point operations of a sample's forward and backward pass: matrix products only, no recomputation.
+
+        6 a weight and token (PaLM, arXiv 2204.02311, appendix B).
+        """
+        return int(6 * cls.products(config).total)
+
+
+def chain_of(config: Config) -> type[Chain]:
+    """The class of a run's model."""
+    return cast(type[Chain], load(config.model.chain))
+
+
+def make_chain(config: Config, kit: Kit, stretch: Stretch | None = None) -> Chain:
+    """A run's model, or a stretch of it, in the words of a kit; its parameters have no values yet."""
+    chain: Chain = load(config.model.chain)(config.model, kit, stretch)
+    return chain
 
 
 def blocks_of(stretch: Stretch, make_block: Callable[[int], nn.Module]) -> nn.ModuleDict:

@@ -103,13 +103,23 @@ class EncoderDecoderChain(Chain):
             h = self.blocks[str(index)](h, memory, seen, bias, cache)
         return self.normed(h)
 
+    @staticmethod
+    def tokens_per_sample(config: Config) -> int:
+        """Of source and target."""
+        return sum(config.data.lengths)
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        read, written = config.data.lengths
+        return {"source": (read,), "source_mask": (read,), "target": (written,), "labels": (written,)}
+
 
 def _seen(source_mask: Tensor) -> Tensor:
     """[B, S] of 0 and 1 -> [B, 1, 1, S]: true where a token is seen."""
     return source_mask.bool()[:, None, None, :]
 
 
-def products(config: Config, width: int) -> Costs:
+def pair_products(config: Config, width: int) -> Costs:
     """Multiplications of weights and in attention in a pair's forward pass; `width`: of a block's heads together."""
     model, (read, written) = config.model, config.data.lengths
     assert isinstance(model, EncoderDecoder), model
@@ -119,14 +129,3 @@ def products(config: Config, width: int) -> Costs:
     decoder = written * (4 * linear + 2 * written * width + feed_forward) + cross
     layers = (encoder,) * model.layers + (decoder,) * model.layers
     return Costs(0, layers, written * model.padded_vocabulary * model.hidden)
-
-
-def tokens_per_sample(config: Config) -> int:
-    """Of source and target."""
-    return sum(config.data.lengths)
-
-
-def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The batch's entries without their first dim."""
-    read, written = config.data.lengths
-    return {"source": (read,), "source_mask": (read,), "target": (written,), "labels": (written,)}

@@ -142,15 +142,14 @@ class GPT(Chain):
         h: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
         return h
 
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Attention counts whole, though it is causal."""
+        model, sequence = config.model, config.data.lengths.source
+        assert isinstance(model, Gpt2), model
+        layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
+        return Costs(0, (layer,) * model.layers, sequence * model.padded_vocabulary * model.hidden)
 
-def products(config: Config) -> Costs:
-    """Multiplications of weights and in attention in a sequence's forward pass; attention whole though it is causal."""
-    model, sequence = config.model, config.data.lengths.source
-    assert isinstance(model, Gpt2), model
-    layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
-    return Costs(0, (layer,) * model.layers, sequence * model.padded_vocabulary * model.hidden)
-
-
-def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The batch's entries without their first dim."""
-    return {"tokens": (config.data.lengths.source,), "labels": (config.data.lengths.source,)}
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        return {"tokens": (config.data.lengths.source,), "labels": (config.data.lengths.source,)}

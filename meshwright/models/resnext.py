@@ -201,20 +201,32 @@ class ResNeXtModel(Chain):
     def right(self, h: Tensor, batch: Batch) -> list[int]:
         return [cast(Head, self.head).right(h, batch["labels"])]
 
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Multiplications of weights in an image's forward pass."""
+        model = config.model
+        assert isinstance(model, ResNeXt), model
+        shapes = block_shapes(model)
+        begin = conv_side(model) ** 2 * stem_inputs(model) * model.hidden
+        layers = tuple(_block_products(shape, model.paths) for shape in shapes)
+        return Costs(begin, layers, shapes[-1].outputs * model.padded(model.classes))
+
+    @staticmethod
+    def tokens_per_sample(config: Config) -> int:
+        """Positions of an image that the first block reads."""
+        assert isinstance(config.model, ResNeXt), config.model
+        return block_shapes(config.model)[0].side ** 2
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        model = config.model
+        assert isinstance(model, ResNeXt), model
+        return {"images": (model.channels, model.image, model.image), "labels": (1,)}
+
 
 def stem_inputs(model: ResNeXt) -> int:
     """Pixels under the stem's kernel."""
     return model.channels * STEMS[model.stem].kernel ** 2
-
-
-def products(config: Config) -> Costs:
-    """Multiplications of weights in an image's forward pass."""
-    model = config.model
-    assert isinstance(model, ResNeXt), model
-    shapes = block_shapes(model)
-    begin = conv_side(model) ** 2 * stem_inputs(model) * model.hidden
-    layers = tuple(_block_products(shape, model.paths) for shape in shapes)
-    return Costs(begin, layers, shapes[-1].outputs * model.padded(model.classes))
 
 
 def _block_products(shape: BlockShape, paths: int) -> int:
@@ -222,16 +234,3 @@ def _block_products(shape: BlockShape, paths: int) -> int:
     shortcut = shape.inputs * shape.outputs * shape.changes
     behind = kernels + shape.inner * shape.outputs + shortcut
     return shape.side**2 * shape.inputs * shape.inner + shape.reduced_side**2 * behind
-
-
-def tokens_per_sample(config: Config) -> int:
-    """Positions of an image that the first block reads."""
-    assert isinstance(config.model, ResNeXt), config.model
-    return block_shapes(config.model)[0].side ** 2
-
-
-def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The batch's entries without their first dim."""
-    model = config.model
-    assert isinstance(model, ResNeXt), model
-    return {"images": (model.channels, model.image, model.image), "labels": (1,)}

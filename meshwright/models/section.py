@@ -31,6 +31,8 @@ class Network(Section):
     family: str
     rules: ClassVar[tuple[Rule, ...]] = ()
     """What must fit together in the family's fields, and with the data; checked where the family is chosen."""
+    chain: ClassVar[str]
+    """The model's class, as `module:attribute` (chain.py): it is made of (section, kit, stretch or None)."""
     has_attention: ClassVar[bool] = False
     reads: ClassVar[str] = "tokens"
     """The form of its batches: what a kind of data gives (data/section.py)."""
@@ -154,6 +156,7 @@ class Gpt2(TextTransformer):
     """A GPT-2 style decoder."""
 
     family: Literal["gpt2"] = "gpt2"
+    chain: ClassVar[str] = "meshwright.models.gpt:GPT"
     tied: bool = True
 
 
@@ -161,6 +164,7 @@ class Bert(TextTransformer):
     """BERT: masked language model and, with `next_sentence`, next-sentence prediction."""
 
     family: Literal["bert"]
+    chain: ClassVar[str] = "meshwright.models.bert:BERT"
     reads: ClassVar[str] = "masked"
     data_kind: ClassVar[str] = "masked"
     special_tokens: ClassVar[tuple[str, ...]] = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
@@ -212,6 +216,7 @@ class Attentional(EncoderDecoder):
     """The original Transformer (Vaswani et al., 2017): one table for source, target and output."""
 
     family: Literal["transformer"]
+    chain: ClassVar[str] = "meshwright.models.transformer:Transformer"
     layers: Layers = 6
     hidden: Positive = 512
     heads: Positive = 8
@@ -239,6 +244,7 @@ class T5(EncoderDecoder):
     rules: ClassVar[tuple[Rule, ...]] = (distances_have_buckets,)  # heads have a width of their own
 
     family: Literal["t5"]
+    chain: ClassVar[str] = "meshwright.models.t5:T5Model"
     data_kind: ClassVar[str] = "spans"
     special_tokens: ClassVar[tuple[str, ...]] = ("<pad>",)
     layers: Layers = 6
@@ -289,6 +295,7 @@ class ResNeXt(ImageNetwork):
     rules: ClassVar[tuple[Rule, ...]] = (paths_divide_hidden, channels_are_grey_or_colours)
 
     family: Literal["resnext"]
+    chain: ClassVar[str] = "meshwright.models.resnext:ResNeXtModel"
     hidden: Positive = 64
     """Channels behind the stem."""
     stage_blocks: tuple[Layers, ...] = (3, 4, 6, 3)
@@ -323,6 +330,7 @@ class Vit(Transformer, ImageNetwork):
     rules: ClassVar[tuple[Rule, ...]] = (heads_divide_hidden, patches_divide_image, channels_are_grey_or_colours)
 
     family: Literal["vit"]
+    chain: ClassVar[str] = "meshwright.models.vit:ViT"
     patch: Positive = 16
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
     dropout: Share = 0.0

@@ -74,6 +74,13 @@ class T5Model(EncoderDecoderChain):
         half = self.model.distance_buckets // 2
         return distance_buckets(ahead.abs(), half, self.model.distance_max) + half * (ahead > 0)
 
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Multiplications of a pair's forward pass."""
+        model = config.model
+        assert isinstance(model, T5), model
+        return encoder_decoder.pair_products(config, model.heads * model.head_width)
+
 
 def distance_buckets(distances: Tensor, num_buckets: int, most: int) -> Tensor:
     """The bucket of each distance >= 0 of one direction: half are exact, the others as even steps of its logarithm."""
@@ -112,10 +119,3 @@ def _recipe(model: T5, kit: Kit) -> Recipe:
         inner_dropout=model.dropout,
         initials=initials,
     )
-
-
-def products(config: Config) -> Costs:
-    """Multiplications of a pair's forward pass."""
-    model = config.model
-    assert isinstance(model, T5), model
-    return encoder_decoder.products(config, model.heads * model.head_width)

@@ -53,6 +53,11 @@ class Transformer(EncoderDecoderChain):
     def normed(self, h: Tensor) -> Tensor:
         return h
 
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Multiplications of a pair's forward pass."""
+        return encoder_decoder.pair_products(config, config.model.hidden)
+
 
 def sinusoids(start: int, count: int, hidden: int, device: torch.device) -> Tensor:
     """The encodings of positions start... [count, H], float64: sines in the even, cosines in the odd columns."""
@@ -77,8 +82,3 @@ def _recipe(model: Attentional, kit: Kit) -> Recipe:
         inner_dropout=0.0,
         initials=Initials(square, square, square, square, square, slanted, slanted),
     )
-
-
-def products(config: Config) -> Costs:
-    """Multiplications of a pair's forward pass."""
-    return encoder_decoder.products(config, config.model.hidden)

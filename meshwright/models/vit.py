@@ -116,6 +116,28 @@ class ViT(Chain):
     def right(self, h: Tensor, batch: Batch) -> list[int]:
         return [cast(Head, self.head).right(h[:, :1], batch["labels"])]
 
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """The classifier sees one token."""
+        model = config.model
+        assert isinstance(model, Vit), model
+        tokens, hidden = model.positions, model.hidden
+        layer = tokens * (12 * hidden**2 + 2 * tokens * hidden)
+        begin, end = tokens * patch_inputs(model) * hidden, model.padded(model.classes) * hidden
+        return Costs(begin, (layer,) * model.layers, end)
+
+    @staticmethod
+    def tokens_per_sample(config: Config) -> int:
+        """Positions of an image."""
+        assert isinstance(config.model, Vit), config.model
+        return config.model.positions
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        model = config.model
+        assert isinstance(model, Vit), model
+        return {"images": (model.channels, model.image, model.image), "labels": (1,)}
+
 
 def patch_inputs(model: Vit) -> int:
     """The width of a patch's row: its pixels and the one."""
@@ -127,25 +149,3 @@ def patch_rows(pixels: Tensor, patch: int) -> Tensor:
     cut = pixels.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, C, S/P, P, S/P, P]
     rows = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, T - 1, C·P·P]
     return F.pad(F.pad(rows, (0, 1), value=1.0), (0, 0, 1, 0))
-
-
-def products(config: Config) -> Costs:
-    """Multiplications of weights and in attention in an image's forward pass; the classifier sees one token."""
-    model = config.model
-    assert isinstance(model, Vit), model
-    tokens, hidden = model.positions, model.hidden
-    layer = tokens * (12 * hidden**2 + 2 * tokens * hidden)
-    return Costs(tokens * patch_inputs(model) * hidden, (layer,) * model.layers, model.padded(model.classes) * hidden)
-
-
-def tokens_per_sample(config: Config) -> int:
-    """Positions of an image."""
-    assert isinstance(config.model, Vit), config.model
-    return config.model.positions
-
-
-def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The batch's entries without their first dim."""
-    model = config.model
-    assert isinstance(model, Vit), model
-    return {"images": (model.channels, model.image, model.image), "labels": (1,)}

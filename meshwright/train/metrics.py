@@ -19,9 +19,9 @@ import torch
 
 from meshwright.build import Parts
 from meshwright.errors import MeshwrightError
-from meshwright.families import family_of
 from meshwright.machine import peak_resident_bytes, release_freed_memory
 from meshwright.model import Costs
+from meshwright.models.chain import chain_of
 from meshwright.optim.optimizer import StepResult
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.train.step_report import StepReport
@@ -109,7 +109,7 @@ class StepWork:
 def work_of(parts: Parts) -> StepWork:
     """The work of a step, over all ranks."""
     config = parts.config
-    samples, products = config.batch.global_, family_of(config).products(config)
+    samples, products = config.batch.global_, chain_of(config).products(config)
     peak = peak_flops(config.metrics.peak_flops, parts.mesh.device)
     tokens, flops = samples * parts.tokens_per_sample, samples * parts.flops_per_sample
     return StepWork(tokens, flops, samples * paper_flops(products), peak)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import subgraph
 from benchmarks.ours import reference_config
 from meshwright.config.rules import broken_rules
-from meshwright.families import family_of
+from meshwright.models.chain import chain_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
@@ -20,8 +20,8 @@ def test_forms_are_runs(form: str, ranks: int) -> None:
     config = reference_config(subgraph.options_of(form, ranks, 8, 8))
     assert not broken_rules(config)
     assert config.layout.world_size == ranks
-    assert family_of(config).products(config) == family_of(alone).products(alone)
-    assert family_of(config).shapes(config)["target"] == (subgraph.SEQUENCE,)
+    assert chain_of(config).products(config) == chain_of(alone).products(alone)
+    assert chain_of(config).sample_shapes(config)["target"] == (subgraph.SEQUENCE,)
 
 
 def megabytes(_mesh: Mesh, form: str) -> tuple[float, float]:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from meshwright.build import build_model
 from meshwright.config import Config, parse_config
-from meshwright.families import family_of
 from meshwright.model import IGNORED, Batch, counts_of, scales_of
+from meshwright.models.chain import make_chain
 from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.encoder_decoder_blocks import DecoderCache
 from meshwright.parameters.shard import num_parameters, shard_specs
@@ -83,6 +83,6 @@ def counted_parameters(mesh: Mesh, name: str) -> int:
     shape = config.model
     with torch.device("meta"):
         kit = SerialKit(Mesh(mesh.grid, 0, torch.device("meta"), mesh.transport))
-        model = family_of(config).model(shape, kit, None)
+        model = make_chain(config, kit)
     padding = (shape.padded_vocabulary - shape.vocabulary) * shape.hidden
     return num_parameters(list(shard_specs(model).values())) - padding

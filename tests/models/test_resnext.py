@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.build import build_model, make_stretch
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
-from meshwright.families import family_of
+from meshwright.models.chain import chain_of
 from meshwright.models.resnext import BlockShape, ResNeXtModel, block_shapes
 from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.ranks.grid import Grid
@@ -176,7 +176,7 @@ def test_the_published_size_and_cost() -> None:
     model = ResNeXtModel(config.model, SerialKit(solo_mesh(torch.device("meta"))))
     padding = config.model.padded(1000) - 1000
     assert num_parameters(list(shard_specs(model).values())) - padding * 2049 == 25_028_904
-    costs = family_of(config).products(config)
+    costs = chain_of(config).products(config)
     assert costs.total == pytest.approx(4.2e9, rel=0.01)
     assert len(set(costs.layers)) == 3  # the first block, those that begin another stage, all others
 
@@ -204,7 +204,7 @@ def test_an_untrained_model_and_what_it_computes() -> None:
     assert loss == pytest.approx(math.log(CLASSES), abs=0.1)
     assert (right, one_ignored) == (B, B - 1)
     config = config_of(channels=1, vocabulary_multiple=1)
-    assert flops == 2 * B * family_of(config).products(config).total
+    assert flops == 2 * B * chain_of(config).products(config).total
 
 
 def laid_out(tensor: dict[str, Any], data: int = 1, stages: int = 1, **pipeline: Any) -> Config:
@@ -305,7 +305,7 @@ def test_each_cut_has_its_own_forms_and_each_block_its_own_cost() -> None:
         {"before": (first,), "after": (second,)},
         {"before": (second,), "after": ()},
     ]
-    costs, products = counted_costs(config), family_of(config).products(config)
+    costs, products = counted_costs(config), chain_of(config).products(config)
     weights = [
         cost - config.micro * product
         for cost, product in zip(

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config, parse_config
-from meshwright.families import family_of
 from meshwright.model import Batch, counts_of, scales_of
+from meshwright.models.chain import chain_of
 from meshwright.models.transformer import sinusoids
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -174,5 +174,5 @@ def test_flops_are_those_of_the_products() -> None:
     attention = 6 * 3 * model.layers * 2 * S**2 * model.hidden
     added_in_place = 2 * S * VOCABULARY * model.hidden  # the head's weight gradient: the counter knows no addmm_
     assert run_ranks(counted_flops, ONE) == [
-        B * (family_of(config).flops_per_sample(config) - attention - added_in_place)
+        B * (chain_of(config).flops_per_sample(config) - attention - added_in_place)
     ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.build import build_model
 from meshwright.config import Config, parse_config
-from meshwright.families import family_of
+from meshwright.models.chain import chain_of
 from meshwright.models.vit import ViT, patch_rows
 from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.ranks.grid import Grid
@@ -281,5 +281,5 @@ def test_flops_are_those_of_the_products() -> None:
     attention = 6 * model.layers * 2 * 10**2 * model.hidden
     images_need_no_gradient = 2 * 10 * 49 * model.hidden
     added_in_place = 2 * CLASSES * model.hidden  # the classifier's weight gradient: the counter knows no addmm_
-    wanted = family_of(config).flops_per_sample(config) - attention - images_need_no_gradient - added_in_place
+    wanted = chain_of(config).flops_per_sample(config) - attention - images_need_no_gradient - added_in_place
     assert run_ranks(counted_flops, ONE) == [B * wanted]

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.families import family_of
+from meshwright.models.chain import chain_of
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger, Traffic
@@ -185,7 +185,7 @@ def real(mesh: Mesh, config: Config) -> Sent:
     """What a step sends, without the optimizer's norm."""
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
-    shapes = family_of(config).shapes(config)
+    shapes = chain_of(config).sample_shapes(config)
     backward(parts, {name: torch.ones(config.batch.global_, *shape).long() for name, shape in shapes.items()})
     parts.strategy.finish()
     parts.strategy.publish()

@@ -18,7 +18,7 @@ from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config, load_config, parse_config
 from meshwright.data.packed import open_packed
 from meshwright.errors import LaunchError, MeshwrightError
-from meshwright.families import family_of
+from meshwright.models.chain import chain_of
 from meshwright.optim.optimizer import StepResult
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -91,7 +91,7 @@ def test_every_field(whole_run: Path, corpus: Path) -> None:
         assert line["tokens"] == 12 * 12
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["step_seconds"])
         assert line["flops_per_second"] == pytest.approx(
-            12 * family_of(config).flops_per_sample(config) / line["step_seconds"]
+            12 * chain_of(config).flops_per_sample(config) / line["step_seconds"]
         )
         assert line["mfu"] == pytest.approx(line["flops_per_second"] / (2 * PEAK))
         assert line["paper_flops_per_second"] == pytest.approx(12 * papers_flops(model, 12) / line["step_seconds"])

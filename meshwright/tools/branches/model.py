@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.families import family_of
 from meshwright.model import IGNORED
+from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import Initial
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.stages import empty_batch
@@ -105,7 +105,7 @@ class TracedModel:
 def trace_model(config: Config) -> TracedModel:
     """The run's model and a microbatch of it, whatever the layout."""
     kit = TracedKit(solo_mesh(torch.device("meta")))
-    model = family_of(config).model(config.model, kit, None)
+    model = make_chain(config, kit)
     batch = empty_batch(config, kit, model.inside, kit.mesh.device)
     graph = trace(model, batch, dict.fromkeys(model.labels, 1.0))
     paths = {module: path for path, module in model.named_modules()}

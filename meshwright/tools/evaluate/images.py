@@ -23,8 +23,7 @@ from meshwright.data.images import check_classes, split_images
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.section import STDLIB, DataSection
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.families import family_of
-from meshwright.models.chain import Chain
+from meshwright.models.chain import Chain, make_chain
 from meshwright.models.section import ImageNetwork
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
@@ -91,7 +90,7 @@ def load_image_model(path: Path, device: str = "auto") -> ImageModel:
         families = " or ".join(name for name, family in entries("models").items() if issubclass(family, ImageNetwork))
         raise CheckpointError(f"{checkpoint.folder} is a {config.model.family}: this needs a {families}")
     mesh = solo_mesh(where)
-    model = family_of(config).model(config.model, SerialKit(mesh), None)
+    model = make_chain(config, SerialKit(mesh))
     model.to(DTYPES[config.precision.dtype] if config.precision.level == "O0" else torch.float32)
     load_weights(model, shard_specs(model), mesh, checkpoint)
     model.eval()

@@ -15,7 +15,7 @@ from meshwright.checkpoint.manifest import TOKENIZER_FILE
 from meshwright.config import Config
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.families import family_of
+from meshwright.models.chain import make_chain
 from meshwright.models.gpt import GPT
 from meshwright.models.section import TextTransformer
 from meshwright.parameters.shard import shard_specs
@@ -80,7 +80,7 @@ def load_text(path: Path, device: str, context: int | None, *families: str) -> t
         raise ConfigError.of("--context", context, "is no context of this model", f"1 to model.positions={positions}")
     tokenizer = _tokenizer(checkpoint, config.model.vocabulary)
     mesh = solo_mesh(where)
-    model = family_of(config).model(config.model, SerialKit(mesh), None)
+    model = make_chain(config, SerialKit(mesh))
     model.to(DTYPES[config.precision.dtype] if config.precision.level == "O0" else torch.float32)
     load_weights(model, shard_specs(model), mesh, checkpoint)
     model.eval()

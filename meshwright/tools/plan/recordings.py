@@ -20,9 +20,9 @@ from torch import nn
 
 from meshwright.build import build_kit, build_model, recompute_in
 from meshwright.config import Config
-from meshwright.families import family_of
 from meshwright.memory.recompute import recomputed
 from meshwright.model import Costs, Stretch
+from meshwright.models.chain import chain_of, make_chain
 from meshwright.parameters.bucket import gradient_dtype, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
@@ -165,9 +165,9 @@ def _what_matters(config: Config) -> tuple[Hashable, ...]:
 
 
 def _outline(config: Config) -> Outline:
-    family, kit = family_of(config), SerialKit(solo_mesh(torch.device("meta")))
-    model = family.model(config.model, kit, None)
-    parts: dict[int, list[Hashable]] = {layer: [cost] for layer, cost in enumerate(family.products(config).layers)}
+    kit, costs = SerialKit(solo_mesh(torch.device("meta"))), chain_of(config).products(config)
+    model = make_chain(config, kit)
+    parts: dict[int, list[Hashable]] = {layer: [cost] for layer, cost in enumerate(costs.layers)}
     names = [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():
         block = _BLOCK.match(name)
@@ -175,7 +175,7 @@ def _outline(config: Config) -> Outline:
             parts[int(block[1])].append((name[block.end() :], tuple(parameter.shape)))
     first: dict[Hashable, int] = {}
     alike = tuple(first.setdefault(tuple(part), layer) for layer, part in parts.items())
-    specs = [shard_specs(family.model(config.model, kit, link)) for link in links(config.model.num_blocks)]
+    specs = [shard_specs(make_chain(config, kit, link)) for link in links(config.model.num_blocks)]
     return Outline(_contiguous(alike), {name: index for index, name in enumerate(names)}, parameters_of(*specs))
 
 

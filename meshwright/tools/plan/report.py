@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from meshwright.config import Config, dump_tree
-from meshwright.families import family_of
+from meshwright.models.chain import chain_of
 from meshwright.tools.plan.output import layout_text, parts_text, rate_text, seconds_text
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.search import Found, Loser
@@ -59,7 +59,7 @@ def flops_per_device(made: Prediction) -> float:
     """A second, of the model's products: what is computed twice does not count."""
     config = made.config
     samples = config.batch.global_ / made.seconds / config.layout.world_size
-    return family_of(config).flops_per_sample(config) * samples
+    return chain_of(config).flops_per_sample(config) * samples
 
 
 def _peak_share(made: Prediction) -> float:
@@ -68,7 +68,7 @@ def _peak_share(made: Prediction) -> float:
 
 def _tokens_per_second(made: Prediction) -> float:
     config = made.config
-    return family_of(config).tokens_per_sample(config) * config.batch.global_ / made.seconds
+    return chain_of(config).tokens_per_sample(config) * config.batch.global_ / made.seconds
 
 
 def _fastest(found: Found) -> Table:

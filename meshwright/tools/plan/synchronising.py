@@ -14,8 +14,8 @@ from meshwright.build import bucket_bytes
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Policy
 from meshwright.errors import ConfigError
-from meshwright.families import family_of
 from meshwright.model import Batch
+from meshwright.models.chain import chain_of
 from meshwright.parameters.bucket import Bucket, Kind, arranged, gradient_dtype
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, planned_mesh
@@ -92,7 +92,7 @@ def share_program(config: Config) -> Program:
     recorder = Recorder()
     mesh = planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes, "cpu", recorder.started)
     sync = config.layout.data.strategy
-    shapes = family_of(config).shapes(config)
+    shapes = chain_of(config).sample_shapes(config)
 
     def load_rows(first: int, count: int) -> Batch:
         return {name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}

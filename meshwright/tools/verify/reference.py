@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.config.schema import Schedule
-from meshwright.families import family_of
 from meshwright.model import IGNORED, Batch
+from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import ONES, Initial
 from meshwright.registry import load
 from meshwright.tensor.head import HeadShape
@@ -152,7 +152,7 @@ class Reference:
     def __init__(self, config: Config, device: torch.device) -> None:
         precision, self.config, self.device = config.precision, config, device
         self.level, self.dtype = precision.level, DTYPES[precision.dtype]
-        self.model = family_of(config).model(config.model, ReferenceKit(), None)
+        self.model = make_chain(config, ReferenceKit())
         self.model.to(device, self.dtype if self.level == "O0" else torch.float32)
         self.parameters = dict(self.model.named_parameters())
         self.gradients: dict[str, Tensor] = {}  # each parameter's .grad, to which autograd adds

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
-from meshwright.families import family_of
+from meshwright.models.chain import chain_of
 from meshwright.tools.branches.findings import Findings, Group, findings_of, parse_grids
 from meshwright.tools.branches.model import TracedModel, trace_model
 from meshwright.tools.branches.operator_parts import find_operator_parts
@@ -89,7 +89,7 @@ def test_every_pair_of_a_model_is_found_by_itself(name: str) -> None:
     assert {len(region.flops) for region in heads} == {config.model.branches[1]}
     seconds = [path for path, at in model.pairs.items() if at == "branches" and path.endswith(("output", "contract"))]
     assert len(heads) == 2 * len(seconds)
-    products = 2 * B * family_of(config).products(config).total
+    products = 2 * B * chain_of(config).products(config).total
     assert model.graph.total_flops == pytest.approx(products, rel=0.05)  # element-wise work; padding of the classes
 
 

@@ -10,8 +10,8 @@ import torch
 from meshwright.build import Parts
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
-from meshwright.families import family_of
 from meshwright.model import Batch
+from meshwright.models.chain import chain_of
 from meshwright.optim.states import InPlace
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.mesh import Mesh
@@ -76,7 +76,7 @@ def _step(parts: Parts, live: LiveBytes) -> Counts:
 
 
 def _batch(config: Config) -> Batch:
-    shapes = family_of(config).shapes(config)
+    shapes = chain_of(config).sample_shapes(config)
     return {name: torch.ones(config.batch.global_, *shape, dtype=torch.long) for name, shape in shapes.items()}
 
 

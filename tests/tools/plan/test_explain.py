@@ -11,7 +11,7 @@ import torch
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.families import family_of
+from meshwright.models.chain import chain_of
 from meshwright.pipeline.trace import read_trace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -41,7 +41,7 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
 def measured(mesh: Mesh, config: Config) -> Counts:
     """Calls and bytes of one step, without the optimizer's norm; every token counts, as in a plan."""
     parts = build(config, mesh)
-    shapes = family_of(config).shapes(config)
+    shapes = chain_of(config).sample_shapes(config)
     for final in (False, True):
         ones = {name: torch.ones(config.micro, *shape, dtype=torch.long) for name, shape in shapes.items()}
         batch = rows_of_rank(ones, parts.kit, parts.model.inside)

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.build import build_kit, build_model
 from meshwright.config import Config, parse_config
-from meshwright.families import family_of
 from meshwright.model import Hidden, Stretch
+from meshwright.models.chain import chain_of
 from meshwright.models.section import Gpt2
 from meshwright.parameters.bucket import gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
@@ -172,7 +172,7 @@ def test_flops_of_a_step_are_six_times_the_products_of_the_family() -> None:
     again = 2 * rows * sequence**2 * config.model.hidden
     padding = 6 * rows * sequence * config.model.hidden * (config.model.padded_vocabulary - config.model.vocabulary)
     recorded = begin + config.model.layers * (layer - again) + end + padding
-    assert recorded == rows * family_of(config).flops_per_sample(config)
+    assert recorded == rows * chain_of(config).flops_per_sample(config)
 
 
 def test_a_product_has_the_side_of_one_matrix() -> None:

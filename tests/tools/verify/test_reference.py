@@ -11,7 +11,7 @@ import torch
 
 from meshwright.config import Config
 from meshwright.config.schema import Schedule
-from meshwright.families import family_of
+from meshwright.models.chain import make_chain
 from meshwright.optim.optimizer import learning_rate
 from meshwright.parameters.shard import ShardedModule, initialise
 from meshwright.ranks.grid import Grid
@@ -26,7 +26,7 @@ from tests.workers import run_ranks
 ALLOWED = {
     "meshwright.model.Batch", "meshwright.model.IGNORED",
     "meshwright.config.Config", "meshwright.config.schema.Schedule",
-    "meshwright.families.family_of",
+    "meshwright.models.chain.make_chain",
     "meshwright.parameters.shard.Initial", "meshwright.parameters.shard.ONES",
     "meshwright.registry.load",
     "meshwright.tensor.head.HeadShape",
@@ -120,7 +120,7 @@ def test_every_precision(model: str, level: str, dtype: str, tmp_path: Path) -> 
 
 
 def drawn(mesh: Mesh, config: Config) -> dict[str, torch.Tensor]:
-    model = family_of(config).model(config.model, SerialKit(mesh), None)
+    model = make_chain(config, SerialKit(mesh))
     initialise(model, mesh, config.seed)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -137,7 +137,7 @@ def test_initial_values_of_more_than_one_block() -> None:
 
 
 def _initial_of(config: Config, name: str) -> Any:
-    model = family_of(config).model(config.model, reference.ReferenceKit(), None)
+    model = make_chain(config, reference.ReferenceKit())
     path, own = name.rsplit(".", 1)
     return model.get_submodule(path).initial if own == "weight" else reference.Initial(0.0)
 
