@@ -30,7 +30,8 @@ from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs
 from meshwright.pipeline.partition import balanced
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import PIPE, Grid
-from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.stages import empty_batch, plan_stages
 from meshwright.tensor.serial import SerialKit
 from meshwright.tensor.tesseract import TesseractKit

@@ -18,7 +18,8 @@ from meshwright.parameters.shard import ShardSpec, shard_specs
 from meshwright.pipeline.partition import ranges_of
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import MessageMeta, TensorMeta
-from meshwright.ranks.mesh import Mesh, planned_mesh
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.tensor.kit import Kit, rows_of_rank
 
 MakeModel = Callable[[Mesh, Stretch], tuple[Chain, Kit]]

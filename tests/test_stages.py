@@ -13,7 +13,8 @@ from meshwright.machine import Machine
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
-from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.resolve import resolve_layout
 from meshwright.stage_costs import BuiltStages
 from meshwright.stages import Stages, plan_stages

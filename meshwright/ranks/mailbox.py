@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.ranks.comm import NAP_SECONDS, size_bytes
-from meshwright.ranks.flight_recorder import Call, FlightRecorder
-from meshwright.ranks.ledger import Ledger
+from meshwright.ranks.comm import NAP_SECONDS, RankGroup, size_bytes
+from meshwright.ranks.flight_recorder import Call
 
 Side = Literal["before", "after"]
 """A neighbour on the axis: index - 1 or index + 1. The axis has ends: a side without neighbour is never used."""
@@ -122,7 +122,7 @@ class Packing:
         """Write header and tensors into the buffer, uint8 [size_bytes]."""
         given = tuple(TensorMeta(tuple(x.shape), x.dtype) for x in tensors)
         assert given == self.forms, f"sent {given} in an epoch of {self.forms}"
-        header = buffer[:HEADER_BYTES].view(torch.int64)
+        header = header_of(buffer)
         header[0].fill_(epoch)  # filled in place: a copy from the host would make a GPU wait
         header[1].fill_(index)
         for view, x in zip(self.unpack(buffer), tensors, strict=True):
@@ -136,6 +136,11 @@ class Packing:
         )
 
 
+def header_of(buffer: Tensor) -> Tensor:
+    """The epoch and the index of a packed message: int64 [2]."""
+    return buffer[:HEADER_BYTES].view(torch.int64)
+
+
 @dataclass(frozen=True)
 class Packet:
     """A received buffer; its header, int64 [2], on the host."""
@@ -144,28 +149,15 @@ class Packet:
     header: Tensor
     buffer: Tensor
 
-    @classmethod
-    def on_host(cls, side: Side, buffer: Tensor) -> Packet:
-        return cls(side, buffer[:HEADER_BYTES].view(torch.int64), buffer)
-
 
 class PackedMailbox(ABC):
     """What all transports share: packing, epochs, how many receives are posted, and the ledger."""
 
-    def __init__(
-        self,
-        axis: str,
-        neighbours: Mapping[Side, int],
-        ledger: Ledger,
-        recorder: FlightRecorder,
-        device: torch.device,
-        ahead: int,
-    ) -> None:
-        """`neighbours`: their ranks in the world."""
-        self.axis = axis
-        self.neighbours = neighbours
-        self.ledger = ledger
-        self.recorder = recorder
+    def __init__(self, group: RankGroup, device: torch.device, ahead: int) -> None:
+        self.axis, self.ledger, self.recorder = group.axis, group.ledger, group.recorder
+        places = {side: group.index + step for side, step in FURTHER.items()}
+        self.neighbours = {side: group.ranks[at] for side, at in places.items() if 0 <= at < len(group.ranks)}
+        """Their ranks in the world."""
         self.device = device
         self.ahead = ahead
         self._epoch = -1
@@ -265,6 +257,56 @@ class PackedMailbox(ABC):
     def shut(self) -> None: ...
 
 
+class PolledMailbox(PackedMailbox):
+    """A transport whose transfers are asked whether they are done: MPI requests, CUDA events.
+
+    A side's messages come and leave in order, so the oldest is asked. Each look at what has come also asks for what has
+    left: MPI moves messages only inside of its calls.
+    """
+
+    def __init__(self, group: RankGroup, device: torch.device, ahead: int) -> None:
+        super().__init__(group, device, ahead)
+        self._receives: dict[Side, deque[tuple[Any, Packet]]] = {side: deque() for side in self.neighbours}
+        self._sends: dict[Side, deque[tuple[Any, Packet]]] = {side: deque() for side in self.neighbours}
+
+    @abstractmethod
+    def _receive(self, side: Side, buffer: Tensor) -> tuple[Any, Packet]:
+        """Begin to receive: the request, and what will have come when it is done."""
+
+    @abstractmethod
+    def _send(self, to: Side, buffer: Tensor) -> tuple[Any, Packet]:
+        """Begin to send: the request, and what must live until it is done."""
+
+    @abstractmethod
+    def _is_done(self, request: Any) -> bool: ...
+
+    def _post(self, side: Side, buffer: Tensor) -> None:
+        self._receives[side].append(self._receive(side, buffer))
+
+    def _dispatch(self, to: Side, buffer: Tensor) -> None:
+        self._drop_sent()
+        self._sends[to].append(self._send(to, buffer))
+
+    def _drop_sent(self) -> None:
+        for sends in self._sends.values():
+            while sends and self._is_done(sends[0][0]):
+                sends.popleft()
+
+    def _arrived(self) -> list[Packet]:
+        self._drop_sent()
+        packets = []
+        for receives in self._receives.values():
+            while receives and self._is_done(receives[0][0]):
+                packets.append(receives.popleft()[1])
+        return packets
+
+    def _flush(self) -> None:
+        self._drop_sent()
+        while any(self._sends.values()):
+            time.sleep(NAP_SECONDS)
+            self._drop_sent()
+
+
 class SoloMailbox:
     """An axis of one rank: nobody to write to."""
 
@@ -282,46 +324,6 @@ class SoloMailbox:
 
     def wait(self) -> list[Message]:
         raise AssertionError(f"axis {self.axis} has one rank: nobody to wait for")
-
-    def flush(self) -> None:
-        return None
-
-    def shut(self) -> None:
-        return None
-
-
-class PlannedMailbox:
-    """A job that does not run: messages without numbers. All from before have come at once, one from after comes for
-    each that is sent there; sends only write the ledger.
-    """
-
-    def __init__(self, axis: str, ledger: Ledger) -> None:
-        self.axis = axis
-        self.ledger = ledger
-        self._forms = both_sides()
-        self._answers = False
-        self._come: list[Message] = []
-
-    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
-        self._forms, self._answers = forms, after > 0
-        self._come = [self._message("before", index) for index in range(before)]
-
-    def _message(self, side: Side, index: int) -> Message:
-        tensors = (torch.empty(form.shape, dtype=form.dtype, device="meta") for form in self._forms[side])
-        return Message(side, index, tuple(tensors))
-
-    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
-        self.ledger.record(self.axis, MESSAGE, sum(size_bytes(x) for x in tensors), FURTHER[to])
-        if to == "after" and self._answers:
-            self._come.append(self._message("after", index))
-
-    def poll(self) -> list[Message]:
-        come, self._come = self._come, []
-        return come
-
-    def wait(self) -> list[Message]:
-        assert self._come, f"axis {self.axis}: no message to wait for"
-        return self.poll()
 
     def flush(self) -> None:
         return None

@@ -9,7 +9,6 @@ stream of its own; an event says when it is done.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from queue import Queue, SimpleQueue
@@ -19,37 +18,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.ranks.comm import Work
-from meshwright.ranks.flight_recorder import FlightRecorder
-from meshwright.ranks.ledger import Ledger
-from meshwright.ranks.mailbox import AHEAD, HEADER_BYTES, PackedMailbox, Packet, Side
+from meshwright.ranks.comm import RankGroup, Work
+from meshwright.ranks.mailbox import AHEAD, PackedMailbox, Packet, PolledMailbox, Side, header_of
 
 JOIN_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Channel:
-    """The way to a neighbour and back: a process group of the two for each direction, the neighbour's rank in both."""
+    """The way to a neighbour and back: a process group of the two for each direction, in both of which it is `peer`."""
 
-    rank: int
     peer: int
     outgoing: dist.ProcessGroup
     incoming: dist.ProcessGroup
 
     def send(self, buffer: Tensor) -> Work:
         work = dist.isend(buffer, group=self.outgoing, group_dst=self.peer)
-        assert work is not None, f"not in the group with rank {self.rank}"
+        assert work is not None, "this rank is not in the group of its own channel"
         return work
 
     def receive(self, buffer: Tensor) -> Work:
         work = dist.irecv(buffer, group=self.incoming, group_src=self.peer)
-        assert work is not None, f"not in the group with rank {self.rank}"
+        assert work is not None, "this rank is not in the group of its own channel"
         return work
-
-
-def neighbours_of(links: Mapping[Side, Channel]) -> dict[Side, int]:
-    """Which rank of the world each link leads to."""
-    return {side: link.rank for side, link in links.items()}
 
 
 class Waiter:
@@ -86,20 +77,13 @@ class Waiter:
 class GlooMailbox(PackedMailbox):
     """On host memory."""
 
-    def __init__(
-        self,
-        axis: str,
-        links: Mapping[Side, Channel],
-        ledger: Ledger,
-        recorder: FlightRecorder,
-        ahead: int = AHEAD["cpu"],
-    ) -> None:
-        super().__init__(axis, neighbours_of(links), ledger, recorder, torch.device("cpu"), ahead)
-        self.links = links
+    def __init__(self, group: RankGroup, channels: Mapping[Side, Channel]) -> None:
+        super().__init__(group, torch.device("cpu"), AHEAD["cpu"])
+        self.channels = channels
         self._inbox: SimpleQueue[Packet | None] = SimpleQueue()  # None: look at the failures
         self._failures: list[tuple[Side, Exception]] = []
-        self._receivers = {side: self._waiter(side, "receives", self._into_inbox(side)) for side in links}
-        self._senders = {side: self._waiter(side, "sends", lambda buffer: None) for side in links}
+        self._receivers = {side: self._waiter(side, "receives", self._into_inbox(side)) for side in channels}
+        self._senders = {side: self._waiter(side, "sends", lambda buffer: None) for side in channels}
 
     def _waiter(self, side: Side, what: str, done: Callable[[Tensor], None]) -> Waiter:
         def failed(error: Exception) -> None:
@@ -109,13 +93,13 @@ class GlooMailbox(PackedMailbox):
         return Waiter(f"{self.axis} {what} {side}", done, failed)
 
     def _into_inbox(self, side: Side) -> Callable[[Tensor], None]:
-        return lambda buffer: self._inbox.put(Packet.on_host(side, buffer))
+        return lambda buffer: self._inbox.put(Packet(side, header_of(buffer), buffer))
 
     def _post(self, side: Side, buffer: Tensor) -> None:
-        self._receivers[side].add(self.links[side].receive(buffer), buffer)
+        self._receivers[side].add(self.channels[side].receive(buffer), buffer)
 
     def _dispatch(self, to: Side, buffer: Tensor) -> None:
-        self._senders[to].add(self.links[to].send(buffer), buffer)
+        self._senders[to].add(self.channels[to].send(buffer), buffer)
 
     def _arrived(self) -> list[Packet]:
         arrivals = []
@@ -135,7 +119,7 @@ class GlooMailbox(PackedMailbox):
     def _raise_failure(self) -> None:
         if self._failures:
             side, error = self._failures[0]
-            raise ConnectionError(f"axis {self.axis}: the link to rank {self.links[side].rank} is broken") from error
+            raise ConnectionError(f"axis {self.axis}: the link to rank {self.neighbours[side]} is broken") from error
 
     def _flush(self) -> None:
         for sender in self._senders.values():
@@ -147,71 +131,41 @@ class GlooMailbox(PackedMailbox):
             waiter.end()
 
 
-@dataclass(frozen=True)
-class Underway:
-    """A transfer on a stream of its own: `event` is past when it is done; a receive's header is then on the host."""
-
-    event: torch.cuda.Event
-    buffer: Tensor
-    header: Tensor
-
-
-class NcclMailbox(PackedMailbox):
+class NcclMailbox(PolledMailbox):
     """On GPU memory. Not tried yet: two GPUs were never at hand."""
 
-    def __init__(
-        self, axis: str, links: Mapping[Side, Channel], ledger: Ledger, recorder: FlightRecorder, device: torch.device
-    ) -> None:
-        super().__init__(axis, neighbours_of(links), ledger, recorder, device, AHEAD["cuda"])
-        self.links = links
-        self._receives: dict[Side, deque[Underway]] = {side: deque() for side in links}
-        self._sends: dict[Side, deque[Underway]] = {side: deque() for side in links}
-        self._in_streams = {side: torch.cuda.Stream(device) for side in links}
-        self._out_streams = {side: torch.cuda.Stream(device) for side in links}
-        self._connect()
+    def __init__(self, group: RankGroup, channels: Mapping[Side, Channel], device: torch.device) -> None:
+        super().__init__(group, device, AHEAD["cuda"])
+        self.channels = channels
+        self._in_streams = {side: torch.cuda.Stream(device) for side in channels}
+        self._out_streams = {side: torch.cuda.Stream(device) for side in channels}
+        # A communicator is made by its first use, which both ends must reach: here, along the axis, never later.
+        for side, channel in channels.items():
+            groups = (channel.outgoing, channel.incoming)
+            for process_group in groups if side == "after" else reversed(groups):
+                dist.all_reduce(torch.zeros(1, device=device), group=process_group)
 
-    def _connect(self) -> None:
-        """A communicator is made by its first use, which both ends must reach: here, along the axis, never later."""
-        for side, link in self.links.items():
-            forward, backward = (link.outgoing, link.incoming) if side == "after" else (link.incoming, link.outgoing)
-            for group in (forward, backward):
-                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+    def _receive(self, side: Side, buffer: Tensor) -> tuple[torch.cuda.Event, Packet]:
+        return self._transfer(self._in_streams[side], side, buffer, self.channels[side].receive)
 
-    def _transfer(self, stream: torch.cuda.Stream, buffer: Tensor, begin: Callable[[Tensor], Work]) -> Underway:
+    def _send(self, to: Side, buffer: Tensor) -> tuple[torch.cuda.Event, Packet]:
+        return self._transfer(self._out_streams[to], to, buffer, self.channels[to].send)
+
+    def _transfer(
+        self, stream: torch.cuda.Stream, side: Side, buffer: Tensor, begin: Callable[[Tensor], Work]
+    ) -> tuple[torch.cuda.Event, Packet]:
+        """Begin on a stream of its own. When the event is past, it is done, and the header is on the host."""
         header = torch.empty(2, dtype=torch.int64, pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             begin(buffer).wait()  # the stream waits, not the host
-            header.copy_(buffer[:HEADER_BYTES].view(torch.int64), non_blocking=True)
+            header.copy_(header_of(buffer), non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        return Underway(event, buffer, header)
+        return event, Packet(side, header, buffer)
 
-    def _post(self, side: Side, buffer: Tensor) -> None:
-        self._receives[side].append(self._transfer(self._in_streams[side], buffer, self.links[side].receive))
-
-    def _dispatch(self, to: Side, buffer: Tensor) -> None:
-        self._drop_sent()
-        self._sends[to].append(self._transfer(self._out_streams[to], buffer, self.links[to].send))
-
-    def _drop_sent(self) -> None:
-        for sends in self._sends.values():
-            while sends and sends[0].event.query():
-                sends.popleft()
-
-    def _arrived(self) -> list[Packet]:
-        self._drop_sent()
-        arrivals = []
-        for side, receives in self._receives.items():
-            while receives and receives[0].event.query():
-                done = receives.popleft()
-                arrivals.append(Packet(side, done.header, done.buffer))
-        return arrivals
-
-    def _flush(self) -> None:
-        for sends in self._sends.values():
-            while sends:
-                sends.popleft().event.synchronize()
+    def _is_done(self, request: torch.cuda.Event) -> bool:
+        return request.query()
 
     def shut(self) -> None:
         return None

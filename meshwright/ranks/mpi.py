@@ -15,22 +15,24 @@ under way. While it waits the rank naps between two tests, for the same reason.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.ranks.comm import NAP_SECONDS, Later, RecordedComm, Work, size_bytes
-from meshwright.ranks.flight_recorder import FlightRecorder
-from meshwright.ranks.ledger import Ledger
-from meshwright.ranks.mailbox import AHEAD, FURTHER, PackedMailbox, Packet, Side
+from meshwright.environment import Environment
+from meshwright.errors import LaunchError
+from meshwright.ranks.comm import NAP_SECONDS, Comm, Later, RankGroup, RecordedComm, SoloComm, Work, size_bytes
+from meshwright.ranks.mailbox import AHEAD, FURTHER, Mailbox, Packet, PolledMailbox, Side, SoloMailbox, header_of
 
 HALF = (torch.float16, torch.bfloat16)
 
 LARGE_BYTES = 2**20
+
+MAILBOX_TAG = 2**14
+"""Added to a group's tag: beyond every set of axes, and MPI promises tags up to 32767."""
 
 
 def raw(x: Tensor) -> np.ndarray[Any, Any]:
@@ -44,10 +46,8 @@ class MpiComm(RecordedComm):
 
     begins_when_waited_for = True
 
-    def __init__(
-        self, axis: str, ranks: Sequence[int], index: int, ledger: Ledger, recorder: FlightRecorder, comm: Any
-    ) -> None:
-        super().__init__(axis, ranks, index, ledger, recorder)
+    def __init__(self, group: RankGroup, comm: Any) -> None:
+        super().__init__(group)
         from mpi4py import MPI
 
         self.in_place = MPI.IN_PLACE
@@ -137,48 +137,24 @@ class MpiComm(RecordedComm):
         self.comm.Send(raw(x), dest=to)
 
 
-class MpiMailbox(PackedMailbox):
+class MpiMailbox(PolledMailbox):
     """`comm` is an mpi4py communicator of the axis's own, of its ranks in order."""
 
-    def __init__(
-        self,
-        axis: str,
-        neighbours: Mapping[Side, int],
-        ledger: Ledger,
-        recorder: FlightRecorder,
-        comm: Any,
-        ahead: int = AHEAD["cpu"],
-    ) -> None:
-        super().__init__(axis, neighbours, ledger, recorder, torch.device("cpu"), ahead)
+    def __init__(self, group: RankGroup, comm: Any) -> None:
+        super().__init__(group, torch.device("cpu"), AHEAD["cpu"])
         self.comm = comm
-        self._receives: dict[Side, deque[tuple[Any, Tensor]]] = {side: deque() for side in neighbours}
-        self._sends: dict[Side, deque[tuple[Any, Tensor]]] = {side: deque() for side in neighbours}
 
-    def _post(self, side: Side, buffer: Tensor) -> None:
-        self._receives[side].append((self.comm.Irecv(raw(buffer), source=self.comm.rank + FURTHER[side]), buffer))
+    def _receive(self, side: Side, buffer: Tensor) -> tuple[Any, Packet]:
+        request = self.comm.Irecv(raw(buffer), source=self.comm.rank + FURTHER[side])
+        return request, Packet(side, header_of(buffer), buffer)
 
-    def _dispatch(self, to: Side, buffer: Tensor) -> None:
-        self._drop_sent()
-        self._sends[to].append((self.comm.Isend(raw(buffer), dest=self.comm.rank + FURTHER[to]), buffer))
+    def _send(self, to: Side, buffer: Tensor) -> tuple[Any, Packet]:
+        request = self.comm.Isend(raw(buffer), dest=self.comm.rank + FURTHER[to])
+        return request, Packet(to, header_of(buffer), buffer)
 
-    def _drop_sent(self) -> None:
-        for sends in self._sends.values():
-            while sends and sends[0][0].Test():
-                sends.popleft()
-
-    def _arrived(self) -> list[Packet]:
-        self._drop_sent()
-        arrivals = []
-        for side, receives in self._receives.items():
-            while receives and receives[0][0].Test():
-                arrivals.append(Packet.on_host(side, receives.popleft()[1]))
-        return arrivals
-
-    def _flush(self) -> None:
-        self._drop_sent()
-        while any(self._sends.values()):
-            time.sleep(NAP_SECONDS)
-            self._drop_sent()
+    def _is_done(self, request: Any) -> bool:
+        done: bool = request.Test()
+        return done
 
     def shut(self) -> None:
         for receives in self._receives.values():
@@ -186,3 +162,37 @@ class MpiMailbox(PackedMailbox):
                 request.Cancel()
                 request.Free()
         self.comm.Free()
+
+
+class MpiTransport:
+    """MPI's world, of which the members of a group alone make a communicator."""
+
+    def comm(self, group: RankGroup) -> Comm:
+        return MpiComm(group, _communicator(group.ranks, group.tag)) if len(group.ranks) > 1 else SoloComm(group)
+
+    def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
+        if len(group.ranks) == 1:
+            return SoloMailbox(group.axis)
+        return MpiMailbox(group, _communicator(group.ranks, MAILBOX_TAG + group.tag))
+
+    def close(self) -> None:
+        return None
+
+
+def _communicator(ranks: tuple[int, ...], tag: int) -> Any:
+    """A communicator that its members alone make; those who make one of the same ranks at the same time have a tag."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks), tag)
+
+
+def open_mpi(environment: Environment) -> MpiTransport:
+    """Start MPI. Raises LaunchError where the launcher's ranks are none of MPI's, as under an srun without --mpi."""
+    from mpi4py import MPI
+
+    came = MPI.COMM_WORLD.Get_size()
+    if came != environment.world_size:
+        text = f"rank {environment.rank} finds {came} ranks in MPI's world, where its launcher started"
+        rule = "start the ranks by mpirun or `srun --mpi=pmix`, or set layout.transport=torch"
+        raise LaunchError(f"{text} {environment.world_size}: {rule}")
+    return MpiTransport()

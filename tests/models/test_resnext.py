@@ -19,7 +19,8 @@ from meshwright.models.resnext import BlockShape, ResNeXtModel, block_shapes
 from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
-from meshwright.ranks.mesh import Mesh, planned_mesh, solo_mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import counted_costs, timed_costs
 from meshwright.stages import plan_stages
 from meshwright.tensor.serial import SerialKit

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from meshwright.environment import Environment, Rendezvous
-from meshwright.ranks.flight_recorder import FlightRecorder
+from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import (
     HEADER_BYTES,
     PackedMailbox,
     Packet,
     Packing,
-    PlannedMailbox,
     Side,
     SoloMailbox,
     TensorMeta,
     both_sides,
+    header_of,
 )
 from meshwright.ranks.mailbox_torch import GlooMailbox
-from meshwright.ranks.mesh import open_mesh, planned_mesh, solo_mesh
+from meshwright.ranks.mesh import open_mesh, solo_mesh
+from meshwright.ranks.planned import PlannedMailbox, planned_mesh
 from tests import mailbox_cases
 from tests.mailbox_cases import FAST, FORMS, Answer, take, values
 from tests.workers import run_ranks
@@ -168,7 +168,7 @@ def test_packing(forms: tuple[TensorMeta, ...]) -> None:
     packing, sent = Packing(forms), [values(3, form) for form in forms]
     buffer = torch.full((packing.size_bytes,), 255, dtype=torch.uint8)
     packing.pack(buffer, 7, 2**40, sent)
-    assert Packet.on_host("before", buffer).header.tolist() == [7, 2**40]
+    assert header_of(buffer).tolist() == [7, 2**40]
     for x, wanted in zip(packing.unpack(buffer), sent, strict=True):
         assert torch.equal(x, wanted)
         assert x.data_ptr() % 16 == 0
@@ -189,7 +189,7 @@ class Slow(PackedMailbox):
     """Nothing arrives but what a test lets in."""
 
     def __init__(self, ahead: int) -> None:
-        super().__init__("pipe", {"before": 0, "after": 2}, Ledger(), FlightRecorder(), HOST, ahead)
+        super().__init__(RankGroup("pipe", (0, 1, 2), 1), HOST, ahead)
         self.waiting: list[tuple[Side, Tensor]] = []
         self.come: list[Packet] = []
 
@@ -199,7 +199,7 @@ class Slow(PackedMailbox):
     def let_in(self, epoch: int, index: int) -> None:
         side, buffer = self.waiting.pop(0)
         self._packings[side].pack(buffer, epoch, index, [values(index, FORM)])
-        self.come.append(Packet.on_host(side, buffer))
+        self.come.append(Packet(side, header_of(buffer), buffer))
 
     def _arrived(self) -> list[Packet]:
         come, self.come = self.come, []
@@ -264,7 +264,7 @@ def test_our_own_mistakes() -> None:
     mailbox.let_in(6, 0)
     with pytest.raises(AssertionError, match="before is in epoch 6, we in 4"):
         mailbox.poll()
-    alone = GlooMailbox("pipe", {}, Ledger(), FlightRecorder())
+    alone = GlooMailbox(RankGroup("pipe", (0,), 0), {})
     alone.open(0, both_sides(FORM), 0, 0)
     with pytest.raises(AssertionError, match="no message to wait for"):
         alone.wait()

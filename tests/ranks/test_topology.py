@@ -19,7 +19,8 @@ from meshwright.models.chain import chain_of
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger, Traffic
-from meshwright.ranks.mesh import Mesh, planned_mesh
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.ranks.topology import Topology, Volume, total
 from meshwright.resolve import resolve_process, this_machine
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment

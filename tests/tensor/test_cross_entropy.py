@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.parameters.shard import Initial, initialise
-from meshwright.ranks.comm import SoloComm
+from meshwright.ranks.comm import RankGroup, SoloComm
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor import cross_entropy
 from meshwright.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses, num_right
@@ -23,7 +22,7 @@ from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))
 ROWS, HIDDEN, VOCABULARY, PADDED = 50, 8, 37, 48
-WHOLE = Classes(VOCABULARY, SoloComm("", (0,), 0, Ledger()))
+WHOLE = Classes(VOCABULARY, SoloComm(RankGroup("", (0,), 0)))
 ONE_CHUNK, MANY_CHUNKS = ROWS, 16  # four chunks, the last of two rows
 
 

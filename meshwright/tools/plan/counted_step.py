@@ -16,7 +16,7 @@ from meshwright.launch import joined
 from meshwright.machine import Machine
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.ledger import Traffic
-from meshwright.ranks.mesh import planned_mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.ranks.topology import Topology, Volume
 from meshwright.resolve import resolve_layout
 from meshwright.stages import empty_batch

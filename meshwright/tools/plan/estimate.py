@@ -24,7 +24,7 @@ from meshwright.model import Stretch
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid
-from meshwright.ranks.mesh import planned_mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.memory import Memory, memory_of, streams
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.program import Event, Kernel, Program, Start

@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
-        """A collective begins (comm.Watch)."""
+        """A collective begins (planned.Observer)."""
         self._number += 1
         self._events.append(Start(self._number, axes, verb, payload_bytes, root, self._ledger.times))
         return UnderWay(partial(self._events.append, Wait(self._number)))

@@ -30,7 +30,8 @@ from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mailbox import TensorMeta
-from meshwright.ranks.mesh import planned_mesh, solo_mesh
+from meshwright.ranks.mesh import solo_mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import links, parameters_of
 from meshwright.stages import empty_batch
 from meshwright.tensor.serial import SerialKit

@@ -18,7 +18,8 @@ from meshwright.model import Batch
 from meshwright.models.chain import chain_of
 from meshwright.parameters.bucket import Bucket, Kind, arranged, gradient_dtype
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh, planned_mesh
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import entries, load
 from meshwright.tools.plan.program import Program
 from meshwright.tools.plan.recorder import Recorder

@@ -23,7 +23,8 @@ from meshwright.parameters.shard import shard_specs, use_gradients
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import LedgerTransport, Mesh
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import LedgerTransport
 from meshwright.stages import empty_batch
 from meshwright.tools.plan.cluster import Device
 from meshwright.tools.plan.program import Kernel, Program

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshwright.ranks.comm import LedgerComm
+from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.ledger import Ledger
+from meshwright.ranks.planned import LedgerComm
 from meshwright.tools.plan.program import Kernel, Program, Start, Wait
 from meshwright.tools.plan.recorder import AsOnDevice, Recorder
 
@@ -60,7 +61,7 @@ def test_memory_of_a_step_comes_back() -> None:
 
 def test_collectives_begin_and_are_waited_for() -> None:
     recorder, ledger = Recorder(), Ledger()
-    comm = LedgerComm("row", (0, 1), 0, ledger, recorder.started)
+    comm = LedgerComm(RankGroup("row", (0, 1), 0, ledger=ledger), recorder.started)
     x, part = torch.empty(8, device=META), torch.empty(4, device=META)
     with recorder.program(ledger) as made:
         work = comm.all_gather(x, part, wait=False)
@@ -77,7 +78,7 @@ def test_collectives_begin_and_are_waited_for() -> None:
 
 def test_what_is_repeated_is_gone_through_once() -> None:
     recorder, ledger = Recorder(), Ledger()
-    comm = LedgerComm("row", (0, 1), 0, ledger, recorder.started)
+    comm = LedgerComm(RankGroup("row", (0, 1), 0, ledger=ledger), recorder.started)
     x = torch.empty(8, 8, device=META)
     with recorder.program(ledger) as made, ledger.repeated(5):
         x @ x

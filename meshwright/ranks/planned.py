@@ -1,0 +1,123 @@
+"""A job that does not run, as one of its ranks would see it: meta tensors, a ledger, messages that come at once.
+
+The planner runs a rank of a layout so: what it sends is exact, and an observer is told of every collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.ranks.comm import DONE, Comm, RankGroup, SoloComm, Work, size_bytes
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mailbox import FURTHER, MESSAGE, Mailbox, Message, MessageMeta, Side, SoloMailbox, both_sides
+from meshwright.ranks.mesh import Mesh
+
+
+class Observer(Protocol):
+    """Is told of every collective that a planned rank begins, with the bytes of its whole payload; its Work is waited
+    for where the rank would wait. `root`: of a rooted verb; of a send, how many members further on its receiver is."""
+
+    def __call__(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work: ...
+
+
+def unobserved(axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
+    """Nobody looks."""
+    return DONE
+
+
+class LedgerComm(SoloComm):
+    """A planned group of any size: its tensors are meta tensors, so like a lone rank's nothing moves. Every verb is
+    written to the ledger and told to an observer."""
+
+    def __init__(self, group: RankGroup, observer: Observer = unobserved) -> None:
+        super().__init__(group)
+        self._observer = observer
+
+    def _collective(
+        self,
+        verb: str,
+        payload_bytes: int,
+        sent_bytes: int,
+        start: Callable[[], Work],
+        wait: bool,
+        root: int | None = None,
+    ) -> Work:
+        self._count(verb, sent_bytes, root)
+        return self._run(verb, payload_bytes, lambda: self._begun(verb, payload_bytes, root), wait)
+
+    def _begun(self, verb: str, payload_bytes: int, root: int | None) -> Work:
+        return self._observer(self.axis, verb, payload_bytes, root) if self.size > 1 else DONE
+
+    def _receive(self, x: Tensor, source: int) -> None:
+        return None
+
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
+        self._send(x, to)
+
+    def _send(self, x: Tensor, to: int) -> None:
+        self._begun("send", size_bytes(x), (to - self.index) % self.size).wait()
+
+
+class PlannedMailbox(SoloMailbox):
+    """A job that does not run: messages without numbers. All from before have come at once, one from after comes for
+    each that is sent there; sends only write the ledger.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        super().__init__(group.axis)
+        self.ledger = group.ledger
+        self._forms = both_sides()
+        self._answers = False
+        self._come: list[Message] = []
+
+    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
+        self._forms, self._answers = forms, after > 0
+        self._come = [self._message("before", index) for index in range(before)]
+
+    def _message(self, side: Side, index: int) -> Message:
+        tensors = (torch.empty(form.shape, dtype=form.dtype, device="meta") for form in self._forms[side])
+        return Message(side, index, tuple(tensors))
+
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
+        self.ledger.record(self.axis, MESSAGE, sum(size_bytes(x) for x in tensors), FURTHER[to])
+        if to == "after" and self._answers:
+            self._come.append(self._message("after", index))
+
+    def poll(self) -> list[Message]:
+        come, self._come = self._come, []
+        return come
+
+    def wait(self) -> list[Message]:
+        assert self._come, f"axis {self.axis}: no message to wait for"
+        return self.poll()
+
+
+@dataclass(frozen=True)
+class LedgerTransport:
+    """A planned job, of which only this rank is there: what it would send is written down."""
+
+    observer: Observer = unobserved
+
+    def comm(self, group: RankGroup) -> Comm:
+        return LedgerComm(group, self.observer)
+
+    def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
+        return PlannedMailbox(group) if len(group.ranks) > 1 else SoloMailbox(group.axis)
+
+    def close(self) -> None:
+        return None
+
+
+def planned_mesh(
+    grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", observer: Observer = unobserved
+) -> Mesh:
+    """A rank's mesh of a job that does not run: tensors have shapes and no numbers, comms only write the ledger.
+
+    `stands_for`: the type of device that it is planned for. `observer`: is told of every collective.
+    """
+    return Mesh(grid, rank, torch.device("meta"), LedgerTransport(observer), token_axes, stands_for, grid.world_size)

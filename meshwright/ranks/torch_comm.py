@@ -1,0 +1,146 @@
+"""torch.distributed: its verbs, its process groups, and how the ranks of a job open it. gloo on CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.config.schema import Timeout
+from meshwright.environment import Environment, Rendezvous
+from meshwright.ranks import comm_store
+from meshwright.ranks.comm import Comm, RankGroup, RecordedComm, SoloComm, Work
+from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
+from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox
+from meshwright.ranks.mailbox_torch import Channel, GlooMailbox, NcclMailbox
+
+try:
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:  # before torch 2.13 these had other names
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
+
+TORCH_MARGIN_SECONDS = 60.0
+"""How much longer torch's own timeouts are than the watchdog's, which can say more."""
+
+
+class TorchComm(RecordedComm):
+    """A group's verbs over a process group that holds the same ranks in order."""
+
+    def __init__(self, group: RankGroup, process_group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.process_group = process_group
+
+    def _receive(self, x: Tensor, source: int) -> None:
+        dist.recv(x, group=self.process_group, group_src=source)
+
+    def _barrier(self) -> Work:
+        return dist.barrier(self.process_group, async_op=True)
+
+    def _all_reduce(self, x: Tensor) -> Work:
+        return dist.all_reduce(x, group=self.process_group, async_op=True)
+
+    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
+        return reduce_scatter_single(part.view(-1), x.view(-1), group=self.process_group, async_op=True)
+
+    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
+        return all_gather_single(x.view(-1), part.view(-1), group=self.process_group, async_op=True)
+
+    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return dist.all_to_all_single(out.view(-1), x.view(-1), group=self.process_group, async_op=True)
+
+    def _broadcast(self, x: Tensor, root: int) -> Work:
+        return dist.broadcast(x, group_src=root, group=self.process_group, async_op=True)
+
+    def _reduce(self, x: Tensor, root: int) -> Work:
+        return dist.reduce(x, group_dst=root, group=self.process_group, async_op=True)
+
+    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
+        parts = list(x.view(-1).chunk(self.size)) if self.index == root else None
+        return dist.gather(part.view(-1), parts, group_dst=root, group=self.process_group, async_op=True)
+
+    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
+        parts = list(x.view(-1).chunk(self.size)) if self.index == root else None
+        return dist.scatter(part.view(-1), parts, group_src=root, group=self.process_group, async_op=True)
+
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
+        sends = dist.P2POp(dist.isend, x, group=self.process_group, group_peer=to)
+        receives = dist.P2POp(dist.irecv, into, group=self.process_group, group_peer=source)
+        for work in dist.batch_isend_irecv([sends, receives]):
+            work.wait()
+
+    def _send(self, x: Tensor, to: int) -> None:
+        dist.send(x, group=self.process_group, group_dst=to)
+
+
+@dataclass(frozen=True)
+class TorchTransport:
+    """Groups of a process that has joined its job's process group. `timeout`: of the groups made of it."""
+
+    timeout: timedelta
+
+    def comm(self, group: RankGroup) -> Comm:
+        if len(group.ranks) == 1:
+            return SoloComm(group)
+        if len(group.ranks) == dist.get_world_size():
+            assert dist.group.WORLD is not None, "the default process group is not initialised"
+            return TorchComm(group, dist.group.WORLD)
+        return TorchComm(group, _process_group(group.axis, group.ranks, group.index, self.timeout))
+
+    def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
+        if len(group.ranks) == 1:
+            return SoloMailbox(group.axis)
+        channels = self._channels(group)
+        return NcclMailbox(group, channels, device) if device.type == "cuda" else GlooMailbox(group, channels)
+
+    def _channels(self, group: RankGroup) -> dict[Side, Channel]:
+        """The ways to the neighbours. The one before is met first: all along the axis can meet so."""
+        channels: dict[Side, Channel] = {}
+        firsts: dict[Side, int] = {"before": group.index - 1, "after": group.index}
+        for side, first in firsts.items():
+            if first >= 0 and first + 1 < len(group.ranks):
+                pair, mine = group.ranks[first : first + 2], group.index - first
+                forward = _process_group(f"{group.axis} forward", pair, mine, self.timeout)
+                backward = _process_group(f"{group.axis} backward", pair, mine, self.timeout)
+                out, back = (forward, backward) if side == "after" else (backward, forward)
+                channels[side] = Channel(1 - mine, out, back)
+        return channels
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def open_torch(
+    environment: Environment, device: torch.device, point: Rendezvous, recorder: FlightRecorder, timeout: Timeout
+) -> TorchTransport:
+    """Join the job's store at `point`, and its process group. Raises LaunchError that says who has not come."""
+    patience = timedelta(seconds=timeout.wait + TORCH_MARGIN_SECONDS)
+    store = comm_store.join_job(environment, point, timeout.join)
+    with recorder.waiting(Call("world", CONNECT, 0, tuple(range(environment.world_size)))):
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=patience,
+        )  # no device_id: with one, NCCL makes groups by splitting the world, which needs every rank of it
+    return TorchTransport(patience)
+
+
+def _process_group(name: str, ranks: tuple[int, ...], index: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group that its members alone make, and meet under `name`: stages may ask for different ones.
+
+    `dist.new_group(use_local_synchronization=True)` would do it, but it names a group by how many its maker has: ranks
+    that have asked for different axes before would wait for each other under different names.
+    """
+    c10d: Any = dist.distributed_c10d
+    backend, store = dist.Backend(dist.get_backend()), c10d._get_default_store()
+    met_as = f"{name}:{'-'.join(map(str, ranks))}"
+    group, _ = c10d._new_process_group_helper(len(ranks), index, list(ranks), backend, store, met_as, timeout=timeout)
+    c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
+    assert isinstance(group, dist.ProcessGroup), f"rank {ranks[index]} is not in its own group {met_as}"
+    return group
