@@ -258,16 +258,16 @@ def compare(
 
     Example: meshwright compare run.yaml --layouts rows.yaml stages.yaml --cluster here.yaml --rounds 3
     """
-    from meshwright.tools.compare import table
-    from meshwright.tools.compare.ask import Asked, Foresight, entries_of, split_words
-    from meshwright.tools.compare.job import PAGE, Order, check
+    from meshwright.tools.compare import report
+    from meshwright.tools.compare.job import PAGE, Order, check, cluster_of
     from meshwright.tools.compare.job import compare as run_comparison
+    from meshwright.tools.compare.layouts import Question, entries_of, split_words
 
     words, files = split_words(overrides or (), layouts or ())
-    foresight = Foresight.on(cluster)
+    facts = cluster_of(cluster)
     order = Order(run.stem, out or Path("out") / f"{run.stem}-compared", steps, rounds)
     with progress() as show:
-        entries = entries_of(Asked(run, words, files, top, devices), foresight, show)
-        comparison = run_comparison(entries, order, foresight, show)
-    print_result(table, comparison, as_json, [order.out / PAGE])
+        entries = entries_of(Question(run, words, files, top, devices), facts, show)
+        comparison = run_comparison(entries, order, facts, show)
+    print_result(report, comparison, as_json, [order.out / PAGE])
     check(comparison, order.out)

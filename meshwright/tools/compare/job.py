@@ -1,4 +1,4 @@
-"""`meshwright compare`: every layout is checked, then predicted, then run, in turns; what is left is written down.
+"""`meshwright compare`: every layout is checked, then predicted, then run, in turns; then the results are written.
 
 In OUT: comparison.html, .png and .json; and for each run a folder LAYOUT/round-R with its config, metrics and ranks.
 A round runs each layout once, from its first weights on; every second round goes backwards, so that a machine that
@@ -21,19 +21,20 @@ from meshwright.errors import ConfigError, LaunchError, Problem
 from meshwright.launch import Interrupted, joined
 from meshwright.machine import usable_cores
 from meshwright.resolve import resolve_process, this_machine
-from meshwright.tools.compare.ask import Foresight
 from meshwright.tools.compare.layouts import Entry
-from meshwright.tools.compare.page import draw, write_page
-from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Row
-from meshwright.tools.compare.run import here, run
-from meshwright.tools.compare.table import as_dict
+from meshwright.tools.compare.report import as_dict, draw, html_of
+from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Predicted, Row
+from meshwright.tools.compare.run import run
+from meshwright.tools.plan.cluster import CALIBRATED, Cluster, load_cluster
+from meshwright.tools.plan.predict import Planner
 
-PAGE, PICTURE, NUMBERS = FILES = ("comparison.html", "comparison.png", "comparison.json")
+PAGE, PICTURE, NUMBERS = "comparison.html", "comparison.png", "comparison.json"
+NO_CLUSTER = f"Nothing was predicted: no --cluster, and no {CALIBRATED} here, which `meshwright calibrate` writes."
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be done. `title`: the run's name. `steps`: of each run; a round runs every layout once."""
+    """The run's name, the folder to write, the steps of each run, and the rounds, which run every layout once."""
 
     title: str
     out: Path
@@ -41,8 +42,19 @@ class Order:
     rounds: int
 
 
-def compare(entries: Sequence[Entry], order: Order, foresight: Foresight, report: Report = silent) -> Comparison:
-    """Run the layouts and write what comes of it. A layout that dies is left out of later rounds, and says why.
+def cluster_of(name: str | None) -> Cluster | None:
+    """A named cluster or a file's; where none is named the calibrated one, if there is one here.
+
+    Raises ConfigError where there is no such cluster.
+    """
+    if name is None and CALIBRATED.is_file():
+        name = str(CALIBRATED)
+    return load_cluster(name) if name is not None else None
+
+
+def compare(entries: Sequence[Entry], order: Order, cluster: Cluster | None, report: Report = silent) -> Comparison:
+    """Run the layouts and write the results. A layout that dies is left out of later rounds, and says why. Without a
+    cluster nothing is predicted.
 
     Raises ConfigError before any process starts; Interrupted, after what has ended was written.
     """
@@ -51,81 +63,84 @@ def compare(entries: Sequence[Entry], order: Order, foresight: Foresight, report
     processes = _checked(entries, order)
     _make_folder(order.out)
     data = entries[0].config.data.prepare(entries[0].config, report)
+    planner = Planner(cluster) if cluster is not None else None
     rows = []
     for entry, own in zip(entries, processes, strict=True):
         report(f"predicting {entry.name}", None)
-        predicted, why = foresight.of(entry.config)
+        predicted, reason = None, NO_CLUSTER
+        if planner is not None:
+            try:
+                predicted, reason = Predicted.of(planner.predict(entry.config)), ""
+            except ConfigError as error:
+                reason = str(error)
         threads = own.threads if own.device == "cpu" and own.threads != "auto" else 1
-        rows.append(Row(entry, predicted=predicted, unpredicted=why, threads=threads))
-    bench = _Bench(order, data, rows, report)
-    stopped = bench.measure()
-    made = Comparison(
-        order.title, tuple(bench.rows), order.steps, order.rounds, _device(processes[0]), foresight.name,
-        foresight.silence, f"{stopped}, after {bench.num_done} of {bench.num_runs} runs" if stopped else "",
-    )  # fmt: skip
-    if made.measured:
-        write(made, order.out)
+        rows.append(Row(entry, predicted=predicted, unpredicted=reason, threads=threads))
+    stopped = _measure(rows, order, data, report)
+    comparison = Comparison(
+        order.title,
+        tuple(rows),
+        order.steps,
+        order.rounds,
+        f"a CPU of {usable_cores()} cores" if processes[0].device == "cpu" else "GPUs",
+        cluster=cluster.name if cluster is not None else "",
+        unpredicted=NO_CLUSTER if cluster is None else "",
+        interrupted=f"{stopped}, after {_num_runs(rows)} of {order.rounds * len(rows)} runs" if stopped else "",
+    )
+    if comparison.measured:
+        draw(comparison, order.out / PICTURE)
+        (order.out / PAGE).write_text(html_of(comparison, (order.out / PICTURE).read_bytes()), encoding="utf-8")
+        (order.out / NUMBERS).write_text(json.dumps(as_dict(comparison), indent=1) + "\n", encoding="utf-8")
     if stopped is not None:
-        raise Interrupted(_kept(made, order.out), stopped.signal)
-    return made
+        kept = f"what was begun, in {order.out}"
+        if comparison.measured:
+            ended = [f"{row.name} ({len(row.runs)} of {order.rounds} rounds)" for row in comparison.measured]
+            kept = f"{', '.join(ended)}, in {order.out / PAGE} and beside it"
+        raise Interrupted(f"{comparison.interrupted}; kept: {kept}", stopped.signal)
+    return comparison
 
 
-def check(made: Comparison, out: Path) -> None:
+def check(comparison: Comparison, out: Path) -> None:
     """Raises LaunchError where a layout did not come to its end."""
-    failed = [row for row in made.rows if row.failure]
+    failed = [row for row in comparison.rows if row.failure]
     if failed:
         causes = "\n".join(f"{row.name}: {row.failure}" for row in failed)
-        raise LaunchError(f"{len(failed)} of {len(made.rows)} layouts failed; {out} has the others\n{causes}")
+        raise LaunchError(f"{len(failed)} of {len(comparison.rows)} layouts failed; {out} has the others\n{causes}")
 
 
-def write(made: Comparison, out: Path) -> None:
-    """The picture, the page with it, the numbers."""
-    draw(made, out / PICTURE)
-    write_page(made, out / PICTURE, out / PAGE)
-    (out / NUMBERS).write_text(json.dumps(as_dict(made), indent=1) + "\n", encoding="utf-8")
+def _measure(rows: list[Row], order: Order, data: Path, report: Report) -> Interrupted | None:
+    """Make all rounds: a row of `rows` gains a run with each that ends, or its failure. Returns what stopped them."""
+    places = range(len(rows))
+    try:
+        for turn in range(order.rounds):
+            for place in places if turn % 2 == 0 else reversed(places):
+                row = rows[place]
+                if row.failure:
+                    continue
+                name = f"{place + 1}-" + re.sub(r"[^\w.-]+", "_", row.name)  # a folder's, whatever the layout's is
+                folder = order.out / name / f"round-{turn + 1}"
+                report(f"round {turn + 1} of {order.rounds}: {row.name}", _num_runs(rows) / (order.rounds * len(rows)))
+                try:
+                    finished = run(_here(row.entry.config), data, folder, order.steps)
+                    rows[place] = replace(row, runs=(*row.runs, finished))
+                except Interrupted:
+                    raise
+                except LaunchError as error:
+                    rows[place] = replace(row, failure=str(error))
+    except Interrupted as error:
+        return error
+    except KeyboardInterrupt:  # between two jobs
+        return Interrupted("stopped by SIGINT", signal.SIGINT)
+    return None
 
 
-class _Bench:
-    """The runs, one after another. `rows` gain one with each that ends."""
-
-    def __init__(self, order: Order, data: Path, rows: Sequence[Row], report: Report) -> None:
-        self.order, self.data, self.report = order, data, report
-        self.rows = list(rows)
-        self.num_runs = order.rounds * len(rows)
-        self.num_done = 0
-
-    def measure(self) -> Interrupted | None:
-        """All rounds; what stopped them, if something did."""
-        places = range(len(self.rows))
-        try:
-            for turn in range(self.order.rounds):
-                for place in places if turn % 2 == 0 else reversed(places):
-                    if not self.rows[place].failure:
-                        self.rows[place] = self._once(place, turn + 1)
-        except Interrupted as error:
-            return error
-        except KeyboardInterrupt:  # between two jobs
-            return Interrupted("stopped by SIGINT", signal.SIGINT)
-        return None
-
-    def _once(self, place: int, turn: int) -> Row:
-        """The row with another run, or with the reason why there is none."""
-        row, order = self.rows[place], self.order
-        folder = order.out / _folder_name(place, row.name) / f"round-{turn}"
-        self.report(f"round {turn} of {order.rounds}: {row.name}", self.num_done / self.num_runs)
-        try:
-            made = run(here(row.entry.config), self.data, folder, order.steps)
-        except Interrupted:
-            raise
-        except LaunchError as error:
-            return replace(row, failure=str(error))
-        self.num_done += 1
-        return replace(row, runs=(*row.runs, made))
+def _num_runs(rows: Sequence[Row]) -> int:
+    return sum(len(row.runs) for row in rows)
 
 
-def _folder_name(place: int, name: str) -> str:
-    """A layout's folder, whatever its name is made of."""
-    return f"{place + 1}-" + re.sub(r"[^\w.-]+", "_", name)
+def _here(config: Config) -> Config:
+    """The config as it is run: all ranks on this machine, and none of them started again."""
+    layout = config.layout.model_copy(update={"ranks_per_node": "auto"})
+    return config.model_copy(update={"layout": layout, "restarts": 0})
 
 
 def _checked(entries: Sequence[Entry], order: Order) -> list[Config]:
@@ -136,16 +151,18 @@ def _checked(entries: Sequence[Entry], order: Order) -> list[Config]:
     names = [entry.name for entry in entries]
     assert names, "nothing to compare"
     assert len(set(names)) == len(names), f"two layouts of one name: {names}"
-    if not WARMUP_STEPS < order.steps <= entries[0].config.steps:
+    most = entries[0].config.steps
+    if not WARMUP_STEPS < order.steps <= most:
         rule = f"is no number of steps: the first {WARMUP_STEPS} are not timed"
-        raise ConfigError.of("--steps", order.steps, rule, f"{WARMUP_STEPS + 1} to the run's {entries[0].config.steps}")
+        raise ConfigError.of("--steps", order.steps, rule, f"{WARMUP_STEPS + 1} to the run's {most}")
     machine = this_machine()
-    processes, problems = [], []
+    processes: list[Config] = []
+    problems: list[Problem] = []
     for entry in entries:
         try:
-            processes.append(resolve_process(here(entry.config), machine).config)
+            processes.append(resolve_process(_here(entry.config), machine).config)
         except ConfigError as error:
-            problems += [Problem(f"{entry.origin}: {p.field}", p.value, p.rule, p.valid) for p in error.problems]
+            problems += [replace(problem, field=f"{entry.origin}: {problem.field}") for problem in error.problems]
     if problems:
         raise ConfigError(problems)
     return processes
@@ -160,15 +177,3 @@ def _make_folder(out: Path) -> None:
     except OSError as error:
         rule = f"cannot be written to ({error.strerror})"
         raise ConfigError.of("--out", out, rule, "a folder that you may write to") from error
-
-
-def _device(config: Config) -> str:
-    return f"a CPU of {usable_cores()} cores" if config.device == "cpu" else "GPUs"
-
-
-def _kept(made: Comparison, out: Path) -> str:
-    """What an interrupted comparison leaves."""
-    if not made.measured:
-        return f"{made.interrupted}; kept: what was begun, in {out}"
-    ended = ", ".join(f"{row.name} ({len(row.runs)} of {made.rounds} rounds)" for row in made.measured)
-    return f"{made.interrupted}; kept: {ended}, in {out / PAGE} and beside it"

@@ -22,15 +22,33 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from meshwright.config import Config, parse_config, parse_run
 from meshwright.config.load import read_yaml
+from meshwright.data.progress import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
-from meshwright.tools.plan.auto import free_tree
+from meshwright.machine import usable_cores
+from meshwright.tools.plan.auto import free_tree, load_free
+from meshwright.tools.plan.cluster import Cluster
+from meshwright.tools.plan.search import search
+from meshwright.tools.plan.space import fixed_fields
 
 OWN = ("layout", "memory", "precision", "threads")
 """The sections that a layout may have of its own; and batch.micro."""
 
 NAME, LIST = "name", "layouts"
+
+
+@dataclass(frozen=True)
+class Question:
+    """`words`: `key=value`, for every layout. `files`: of layouts. `top`: so many of the planner's, on `devices`."""
+
+    run: Path
+    words: Sequence[str]
+    files: Sequence[Path]
+    top: int | None = None
+    devices: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,13 +60,44 @@ class Entry:
     origin: str
 
 
+def split_words(words: Sequence[str], files: Sequence[Path]) -> tuple[list[str], list[Path]]:
+    """The overrides, and all files: `--layouts a.yaml b.yaml` gives the option the first, and words the rest.
+
+    A word without `=` is a file then. Without --layouts it stays a word, and is refused as an override.
+    """
+    more = [Path(word) for word in words if "=" not in word] if files else []
+    return [word for word in words if "=" in word or not files], [*files, *more]
+
+
+def entries_of(question: Question, cluster: Cluster | None, report: ShowProgress = silent) -> list[Entry]:
+    """The files' layouts, then the planner's on the cluster, the one that it thinks fastest first.
+
+    Raises ConfigError for a mistake in a file, where the search does, and where nothing is asked for.
+    """
+    run, words, top, devices = question.run, question.words, question.top, question.devices
+    if devices is not None and top is None:
+        raise ConfigError.of("--devices", devices, "says what to plan for, and nothing is planned", "with --top K")
+    if not question.files and top is None:
+        raise ConfigError.of("--layouts", "none", "leaves nothing to compare", "--layouts FILE ..., or --top K")
+    entries = from_files(run, words, question.files) if question.files else []
+    if top is None:
+        return entries
+    if cluster is None:
+        raise ConfigError.of("--top", top, "needs a cluster to plan for", "--cluster NAME or FILE, or --layouts")
+    devices = devices or torch.cuda.device_count() or usable_cores()
+    plans = search(load_free(run, words), cluster, devices, top, fixed=fixed_fields(words), report=report)
+    for place, prediction in enumerate(plans.predictions, 1):
+        entries.append(Entry(f"plan-{place}", prediction.config, "the planner"))
+    return _numbered(entries)
+
+
 def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> list[Entry]:
     """The layouts of all files, each a checked config.
 
     Raises ConfigError with every mistake of every file, each under its file's name.
     """
     tree = free_tree(run)
-    task = _task(task_of(run, overrides))
+    task = _task(_without_layout(run, overrides))
     entries: list[Entry] = []
     problems: list[Problem] = []
     for path in files:
@@ -56,24 +105,20 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
             where = str(path) if name == path.stem else f"{path}, {name}"
             try:
                 laid_over = [field for field, _ in _flat(piece)] + [*({"layout"} & piece.keys())]
-                config = parse_run(over(tree, piece), overrides, laid_over=laid_over)
+                config = parse_run(_laid_over(tree, piece), overrides, laid_over=laid_over)
             except ConfigError as error:
-                problems += [_in(where, problem) for problem in error.problems]
-                continue
-            problems += [_in(where, problem) for problem in _foreign(_task(config), task)]
-            entries.append(Entry(name, config, str(path)))
+                mistakes = list(error.problems)
+            else:
+                mistakes = list(_foreign(_task(config), task))
+                entries.append(Entry(name, config, str(path)))
+            problems += [replace(problem, field=f"{where}: {problem.field}") for problem in mistakes]
     if problems:
         raise ConfigError(problems)
-    return told_apart(entries)
+    return _numbered(entries)
 
 
-def from_planner(configs: Iterable[Config]) -> list[Entry]:
-    """The planner's layouts, the one that it thinks fastest first."""
-    return [Entry(f"plan-{place}", config, "the planner") for place, config in enumerate(configs, 1)]
-
-
-def task_of(run: Path, overrides: Sequence[str]) -> Config:
-    """The run without a layout: what all layouts compute. Raises ConfigError as load_config does."""
+def _without_layout(run: Path, overrides: Sequence[str]) -> Config:
+    """The run without a layout, which all layouts compute. Raises ConfigError as load_config does."""
     tree = {key: value for key, value in free_tree(run).items() if key not in OWN}
     if isinstance(tree.get("batch"), dict):
         tree["batch"] = {key: value for key, value in tree["batch"].items() if key != "micro"}
@@ -81,7 +126,7 @@ def task_of(run: Path, overrides: Sequence[str]) -> Config:
     return parse_config(tree, [word for word in kept if not word.startswith("batch.micro")])
 
 
-def over(tree: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
+def _laid_over(tree: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
     """A run's tree with a layout's piece over it: `layout` replaced whole, other sections key by key."""
     merged = _merged(tree, {key: value for key, value in piece.items() if key != "layout"})
     return merged | ({"layout": deepcopy(piece["layout"])} if "layout" in piece else {})
@@ -104,7 +149,7 @@ def _pieces(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         tree = read_yaml(path)
     except ConfigError as error:
         valid = "a YAML file with `layout: ...`, or a whole run file"
-        raise ConfigError([Problem("--layouts", found.value, found.rule, valid) for found in error.problems]) from error
+        raise ConfigError([replace(problem, field="--layouts", valid=valid) for problem in error.problems]) from error
     pieces = tree.get(LIST, [tree])
     listed = isinstance(pieces, list) and pieces and all(isinstance(piece, dict) for piece in pieces)
     if not listed or (LIST in tree and len(tree) > 1):
@@ -117,7 +162,7 @@ def _pieces(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _task(config: Config) -> dict[str, Any]:
-    """What must be alike in all layouts, flat: `model.hidden` -> 64."""
+    """The fields that must be alike in all layouts, flat: `model.hidden` -> 64."""
     tree = config.model_dump(mode="json", by_alias=True, exclude=set(OWN))
     del tree["batch"]["micro"]
     return dict(_flat(tree))
@@ -132,26 +177,22 @@ def _flat(tree: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _foreign(own: dict[str, Any], run: dict[str, Any]) -> Iterator[Problem]:
-    """What a layout asks for that is not the run's."""
+    """The fields that a layout asks for and that are not the run's."""
     for field in sorted(own.keys() | run.keys()):
         if own.get(field) != run.get(field):
             rule = "is not the run's, and layouts are compared on one task"
             yield Problem(field, own.get(field), rule, f"{run.get(field)}, or leave it out")
 
 
-def _in(where: str, problem: Problem) -> Problem:
-    return Problem(f"{where}: {problem.field}", problem.value, problem.rule, problem.valid)
-
-
-def told_apart(entries: Sequence[Entry]) -> list[Entry]:
-    """Those of a name that another has too are numbered, past numbers that others have."""
+def _numbered(entries: Sequence[Entry]) -> list[Entry]:
+    """Entries of a name that another has too get a number, past numbers that others have."""
     names = Counter(entry.name for entry in entries)
     taken = {name for name, times in names.items() if times == 1}
-    told = []
+    numbered = []
     for entry in entries:
         name = entry.name
         if names[name] > 1:
-            name = next(made for number in count(1) if (made := f"{entry.name}-{number}") not in taken)
+            name = next(new for number in count(1) if (new := f"{entry.name}-{number}") not in taken)
             taken.add(name)
-        told.append(replace(entry, name=name))
-    return told
+        numbered.append(replace(entry, name=name))
+    return numbered

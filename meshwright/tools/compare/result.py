@@ -5,7 +5,7 @@
 | a step | median of the timed steps of all rounds; its spread: their quartiles | the simulated step |
 | memory | the most that a rank ever had: its process, or a GPU's allocator | the fullest rank's parts, together |
 | weights, gradients, states | the memory of the buckets and of the optimizer | by the same cuts |
-| sent | the ledger of a step of a stage's first rank | the same, counted without numbers |
+| sent | the ledger of a step of a stage's first rank | the same, counted on meta tensors |
 
 The first steps of a run are not timed: they make connections and states.
 """
@@ -17,8 +17,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from meshwright.ranks.grid import PIPE, Grid
 from meshwright.tools.compare.layouts import Entry
-from meshwright.tools.compare.run import RankFacts, Run, first_ranks
+from meshwright.tools.compare.run import RankFacts, Run
+from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.verify.compare import tolerance_of
 from meshwright.train.phases import PHASES
 
@@ -27,7 +29,7 @@ WARMUP_STEPS = 2
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """Of the first rank of a stage. `memory`: bytes by part; `sent`: bytes a step by axis."""
+    """The first rank of a stage. `memory`: bytes by part; `sent`: bytes a step by axis."""
 
     memory: Mapping[str, int]
     sent: Mapping[str, int]
@@ -35,11 +37,22 @@ class StagePrediction:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Seconds of a step and of its phases; of each stage its first rank."""
+    """A prediction in the numbers that are compared: seconds of a step and of its phases, and each stage."""
 
     seconds: float
     phases: Mapping[str, float]
     stages: tuple[StagePrediction, ...]
+
+    @classmethod
+    def of(cls, prediction: Prediction) -> Predicted:
+        """The planner's prediction without what is not compared."""
+        stages = []
+        for memory, traffic in zip(prediction.memory, prediction.traffic, strict=True):
+            sent: dict[str, int] = {}
+            for (axis, _), entry in traffic.items():
+                sent[axis] = sent.get(axis, 0) + entry.sent_bytes
+            stages.append(StagePrediction(asdict(memory), sent))
+        return cls(prediction.seconds, dict(prediction.phases), tuple(stages))
 
     @property
     def peak_bytes(self) -> int:
@@ -47,8 +60,23 @@ class Predicted:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """A number of one stage's first rank: measured and, if it was, predicted."""
+
+    stage: int
+    measured: int
+    predicted: int | None
+
+
+def _largest(measured: Sequence[int], predicted: Sequence[int]) -> Pair:
+    """The pair of the stage that measured most, of equals the first. `predicted`: empty where nothing was."""
+    stage = max(range(len(measured)), key=measured.__getitem__)
+    return Pair(stage, measured[stage], predicted[stage] if predicted else None)
+
+
+@dataclass(frozen=True)
 class Row:
-    """A layout. `runs`: of each round that it finished. `failure`: why it has no more of them, else empty.
+    """A layout. `runs`: one for each round that it finished. `failure`: why it has no more of them, else empty.
 
     `unpredicted`: why nothing was predicted of it, where nothing was. `threads`: CPU threads of each of its ranks.
     """
@@ -87,59 +115,44 @@ class Row:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that had most."""
+        """The peak of the rank that had most."""
         return max(facts.peak_bytes for run in self.runs for facts in run.ranks)
 
     @property
     def stages(self) -> list[RankFacts]:
-        """The first rank of each stage, in the last round."""
-        return [self.runs[-1].ranks[rank] for rank in first_ranks(self.entry.config)]
+        """The first rank of each stage, of which a prediction speaks, in the last round."""
+        grid = Grid(self.entry.config.layout.axes)
+        origin = grid.coordinates(0)
+        return [self.runs[-1].ranks[grid.rank(origin | {PIPE: stage})] for stage in range(grid.size(PIPE))]
 
     @property
     def error(self) -> float | None:
-        """Of the predicted seconds, as a part of the measured ones; None without a prediction."""
+        """The predicted seconds' error, as a part of the measured ones; None without a prediction."""
         return self.predicted.seconds / self.seconds - 1 if self.predicted is not None else None
 
+    @property
+    def held(self) -> dict[str, Pair]:
+        """Weights, gradients and states in bytes, of the stage that holds most of all together."""
+        stage = _largest([sum(facts.held.values()) for facts in self.stages], ()).stage
+        memory: Mapping[str, int] = self.predicted.stages[stage].memory if self.predicted is not None else {}
+        return {part: Pair(stage, size, memory.get(part)) for part, size in self.stages[stage].held.items()}
 
-@dataclass(frozen=True)
-class Pair:
-    """A number of one stage, measured and, if it was, predicted."""
+    @property
+    def sent(self) -> dict[str, Pair]:
+        """Bytes of a step by axis, of the stage whose first rank sends most over it."""
+        measured = [facts.sent_bytes for facts in self.stages]
+        predicted = [stage.sent for stage in self.predicted.stages] if self.predicted is not None else []
+        axes = dict.fromkeys(axis for sent in (*measured, *predicted) for axis in sent)
+        return {
+            axis: _largest([sent.get(axis, 0) for sent in measured], [sent.get(axis, 0) for sent in predicted])
+            for axis in axes
+        }
 
-    stage: int
-    measured: int
-    predicted: int | None
-
-
-def held_pairs(row: Row) -> dict[str, Pair]:
-    """Weights, gradients and states in bytes, of the stage that holds most of all together."""
-    held = [asdict(stage.held) for stage in row.stages]
-    stage = _most([sum(parts.values()) for parts in held])
-    foreseen = row.predicted.stages[stage].memory if row.predicted is not None else {}
-    return {part: Pair(stage, size, foreseen.get(part)) for part, size in held[stage].items()}
-
-
-def sent_pairs(row: Row) -> dict[str, Pair]:
-    """Bytes of a step by axis, of the stage whose first rank sends most over it."""
-    stages = [stage.sent_bytes for stage in row.stages]
-    foreseen = [stage.sent for stage in row.predicted.stages] if row.predicted is not None else []
-    axes = dict.fromkeys(axis for sent in (*stages, *foreseen) for axis in sent)
-    pairs = {}
-    for axis in axes:
-        stage = _most([sent.get(axis, 0) for sent in stages])
-        pairs[axis] = Pair(stage, stages[stage].get(axis, 0), foreseen[stage].get(axis, 0) if foreseen else None)
-    return pairs
-
-
-def sent_by_one(row: Row) -> Pair:
-    """Bytes of a step over all axes, of the stage whose first rank sends most."""
-    totals = [sum(stage.sent_bytes.values()) for stage in row.stages]
-    stage = _most(totals)
-    return Pair(stage, totals[stage], sum(row.predicted.stages[stage].sent.values()) if row.predicted else None)
-
-
-def _most(numbers: Sequence[int]) -> int:
-    """The place of the greatest, the first of equals."""
-    return max(range(len(numbers)), key=lambda place: numbers[place])
+    @property
+    def sent_in_all(self) -> Pair:
+        """Bytes of a step over all axes, of the stage whose first rank sends most."""
+        predicted = [sum(stage.sent.values()) for stage in self.predicted.stages] if self.predicted else []
+        return _largest([sum(facts.sent_bytes.values()) for facts in self.stages], predicted)
 
 
 @dataclass(frozen=True)
@@ -170,7 +183,7 @@ class Comparison:
 
     @property
     def predicted(self) -> list[Row]:
-        """Those of them that were predicted too."""
+        """The layouts that have run and were predicted too."""
         return [row for row in self.measured if row.predicted is not None]
 
     @property
@@ -178,11 +191,11 @@ class Comparison:
         return min(self.measured, key=lambda row: row.seconds)
 
     @property
-    def foreseen_fastest(self) -> Row | None:
+    def predicted_fastest(self) -> Row | None:
         """The one that was predicted to be the fastest; None where not all were predicted, or there is but one."""
         if len(self.predicted) < len(self.measured) or len(self.measured) < 2:
             return None
-        return min(self.predicted, key=_seconds)
+        return min(self.predicted, key=lambda row: row.predicted.seconds if row.predicted else math.inf)
 
     @property
     def mean_error(self) -> float | None:
@@ -198,9 +211,9 @@ class Comparison:
     def difference(self, row: Row) -> float:
         """The greatest relative difference of its losses to the first layout's first run, of all steps and rounds."""
         reference = self.measured[0].runs[0].losses
-        return max(
-            _difference(ours, theirs) for run in row.runs for ours, theirs in zip(run.losses, reference, strict=True)
-        )
+        pairs = [pair for run in row.runs for pair in zip(run.losses, reference, strict=True)]
+        differences = [abs(ours - theirs) / (abs(theirs) or 1.0) for ours, theirs in pairs]
+        return max(math.inf if math.isnan(difference) else difference for difference in differences)
 
     def allowed(self, row: Row) -> float:
         """How much two orders of summation may differ in these precisions (verify/compare.py)."""
@@ -208,19 +221,3 @@ class Comparison:
 
     def agrees(self, row: Row) -> bool:
         return self.difference(row) <= self.allowed(row)
-
-
-def _seconds(row: Row) -> float:
-    assert row.predicted is not None
-    return row.predicted.seconds
-
-
-def _difference(ours: float, theirs: float) -> float:
-    """Relative; infinite where one is no number."""
-    difference = abs(ours - theirs) / abs(theirs) if theirs else abs(ours - theirs)
-    return difference if not math.isnan(difference) else math.inf
-
-
-def all_losses(rows: Sequence[Row]) -> dict[str, tuple[float, ...]]:
-    """Of each layout's first run, by name."""
-    return {row.name: row.runs[0].losses for row in rows}

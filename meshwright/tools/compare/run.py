@@ -1,24 +1,23 @@
 """One run of one layout: a job of its own ranks, through the launcher, with the steps that `meshwright train` makes.
 
-Left in its folder: metrics.jsonl, with a line a step as train writes it; rank-R.json, what each rank held and sent.
-No checkpoint is written and nothing is validated in between, so that a step is a step.
+Left in its folder: metrics.jsonl, with a line a step as train writes it; rank-R.json, a rank's facts. No checkpoint is
+written and nothing is validated in between, so that a step is a step.
 
-What one rank holds and sends, counted on the rank: inside of a worker.
+What one rank holds and sends is counted on the rank:
 
 | part | what is counted |
 |---|---|
 | weights, gradients | the flat memory of the buckets, padding too |
 | states | the optimizer's tensors that are no weights; master weights of half-precision ones |
 
-Of an offloaded optimizer the states are what passes through the device: its staging (memory/staging.py), without the
+The states of an offloaded optimizer are what passes through the device: its staging (memory/staging.py), without the
 one number that counts its steps.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,109 +30,56 @@ from meshwright.environment import Environment
 from meshwright.launch import Job, StopRequest
 from meshwright.memory.offload import Offloaded
 from meshwright.model import Batch, Samples, to_device
-from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.grid import PIPE
 from meshwright.resolve import resolve, this_machine
 from meshwright.train.job import open_layout, run_ranks
 from meshwright.train.loop import Trainer
 from meshwright.train.metrics import MetricsWriter, peak_memory_bytes
 from meshwright.train.step import publish, replica_backward
 
-COUNT_BYTES = 4
+WORKER = "meshwright.tools.compare.run:worker"
+STEP_COUNT_BYTES = 4
 """Of the step's number, which torch's AdamW wants as a tensor."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes on one rank between two steps."""
+class Sent:
+    """Calls of a verb along an axis, and their bytes, in one step."""
 
-    weights: int
-    gradients: int
-    states: int
-
-
-def held_by(parts: Parts) -> Held:
-    """What a rank holds that has made a step."""
-    slots = parts.strategy.slots  # views of whole buckets, also where only a part of one is stepped
-    weights = storages(slot.parameter.detach() for slot in slots)
-    gradients = storages(slot.parameter.grad for slot in slots if slot.parameter.grad is not None)
-    if isinstance(parts.optimizer.held, Offloaded):
-        states = parts.optimizer.held.tier.live_bytes - COUNT_BYTES
-    else:
-        kept = (tensor for index in range(len(slots)) for tensor in parts.optimizer.states(index).values())
-        states = sum(size for address, size in storages(kept).items() if address not in weights)
-    return Held(sum(weights.values()), sum(gradients.values()), states)
-
-
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The memory behind some tensors, each piece once: bytes by address."""
-    found = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
-
-
-def count_sent(parts: Parts, train: Samples, samples: int) -> dict[tuple[str, str], tuple[int, int]]:
-    """(calls, bytes) that this rank sends in one step, by axis and verb: passes, the gradients' sums, the weights'
-    publishing. Not the norm and the step report, which a plan does not count either (plan/predict.py).
-
-    It makes these parts of a step, with the labels' plain sum as loss, and leaves the gradients as they then are: call
-    it last.
-    """
-    config, ledger = parts.config, parts.mesh.ledger
-
-    def load(first: int, count: int) -> Batch:
-        return to_device(train.samples(samples + first, count), parts.mesh.device)
-
-    batch = parts.strategy.share(load, config.replica_batch)
-    before = {key: (entry.calls, entry.sent_bytes) for key, entry in ledger.traffic.items()}
-    replica_backward(parts, batch, [1 for _ in parts.model.labels], samples)
-    parts.strategy.finish()
-    publish(parts)
-    sent: defaultdict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for key, entry in ledger.traffic.items():
-        calls, sent_bytes = before.get(key, (0, 0))
-        if entry.calls > calls:
-            sent[key] = (entry.calls - calls, entry.sent_bytes - sent_bytes)
-    return dict(sent)
-
-
-WORKER = "meshwright.tools.compare.run:worker"
-
-Sent = dict[tuple[str, str], tuple[int, int]]
-"""(calls, bytes) of a step, by axis and verb."""
+    axis: str
+    verb: str
+    calls: int
+    bytes: int
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank held between two steps, the most memory that it ever had, and what it sends in a step."""
+    """`held`: bytes of weights, gradients and states between two steps; `peak_bytes`: the most memory that the rank
+    ever had; `sent`: what it sends in a step."""
 
     rank: int
     stage: int
-    held: Held
+    held: dict[str, int]
     peak_bytes: int
-    sent: Sent
+    sent: tuple[Sent, ...]
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """By axis."""
+        """Bytes sent in a step, by axis."""
         totals: dict[str, int] = {}
-        for (axis, _), (_, sent_bytes) in self.sent.items():
-            totals[axis] = totals.get(axis, 0) + sent_bytes
+        for sent in self.sent:
+            totals[sent.axis] = totals.get(sent.axis, 0) + sent.bytes
         return totals
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run left behind. `seconds`, `losses`, `phases`: of every step, in order; `phases` are rank 0's."""
+    """One run, read from its folder. `seconds`, `losses`, `phases`: of every step, in order; `phases` are rank 0's."""
 
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
     phases: tuple[dict[str, float], ...]
     ranks: tuple[RankFacts, ...]
-
-
-def here(config: Config) -> Config:
-    """The config as it is run: all ranks on this machine, and none of them started again."""
-    layout = config.layout.model_copy(update={"ranks_per_node": "auto"})
-    return config.model_copy(update={"layout": layout, "restarts": 0})
 
 
 def run(config: Config, data: Path, folder: Path, steps: int) -> Run:
@@ -144,22 +90,20 @@ def run(config: Config, data: Path, folder: Path, steps: int) -> Run:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     config = resolve(config, this_machine()).config
-    arguments = {
-        "config": config.model_dump(mode="json", by_alias=True), "out": str(folder.absolute()), "data": str(data),
-        "steps": steps,
-    }  # fmt: skip
-    run_ranks(config, Job(WORKER, arguments))
-    return read_run(folder, config.layout.world_size)
+    tree = config.model_dump(mode="json", by_alias=True)
+    run_ranks(config, Job(WORKER, {"config": tree, "out": str(folder.absolute()), "data": str(data), "steps": steps}))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    facts = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(config.layout.world_size)]
+    return Run(
+        losses=tuple(float(line["loss"]) for line in lines),
+        seconds=tuple(float(line["step_seconds"]) for line in lines),
+        phases=tuple(line["phase_seconds"] for line in lines),
+        ranks=tuple(RankFacts(**fact | {"sent": tuple(Sent(**sent) for sent in fact["sent"])}) for fact in facts),
+    )
 
 
 def worker(
-    environment: Environment,
-    stop: StopRequest,
-    *,
-    config: dict[str, Any],
-    out: str,
-    data: str,
-    steps: int,
+    environment: Environment, stop: StopRequest, *, config: dict[str, Any], out: str, data: str, steps: int
 ) -> None:
     """One rank."""
     settings, folder = Config.model_validate(config), Path(out)
@@ -177,34 +121,49 @@ def worker(
         if metrics is not None:
             metrics.close()
         held, peak_bytes = held_by(parts), peak_memory_bytes(mesh.device)
-        sent = count_sent(parts, train, trainer.samples)
-        facts = RankFacts(mesh.rank, mesh.index(PIPE), held, peak_bytes, sent)
-        (folder / f"rank-{mesh.rank}.json").write_text(json.dumps(_as_json(facts)))
+        facts = RankFacts(mesh.rank, mesh.index(PIPE), held, peak_bytes, count_sent(parts, train, trainer.samples))
+        (folder / f"rank-{mesh.rank}.json").write_text(json.dumps(asdict(facts)))
 
 
-def _as_json(facts: RankFacts) -> dict[str, Any]:
-    return asdict(facts) | {"sent": [[*key, *counts] for key, counts in sorted(facts.sent.items())]}
+def held_by(parts: Parts) -> dict[str, int]:
+    """Bytes of weights, gradients and states on a rank that has made a step."""
+    slots = parts.strategy.slots  # views of whole buckets, also where only a part of one is stepped
+    weights = storages(slot.parameter.detach() for slot in slots)
+    gradients = storages(slot.parameter.grad for slot in slots if slot.parameter.grad is not None)
+    if isinstance(parts.optimizer.held, Offloaded):
+        states = parts.optimizer.held.tier.live_bytes - STEP_COUNT_BYTES
+    else:
+        tensors = (tensor for index in range(len(slots)) for tensor in parts.optimizer.states(index).values())
+        states = sum(size for address, size in storages(tensors).items() if address not in weights)
+    return {"weights": sum(weights.values()), "gradients": sum(gradients.values()), "states": states}
 
 
-def _rank_facts(text: str) -> RankFacts:
-    tree = json.loads(text)
-    sent = {(axis, verb): (calls, sent_bytes) for axis, verb, calls, sent_bytes in tree["sent"]}
-    return RankFacts(tree["rank"], tree["stage"], Held(**tree["held"]), tree["peak_bytes"], sent)
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The memory behind some tensors, each piece once: bytes by address."""
+    pieces = (tensor.untyped_storage() for tensor in tensors)
+    return {piece.data_ptr(): piece.nbytes() for piece in pieces if piece.nbytes()}
 
 
-def read_run(folder: Path, num_ranks: int) -> Run:
-    """What a run that came to its end has left in its folder."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return Run(
-        losses=tuple(float(line["loss"]) for line in lines),
-        seconds=tuple(float(line["step_seconds"]) for line in lines),
-        phases=tuple(line["phase_seconds"] for line in lines),
-        ranks=tuple(_rank_facts((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)),
-    )
+def count_sent(parts: Parts, train: Samples, samples: int) -> tuple[Sent, ...]:
+    """What this rank sends in one step: passes, the gradients' sums, the weights' publishing. Not the norm and the step
+    report, which a plan does not count either (plan/predict.py).
 
+    It makes these parts of a step, with the labels' plain sum as loss, and leaves the gradients as they then are: call
+    it last.
+    """
+    config, ledger = parts.config, parts.mesh.ledger
 
-def first_ranks(config: Config) -> Sequence[int]:
-    """The first rank of each stage: of whom a prediction speaks."""
-    grid = Grid(config.layout.axes)
-    origin = grid.coordinates(0)
-    return [grid.rank(origin | {PIPE: stage}) for stage in range(grid.size(PIPE))]
+    def load(first: int, count: int) -> Batch:
+        return to_device(train.samples(samples + first, count), parts.mesh.device)
+
+    batch = parts.strategy.share(load, config.replica_batch)
+    before = {key: (entry.calls, entry.sent_bytes) for key, entry in ledger.traffic.items()}
+    replica_backward(parts, batch, [1 for _ in parts.model.labels], samples)
+    parts.strategy.finish()
+    publish(parts)
+    sent = []
+    for (axis, verb), entry in sorted(ledger.traffic.items()):
+        calls, sent_bytes = before.get((axis, verb), (0, 0))
+        if entry.calls > calls:
+            sent.append(Sent(axis, verb, entry.calls - calls, entry.sent_bytes - sent_bytes))
+    return tuple(sent)

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.config import parse_config
 from meshwright.tools.compare.layouts import Entry
 from meshwright.tools.compare.result import Comparison, Predicted, Row, StagePrediction
-from meshwright.tools.compare.run import Held, RankFacts, Run, Sent
+from meshwright.tools.compare.run import RankFacts, Run, Sent
 
 MODEL = {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 257, "dropout": 0.0}
 STAGES = {"pipeline": {"size": 2}}
@@ -19,8 +19,12 @@ def entry(name: str = "one", layout: dict[str, Any] | None = None, **model: Any)
     return Entry(name, parse_config(tree), f"{name}.yaml")
 
 
-def rank(number: int, stage: int = 0, weights: int = 100, sent: Sent | None = None, peak: int = 1000) -> RankFacts:
-    return RankFacts(number, stage, Held(weights, weights, 2 * weights), peak, sent or {})
+def rank(
+    number: int, stage: int = 0, weights: int = 100, sent: dict[tuple[str, str], tuple[int, int]] | None = None,
+    peak: int = 1000,
+) -> RankFacts:  # fmt: skip
+    calls = tuple(Sent(*key, *counts) for key, counts in (sent or {}).items())
+    return RankFacts(number, stage, {"weights": weights, "gradients": weights, "states": 2 * weights}, peak, calls)
 
 
 def run(seconds: Sequence[float], losses: Sequence[float], ranks: Sequence[RankFacts]) -> Run:

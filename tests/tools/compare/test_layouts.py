@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.tools.compare.ask import NO_CLUSTER, Asked, Foresight, entries_of, split_words
-from meshwright.tools.compare.layouts import Entry, from_files
+from meshwright.tools.compare.job import cluster_of
+from meshwright.tools.compare.layouts import Entry, Question, entries_of, from_files, split_words
 
 RUN = """
 model: {base: gpt2-mini, dropout: 0.0}
@@ -102,29 +102,30 @@ def test_words_without_an_equals_sign_are_files_behind_the_option() -> None:
 
 def test_what_is_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parent)
-    none = Foresight.on(None)
-    assert none.silence == NO_CLUSTER
+    none = cluster_of(None)
+    assert none is None
     with pytest.raises(ConfigError, match="--layouts=none leaves nothing to compare"):
-        entries_of(Asked(run, (), ()), none)
+        entries_of(Question(run, (), ()), none)
     with pytest.raises(ConfigError, match="--devices=4 says what to plan for, and nothing is planned"):
-        entries_of(Asked(run, (), [run], devices=4), none)
+        entries_of(Question(run, (), [run], devices=4), none)
     with pytest.raises(ConfigError, match="--top=2 needs a cluster to plan for"):
-        entries_of(Asked(run, (), (), top=2), none)
+        entries_of(Question(run, (), (), top=2), none)
     with pytest.raises(ConfigError, match="--cluster=nowhere is no cluster"):
-        Foresight.on("nowhere")
+        cluster_of("nowhere")
 
 
 def test_the_calibrated_file_is_taken_where_none_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parent)
     here = Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml"
     Path("cluster.yaml").write_text(here.read_text())
-    assert Foresight.on(None).name == "small"
+    assert (cluster := cluster_of(None)) is not None
+    assert cluster.name == "small"
 
 
 def test_the_planners_layouts(run: Path) -> None:
     small = str(Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml")
     fixed = ("layout.tensor={kind: none}", "layout.data.size=2", "layout.pipeline.size=1", "batch.micro=4")
     words = ("model.layers=1", "model.hidden=64", "model.heads=2", "data.sequence=32", "memory.recompute=none", *fixed)
-    entries = entries_of(Asked(run, words, (), top=2, devices=2), Foresight.on(small))
+    entries = entries_of(Question(run, words, (), top=2, devices=2), cluster_of(small))
     assert [entry.name for entry in entries] == ["plan-1", "plan-2"]
     assert all(entry.config.layout.world_size == 2 for entry in entries)

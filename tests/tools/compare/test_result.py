@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.tools.compare.result import Pair, Row, held_pairs, sent_by_one, sent_pairs
-from meshwright.tools.compare.table import sentences
+from meshwright.tools.compare.report import sentences
+from meshwright.tools.compare.result import Pair, Row
 from tests.tools.compare.runs import STAGES, comparison, entry, predicted, rank, run
 
 FAST = run((9, 9, 0.1, 0.3), (5, 4, 3, 2), [rank(0)])
@@ -26,20 +26,20 @@ def test_of_stages_the_fullest_and_the_one_that_sends_most() -> None:
     second = rank(1, 1, 300, {("pipe", "message"): (2, 70), ("data", "all_gather"): (1, 1), ("data", "send"): (1, 1)})
     foreseen = predicted(1.0, (100, {"pipe": 60, "data": 5}), (301, {"pipe": 71, "data": 2}))
     row = Row(entry("two", STAGES), (run((1, 1, 1, 1), LOSSES, [first, second]),), foreseen)
-    assert held_pairs(row) == {
+    assert row.held == {
         "weights": Pair(1, 300, 301),
         "gradients": Pair(1, 300, 301),
         "states": Pair(1, 600, 602),
     }
-    assert sent_pairs(row) == {"pipe": Pair(1, 70, 71), "data": Pair(0, 5, 5)}
-    assert sent_by_one(row) == Pair(1, 72, 73)
+    assert row.sent == {"pipe": Pair(1, 70, 71), "data": Pair(0, 5, 5)}
+    assert row.sent_in_all == Pair(1, 72, 73)
     assert foreseen.peak_bytes == 4 * 301 + 506
 
 
 def test_an_axis_that_was_foreseen_and_is_not_used_is_shown() -> None:
     row = Row(entry(), (FAST,), predicted(1.0, (100, {"tensor": 8})))
-    assert sent_pairs(row) == {"tensor": Pair(0, 0, 8)}
-    assert sent_pairs(Row(entry(), (FAST,))) == {}
+    assert row.sent == {"tensor": Pair(0, 0, 8)}
+    assert Row(entry(), (FAST,)).sent == {}
 
 
 def test_errors_and_the_fastest() -> None:
@@ -50,14 +50,14 @@ def test_errors_and_the_fastest() -> None:
     assert [row.error for row in made.measured] == [pytest.approx(0.5), pytest.approx(-0.8)]
     assert made.mean_error == pytest.approx(0.65)
     assert made.fastest.name == "fast"
-    assert made.foreseen_fastest is not None
+    assert made.predicted_fastest is not None
     assert "slow was predicted to be the fastest, but it is not." in sentences(made)
 
 
 def test_no_fastest_is_foreseen_where_a_prediction_is_missing() -> None:
     rows = Row(entry("a"), (FAST,), predicted(0.3, (1, {}))), Row(entry("b"), (FAST,), unpredicted="it is fsdp")
     made = comparison(*rows)
-    assert made.foreseen_fastest is None
+    assert made.predicted_fastest is None
     assert "b was not predicted: it is fsdp" in sentences(made)
 
 

@@ -1,0 +1,298 @@
+"""A comparison as tables, which a terminal and the page show alike; as sentences, a picture, and plain values.
+
+The page is one HTML file (page.html, a Jinja2 template) that needs nothing else: the picture is inside, no script,
+nothing from a network.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader
+from rich.console import Console
+from rich.table import Column
+from rich.table import Table as RichTable
+
+from meshwright.config import dump_tree
+from meshwright.tools.compare.layouts import OWN
+from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Pair, Row
+from meshwright.tools.report.comparison import Bar, Panel, draw_comparison
+from meshwright.train.phases import PHASES
+
+WIDTH = 140
+"""Columns, where no terminal says how many there are."""
+
+BESIDE = ("activations", "temporaries", "framework")
+"""Parts of a predicted memory that no rank can tell apart."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text, a smaller one below it, a bar of so many percent; `bad`: in red."""
+
+    text: str
+    note: str = ""
+    bar: float | None = None
+    bad: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; each line's first cell is the layout's. `best`: the line of the fastest layout."""
+
+    title: str
+    columns: Sequence[str]
+    lines: list[list[Cell]] = field(default_factory=list)
+    best: int | None = None
+
+    def add(self, row: Row, *cells: str | Cell) -> None:
+        """A line of a layout."""
+        name = Cell(row.name, row.entry.config.layout.summary)
+        self.lines.append([name, *(cell if isinstance(cell, Cell) else Cell(cell) for cell in cells)])
+
+
+def times_table(comparison: Comparison) -> Table:
+    """Steps, memory and losses. A layout that has not run has no numbers."""
+    predicted = bool(comparison.predicted)
+    columns = ["layout", "ranks", "ms a step", "a half between", *["predicted", "error"] * predicted]
+    columns += ["of the fastest", "peak MB", *["predicted MB"] * predicted, "losses differ by"]
+    best = comparison.rows.index(comparison.fastest) if comparison.measured else None
+    table = Table("Time and memory", columns, best=best)
+    slowest = max((row.seconds for row in comparison.measured), default=0.0)
+    for row in comparison.rows:
+        ranks = str(row.entry.config.layout.world_size)
+        if not row.runs:
+            table.add(row, ranks, Cell("failed" if row.failure else "not run", bad=True), *[""] * (len(columns) - 3))
+            continue
+        step = Cell(milliseconds(row.seconds), bar=100 * row.seconds / slowest)
+        cells: list[str | Cell] = [ranks, step, " and ".join(map(milliseconds, row.quartiles))]
+        error = "-" if row.error is None else f"{row.error:+.1%}"
+        cells += [milliseconds(row.predicted.seconds) if row.predicted else "-", error] * predicted
+        cells += [f"{row.seconds / comparison.fastest.seconds:.2f}", megabytes(row.peak_bytes)]
+        cells += [megabytes(row.predicted.peak_bytes) if row.predicted else "-"] * predicted
+        table.add(row, *cells, _agreement(comparison, row))
+    return table
+
+
+def _agreement(comparison: Comparison, row: Row) -> Cell:
+    if row is comparison.measured[0]:
+        return Cell("(the reference)")
+    text = f"{comparison.difference(row):.1e}"
+    if comparison.drops_out:
+        return Cell(f"{text} (dropout)")
+    return Cell(text) if comparison.agrees(row) else Cell(f"{text}: MORE THAN ROUNDING", bad=True)
+
+
+def phases_table(comparison: Comparison) -> Table:
+    """Milliseconds by phase, measured / predicted."""
+    legend = " (measured / predicted)" if comparison.predicted else ""
+    columns = [f"layout{legend}", *(phase.replace("_", " ") for phase in PHASES)]
+    table = Table("Phases of a step, milliseconds on rank 0", columns)
+    for row in comparison.measured:
+        phases = row.predicted.phases if row.predicted is not None else {}
+        predicted = {phase: f" / {milliseconds(seconds)}" for phase, seconds in phases.items()}
+        table.add(row, *(milliseconds(row.phases[phase]) + predicted.get(phase, "") for phase in PHASES))
+    return table
+
+
+def held_table(comparison: Comparison) -> Table:
+    """Weights, gradients and states; and the parts that a prediction adds to them, which nothing measures by part."""
+    beside = [f"{part}, predicted" for part in BESIDE] if comparison.predicted else []
+    columns = ["layout" + _legend(comparison), "of", "weights", "gradients", "states", *beside]
+    table = Table("What a rank holds, MB", columns)
+    for row in comparison.measured:
+        stage = row.held["weights"].stage
+        memory = row.predicted.stages[stage].memory if row.predicted is not None else {}
+        parts = [megabytes(memory[part]) if part in memory else "-" for part in BESIDE if beside]
+        of = f"stage {stage}" if len(row.stages) > 1 else "its first rank"
+        table.add(row, of, *map(_pair_text, row.held.values()), *parts)
+    return table
+
+
+def sent_table(comparison: Comparison) -> Table:
+    """A column an axis that some layout uses."""
+    axes = list(dict.fromkeys(axis for row in comparison.measured for axis in row.sent))
+    columns = ["layout" + _legend(comparison), *axes, "in all"]
+    table = Table("What a rank sends in a step, MB by axis", columns)
+    for row in comparison.measured:
+        by_axis = (_pair_text(row.sent[axis]) if axis in row.sent else "-" for axis in axes)
+        table.add(row, *by_axis, _pair_text(row.sent_in_all))
+    return table
+
+
+def losses_table(comparison: Comparison) -> Table:
+    """The losses of each layout's first run, its steps from left to right."""
+    table = Table("Losses, step by step", ["layout", *map(str, range(1, comparison.steps + 1))])
+    for row in comparison.measured:
+        table.add(row, *(f"{loss:.6f}" for loss in row.runs[0].losses))
+    return table
+
+
+def _legend(comparison: Comparison) -> str:
+    return " (measured / predicted; = to the byte)" if comparison.predicted else ""
+
+
+def _pair_text(pair: Pair) -> str:
+    """`1.20 / 1.30` in MB; `=` stands for a prediction that is right to the byte."""
+    if pair.predicted is None:
+        return megabytes(pair.measured)
+    return f"{megabytes(pair.measured)} / {'=' if pair.predicted == pair.measured else megabytes(pair.predicted)}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}"
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.2f}"
+
+
+def sentences(comparison: Comparison) -> list[str]:
+    """What follows from the numbers."""
+    said = []
+    rows = comparison.measured
+    if len(rows) > 1:
+        fastest, slowest = comparison.fastest, max(rows, key=lambda row: row.seconds)
+        ratio = slowest.seconds / fastest.seconds
+        said.append(f"The fastest is {fastest.name}; {slowest.name} takes {ratio:.2f} times as long.")
+    if (predicted := comparison.predicted_fastest) is not None:
+        right = "and it is" if predicted is comparison.fastest else "but it is not"
+        said.append(f"{predicted.name} was predicted to be the fastest, {right}.")
+    if comparison.mean_error is not None:
+        said.append(f"Predicted steps ({comparison.cluster}) are off by {comparison.mean_error:.1%} on average.")
+    if comparison.unpredicted:
+        said.append(comparison.unpredicted)
+    else:
+        said += [f"{row.name} was not predicted: {row.unpredicted}" for row in comparison.rows if row.unpredicted]
+    if wide := ", ".join(row.name for row in comparison.predicted if row.threads > 1):
+        said.append(f"A rank of {wide} has several threads, and was predicted on one core; threads=1 is alike.")
+    if len(rows) > 1:
+        said.append(_losses_sentence(comparison))
+    said += [f"{row.name} failed: {row.failure.splitlines()[0]}" for row in comparison.rows if row.failure]
+    return [*said, comparison.interrupted] if comparison.interrupted else said
+
+
+def _losses_sentence(comparison: Comparison) -> str:
+    first, *others = comparison.measured
+    if comparison.drops_out:
+        return "Losses need not agree: model.dropout is on, and no two layouts share its masks."
+    if names := ", ".join(row.name for row in others if not comparison.agrees(row)):
+        return f"Losses of {names} differ from those of {first.name} by more than rounding: see `meshwright verify`."
+    worst = max(map(comparison.difference, others))
+    return f"All losses agree with those of {first.name} to {worst:.1e}, step by step."
+
+
+def render(comparison: Comparison) -> None:
+    """Print times, memory and losses; bytes by part and by axis; and what follows from them."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(f"{comparison.title}, on {comparison.device}: {comparison.effort}", markup=False)
+    for place, table in enumerate((times_table(comparison), held_table(comparison), sent_table(comparison))):
+        first, *others = table.columns
+        shown = RichTable(Column(first, overflow="fold"), *others, title=table.title)
+        for name, *cells in table.lines:
+            first = name.text if place else f"{name.text}: {name.note}"  # once is enough here
+            shown.add_row(first, *(cell.text for cell in cells))
+        console.print(shown)
+    for sentence in sentences(comparison):
+        console.print(sentence, markup=False)
+
+
+def html_of(comparison: Comparison, picture: bytes) -> str:
+    """The whole page. `picture`: a PNG."""
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    kinds = (times_table, phases_table, held_table, sent_table, losses_table)
+    layouts = []
+    for row in comparison.rows:
+        tree = dump_tree(row.entry.config)
+        own = {key: tree[key] for key in ("layout", "batch", *OWN[1:])}
+        layouts.append((row, yaml.safe_dump(own, sort_keys=False)))
+    return templates.get_template("page.html").render(
+        comparison=comparison,
+        tables=[kind(comparison) for kind in kinds],
+        said=sentences(comparison),
+        layouts=layouts,
+        picture=b64encode(picture).decode(),
+    )
+
+
+def draw(comparison: Comparison, picture: Path) -> None:
+    """Draw the layouts that have run, in the panels of report/comparison.py."""
+    steps, memory, sent = {}, {}, {}
+    for row in comparison.measured:
+        low, high = row.quartiles
+        predicted = row.predicted
+        steps[row.name] = Bar(1e3 * row.seconds, 1e3 * predicted.seconds if predicted else None, 1e3 * low, 1e3 * high)
+        memory[row.name] = Bar(row.peak_bytes / 1e6, predicted.peak_bytes / 1e6 if predicted else None)
+        pair = row.sent_in_all
+        sent[row.name] = Bar(pair.measured / 1e6, pair.predicted / 1e6 if pair.predicted is not None else None)
+    panels = [
+        Panel("A step", "milliseconds", steps),
+        Panel("Memory of the fullest rank", "MB", memory),
+        Panel("Sent by a rank in a step", "MB", sent),
+    ]
+    draw_comparison(panels, {row.name: row.runs[0].losses for row in comparison.measured}, picture)
+
+
+def as_dict(comparison: Comparison) -> dict[str, Any]:
+    """For `--json`, and for comparison.json. Seconds, bytes; null where nothing was predicted."""
+    return {
+        "run": comparison.title,
+        "device": comparison.device,
+        "cluster": comparison.cluster or None,
+        "steps": comparison.steps,
+        "untimed_steps": WARMUP_STEPS,
+        "rounds": comparison.rounds,
+        "interrupted": comparison.interrupted or None,
+        "unpredicted": comparison.unpredicted or None,
+        "fastest": comparison.fastest.name if comparison.measured else None,
+        "predicted_fastest": comparison.predicted_fastest.name if comparison.predicted_fastest is not None else None,
+        "mean_error": comparison.mean_error,
+        "layouts": [_row_dict(comparison, row) for row in comparison.rows],
+    }
+
+
+def _row_dict(comparison: Comparison, row: Row) -> dict[str, Any]:
+    config = row.entry.config
+    facts: dict[str, Any] = {
+        "name": row.name,
+        "origin": row.entry.origin,
+        "layout": config.layout.summary,
+        "ranks": config.layout.world_size,
+        "threads": row.threads,
+        "micro": config.micro,
+        "failure": row.failure or None,
+        "unpredicted": row.unpredicted or None,
+        "rounds": len(row.runs),
+        "predicted": asdict(row.predicted) | {"peak_bytes": row.predicted.peak_bytes} if row.predicted else None,
+        "measured": None,
+    }
+    if row.runs:
+        facts["error"] = row.error
+        facts["losses"] = {
+            "difference": _plain(comparison.difference(row)),
+            "allowed": comparison.allowed(row),
+            "agree": comparison.agrees(row),
+            "dropout": comparison.drops_out,
+        }
+        facts["measured"] = {
+            "seconds": row.seconds,
+            "quartiles": list(row.quartiles),
+            "step_seconds": [list(run.seconds) for run in row.runs],
+            "losses": [[_plain(loss) for loss in run.losses] for run in row.runs],
+            "phases": row.phases,
+            "peak_bytes": row.peak_bytes,
+            "stages": [asdict(facts) for facts in row.stages],
+        }
+    return facts
+
+
+def _plain(number: float) -> float | str:
+    """JSON has no word for what is no number."""
+    return number if math.isfinite(number) else str(number)
