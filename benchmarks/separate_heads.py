@@ -97,7 +97,7 @@ def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
     buckets = make_buckets(model.named_parameters(), specs, mesh, config.layout.data.bucket)
     strategy = Synchroniser(buckets, mesh, AllReduce())
     use_gradients(model, strategy.gradients)
-    stages = Stages((model.stretch,), specs, ())
+    stages = Stages((model.chunk,), specs, ())
     pipeline = build_pipeline(config, mesh, model, stages, strategy)
     optimizer = Optimizer(config, strategy.slots, mesh, InPlace)
     return Parts(config, (), mesh, kit, model, stages, strategy, pipeline, optimizer)

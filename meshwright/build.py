@@ -15,7 +15,7 @@ from meshwright.data_parallel.strategy import Strategy
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import on_disk, on_host
 from meshwright.memory.recompute import best_group, groups_of, recomputed
-from meshwright.model import Batch, Stretch, rows_of
+from meshwright.model import Batch, Chunk, rows_of
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, chain_of, make_chain
 from meshwright.optim.optimizer import Optimizer
@@ -87,9 +87,9 @@ def build_kit(config: Config, mesh: Mesh) -> Kit:
     return config.layout.tensor.kit(config, mesh)
 
 
-def build_model(config: Config, kit: Kit, mesh: Mesh, stretch: Stretch | None = None) -> Chain:
-    """The model, or a stretch of it, with this rank's part of its initial weights, in the precision that is stored."""
-    model = make_chain(config, kit, stretch)
+def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None) -> Chain:
+    """The model, or a chunk of it, with this rank's part of its initial weights, in the precision that is stored."""
+    model = make_chain(config, kit, chunk)
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
     dtype = DTYPES[config.precision.dtype]
@@ -107,11 +107,11 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
 
     `folder`: the run's, where an optimizer that lives on disk has its file.
     """
-    stages = plan_stages(config, mesh, partial(make_stretch, config))
-    stretch = stages.stretches[mesh.index(PIPE)]
+    stages = plan_stages(config, mesh, partial(make_chunk, config))
+    chunk = stages.chunks[mesh.index(PIPE)]
     kit = build_kit(config, mesh)
-    model = build_model(config, kit, mesh, stretch)
-    recompute_in(config, model, len(stretch.layers))
+    model = build_model(config, kit, mesh, chunk)
+    recompute_in(config, model, len(chunk.layers))
     strategy = _build_strategy(config, mesh, model, stages.specs)
     use_gradients(model, strategy.gradients)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
@@ -120,15 +120,15 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer)
 
 
-def make_stretch(config: Config, mesh: Mesh, stretch: Stretch) -> tuple[Chain, Kit]:
-    """A stretch of the model for a rank, and the kit that it is written in."""
+def make_chunk(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[Chain, Kit]:
+    """A chunk of the model for a rank, and the kit that it is written in."""
     kit = build_kit(config, mesh)
-    return build_model(config, kit, mesh, stretch), kit
+    return build_model(config, kit, mesh, chunk), kit
 
 
 def recompute_in(config: Config, model: Chain, stage_layers: int) -> None:
     """Set which parts of a model keep only what they read, in a stage of so many layers."""
-    setting, layers = config.memory.recompute, model.stretch.layers
+    setting, layers = config.memory.recompute, model.chunk.layers
     if setting == "selective":
         for module in model.modules():
             if isinstance(module, AttentionCore):

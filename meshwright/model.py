@@ -2,10 +2,10 @@
 
 A batch: what a model reads, as named tensors whose first dim counts the samples (sequences, images).
 
-A label of IGNORED is not counted. Every loss of a model is a sum over the counted elements of one entry, its label;
-divided by their number in the global batch it is a mean, also where ranks and microbatches count different numbers.
+A label of IGNORED is not valid. Every loss of a model is a sum over the valid elements of one entry, its label;
+divided by their number in the global batch it is a mean, also where ranks and microbatches have different numbers.
 
-A model as a chain: begin, its layers, end, the losses. A rank may hold the whole chain or a stretch of it.
+A model as a chain: embeddings, layers, head and losses. A rank may hold all of it or a chunk.
 
 What passes from layer to layer is a tuple of tensors, of the same shapes after every layer, so that a pipeline may cut
 the chain between any two.
@@ -51,7 +51,7 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
 
 
 def counts_of(batch: Batch, labels: Sequence[str]) -> list[int]:
-    """How many elements of each label count."""
+    """How many elements of each label are valid."""
     return [int((batch[name] != IGNORED).sum()) for name in labels]
 
 
@@ -69,37 +69,37 @@ Hidden = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A contiguous part of the chain: these layers, and its beginning (embeddings) and end (head, losses) or not."""
+class Chunk:
+    """A contiguous part of a model: these layers, and `first` the embeddings, `last` the head with its losses."""
 
     layers: range
     first: bool
     last: bool
 
     @classmethod
-    def whole(cls, num_layers: int) -> Stretch:
+    def whole(cls, num_layers: int) -> Chunk:
         return cls(range(num_layers), True, True)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the links of the chain cost, in any one unit: embeddings, each layer, head and losses."""
+    """What the parts of a model cost, in any one unit: embeddings, each layer, head and losses."""
 
-    begin: float
+    embedding: float
     layers: tuple[float, ...]
-    end: float
+    head: float
 
     @property
     def total(self) -> float:
-        return self.begin + sum(self.layers) + self.end
+        return self.embedding + sum(self.layers) + self.head
 
 
 class Model(Protocol):
-    """The chain, or a stretch of it, as a stage runs it."""
+    """The chain, or a chunk of it, as a stage runs it."""
 
-    stretch: Stretch
+    chunk: Chunk
     labels: tuple[str, ...]
-    """The batch's entries that are counted, one for each loss."""
+    """The batch's entries that are labels, one for each loss."""
     inside: tuple[str, ...]
     """The batch's entries that are read inside of branches, and sliced for there: masks of attention."""
 
@@ -112,5 +112,5 @@ class Model(Protocol):
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
         """The losses of hidden states."""
 
-    def right(self, h: Tensor, batch: Batch) -> list[int]:
-        """How many counted elements of each label are the model's likeliest answer. Without gradients."""
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        """How many valid elements of each label are the model's likeliest answer. Without gradients."""

@@ -18,12 +18,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from meshwright.build import Parts, build, make_stretch
+from meshwright.build import Parts, build, make_chunk
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Strategy
 from meshwright.memory.offload import host_store_bytes, state_bytes
 from meshwright.memory.recompute import kept_bytes
-from meshwright.model import Costs, Hidden, Stretch
+from meshwright.model import Chunk, Costs, Hidden
 from meshwright.models.chain import Chain, chain_of, make_chain
 from meshwright.parameters.bucket import gradient_dtype
 from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs
@@ -75,11 +75,11 @@ class BuiltStages:
         return [[size_bytes(block) for block in kit.weights.blocks] for kit in kits if isinstance(kit, TesseractKit)]
 
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
-        make = partial(make_stretch, config)
+        make = partial(make_chunk, config)
         stages = plan_stages(config, first_ranks(config)[0], make)
         sizes = []
         for stage, mesh in enumerate(first_ranks(config)):
-            model, kit = make(mesh, stages.stretches[stage])
+            model, kit = make(mesh, stages.chunks[stage])
             batch = empty_batch(config, kit, model.inside, mesh.device)
             forms = stages.forms(stage)["before"]
             given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta").requires_grad_() for form in forms)
@@ -104,17 +104,17 @@ def all_state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], de
 def counted_costs(config: Config) -> Costs:
     """The work of each link of the chain, `shared_work` of its parameters."""
     mesh = first_ranks(config)[0]
-    specs = (shard_specs(make_stretch(config, mesh, link)[0]) for link in links(config.model.num_blocks))
+    specs = (shard_specs(make_chunk(config, mesh, link)[0]) for link in links(config.model.num_blocks))
     return shared_work(config, parameters_of(*specs))
 
 
-def parameters_of(begin: dict[str, ShardSpec], layers: dict[str, ShardSpec], end: dict[str, ShardSpec]) -> Costs:
-    """How many parameters each link of the chain has."""
+def parameters_of(embedding: dict[str, ShardSpec], layers: dict[str, ShardSpec], head: dict[str, ShardSpec]) -> Costs:
+    """How many parameters the embeddings, each layer and the head have."""
     blocks: dict[int, list[ShardSpec]] = {}
     for name, spec in layers.items():
         blocks.setdefault(int(name.split(".")[1]), []).append(spec)
     own = tuple(num_parameters(blocks[layer]) for layer in sorted(blocks))
-    return Costs(num_parameters(list(begin.values())), own, num_parameters(list(end.values())))
+    return Costs(num_parameters(list(embedding.values())), own, num_parameters(list(head.values())))
 
 
 def shared_work(config: Config, parameters: Costs) -> Costs:
@@ -122,18 +122,18 @@ def shared_work(config: Config, parameters: Costs) -> Costs:
     products, samples = chain_of(config).products(config), config.micro
     weight = PRODUCTS_PER_PARAMETER / 3 / config.num_microbatches
     return Costs(
-        samples * products.begin + weight * parameters.begin,
+        samples * products.embedding + weight * parameters.embedding,
         tuple(
             samples * product + weight * own for product, own in zip(products.layers, parameters.layers, strict=True)
         ),
-        samples * products.end + weight * parameters.end,
+        samples * products.head + weight * parameters.head,
     )
 
 
-def links(num_layers: int) -> tuple[Stretch, Stretch, Stretch]:
+def links(num_layers: int) -> tuple[Chunk, Chunk, Chunk]:
     """The beginning, all layers and the end of the chain, each by itself."""
     nothing = range(0)
-    return Stretch(nothing, True, False), Stretch(range(num_layers), False, False), Stretch(nothing, False, True)
+    return Chunk(nothing, True, False), Chunk(range(num_layers), False, False), Chunk(nothing, False, True)
 
 
 def timed_costs(config: Config) -> Costs:
@@ -147,7 +147,7 @@ def timed_costs(config: Config) -> Costs:
     known: dict[tuple[torch.Size, ...], float] = {}
     seconds: list[float] = []
     hidden: Hidden = ()
-    for link in (begin, *(Stretch(range(layer, layer + 1), False, False) for layer in layers.layers), end):
+    for link in (begin, *(Chunk(range(layer, layer + 1), False, False) for layer in layers.layers), end):
         model: Chain = make_chain(config, kit, link)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.02)
@@ -162,7 +162,7 @@ def timed_costs(config: Config) -> Costs:
 
 
 def _seconds(model: Chain, hidden: Hidden, batch: dict[str, torch.Tensor], device: torch.device) -> float:
-    """A stretch forward and backward."""
+    """A chunk forward and backward."""
     given = tuple(x.detach().requires_grad_() for x in hidden)
     started = time.perf_counter()
     out = model(batch, dict.fromkeys(model.labels, 1.0), given)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright.config import Config
-from meshwright.model import Batch, Hidden, Stretch
+from meshwright.model import Batch, Chunk, Hidden
 from meshwright.models.chain import Chain, chain_of
 from meshwright.parameters.shard import ShardSpec, shard_specs
 from meshwright.pipeline.partition import ranges_of
@@ -22,14 +22,14 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tensor.kit import Kit, rows_of_rank
 
-MakeModel = Callable[[Mesh, Stretch], tuple[Chain, Kit]]
+MakeModel = Callable[[Mesh, Chunk], tuple[Chain, Kit]]
 
 
 @dataclass(frozen=True)
 class Stages:
     """`specs`: of all parameters of the whole model. `passing`: forms of what stage i gives to stage i + 1."""
 
-    stretches: tuple[Stretch, ...]
+    chunks: tuple[Chunk, ...]
     specs: dict[str, ShardSpec]
     passing: tuple[tuple[TensorMeta, ...], ...]
 
@@ -40,21 +40,21 @@ class Stages:
 
 
 def plan_stages(config: Config, mesh: Mesh, make: MakeModel) -> Stages:
-    """Cut the model into the layout's stages. `make`: builds a stretch for the rank of a mesh."""
+    """Cut the model into the layout's stages. `make`: builds a chunk for the rank of a mesh."""
     num_stages = config.layout.pipeline.size
     layers = ranges_of(_partition(config))
-    stretches = tuple(Stretch(run, stage == 0, stage == num_stages - 1) for stage, run in enumerate(layers))
+    chunks = tuple(Chunk(run, stage == 0, stage == num_stages - 1) for stage, run in enumerate(layers))
     specs: dict[str, ShardSpec] = {}
     passing: list[tuple[TensorMeta, ...]] = []
     hidden: Hidden = ()
-    for stage, stretch in enumerate(stretches):
-        model, kit = make(_planned(mesh, stage), stretch)
+    for stage, chunk in enumerate(chunks):
+        model, kit = make(_planned(mesh, stage), chunk)
         specs |= {name: replace(spec, tied=name in specs) for name, spec in shard_specs(model).items()}
-        if not stretch.last:
+        if not chunk.last:
             with torch.no_grad():
                 hidden = model.hidden_states(empty_batch(config, kit, model.inside, torch.device("meta")), hidden)
             passing.append(tuple(TensorMeta(tuple(x.shape), x.dtype) for x in hidden))
-    return Stages(stretches, specs, tuple(passing))
+    return Stages(chunks, specs, tuple(passing))
 
 
 def empty_batch(config: Config, kit: Kit, inside: Sequence[str], device: torch.device) -> Batch:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from meshwright.build import build_model, make_stretch
+from meshwright.build import build_model, make_chunk
 from meshwright.config import Config
 from meshwright.machine import Machine
 from meshwright.parameters.shard import shard_specs
@@ -29,7 +29,7 @@ from tests.workers import run_ranks
 def planned(config: Config, rank: int = 0) -> tuple[Mesh, Stages]:
     config = resolved(config)
     mesh = planned_mesh(Grid(config.layout.axes), rank, config.layout.token_axes)
-    return mesh, plan_stages(config, mesh, partial(make_stretch, config))
+    return mesh, plan_stages(config, mesh, partial(make_chunk, config))
 
 
 @pytest.mark.parametrize("model", ["gpt2", "untied", "bert", "megatron-bert", "vit"])
@@ -46,8 +46,8 @@ def test_stages_have_each_parameter_once_but_the_tied(model: str, stages: int) -
     }
     tied = {name for name, spec in plan.specs.items() if spec.tied}
     assert tied == ({"tokens.weight"} if model not in ("untied", "vit") and stages > 1 else set())
-    assert [layer for stretch in plan.stretches for layer in stretch.layers] == list(range(config.model.layers))
-    assert [(stretch.first, stretch.last) for stretch in plan.stretches] == [
+    assert [layer for chunk in plan.chunks for layer in chunk.layers] == list(range(config.model.layers))
+    assert [(chunk.first, chunk.last) for chunk in plan.chunks] == [
         (index == 0, index == stages - 1) for index in range(stages)
     ]
 

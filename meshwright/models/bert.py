@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
+from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.models.section import Bert
@@ -87,22 +87,22 @@ class BERT(Chain):
 
     inside = ("mask",)
 
-    def __init__(self, model: Bert, kit: Kit, stretch: Stretch | None = None) -> None:
-        stretch = stretch or Stretch.whole(model.layers)
-        super().__init__(stretch)
+    def __init__(self, model: Bert, kit: Kit, chunk: Chunk | None = None) -> None:
+        chunk = chunk or Chunk.whole(model.layers)
+        super().__init__(chunk)
         hidden, initial = model.hidden, Initial(0.02)
         self.labels: tuple[str, ...] = ("labels", "next_sentence") if model.next_sentence else ("labels",)
         self.norm_first = model.norm_order == "megatron"
-        if stretch.first or stretch.last:
+        if chunk.first or chunk.last:
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
-        if stretch.first:
+        if chunk.first:
             self.positions = kit.embedding(model.positions, hidden, initial)
             self.segments = kit.embedding(model.padded(NUM_SEGMENTS), hidden, initial)
             self.dropout = nn.Dropout(model.dropout)
-        if stretch.last if self.norm_first else stretch.first:  # on the last hidden states, or on the embeddings
+        if chunk.last if self.norm_first else chunk.first:  # on the last hidden states, or on the embeddings
             self.norm = kit.norm(hidden, model.norm_epsilon)
-        self.blocks = blocks_of(stretch, lambda _: Block(model, kit))
-        if stretch.last:
+        self.blocks = blocks_of(chunk, lambda _: Block(model, kit))
+        if chunk.last:
             self.transform = kit.transform(hidden, hidden, initial)
             self.transform_norm = kit.norm(hidden, model.norm_epsilon)
             shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, bias=True)
@@ -112,7 +112,7 @@ class BERT(Chain):
                 answers = model.padded(NUM_ANSWERS)
                 self.next_sentence_head = kit.head_loss(HeadShape(hidden, NUM_ANSWERS, answers, initial, bias=True))
 
-    def begin(self, batch: Batch) -> Hidden:
+    def embed(self, batch: Batch) -> Hidden:
         tokens = batch["tokens"]
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         h = self.tokens(tokens) + self.positions(positions) + self.segments(batch["segments"])
@@ -122,7 +122,7 @@ class BERT(Chain):
         seen = batch["mask"].bool()[:, None, None, :]  # [B, 1, 1, T]
         return (block(*hidden, seen),)
 
-    def end(self, hidden: Hidden) -> Tensor:
+    def final_states(self, hidden: Hidden) -> Tensor:
         (h,) = hidden
         return self.norm(h) if self.norm_first else h
 
@@ -135,10 +135,10 @@ class BERT(Chain):
             total = total + self.next_sentence_head(self.pooled(h), answers, scales["next_sentence"])
         return total
 
-    def right(self, h: Tensor, batch: Batch) -> list[int]:
-        counts = [cast(Head, self.head).right(self.transformed(h), batch["labels"])]
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        counts = [cast(Head, self.head).num_correct(self.transformed(h), batch["labels"])]
         if "next_sentence" in self.labels:
-            counts.append(cast(Head, self.next_sentence_head).right(self.pooled(h), batch["next_sentence"]))
+            counts.append(cast(Head, self.next_sentence_head).num_correct(self.pooled(h), batch["next_sentence"]))
         return counts
 
     def transformed(self, h: Tensor) -> Tensor:

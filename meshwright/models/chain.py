@@ -1,4 +1,4 @@
-"""What all models have in common: a chain of blocks, under their numbers in the whole model, or a stretch of it."""
+"""What all models have in common: a chain of blocks, under their numbers in the whole model, or a chunk of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
+from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.registry import load
 from meshwright.tensor.kit import Kit
 
@@ -24,29 +24,30 @@ def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Chain(nn.Module, ABC):
-    """Subclasses give blocks, begin, layer, end, loss, right. Block i of the model is `blocks.i` in every stretch."""
+    """Subclasses give blocks, embed, layer, final_states, loss and num_correct. Block i of the model is `blocks.i` in
+    every chunk."""
 
     blocks: nn.ModuleDict
     labels: tuple[str, ...]
     inside: tuple[str, ...] = ()
 
-    def __init__(self, stretch: Stretch) -> None:
+    def __init__(self, chunk: Chunk) -> None:
         super().__init__()
-        self.stretch = stretch
-        self.groups: tuple[range, ...] = (stretch.layers,)
-        """The stretch's layers, in groups that are run by `run_group`."""
+        self.chunk = chunk
+        self.groups: tuple[range, ...] = (chunk.layers,)
+        """The chunk's layers, in groups that are run by `run_group`."""
         self.run_group: Run = at_once
 
     def forward(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
         """What the next stage reads or, of the chain's end, (the scaled losses' sum,). `incoming`: from the stage
         before; the first reads the batch."""
         hidden = self.hidden_states(batch, incoming)
-        return (self.loss(hidden[0], batch, scales),) if self.stretch.last else hidden
+        return (self.loss(hidden[0], batch, scales),) if self.chunk.last else hidden
 
     def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
         """As `forward`, but of the chain's end the normed hidden states [B, T, H] that its losses are computed of."""
-        hidden = self.run_layers(self.begin(batch) if self.stretch.first else incoming, batch)
-        return (self.end(hidden),) if self.stretch.last else hidden
+        hidden = self.run_layers(self.embed(batch) if self.chunk.first else incoming, batch)
+        return (self.final_states(hidden),) if self.chunk.last else hidden
 
     def trunk(self, batch: Batch) -> Tensor:
         """The normed hidden states [B, T, H] of a whole model."""
@@ -63,7 +64,7 @@ class Chain(nn.Module, ABC):
         return hidden
 
     @abstractmethod
-    def begin(self, batch: Batch) -> Hidden:
+    def embed(self, batch: Batch) -> Hidden:
         """What the first layer reads."""
 
     @abstractmethod
@@ -71,7 +72,7 @@ class Chain(nn.Module, ABC):
         """One block on what passes from layer to layer."""
 
     @abstractmethod
-    def end(self, hidden: Hidden) -> Tensor:
+    def final_states(self, hidden: Hidden) -> Tensor:
         """The normed hidden states [B, T, H]."""
 
     @abstractmethod
@@ -79,8 +80,8 @@ class Chain(nn.Module, ABC):
         """The losses of hidden states, summed, each times its scale."""
 
     @abstractmethod
-    def right(self, h: Tensor, batch: Batch) -> list[int]:
-        """How many counted elements of each label are the likeliest answer."""
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        """How many valid elements of each label are the likeliest answer."""
 
     @staticmethod
     @abstractmethod
@@ -111,12 +112,12 @@ def chain_of(config: Config) -> type[Chain]:
     return cast(type[Chain], load(config.model.chain))
 
 
-def make_chain(config: Config, kit: Kit, stretch: Stretch | None = None) -> Chain:
-    """A run's model, or a stretch of it, in the words of a kit; its parameters have no values yet."""
-    chain: Chain = load(config.model.chain)(config.model, kit, stretch)
+def make_chain(config: Config, kit: Kit, chunk: Chunk | None = None) -> Chain:
+    """A run's model, or a chunk of it, in the words of a kit; its parameters have no values yet."""
+    chain: Chain = load(config.model.chain)(config.model, kit, chunk)
     return chain
 
 
-def blocks_of(stretch: Stretch, make_block: Callable[[int], nn.Module]) -> nn.ModuleDict:
-    """The stretch's blocks, by their numbers."""
-    return nn.ModuleDict({str(layer): make_block(layer) for layer in stretch.layers})
+def blocks_of(chunk: Chunk, make_block: Callable[[int], nn.Module]) -> nn.ModuleDict:
+    """The chunk's blocks, by their numbers."""
+    return nn.ModuleDict({str(layer): make_block(layer) for layer in chunk.layers})

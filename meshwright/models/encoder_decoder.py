@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
+from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.chain import Chain
 from meshwright.models.encoder_decoder_blocks import DecoderBlock, DecoderCache, EncoderBlock
 from meshwright.models.section import EncoderDecoder
@@ -44,12 +44,12 @@ class EncoderDecoderChain(Chain):
     labels = ("labels",)
     inside = ("source_mask",)
 
-    def __init__(self, model: EncoderDecoder, stretch: Stretch | None) -> None:
-        super().__init__(stretch or Stretch.whole(model.num_blocks))
+    def __init__(self, model: EncoderDecoder, chunk: Chunk | None) -> None:
+        super().__init__(chunk or Chunk.whole(model.num_blocks))
         self.num_encoders = model.layers
 
     @abstractmethod
-    def embed(self, ids: Tensor, start: int) -> Tensor:
+    def embed_tokens(self, ids: Tensor, start: int) -> Tensor:
         """Tokens [B, T] at places start... -> [B, T, H]."""
 
     @abstractmethod
@@ -64,15 +64,15 @@ class EncoderDecoderChain(Chain):
         """(The bias [1, A, count, start + count] of the target's tokens start...,), or (): causal without."""
         return ()
 
-    def begin(self, batch: Batch) -> Hidden:
+    def embed(self, batch: Batch) -> Hidden:
         source, target = batch["source"], batch["target"]
         biases = (*self.source_bias(source.shape[1]), *self.target_bias(0, target.shape[1]))
-        return (self.embed(source, 0), self.embed(target, 0), *biases)
+        return (self.embed_tokens(source, 0), self.embed_tokens(target, 0), *biases)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         return cast(EncoderBlock | DecoderBlock, block).advance(hidden, _seen(batch["source_mask"]))
 
-    def end(self, hidden: Hidden) -> Tensor:
+    def final_states(self, hidden: Hidden) -> Tensor:
         # A stage is asked for the gradient of all that it was given, also of what none of its blocks reads.
         _, h, *_ = _Together.apply(*hidden)
         return self.normed(h)
@@ -81,12 +81,12 @@ class EncoderDecoderChain(Chain):
         loss: Tensor = self.head(h, batch["labels"], scales["labels"])
         return loss
 
-    def right(self, h: Tensor, batch: Batch) -> list[int]:
-        return [cast(Head, self.head).right(h, batch["labels"])]
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        return [cast(Head, self.head).num_correct(h, batch["labels"])]
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
         """The memory [B, S, H] of source tokens [B, S]. Of a whole model on one device."""
-        h, seen, bias = self.embed(source, 0), _seen(source_mask), self.source_bias(source.shape[1])
+        h, seen, bias = self.embed_tokens(source, 0), _seen(source_mask), self.source_bias(source.shape[1])
         for index in range(self.num_encoders):
             h = self.blocks[str(index)](h, seen, *bias)
         return h
@@ -98,7 +98,7 @@ class EncoderDecoderChain(Chain):
         """
         start = 0 if cache is None else cache.num_tokens
         (bias,) = self.target_bias(start, target.shape[1]) or (None,)
-        h, seen = self.embed(target, start), _seen(source_mask)
+        h, seen = self.embed_tokens(target, start), _seen(source_mask)
         for index in range(self.num_encoders, 2 * self.num_encoders):
             h = self.blocks[str(index)](h, memory, seen, bias, cache)
         return self.normed(h)

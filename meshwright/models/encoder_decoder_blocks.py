@@ -18,7 +18,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.model import Hidden, Stretch
+from meshwright.model import Chunk, Hidden
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import blocks_of
 from meshwright.models.gpt import KeyValueCache
@@ -224,11 +224,11 @@ class DecoderBlock(Block):
         return self.add(h, self.feed_forward_norm, self.feed_forward)
 
 
-def encoder_decoder_blocks(recipe: Recipe, kit: Kit, stretch: Stretch) -> nn.ModuleDict:
-    """The stretch's blocks: the first half of all encode, the others decode."""
+def encoder_decoder_blocks(recipe: Recipe, kit: Kit, chunk: Chunk) -> nn.ModuleDict:
+    """The chunk's blocks: the first half of all encode, the others decode."""
     half = recipe.model.layers
 
     def make(layer: int) -> nn.Module:
         return EncoderBlock(recipe, kit, layer == half - 1) if layer < half else DecoderBlock(recipe, kit, layer - half)
 
-    return blocks_of(stretch, make)
+    return blocks_of(chunk, make)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
+from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.models.section import Gpt2
@@ -97,29 +97,29 @@ class GPT(Chain):
 
     labels = ("labels",)
 
-    def __init__(self, model: Gpt2, kit: Kit, stretch: Stretch | None = None) -> None:
-        stretch = stretch or Stretch.whole(model.layers)
-        super().__init__(stretch)
+    def __init__(self, model: Gpt2, kit: Kit, chunk: Chunk | None = None) -> None:
+        chunk = chunk or Chunk.whole(model.layers)
+        super().__init__(chunk)
         hidden, initial = model.hidden, Initial(0.02)
-        if stretch.first or (stretch.last and model.tied):
+        if chunk.first or (chunk.last and model.tied):
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
-        if stretch.first:
+        if chunk.first:
             self.positions = kit.embedding(model.positions, hidden, initial)
             self.dropout = nn.Dropout(model.dropout)
-        self.blocks = blocks_of(stretch, lambda layer: Block(model, kit, layer))
-        if stretch.last:
+        self.blocks = blocks_of(chunk, lambda layer: Block(model, kit, layer))
+        if chunk.last:
             self.norm = kit.norm(hidden, model.norm_epsilon)
             tied = self.tokens if model.tied else None
             shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial)
             self.head = kit.head_loss(shape, tied)
 
-    def begin(self, batch: Batch) -> Hidden:
+    def embed(self, batch: Batch) -> Hidden:
         return (self._embed(batch["tokens"], 0),)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         return (block(*hidden),)
 
-    def end(self, hidden: Hidden) -> Tensor:
+    def final_states(self, hidden: Hidden) -> Tensor:
         h: Tensor = self.norm(*hidden)
         return h
 
@@ -127,15 +127,15 @@ class GPT(Chain):
         loss: Tensor = self.head(h, batch["labels"], scales["labels"])
         return loss
 
-    def right(self, h: Tensor, batch: Batch) -> list[int]:
-        return [cast(Head, self.head).right(h, batch["labels"])]
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        return [cast(Head, self.head).num_correct(h, batch["labels"])]
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """The normed hidden states [B, T, H] of tokens that follow those in the cache."""
         h = self._embed(tokens, cache.num_tokens if cache is not None else 0)
         for block in self.blocks.values():
             h = block(h, cache)
-        return self.end((h,))
+        return self.final_states((h,))
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)

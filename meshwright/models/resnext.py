@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
+from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.models.section import ResNeXt
 from meshwright.parameters.shard import Initial
@@ -169,26 +169,26 @@ class ResNeXtModel(Chain):
 
     labels = ("labels",)
 
-    def __init__(self, model: ResNeXt, kit: Kit, stretch: Stretch | None = None) -> None:
-        stretch = stretch or Stretch.whole(model.num_blocks)
-        super().__init__(stretch)
+    def __init__(self, model: ResNeXt, kit: Kit, chunk: Chunk | None = None) -> None:
+        chunk = chunk or Chunk.whole(model.num_blocks)
+        super().__init__(chunk)
         shapes = block_shapes(model)
-        if stretch.first:
+        if chunk.first:
             self.stem = Stem(model, kit)
-        self.blocks = blocks_of(stretch, lambda index: Block(model, kit, shapes[index]))
-        if stretch.last:
+        self.blocks = blocks_of(chunk, lambda index: Block(model, kit, shapes[index]))
+        if chunk.last:
             self.dropout = nn.Dropout(model.dropout)
             channels, rows = shapes[-1].outputs, model.padded(model.classes)
             self.head = kit.head_loss(HeadShape(channels, model.classes, rows, Initial(0.01), bias=True))
 
-    def begin(self, batch: Batch) -> Hidden:
+    def embed(self, batch: Batch) -> Hidden:
         """[B, S·S, H]."""
         return (self.stem(batch["images"]),)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         return (block(*hidden),)
 
-    def end(self, hidden: Hidden) -> Tensor:
+    def final_states(self, hidden: Hidden) -> Tensor:
         """[B, 1, N]: the mean over positions."""
         (h,) = hidden
         pooled: Tensor = self.dropout(h.mean(1, keepdim=True))
@@ -198,8 +198,8 @@ class ResNeXtModel(Chain):
         loss: Tensor = self.head(h, batch["labels"], scales["labels"])
         return loss
 
-    def right(self, h: Tensor, batch: Batch) -> list[int]:
-        return [cast(Head, self.head).right(h, batch["labels"])]
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        return [cast(Head, self.head).num_correct(h, batch["labels"])]
 
     @staticmethod
     def products(config: Config) -> Costs:

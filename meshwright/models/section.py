@@ -32,7 +32,7 @@ class Network(Section):
     rules: ClassVar[tuple[Rule, ...]] = ()
     """What must fit together in the family's fields, and with the data; checked where the family is chosen."""
     chain: ClassVar[str]
-    """The model's class, as `module:attribute` (chain.py): it is made of (section, kit, stretch or None)."""
+    """The model's class, as `module:attribute` (chain.py): it is made of (section, kit, chunk or None)."""
     has_attention: ClassVar[bool] = False
     reads: ClassVar[str] = "tokens"
     """The form of its batches: what a kind of data gives (data/section.py)."""

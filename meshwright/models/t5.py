@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Costs, Hidden, Stretch
+from meshwright.model import Chunk, Costs, Hidden
 from meshwright.models import encoder_decoder
 from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.encoder_decoder_blocks import Initials, Recipe, encoder_decoder_blocks
@@ -31,25 +31,25 @@ from meshwright.tensor.kit import Kit
 class T5Model(EncoderDecoderChain):
     """Source and target tokens to a loss."""
 
-    def __init__(self, model: T5, kit: Kit, stretch: Stretch | None = None) -> None:
-        super().__init__(model, stretch)
+    def __init__(self, model: T5, kit: Kit, chunk: Chunk | None = None) -> None:
+        super().__init__(model, chunk)
         self.model = model
         table, near = Initial(1.0), Initial(model.hidden**-0.5)
-        if self.stretch.first or self.stretch.last:
+        if self.chunk.first or self.chunk.last:
             self.tokens = kit.embedding(model.padded_vocabulary, model.hidden, table)
             self.dropout = nn.Dropout(model.dropout)
-        if self.stretch.first:
+        if self.chunk.first:
             shape = (model.distance_buckets, model.heads)
             self.encoder_distances = kit.local(shape, 1, near, matrix=False)
             self.decoder_distances = kit.local(shape, 1, near, matrix=False)
-        self.blocks = encoder_decoder_blocks(_recipe(model, kit), kit, self.stretch)
-        if self.stretch.last:
+        self.blocks = encoder_decoder_blocks(_recipe(model, kit), kit, self.chunk)
+        if self.chunk.last:
             self.norm = kit.rms_norm(model.hidden, model.norm_epsilon)
             vocabulary, padded, smoothing = model.vocabulary, model.padded_vocabulary, model.label_smoothing
             head = HeadShape(model.hidden, vocabulary, padded, table, smoothing=smoothing)
             self.head = kit.head_loss(head, self.tokens)
 
-    def embed(self, ids: Tensor, start: int) -> Tensor:
+    def embed_tokens(self, ids: Tensor, start: int) -> Tensor:
         h: Tensor = self.dropout(self.tokens(ids))
         return h
 

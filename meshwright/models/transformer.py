@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Costs, Stretch
+from meshwright.model import Chunk, Costs
 from meshwright.models import encoder_decoder
 from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.encoder_decoder_blocks import Initials, Recipe, encoder_decoder_blocks
@@ -29,22 +29,22 @@ LONGEST_WAVE = 10000
 class Transformer(EncoderDecoderChain):
     """Source and target tokens to a loss with smoothed labels."""
 
-    def __init__(self, model: Attentional, kit: Kit, stretch: Stretch | None = None) -> None:
-        super().__init__(model, stretch)
+    def __init__(self, model: Attentional, kit: Kit, chunk: Chunk | None = None) -> None:
+        super().__init__(model, chunk)
         self.hidden = model.hidden
         self.slice_hidden = kit.slice_hidden
         table = Initial(model.hidden**-0.5)
-        if self.stretch.first or self.stretch.last:
+        if self.chunk.first or self.chunk.last:
             self.tokens = kit.embedding(model.padded_vocabulary, model.hidden, table)
-        if self.stretch.first:
+        if self.chunk.first:
             self.dropout = nn.Dropout(model.dropout)
-        self.blocks = encoder_decoder_blocks(_recipe(model, kit), kit, self.stretch)
-        if self.stretch.last:
+        self.blocks = encoder_decoder_blocks(_recipe(model, kit), kit, self.chunk)
+        if self.chunk.last:
             vocabulary, padded, smoothing = model.vocabulary, model.padded_vocabulary, model.label_smoothing
             shape = HeadShape(model.hidden, vocabulary, padded, table, smoothing=smoothing)
             self.head = kit.head_loss(shape, self.tokens)
 
-    def embed(self, ids: Tensor, start: int) -> Tensor:
+    def embed_tokens(self, ids: Tensor, start: int) -> Tensor:
         rows = self.tokens(ids) * math.sqrt(self.hidden)
         places = sinusoids(start, ids.shape[1], self.hidden, ids.device).to(rows.dtype)
         h: Tensor = self.dropout(rows + self.slice_hidden(places))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Batch, Costs, Hidden, Scales, Stretch
+from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.models.section import Vit
@@ -80,22 +80,22 @@ class ViT(Chain):
 
     labels = ("labels",)
 
-    def __init__(self, model: Vit, kit: Kit, stretch: Stretch | None = None) -> None:
-        stretch = stretch or Stretch.whole(model.layers)
-        super().__init__(stretch)
+    def __init__(self, model: Vit, kit: Kit, chunk: Chunk | None = None) -> None:
+        chunk = chunk or Chunk.whole(model.layers)
+        super().__init__(chunk)
         self.patch = model.patch
         self.num_tokens = model.positions
-        if stretch.first:
+        if chunk.first:
             self.patches = kit.patches(patch_inputs(model), model.hidden, INITIAL)
             self.positions = kit.embedding(model.padded(model.positions), model.hidden, INITIAL)
             self.dropout = nn.Dropout(model.dropout)
-        self.blocks = blocks_of(stretch, lambda _: Block(model, kit))
-        if stretch.last:
+        self.blocks = blocks_of(chunk, lambda _: Block(model, kit))
+        if chunk.last:
             self.norm = kit.norm(model.hidden, model.norm_epsilon)
             rows = model.padded(model.classes)
             self.head = kit.head_loss(HeadShape(model.hidden, model.classes, rows, INITIAL, bias=True))
 
-    def begin(self, batch: Batch) -> Hidden:
+    def embed(self, batch: Batch) -> Hidden:
         """[B, T, H] of the class token and the patches."""
         images = batch["images"]
         pixels = images.to(next(self.parameters()).dtype) / 127.5 - 1  # 0..255 -> -1..1
@@ -105,7 +105,7 @@ class ViT(Chain):
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         return (block(*hidden),)
 
-    def end(self, hidden: Hidden) -> Tensor:
+    def final_states(self, hidden: Hidden) -> Tensor:
         h: Tensor = self.norm(*hidden)
         return h
 
@@ -113,8 +113,8 @@ class ViT(Chain):
         loss: Tensor = self.head(h[:, :1], batch["labels"], scales["labels"])
         return loss
 
-    def right(self, h: Tensor, batch: Batch) -> list[int]:
-        return [cast(Head, self.head).right(h[:, :1], batch["labels"])]
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        return [cast(Head, self.head).num_correct(h[:, :1], batch["labels"])]
 
     @staticmethod
     def products(config: Config) -> Costs:

@@ -24,9 +24,9 @@ def balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
     @cache
     def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
         """The stages from this one on, which share the layers from `start`: the most expensive, squares, layers."""
-        first = costs.begin if stage == 0 else 0.0
+        first = costs.embedding if stage == 0 else 0.0
         if stage == num_stages - 1:
-            cost = first + sums[num_layers] - sums[start] + costs.end
+            cost = first + sums[num_layers] - sums[start] + costs.head
             return cost, cost**2, (num_layers - start,)
         least = 0 if stage == 0 else 1
         choices = []

@@ -64,11 +64,11 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        return self.model.stretch.first
+        return self.model.chunk.first
 
     @property
     def is_last(self) -> bool:
-        return self.model.stretch.last
+        return self.model.chunk.last
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context in which the model is called."""

@@ -241,7 +241,7 @@ def chunked_loss(
 
 
 @torch.no_grad()
-def num_right(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes) -> int:
+def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes) -> int:
     """How many counted tokens have their label as the likeliest class; of equals, the lowest."""
     held, first = classes.held(weight), classes.first(weight)
     table, offsets = weight[:held], None if bias is None else bias[:held]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.model import IGNORED
 from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_right
+from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_correct
 
 Cuts = tuple[tuple[int, str], ...]
 """(dim, axis) pairs."""
@@ -74,9 +74,9 @@ class TableHead(ShardedModule):
         return chunked_loss(whole.flatten(0, -2), table, self.bias, targets, self.classes, scale, self.give)
 
     @torch.no_grad()
-    def right(self, h: Tensor, labels: Tensor) -> int:
+    def num_correct(self, h: Tensor, labels: Tensor) -> int:
         whole, table = self.operands(h)
-        return num_right(whole.flatten(0, -2), table, self.bias, _labelled(labels, whole), self.classes)
+        return num_correct(whole.flatten(0, -2), table, self.bias, _labelled(labels, whole), self.classes)
 
 
 def _labelled(labels: Tensor, h: Tensor) -> Tensor:

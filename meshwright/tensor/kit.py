@@ -28,7 +28,7 @@ class Head(Protocol):
     def __call__(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
         """The sum of the counted tokens' losses times `scale`."""
 
-    def right(self, h: Tensor, labels: Tensor) -> int:
+    def num_correct(self, h: Tensor, labels: Tensor) -> int:
         """How many counted tokens of this rank's rows have their label as the likeliest class. Without gradients."""
 
 

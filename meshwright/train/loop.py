@@ -57,7 +57,7 @@ def _sums(parts: Parts, h: Tensor, batch: Batch) -> Tensor:
     model, names = parts.model, parts.model.labels
     with parts.pipeline.stage.autocast():
         losses = [float(model.loss(h, batch, {other: float(other == name) for other in names})) for name in names]
-        right = model.right(h, batch)
+        right = model.num_correct(h, batch)
     return torch.tensor([losses, counts_of(batch, names), right], device=h.device, dtype=torch.float64)
 
 

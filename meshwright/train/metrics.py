@@ -54,7 +54,7 @@ def paper_flops(products: Costs) -> float:
     Layers run forward twice, since activations are recomputed, whether the run does so or not: 8 a multiplication of
     their forward pass; the rest 6. For GPT-2 that is 96 s l h² (1 + s/(6h) + V/(16 l h)) of s tokens.
     """
-    return 8 * sum(products.layers) + 6 * (products.begin + products.end)
+    return 8 * sum(products.layers) + 6 * (products.embedding + products.head)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -237,7 +237,7 @@ def right_counts(mesh: Mesh) -> tuple[list[int], list[int], list[int]]:
         answers = model.next_sentence_head.logits(model.pooled(h)).argmax(-1)
         batch["labels"][0] = torch.where(batch["labels"][0] == IGNORED, IGNORED, likeliest[0])  # a row of right ones
         wanted = [int((likeliest == batch["labels"]).sum()), int((answers == batch["next_sentence"]).sum())]
-        return model.right(h, batch), wanted, counts_of(batch, model.labels)
+        return model.num_correct(h, batch), wanted, counts_of(batch, model.labels)
 
 
 def test_right_answers_are_counted() -> None:

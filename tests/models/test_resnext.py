@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.build import build_model, make_stretch
+from meshwright.build import build_model, make_chunk
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
@@ -195,9 +195,9 @@ def first_facts(mesh: Mesh) -> tuple[float, int, int, int]:
     with torch.no_grad():
         h = model.trunk(rows)
         rows["labels"] = model.head.logits(h).argmax(-1)  # type: ignore[operator, union-attr]
-        (all_right,) = model.right(h, rows)
+        (all_right,) = model.num_correct(h, rows)
         rows["labels"][0] = -100
-        return loss, all_right, model.right(h, rows)[0], counter.get_total_flops()
+        return loss, all_right, model.num_correct(h, rows)[0], counter.get_total_flops()
 
 
 def test_an_untrained_model_and_what_it_computes() -> None:
@@ -294,7 +294,7 @@ def test_recomputed_blocks_equal_serial() -> None:
 def planned() -> tuple[Config, Mesh, Any]:
     config = laid_out(WHOLE, 1, 3, partition=(1, 1, 1))
     mesh = planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes)
-    return config, mesh, partial(make_stretch, config)
+    return config, mesh, partial(make_chunk, config)
 
 
 def test_each_cut_has_its_own_forms_and_each_block_its_own_cost() -> None:
@@ -310,7 +310,9 @@ def test_each_cut_has_its_own_forms_and_each_block_its_own_cost() -> None:
     weights = [
         cost - config.micro * product
         for cost, product in zip(
-            (costs.begin, *costs.layers, costs.end), (products.begin, *products.layers, products.end), strict=True
+            (costs.embedding, *costs.layers, costs.head),
+            (products.embedding, *products.layers, products.head),
+            strict=True,
         )
     ]
     held = [
@@ -323,7 +325,7 @@ def test_each_cut_has_its_own_forms_and_each_block_its_own_cost() -> None:
 
 def measured_costs(mesh: Mesh) -> tuple[float, ...]:
     costs = timed_costs(config_of(stage_blocks=[3, 1]))
-    return (costs.begin, *costs.layers, costs.end)
+    return (costs.embedding, *costs.layers, costs.head)
 
 
 def test_layers_that_are_alike_are_measured_once() -> None:

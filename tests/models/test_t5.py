@@ -193,7 +193,7 @@ def first_loss(mesh: Mesh) -> tuple[float, float]:
     assert isinstance(model, T5Model)
     batch = pair_batch(VOCABULARY, S, T, True)
     with torch.no_grad():
-        h = model.embed(batch["source"], 0)
+        h = model.embed_tokens(batch["source"], 0)
         block = model.get_submodule("blocks.0")
         query, key, _ = block.attention.query_key_value(block.attention_norm(h)).unflatten(-1, (6, 16)).unbind(2)
         scores = torch.einsum("bsae,btae->bast", query, key)

@@ -253,9 +253,9 @@ def first_facts(mesh: Mesh) -> tuple[float, int, int]:
         loss = float(loss_of(model, rows))
         h = model.trunk(rows)
         rows["labels"] = model.head.logits(h[:, :1]).argmax(-1)
-        all_right = model.right(h, rows)
+        all_right = model.num_correct(h, rows)
         rows["labels"][0] = -100
-        return loss, all_right[0], model.right(h, rows)[0]
+        return loss, all_right[0], model.num_correct(h, rows)[0]
 
 
 def test_an_untrained_model_knows_nothing_and_right_answers_are_counted() -> None:

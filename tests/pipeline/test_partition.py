@@ -20,8 +20,8 @@ from tests.tensor.test_equality import check, run
 def dearest(costs: Costs, partition: tuple[int, ...]) -> float:
     """The most expensive stage."""
     stages = [sum(costs.layers[layer] for layer in layers) for layers in ranges_of(partition)]
-    stages[0] += costs.begin
-    stages[-1] += costs.end
+    stages[0] += costs.embedding
+    stages[-1] += costs.head
     return max(stages)
 
 

@@ -15,7 +15,7 @@ from meshwright.ranks.comm import RankGroup, SoloComm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor import cross_entropy
-from meshwright.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses, num_right
+from meshwright.tensor.cross_entropy import Classes, chunked_loss, chunked_token_losses, num_correct
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.serial import SerialKit
 from tests.workers import run_ranks
@@ -216,7 +216,7 @@ def split_loss(mesh: Mesh, vocabulary: int, padded: int, chunk_elements: int) ->
         classes = Classes(vocabulary, comm, 0.1)
         loss = chunked_loss(h, part, offsets, labels, classes, 1 / 3)
         loss.backward()
-        right = num_right(h, part, offsets, labels, classes)
+        right = num_correct(h, part, offsets, labels, classes)
     assert h.grad is not None
     assert part.grad is not None
     assert offsets.grad is not None

@@ -84,7 +84,7 @@ class Answer:
 
     losses: list[float]
     held_out: list[float]
-    num_right: list[float]
+    num_correct: list[float]
     gradients: dict[str, dict[tuple[int, ...], Any]]
     """Arrays by name and offsets: the parent of forked ranks leaves torch's threads alone."""
 
@@ -126,7 +126,7 @@ def validated(parts: Parts, batch: Batch) -> torch.Tensor:
 
     def add(h: torch.Tensor, rows: Batch) -> None:
         losses = [float(parts.model.loss(h, rows, {other: float(other == name) for other in names})) for name in names]
-        sums.add_(torch.tensor([losses, parts.model.right(h, rows)], dtype=torch.float64))
+        sums.add_(torch.tensor([losses, parts.model.num_correct(h, rows)], dtype=torch.float64))
 
     parts.pipeline.evaluate(parts.microbatches(batch), add)
     return sums.flatten()
@@ -145,11 +145,11 @@ def run(model: str, tensor: dict[str, Any], dtype: str, threads: int) -> list[An
 
 
 def check(results: list[Answer], expected: Answer, of_losses: float, of_gradients: float) -> None:
-    assert expected.num_right[0] > 40
+    assert expected.num_correct[0] > 40
     for mine in results:
         assert mine.losses == pytest.approx(expected.losses, rel=of_losses, abs=0)
         assert mine.held_out == pytest.approx(expected.held_out, rel=of_losses, abs=0)
-        assert mine.num_right == expected.num_right
+        assert mine.num_correct == expected.num_correct
     for name, held in expected.gradients.items():
         (whole,) = held.values()
         actual = np.full_like(whole, np.nan)
@@ -188,16 +188,16 @@ def train_for_files(
         for name, held in mine.gradients.items()
         for offsets, part in held.items()
     }
-    return [mine.losses, mine.held_out, mine.num_right], flat
+    return [mine.losses, mine.held_out, mine.num_correct], flat
 
 
 def from_files(answer: MpiAnswer) -> Answer:
-    (losses, held_out, num_right), flat = answer
+    (losses, held_out, num_correct), flat = answer
     gradients: dict[str, dict[tuple[int, ...], Any]] = {}
     for named, part in flat.items():
         name, _, offsets = named.partition("@")
         gradients.setdefault(name, {})[tuple(map(int, offsets.split(",")))] = part.numpy()
-    return Answer(losses, held_out, num_right, gradients)
+    return Answer(losses, held_out, num_correct, gradients)
 
 
 @pytest.mark.parametrize("model", REAL_VOCABULARIES)

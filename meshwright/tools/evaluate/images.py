@@ -116,7 +116,7 @@ def image_accuracy(loaded: ImageModel, data: str | None, progress: ShowProgress 
         labels = torch.from_numpy(source.labels[chosen]).unsqueeze(1).to(loaded.device)
         with torch.no_grad():
             h = loaded.model.trunk({"images": torch.from_numpy(pixels).to(loaded.device)})[:, :1]
-        correct += head.right(h, labels)
+        correct += head.num_correct(h, labels)
         total += float(head.token_losses(h, labels).double().sum())
         progress("images", min(1.0, (start + BATCH_IMAGES) / len(numbers)))
     return ImageAccuracy(name, len(source.classes), len(numbers), correct, total)

@@ -106,7 +106,7 @@ def masked_accuracy(
         for column, name in enumerate(labels):
             sums[2, column] += loaded.model.loss(h, batch, {other: float(other == name) for other in labels}).cpu()
         sums[0] += torch.tensor(counts_of(batch, labels))
-        sums[1] += torch.tensor(loaded.model.right(h, batch))
+        sums[1] += torch.tensor(loaded.model.num_correct(h, batch))
         progress("masked-lm", min(1.0, (first + rows) / len(samples)))
     answers = [Answers(int(asked), int(right), loss) for asked, right, loss in sums.t().tolist()]
     next_sentence = answers[1] if model.next_sentence else None

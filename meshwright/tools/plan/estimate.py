@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 
 from meshwright.build import build_kit, build_model, recomputed_group, rule_of
 from meshwright.config import Config
-from meshwright.model import Stretch
+from meshwright.model import Chunk
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid
@@ -186,9 +186,9 @@ class Estimates:
             alone = _alone(config, SIZES[0] * smallest_micro(config))
             again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
             recordings, device = self.planner.recordings, self.planner.cluster.device
-            forms = recordings.link(alone, device, Stretch(range(0), True, False), ()).outgoing
+            forms = recordings.link(alone, device, Chunk(range(0), True, False), ()).outgoing
             kept, still = (
-                _kept(recordings.link(one, device, Stretch(range(1), False, False), forms)) for one in (alone, again)
+                _kept(recordings.link(one, device, Chunk(range(1), False, False), forms)) for one in (alone, again)
             )
             self._kept_shares[tensor] = still / kept
         return self._kept_shares[tensor]
@@ -245,17 +245,17 @@ class Estimates:
             grid = Grid(tuple((name, 1 if name in ("data", PIPE) else size) for name, size in layout.axes))
             mesh = planned_mesh(grid, 0, layout.token_axes)
             self._parameters[layout.tensor] = {
-                place: parameters_in(build_model(config, build_kit(config, mesh), mesh, stretch))
-                for place, stretch in self._distinct(config)
+                place: parameters_in(build_model(config, build_kit(config, mesh), mesh, chunk))
+                for place, chunk in self._distinct(config)
             }
         return self._parameters[layout.tensor]
 
-    def _distinct(self, config: Config) -> Iterator[tuple[int, Stretch]]:
+    def _distinct(self, config: Config) -> Iterator[tuple[int, Chunk]]:
         """The chain's distinct parts by position, in the order of the forward pass."""
-        yield -1, Stretch(range(0), True, False)
+        yield -1, Chunk(range(0), True, False)
         for first in dict.fromkeys(self.planner.recordings.outline(config).alike):
-            yield first, Stretch(range(first, first + 1), False, False)
-        yield config.model.num_blocks, Stretch(range(0), False, True)
+            yield first, Chunk(range(first, first + 1), False, False)
+        yield config.model.num_blocks, Chunk(range(0), False, True)
 
     def _timed_parts(self, config: Config) -> dict[int, _TimedPart]:
         key = config.layout.tensor, config.micro, strides(config)
@@ -292,8 +292,8 @@ class Estimates:
         """The chain's distinct parts."""
         forms: Forms = ()
         links: dict[int, Link] = {}
-        for place, stretch in self._distinct(config):
-            links[place] = self.planner.recordings.link(config, self.planner.cluster.device, stretch, forms)
+        for place, chunk in self._distinct(config):
+            links[place] = self.planner.recordings.link(config, self.planner.cluster.device, chunk, forms)
             forms = links[place].outgoing
         return links
 

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.model import Stretch
+from meshwright.model import Chunk
 from meshwright.parameters.shard import num_parameters
 from meshwright.pipeline.trace import write_trace
 from meshwright.ranks.grid import PIPE
@@ -79,7 +79,7 @@ def render_stages(plans: list[Plan], made: Forecast) -> None:
         held = sum(parameter.numel() for parameter in plan.parts.model.parameters())
         sent = plan.volumes.get((PIPE, MESSAGE), Volume())
         stages.add_row(
-            str(stage), _held(plan.parts.stages.stretches[stage]), f"{held:,}", f"{made.shares[stage]:.1%}",
+            str(stage), _held(plan.parts.stages.chunks[stage]), f"{held:,}", f"{made.shares[stage]:.1%}",
             str(made.limits[stage]), _megabytes(sent.bytes_inside + sent.bytes_between),
             _megabytes(sent.bytes_between), f"{idle:.1%}",
         )  # fmt: skip
@@ -91,10 +91,10 @@ def render_stages(plans: list[Plan], made: Forecast) -> None:
     console.print(schedules)
 
 
-def _held(stretch: Stretch) -> str:
+def _held(chunk: Chunk) -> str:
     """`embeddings, layers 0-3`."""
-    layers = [f"layers {stretch.layers[0]}-{stretch.layers[-1]}"] if len(stretch.layers) else []
-    return ", ".join(["embeddings"] * stretch.first + layers + ["head"] * stretch.last)
+    layers = [f"layers {chunk.layers[0]}-{chunk.layers[-1]}"] if len(chunk.layers) else []
+    return ", ".join(["embeddings"] * chunk.first + layers + ["head"] * chunk.last)
 
 
 def _weights(plan: Plan) -> Table:

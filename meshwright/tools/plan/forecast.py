@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.model import Costs, Stretch
+from meshwright.model import Chunk, Costs
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.schedule import Rule
 from meshwright.pipeline.span import Timeline
@@ -69,9 +69,9 @@ def _shares(plan: Plan) -> tuple[float, ...]:
     """What part of the work each stage does."""
     parts = plan.parts
     costs = counted_costs(parts.config)
-    return tuple(_cost(costs, stretch) / costs.total for stretch in parts.stages.stretches)
+    return tuple(_cost(costs, chunk) / costs.total for chunk in parts.stages.chunks)
 
 
-def _cost(costs: Costs, stretch: Stretch) -> float:
-    ends = costs.begin * stretch.first + costs.end * stretch.last
-    return ends + sum(costs.layers[layer] for layer in stretch.layers)
+def _cost(costs: Costs, chunk: Chunk) -> float:
+    ends = costs.embedding * chunk.first + costs.head * chunk.last
+    return ends + sum(costs.layers[layer] for layer in chunk.layers)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.machine import Machine
-from meshwright.model import Stretch
+from meshwright.model import Chunk
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.span import Timeline
 from meshwright.ranks.grid import Grid
@@ -155,8 +155,8 @@ class Planner:
             config = with_field(config, "memory.summa", "whole")
         runs = ranges_of(self.partition(config))
         last = len(runs) - 1
-        stretches = [Stretch(run, stage == 0, stage == last) for stage, run in enumerate(runs)]
-        return plan_stretches(config, self.cluster.device, self.recordings, stretches)
+        chunks = [Chunk(run, stage == 0, stage == last) for stage, run in enumerate(runs)]
+        return plan_stretches(config, self.cluster.device, self.recordings, chunks)
 
     def backend(self, config: Config) -> Backend:
         """As `auto` chooses on a machine that has what the cluster's file tells of."""

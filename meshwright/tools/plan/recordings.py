@@ -21,7 +21,7 @@ from torch import nn
 from meshwright.build import build_kit, build_model, recompute_in
 from meshwright.config import Config
 from meshwright.memory.recompute import recomputed
-from meshwright.model import Costs, Stretch
+from meshwright.model import Chunk, Costs
 from meshwright.models.chain import chain_of, make_chain
 from meshwright.parameters.bucket import gradient_dtype, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
@@ -129,19 +129,19 @@ class Recordings:
             self._outlines[key] = _outline(config)
         return self._outlines[key]
 
-    def link(self, config: Config, device: Device, stretch: Stretch, incoming: Forms) -> Link:
+    def link(self, config: Config, device: Device, chunk: Chunk, incoming: Forms) -> Link:
         """The beginning, the end, or some layers, which are recomputed together where any are. `incoming`: what it is
         given by the link before."""
         further = 0
-        if stretch.layers:
+        if chunk.layers:
             alike = self.outline(config).alike
-            first = alike[stretch.layers.start]
-            if all(alike[layer] == first for layer in stretch.layers):  # then those after the first of its kind are too
-                further = stretch.layers.start - first
-                stretch = replace(stretch, layers=range(first, first + len(stretch.layers)))
-        key = (stretch, incoming, *_what_matters(config), device.kind, device.attention is None)
+            first = alike[chunk.layers.start]
+            if all(alike[layer] == first for layer in chunk.layers):  # then those after the first of its kind are too
+                further = chunk.layers.start - first
+                chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
+        key = (chunk, incoming, *_what_matters(config), device.kind, device.attention is None)
         if key not in self._links:
-            self._links[key] = _record(config, device, stretch, incoming)
+            self._links[key] = _record(config, device, chunk, incoming)
         return self._links[key].moved(further)
 
 
@@ -193,14 +193,14 @@ def _moved(name: str, layers: int) -> str:
     return _BLOCK.sub(lambda match: f"blocks.{int(match[1]) + layers}.", name)
 
 
-def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -> Link:
+def _record(config: Config, device: Device, chunk: Chunk, incoming: Forms) -> Link:
     """Run a link's tasks for each place of a microbatch."""
     recorder, layout = Recorder(), config.layout
     grid = Grid(tuple((name, 1 if name in ("data", PIPE) else size) for name, size in layout.axes))
     mesh = planned_mesh(grid, 0, layout.token_axes, device.kind, recorder.started)
     kit = build_kit(config, mesh)
-    model = build_model(config, kit, mesh, stretch)
-    recompute_in(config, model, len(stretch.layers))
+    model = build_model(config, kit, mesh, chunk)
+    recompute_in(config, model, len(chunk.layers))
     specs = shard_specs(model)
     buckets = make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients)
     gradients = Gradients(gradient_views(buckets))
@@ -217,8 +217,8 @@ def _record(config: Config, device: Device, stretch: Stretch, incoming: Forms) -
         with on_device, _seeing(saved), recorder.program(mesh.ledger) as made:
             outgoing = stage.forward(index, given, batch, scales)
         programs[Kind.FORWARD].append(replace(made(), leads=leads))
-        forms = () if stretch.last else tuple(TensorMeta(tuple(x.shape), x.dtype) for x in outgoing)
-        recomputes = model.run_group is recomputed and len(stretch.layers) > 0
+        forms = () if chunk.last else tuple(TensorMeta(tuple(x.shape), x.dtype) for x in outgoing)
+        recomputes = model.run_group is recomputed and len(chunk.layers) > 0
         holds_input = recomputes or any(x.untyped_storage()._cdata in saved for x in given)
         held = recorder.live_bytes
         del outgoing

@@ -15,7 +15,7 @@ from itertools import pairwise
 from meshwright.build import recomputed_group
 from meshwright.config import Config
 from meshwright.memory.recompute import groups_of
-from meshwright.model import Stretch
+from meshwright.model import Chunk
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.ledger import Traffic
 from meshwright.tools.plan.cluster import Device
@@ -143,24 +143,22 @@ class StagePlan:
         return total
 
 
-def plan_stretches(
-    config: Config, device: Device, recordings: Recordings, stretches: Sequence[Stretch]
-) -> list[StagePlan]:
+def plan_stretches(config: Config, device: Device, recordings: Recordings, chunks: Sequence[Chunk]) -> list[StagePlan]:
     """All stages, of which each is given what the one before gives."""
     stages: list[StagePlan] = []
     order = recordings.outline(config).order
     forms: Forms = ()
-    for stretch in stretches:
+    for chunk in chunks:
         incoming = forms
         units: list[Unit] = []
         parameters: dict[str, Parameter] = {}
-        for run in _runs(config, stretch):
+        for run in _runs(config, chunk):
             unit = _unit(config, device, recordings, run, forms)
             forms = unit.link.outgoing
             units.append(unit)
             parameters |= {parameter.name: parameter for parameter in unit.parameters}
         held = sorted(parameters.values(), key=lambda parameter: order[parameter.name])
-        stages.append(StagePlan(tuple(units), tuple(held), incoming, () if stretch.last else forms))
+        stages.append(StagePlan(tuple(units), tuple(held), incoming, () if chunk.last else forms))
     return stages
 
 
@@ -170,27 +168,25 @@ def include(total: Sent, more: Mapping[tuple[str, str], Traffic], times: int = 1
         total.setdefault(key, Traffic()).include(entry.scaled(times))
 
 
-def _runs(config: Config, stretch: Stretch) -> list[Stretch]:
-    """The stretch's links: its beginning, its layers, in groups where they are recomputed, its end."""
+def _runs(config: Config, chunk: Chunk) -> list[Chunk]:
+    """The chunk's links: its beginning, its layers, in groups where they are recomputed, its end."""
     every = 1
     if config.memory.recompute not in ("none", "selective"):
-        every = recomputed_group(config, len(stretch.layers))
-    runs = [Stretch(range(0), True, False)] if stretch.first else []
-    runs += [Stretch(group, False, False) for group in groups_of(stretch.layers, every)]
-    return runs + ([Stretch(range(0), False, True)] if stretch.last else [])
+        every = recomputed_group(config, len(chunk.layers))
+    runs = [Chunk(range(0), True, False)] if chunk.first else []
+    runs += [Chunk(group, False, False) for group in groups_of(chunk.layers, every)]
+    return runs + ([Chunk(range(0), False, True)] if chunk.last else [])
 
 
-def _unit(config: Config, device: Device, recordings: Recordings, run: Stretch, incoming: Forms) -> Unit:
+def _unit(config: Config, device: Device, recordings: Recordings, run: Chunk, incoming: Forms) -> Unit:
     """A run of layers as a unit."""
     count, layers = len(run.layers), run.layers
     alike = {recordings.outline(config).alike[layer] for layer in layers}
     if count <= 2 or len(alike) > 1:
         link = recordings.link(config, device, run, incoming)
         return Unit(link, link.parameters)
-    ones = [
-        recordings.link(config, device, Stretch(range(layer, layer + 1), False, False), incoming) for layer in layers
-    ]
-    two = recordings.link(config, device, Stretch(layers[:2], False, False), incoming)
+    ones = [recordings.link(config, device, Chunk(range(layer, layer + 1), False, False), incoming) for layer in layers]
+    two = recordings.link(config, device, Chunk(layers[:2], False, False), incoming)
     return Unit(two, tuple(parameter for one in ones for parameter in one.parameters), ones[0], count)
 
 

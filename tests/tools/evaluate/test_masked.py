@@ -114,7 +114,7 @@ def test_without_data_the_samples_of_the_runs_validation(tmp_path: Path, text: s
     batch = held_out.held_out(0, len(held_out))
     assert (found.samples, found.tokens.asked) == (len(held_out), counts_of(batch, ("labels",))[0])
     with torch.no_grad():
-        assert found.tokens.right == loaded.model.right(loaded.model.trunk(batch), batch)[0]
+        assert found.tokens.right == loaded.model.num_correct(loaded.model.trunk(batch), batch)[0]
 
 
 def test_the_command(tmp_path: Path, text: str) -> None:

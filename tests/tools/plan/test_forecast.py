@@ -56,8 +56,8 @@ def test_limits_are_the_run_s() -> None:
 def cuts_of(mesh: Mesh, config: Config) -> list[tuple[int, tuple[int, ...]]]:
     """Each stage's rank, and how many layers its plan gives to each stage."""
     plans = plan_every_stage(plan_step(config))
-    stretches = [(plan.parts.mesh.rank, plan.parts.stages.stretches) for plan in plans]
-    return [(rank, tuple(len(stretch.layers) for stretch in cut)) for rank, cut in stretches]
+    chunks = [(plan.parts.mesh.rank, plan.parts.stages.chunks) for plan in plans]
+    return [(rank, tuple(len(chunk.layers) for chunk in cut)) for rank, cut in chunks]
 
 
 def test_partition_is_measured_once() -> None:

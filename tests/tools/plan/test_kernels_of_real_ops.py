@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.build import build_kit, build_model
 from meshwright.config import Config, parse_config
-from meshwright.model import Hidden, Stretch
+from meshwright.model import Chunk, Hidden
 from meshwright.models.chain import chain_of
 from meshwright.models.section import Gpt2
 from meshwright.parameters.bucket import gradient_views, make_buckets
@@ -38,7 +38,7 @@ CPU = Device(
 )  # fmt: skip
 
 NOTHING = range(0)
-LINKS = (Stretch(NOTHING, True, False), Stretch(range(1), False, False), Stretch(NOTHING, False, True))
+LINKS = (Chunk(NOTHING, True, False), Chunk(range(1), False, False), Chunk(NOTHING, False, True))
 """Embeddings, a layer, head and loss."""
 
 GPT2: dict[str, object] = {
@@ -71,8 +71,8 @@ def config_for(tensor: dict[str, object], model: dict[str, object] | None = None
 def links_of(config: Config) -> list[Link]:
     """The programs of embeddings, a layer, head and loss."""
     recordings, links = Recordings(), list[Link]()
-    for stretch in LINKS:
-        links.append(recordings.link(config, CPU, stretch, links[-1].outgoing if links else ()))
+    for chunk in LINKS:
+        links.append(recordings.link(config, CPU, chunk, links[-1].outgoing if links else ()))
     return links
 
 
@@ -108,9 +108,9 @@ def run_for_real(config: Config) -> list[Ran]:
     mesh = Mesh(Grid(config.layout.axes), 0, torch.device("cpu"), LedgerTransport())
     ran: list[Ran] = []
     incoming: Hidden = ()
-    for stretch in LINKS:
+    for chunk in LINKS:
         kit, recorder = build_kit(config, mesh), Recorder()
-        model = build_model(config, kit, mesh, stretch)
+        model = build_model(config, kit, mesh, chunk)
         buckets = make_buckets(model.named_parameters(), shard_specs(model), mesh, 2**30)
         memory = Gradients(gradient_views(buckets))
         use_gradients(model, memory)
@@ -120,7 +120,7 @@ def run_for_real(config: Config) -> list[Ran]:
             with recorder.program(mesh.ledger) as made:
                 outgoing = stage.forward(0, incoming, batch, scales)
             kernels = {Kind.FORWARD: kernels_of(made())}
-            gradients = () if stretch.last else tuple(torch.ones_like(x) for x in outgoing)
+            gradients = () if chunk.last else tuple(torch.ones_like(x) for x in outgoing)
             with recorder.program(mesh.ledger) as made:
                 stage.backward(0, gradients, defers=False)
             kernels[Kind.BACKWARD] = kernels_of(made())
@@ -149,11 +149,11 @@ def ran() -> dict[str, list[Ran]]:
 
 @pytest.mark.parametrize("kit", SIZE_ONE)
 def test_planned_kernels_are_those_of_real_tensors(kit: str, ran: dict[str, list[Ran]]) -> None:
-    for stretch, planned, real in zip(LINKS, links_of(config_for(SIZE_ONE[kit])), ran[kit], strict=True):
+    for chunk, planned, real in zip(LINKS, links_of(config_for(SIZE_ONE[kit])), ran[kit], strict=True):
         for kind, [program] in planned.programs.items():
             counts = kernels_of(program)
-            assert not real.kernels[kind] - counts, f"{stretch}, {kind}: not planned"
-            assert not counts - real.kernels[kind], f"{stretch}, {kind}: planned, but not done"
+            assert not real.kernels[kind] - counts, f"{chunk}, {kind}: not planned"
+            assert not counts - real.kernels[kind], f"{chunk}, {kind}: planned, but not done"
 
 
 @pytest.mark.parametrize("kit", SIZE_ONE)
