@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.ours import open_layout, reference_config
+from benchmarks.ours import reference_config
 from benchmarks.reference import REFERENCE, global_batch
 from meshwright.build import build
 from meshwright.config import Config
 from meshwright.config.schema import Check
-from meshwright.environment import Environment
-from meshwright.launch import Job, StopRequest, launch
+from meshwright.launch import Rank, run
 from meshwright.model import Batch
 from meshwright.train.loop import Trainer
 from meshwright.train.replicas import hash_bits
@@ -49,19 +46,16 @@ class ReferenceRows:
         raise AssertionError("nothing is validated here")
 
 
-def worker(environment: Environment, stop: StopRequest, *, ranks: int, rounds: int, steps: int, out: str) -> None:
-    """One rank; the first leaves its seconds a step, with and without, a round a line."""
-    config = reference_config({"layout.data.size": ranks, "layout.transport": "torch"})
-    with open_layout(config) as mesh:
-        trainer = Trainer(build(config, mesh), ReferenceRows())
-        _timed(trainer, config, 1, 2)
-        lines = []
-        for number in range(rounds):
-            order = (1, 0) if number % 2 else (0, 1)
-            seconds = {every: _timed(trainer, config, every, steps) for every in order}
-            lines.append(f"{seconds[1]} {seconds[0]}")
-        if mesh.rank == 0:
-            Path(out).write_text("\n".join(lines))
+def worker(rank: Rank, config: Config, rounds: int, steps: int) -> list[tuple[float, float]]:
+    """One rank: its seconds a step, with and without the check, by round."""
+    trainer = Trainer(build(config, rank.mesh), ReferenceRows())
+    _timed(trainer, config, 1, 2)
+    found = []
+    for number in range(rounds):
+        order = (1, 0) if number % 2 else (0, 1)
+        seconds = {every: _timed(trainer, config, every, steps) for every in order}
+        found.append((seconds[1], seconds[0]))
+    return found
 
 
 def _timed(trainer: Trainer, config: Config, every: int, steps: int) -> float:
@@ -96,11 +90,9 @@ def main() -> None:
     weights = torch.randn(HASHED)
     hashed, norm = _milliseconds(lambda: hash_bits(weights)), _milliseconds(lambda: torch.linalg.vector_norm(weights))
     print(f"10^8 weights: hashed in {hashed:.1f} ms, vector_norm in {norm:.1f} ms")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "seconds.txt")
-        arguments = {"ranks": asked.ranks, "rounds": asked.rounds, "steps": asked.steps, "out": str(out)}
-        launch(Job("benchmarks.replica_check:worker", arguments), asked.ranks, "torch", threads=1)
-        rounds = [tuple(map(float, line.split())) for line in out.read_text().splitlines()]
+    config = reference_config({"layout.data.size": asked.ranks, "layout.transport": "torch"})
+    arguments = {"config": config, "rounds": asked.rounds, "steps": asked.steps}
+    rounds = run("benchmarks.replica_check:worker", asked.ranks, **arguments)[0]
     checked, plain = (statistics.median(column) for column in zip(*rounds, strict=True))
     ratios = sorted(one / other for one, other in rounds)
     print(

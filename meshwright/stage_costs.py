@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from torch import nn
 from meshwright.build import Parts, build, make_chunk
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Strategy
+from meshwright.launch import Rank, Ranks, joined, run
+from meshwright.machine import usable_cores
 from meshwright.memory.offload import host_store_bytes, state_bytes
 from meshwright.memory.recompute import kept_bytes
 from meshwright.model import Chunk, Costs, Hidden
@@ -64,7 +67,7 @@ class BuiltStages:
 
     def partition(self, config: Config) -> tuple[int, ...]:
         pipeline = config.layout.pipeline
-        costs = timed_costs(config) if pipeline.partition == "measured" else counted_costs(config)
+        costs = measured_costs(config) if pipeline.partition == "measured" else counted_costs(config)
         return balanced(costs, pipeline.size)
 
     def fixed_bytes(self, config: Config) -> Sequence[int]:
@@ -136,12 +139,27 @@ def links(num_layers: int) -> tuple[Chunk, Chunk, Chunk]:
     return Chunk(nothing, True, False), Chunk(range(num_layers), False, False), Chunk(nothing, False, True)
 
 
-def timed_costs(config: Config) -> Costs:
+def measured_costs(config: Config) -> Costs:
+    """Seconds of each link of the chain, timed in a process of its own, as ranks run: this one may start no threads."""
+    if joined():
+        begin, *layers, end = time_links(config, torch.device("cuda" if config.device == "cuda" else "cpu"))
+    else:
+        device: Literal["cpu", "cuda"] = "cuda" if config.device == "cuda" else "cpu"
+        threads = usable_cores() if config.threads == "auto" else config.threads
+        alone = Ranks((("data", 1),), device=device, threads=threads)
+        ((begin, *layers, end),) = run(time_links_on, alone, config=config)
+    return Costs(begin, tuple(layers), end)
+
+
+def time_links_on(rank: Rank, config: Config) -> list[float]:
+    return time_links(config, rank.mesh.device)
+
+
+def time_links(config: Config, device: torch.device) -> list[float]:
     """Seconds of a microbatch forward and backward in each link of the chain, whole, on one device.
 
     Only their ratios count. Of layers that are alike, in what they read and in their parameters, the first is timed.
     """
-    device = torch.device(config.device if config.device != "auto" else "cpu")
     kit = SerialKit(solo_mesh(device))
     begin, layers, end = links(config.model.num_blocks)
     known: dict[tuple[torch.Size, ...], float] = {}
@@ -158,7 +176,7 @@ def timed_costs(config: Config) -> Costs:
         seconds.append(known[shapes])
         with torch.no_grad():
             hidden = model.hidden_states(batch, hidden)
-    return Costs(seconds[0], tuple(seconds[1:-1]), seconds[-1])
+    return seconds
 
 
 def _seconds(model: Chain, hidden: Hidden, batch: dict[str, torch.Tensor], device: torch.device) -> float:
@@ -173,5 +191,10 @@ def _seconds(model: Chain, hidden: Hidden, batch: dict[str, torch.Tensor], devic
 
 
 def free_gpu_bytes(num_gpus: int) -> int:
-    """Free memory of the fullest of this node's first GPUs."""
+    """Free memory of the fullest of this node's first GPUs; asked in a process whose contexts on them go with it."""
+    free: int = run(ask_gpus, 1, num_gpus=num_gpus)[0]
+    return free
+
+
+def ask_gpus(rank: Rank, num_gpus: int) -> int:
     return min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus))

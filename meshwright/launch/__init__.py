@@ -1,16 +1,17 @@
 """Starting a job's ranks on this machine, stopping them, and saying in one message why they died.
 
-    cli ── launch(job, ...) ──┬─ forked.py    workers forked from a clean process
-                              └─ mpiexec.py   Open MPI's mpiexec: `python -m meshwright.launch FOLDER`
-    inside a worker: worker.py runs the job's entry function with (environment, stop, **arguments)
+    run(function, ranks, ...) ── launch(job, ...) ──┬─ forked.py    workers forked from a clean process
+                                                    └─ mpiexec.py   mpiexec: `python -m meshwright.launch FOLDER`
+    inside a worker: worker.py runs the job, function.py opens the mesh and calls function(rank, **arguments)
 
 The launcher and its workers share a private folder: job.json, attempt-K/rank-R.json (a failed rank's last words), and
 the file `stop`, whose existence asks the workers to finish their step and leave. torch is imported only where needed.
 """
 
 from meshwright.launch.failure import Interrupted
+from meshwright.launch.function import Rank, Ranks, run
 from meshwright.launch.launcher import Transport, launch
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.worker import Job, joined, run_worker
 
-__all__ = ["Interrupted", "Job", "StopRequest", "Transport", "joined", "launch", "run_worker"]
+__all__ = ["Interrupted", "Job", "Rank", "Ranks", "StopRequest", "Transport", "joined", "launch", "run", "run_worker"]

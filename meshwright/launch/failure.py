@@ -19,6 +19,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.launch.signals import STOPPED_EXIT_CODE, attempt_folder
@@ -185,6 +186,19 @@ class Death:
         if self.status >= 0:
             return f"rank {self.rank} exited with code {self.status} and left no message"
         return f"rank {self.rank} was killed by {signal_name(-self.status)}{_hint(-self.status)}"
+
+
+def write_result(folder: Path, attempt: int, rank: int, result: object) -> None:
+    """Leave what a rank's function returned where `read_results` finds it."""
+    target = attempt_folder(folder, attempt) / f"result-{rank}.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(result))
+
+
+def read_results(folder: Path, attempt: int, num_ranks: int) -> list[Any]:
+    """The results of an attempt that succeeded, in rank order; None of a rank that left early, with code 0."""
+    paths = [attempt_folder(folder, attempt) / f"result-{rank}.json" for rank in range(num_ranks)]
+    return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
 
 def read_reports(folder: Path, attempt: int) -> list[Report]:

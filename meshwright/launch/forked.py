@@ -35,8 +35,7 @@ _LOOPBACK = "127.0.0.1"
 def run_forked(session: Session, num_ranks: int, attempt: int, threads: int) -> Failure | None:
     """Run an attempt at the session's job; why it failed, None where it succeeded."""
     context = multiprocessing.get_context("forkserver")
-    module, _, _ = Job.read(session.folder).entry.partition(":")
-    context.set_forkserver_preload(["meshwright.launch.preload", module])
+    context.set_forkserver_preload(["meshwright.launch.preload", *Job.read(session.folder).modules])
     try:
         make_fork_server_folder()
         ensure_running()

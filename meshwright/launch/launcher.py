@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.errors import LaunchError
-from meshwright.launch.failure import Failure, Interrupted, allow_open_files
+from meshwright.launch.failure import Failure, Interrupted, allow_open_files, read_results
 from meshwright.launch.output import SOCKET, OutputServer
 from meshwright.launch.session import Session, open_session
 from meshwright.launch.signals import STOP_FILE, KillWorkers, StopSignals, listens
@@ -24,8 +24,8 @@ def launch(
     *,
     restarts: int = 0,
     threads: int,
-) -> None:
-    """Run `job` on `num_ranks` local ranks with `threads` CPU threads each; return when all of them have succeeded.
+) -> list[Any]:
+    """Run `job` on `num_ranks` local ranks with `threads` CPU threads each; return the ranks' results, in rank order.
 
     A job that loses a rank is started again up to `restarts` times; so is one that ends with an unforeseen exception,
     unless the same came before. Other errors are the run's own and end it at once. Call from the main thread: it
@@ -43,6 +43,7 @@ def launch(
                 failure, attempt = _run(session, status, num_ranks, transport, restarts, threads)
             except KillWorkers:
                 raise _killed(signals, session.folder) from None
+        results = read_results(session.folder, attempt, num_ranks) if failure is None else []
     if signals.received is not None:
         text = f"stopped by {signals.received.name}"
         if failure is None:
@@ -50,6 +51,7 @@ def launch(
         raise Interrupted(f"{text}; while stopping, {failure.text}", signals.received)
     if failure is not None:
         raise LaunchError(failure.text + _after(attempt))
+    return results
 
 
 def _run(

@@ -10,20 +10,20 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.environment import Environment, read_environment
 from meshwright.errors import LaunchError
-from meshwright.launch.failure import Report, allow_open_files, leave
+from meshwright.launch.failure import Report, allow_open_files, leave, write_result
 from meshwright.launch.output import PatientStream, flush
 from meshwright.launch.signals import STOPPED_EXIT_CODE, FileStop, SignalStop, StopRequest
 from meshwright.machine import keep_freed_memory
 
 Entry = Callable[..., object]
-"""Called as entry(environment, stop, **arguments); what it returns is ignored."""
+"""Called as entry(environment, stop, **arguments); what it returns must survive JSON, and is the job's result."""
 
 _FILE = "job.json"
 
@@ -33,11 +33,13 @@ class Job:
     """`entry` is `package.module:function`; `arguments` are its keyword arguments and must survive JSON.
 
     `status`: the folder where the ranks leave where they are. None: the launch folder, which goes with the launcher.
+    `preload`: names of the functions that the entry will call, so that their modules are imported once for all ranks.
     """
 
     entry: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     status: str | None = None
+    preload: Sequence[str] = ()
 
     def resolve(self) -> Entry:
         """Import the entry function. Raises LaunchError where the name leads nowhere."""
@@ -50,14 +52,19 @@ class Job:
             raise LaunchError(f"entry {self.entry} does not exist: {error}") from error
         return entry
 
-    def run(self, environment: Environment, stop: StopRequest) -> None:
+    def run(self, environment: Environment, stop: StopRequest) -> Any:
         """Call the entry function."""
-        self.resolve()(environment, stop, **self.arguments)
+        return self.resolve()(environment, stop, **self.arguments)
+
+    @property
+    def modules(self) -> list[str]:
+        """Modules that the job imports."""
+        names = [name.rpartition(":")[0] for name in (self.entry, *self.preload)]
+        return [name for name in names if not name.endswith(".py")]
 
     def write(self, folder: Path) -> None:
         """Leave the job in a launch folder, for its workers."""
-        tree = {"entry": self.entry, "arguments": dict(self.arguments), "status": self.status}
-        (folder / _FILE).write_text(json.dumps(tree))
+        (folder / _FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Job:
@@ -70,8 +77,10 @@ def joined() -> bool:
     return read_environment().launcher != "none"
 
 
-def run_worker(job: Job, threads: int) -> None:
+def run_worker(job: Job, threads: int) -> Any:
     """Run `job` as this very process, which another launcher started: the counterpart of `launch` where `joined()`.
+
+    Returns this rank's result.
 
     SIGTERM, SIGINT and SIGUSR1 ask for a soft stop, after which the process exits with STOPPED_EXIT_CODE: Slurm would
     take 0 for a job that is done. Under torchrun with 0, since it would start a failed rank again. An exception is
@@ -86,9 +95,10 @@ def run_worker(job: Job, threads: int) -> None:
     stop = SignalStop()
     try:
         allow_open_files(environment.world_size)
-        job.run(environment, stop)
+        result = job.run(environment, stop)
         if stop.requested and environment.launcher != "torchrun":
             sys.exit(STOPPED_EXIT_CODE)
+        return result
     except BaseException as error:
         if _asks_to_leave(error):
             raise
@@ -104,7 +114,8 @@ def run_launched(folder: Path) -> None:
     job = Job.read(folder)
     environment = replace(read_environment(), status_folder=Path(job.status or folder), launched=True)
     try:
-        job.run(environment, FileStop(folder, environment.attempt))
+        result = job.run(environment, FileStop(folder, environment.attempt))
+        write_result(folder, environment.attempt, environment.rank, result)
         _flush()
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,11 @@ from meshwright.config import Config
 from meshwright.data.dataset import Opened
 from meshwright.data.packed import fingerprint
 from meshwright.data.progress import silent
-from meshwright.environment import Environment, read_environment, rendezvous
+from meshwright.environment import read_environment
 from meshwright.errors import DamagedError
-from meshwright.launch import Job, StopRequest, joined, launch, run_worker
+from meshwright.launch import Rank, Ranks, StopRequest, run
 from meshwright.machine import Machine
-from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh, open_mesh
+from meshwright.ranks.mesh import Mesh
 from meshwright.resolve import (
     FIELDS,
     Resolved,
@@ -43,16 +42,6 @@ from meshwright.train.meeting import facts_of, least_of_all, meet, tell_all
 from meshwright.train.metrics import MetricsWriter
 from meshwright.train.status import STATUS
 from meshwright.train.trace import write_step
-
-
-def run_ranks(config: Config, job: Job) -> None:
-    """Start the ranks of a resolved config's layout here, or be one of them inside another launcher."""
-    assert config.threads != "auto", "resolve() comes first"
-    assert config.layout.transport != "auto", "resolve() comes first"
-    if joined():
-        run_worker(job, config.threads)
-    else:
-        launch(job, config.layout.world_size, config.layout.transport, restarts=config.restarts, threads=config.threads)
 
 
 def train(
@@ -88,16 +77,17 @@ def train(
             folder.begin(out, config)
         if not machine.joined:
             resolved = resolve(decided_before(config, out, resume=goes_on), machine)
-        arguments = {
-            "config": resolved.config.model_dump(mode="json", by_alias=True),
-            "asked": config.model_dump(mode="json", by_alias=True),
-            "out": str(out),
-            "data": str(data),
-            "resume": resume,
-            "trace": list(trace),
-            "notes": [*resolved.notes, *notes],
-        }
-        run_ranks(resolved.config, Job("meshwright.train.job:worker", arguments, str(out / STATUS)))
+        run(
+            worker,
+            Ranks.of(resolved.config, str(out), out / STATUS),
+            config=resolved.config,
+            asked=config,
+            out=out,
+            data=data,
+            resume=resume,
+            trace=list(trace),
+            notes=[*resolved.notes, *notes],
+        )
 
 
 def decided_before(config: Config, out: Path, *, resume: bool) -> Config:
@@ -113,32 +103,13 @@ def decided_before(config: Config, out: Path, *, resume: bool) -> Config:
     return as_before(config, origin.config, origin.resolved)
 
 
-@contextmanager
-def open_layout(config: Config, environment: Environment, job: str) -> Iterator[Mesh]:
-    """This rank's mesh of a resolved config's layout, while the context is entered. `job`: what ranks know it by."""
-    grid, transport = Grid(config.layout.axes), config.layout.transport
-    point = rendezvous(job=job) if transport == "torch" else None
-    device = worker_device(config.device, environment)
-    with open_mesh(grid, environment, transport, device, point, config.layout.token_axes, config.timeout) as mesh:
-        yield mesh
-
-
-def worker_device(device: str, environment: Environment) -> torch.device:
-    """This rank's device: a GPU of its own, or the host."""
-    if device == "cuda":
-        torch.cuda.set_device(environment.local_rank)
-        return torch.device("cuda", environment.local_rank)
-    return torch.device("cpu")
-
-
 def worker(
-    environment: Environment,
-    stop: StopRequest,
+    rank: Rank,
+    config: Config,
+    asked: Config,
+    out: Path,
+    data: Path,
     *,
-    config: dict[str, Any],
-    asked: dict[str, Any],
-    out: str,
-    data: str,
     resume: bool,
     trace: Sequence[int] = (),
     notes: Sequence[str] = (),
@@ -147,20 +118,22 @@ def worker(
 
     `config`: resolved by our launcher; `asked`: as the user wrote it. `notes`: what is to be said when the run begins.
     """
-    settings, user = Config.model_validate(config), Config.model_validate(asked)
-    with open_layout(settings, environment, job=out) as mesh:
-        meet(mesh, facts_of(user, Path(data), resume=resume, trace=list(trace)))
-        opened = settings.data.open(settings, Path(data))
-        resume = resume or environment.attempt > 0
-        name, found = folder.checkpoint_of_run(Path(out), resume=resume) if mesh.rank == 0 else ("", None)
-        step = _agreed(mesh, found)
-        if not environment.launched:
-            resolved = _resolve_together(mesh, settings, user, Path(out), resume=resume)
-            settings, notes = resolved.config, (*notes, *resolved.notes)
-        opened = replace(opened, notes=(*notes, *opened.notes))
-        origin = Origin(asked, name, fingerprint(Path(data)), resolved_fields(user, settings))
-        run = _Run(build(settings, mesh, Path(out)), settings, opened, Path(out), frozenset(trace), origin)
-        run.train(stop, step, resume=resume, attempt=environment.attempt)
+    mesh, environment = rank.mesh, rank.environment
+    meet(mesh, facts_of(asked, data, resume=resume, trace=list(trace)))
+    opened = config.data.open(config, data)
+    resume = resume or environment.attempt > 0
+    name, found = folder.checkpoint_of_run(out, resume=resume) if mesh.rank == 0 else ("", None)
+    step = _agreed(mesh, found)
+    if not environment.launched:
+        resolved = _resolve_together(mesh, config, asked, out, resume=resume)
+        config, notes = resolved.config, (*notes, *resolved.notes)
+    opened = replace(opened, notes=(*notes, *opened.notes))
+    dump = asked.model_dump(mode="json", by_alias=True)
+    origin = Origin(dump, name, fingerprint(data), resolved_fields(asked, config))
+    parts = build(config, mesh, out)
+    _Run(parts, config, opened, out, frozenset(trace), origin).train(
+        rank.stop, step, resume=resume, attempt=environment.attempt
+    )
 
 
 def _resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *, resume: bool) -> Resolved:

@@ -21,7 +21,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.stage_costs import counted_costs, timed_costs
+from meshwright.stage_costs import counted_costs, time_links
 from meshwright.stages import plan_stages
 from meshwright.tensor.serial import SerialKit
 from tests.tensor.test_equality import check, run
@@ -324,7 +324,7 @@ def test_each_cut_has_its_own_forms_and_each_block_its_own_cost() -> None:
 
 
 def measured_costs(mesh: Mesh) -> tuple[float, ...]:
-    costs = timed_costs(config_of(stage_blocks=[3, 1]))
+    costs = time_links(config_of(stage_blocks=[3, 1]))
     return (costs.embedding, *costs.layers, costs.head)
 
 

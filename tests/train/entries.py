@@ -17,8 +17,7 @@ from torch import Tensor
 
 from meshwright.checkpoint import writer
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.environment import Environment
-from meshwright.launch import StopRequest
+from meshwright.launch import Rank
 from meshwright.optim.optimizer import Optimizer
 from meshwright.train import job, loop
 from meshwright.train.loop import Trainer
@@ -66,37 +65,37 @@ MOMENTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
 }
 
 
-def killed(environment: Environment, stop: StopRequest, *, moment: str, victim: int, **arguments: Any) -> None:
+def killed(rank: Rank, *, moment: str, victim: int, **arguments: Any) -> None:
     """`kill -9` of the rank `victim` at a moment of its first attempt: of its fifth step or its second checkpoint."""
     owner, name, deed = MOMENTS[moment]
-    doomed = environment.rank == victim and environment.attempt == 0
+    doomed = rank.environment.rank == victim and rank.environment.attempt == 0
     with patch.object(owner, name, deed) if doomed else nullcontext():
-        job.worker(environment, stop, **arguments)
+        job.worker(rank, **arguments)
 
 
-def interrupting(environment: Environment, stop: StopRequest, *, launcher: int, **arguments: Any) -> None:
+def interrupting(rank: Rank, *, launcher: int, **arguments: Any) -> None:
     """Ctrl-C reaches the launcher in the fifth step."""
     turn = Trainer.turn
 
     def interrupt(self: Trainer, *words: Any) -> Any:
-        if self.step == 4 and environment.rank == 1:
+        if self.step == 4 and rank.environment.rank == 1:
             os.kill(launcher, signal.SIGINT)
-            while not stop.requested:
+            while not rank.stop.requested:
                 pass
         return turn(self, *words)
 
     with patch.object(Trainer, "turn", interrupt):
-        job.worker(environment, stop, **arguments)
+        job.worker(rank, **arguments)
 
 
-def counting_releases(environment: Environment, stop: StopRequest, *, out: str, **arguments: Any) -> None:
+def counting_releases(rank: Rank, *, out: Path, **arguments: Any) -> None:
     """Leaves in `releases` how often free memory was given back."""
     with patch.object(loop, "release_free_memory", wraps=loop.release_free_memory) as release:
-        job.worker(environment, stop, out=out, **arguments)
-    Path(out, f"releases-{environment.rank}").write_text(str(release.call_count))
+        job.worker(rank, out=out, **arguments)
+    Path(out, f"releases-{rank.environment.rank}").write_text(str(release.call_count))
 
 
-def names_modules(environment: Environment, stop: StopRequest, *, out: str, **arguments: Any) -> None:
+def names_modules(rank: Rank, *, out: Path, **arguments: Any) -> None:
     """A run that leaves the names of all modules that its process has imported when its first step is over."""
     turn = Trainer.turn
 
@@ -108,26 +107,25 @@ def names_modules(environment: Environment, stop: StopRequest, *, out: str, **ar
         return result
 
     with patch.object(Trainer, "turn", named):
-        job.worker(environment, stop, out=out, **arguments)
+        job.worker(rank, out=out, **arguments)
 
 
-def corrupted(environment: Environment, stop: StopRequest, *, victim: int, at: int, **arguments: Any) -> None:
+def corrupted(rank: Rank, *, victim: int, at: int, **arguments: Any) -> None:
     """A low bit of a weight of the rank `victim` flips before step `at` of its first attempt."""
 
     def flip(weights: Tensor) -> None:
         weights.view(torch.int64)[5] ^= 1
 
-    _damaged(environment, stop, victim, at, flip, arguments)
+    _damaged(rank, victim, at, flip, arguments)
 
 
-def spoiled(environment: Environment, stop: StopRequest, *, victim: int, at: int, **arguments: Any) -> None:
+def spoiled(rank: Rank, *, victim: int, at: int, **arguments: Any) -> None:
     """A weight of the rank `victim` is no number before step `at` of its first attempt."""
-    _damaged(environment, stop, victim, at, lambda weights: weights[:9].fill_(torch.nan), arguments)
+    _damaged(rank, victim, at, lambda weights: weights[:9].fill_(torch.nan), arguments)
 
 
 def _damaged(
-    environment: Environment,
-    stop: StopRequest,
+    rank: Rank,
     victim: int,
     at: int,
     damage: Callable[[Tensor], object],
@@ -136,21 +134,21 @@ def _damaged(
     turn = Trainer.turn
 
     def damaging(self: Trainer, *words: Any) -> Any:
-        if self.step == at - 1 and environment.rank == victim and environment.attempt == 0:
+        if self.step == at - 1 and rank.environment.rank == victim and rank.environment.attempt == 0:
             damage(self.parts.strategy.weights[0].values)
         return turn(self, *words)
 
     with patch.object(Trainer, "turn", damaging):
-        job.worker(environment, stop, **arguments)
+        job.worker(rank, **arguments)
 
 
-def straggles(environment: Environment, stop: StopRequest, *, straggler: int, **arguments: Any) -> None:
+def straggles(rank: Rank, *, straggler: int, **arguments: Any) -> None:
     """A run of which one rank takes 60 ms longer for each of its backward passes."""
     backward = Trainer._backward
 
     def slow(self: Trainer, *parts: Any) -> Any:
-        time.sleep(0.06 if environment.rank == straggler else 0.0)
+        time.sleep(0.06 if rank.environment.rank == straggler else 0.0)
         return backward(self, *parts)
 
     with patch.object(Trainer, "_backward", slow):
-        job.worker(environment, stop, **arguments)
+        job.worker(rank, **arguments)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright import launch
 from meshwright.config import Config, parse_config
 from meshwright.data.packing import prepare
 from meshwright.errors import LaunchError
-from meshwright.launch import Job, launch
+from meshwright.launch import Ranks
 from meshwright.resolve import resolve, this_machine
 from meshwright.train.job import train
 
@@ -72,22 +73,11 @@ def run(config: Config, out: Path, *, resume: bool = False, trace: Sequence[int]
 def run_as(entry: str, config: Config, out: Path, *, resume: bool = False, **arguments: Any) -> str:
     """The run by another entry function of tests/train/entries.py; why it failed, or nothing."""
     out.mkdir(parents=True, exist_ok=True)
-    job = {
-        "config": resolve(config, this_machine()).config.model_dump(mode="json", by_alias=True),
-        "asked": config.model_dump(mode="json", by_alias=True),
-        "out": str(out),
-        "data": config.data.source,
-        "resume": resume,
-    }
-    transport = "mpi" if config.layout.transport == "mpi" else "torch"
+    resolved = resolve(config, this_machine()).config
+    ranks = Ranks.of(resolved, str(out))
+    given = {"config": resolved, "asked": config, "out": out, "data": Path(config.data.source), "resume": resume}
     try:
-        launch(
-            Job(f"tests.train.entries:{entry}", job | arguments),
-            config.layout.world_size,
-            transport,
-            restarts=config.restarts,
-            threads=1,
-        )
+        launch.run(f"tests.train.entries:{entry}", ranks, **(given | arguments))
     except LaunchError as error:
         return str(error)
     return ""

@@ -11,8 +11,10 @@ import pytest
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError, DataError
-from meshwright.launch import Interrupted, Job, launch
+from meshwright.launch import Interrupted, Ranks
+from meshwright.launch import run as run_ranks
 from meshwright.machine import find_mpiexec
+from meshwright.resolve import resolve, this_machine
 from meshwright.train.job import train
 from tests.train.runs import config_for, lines_of, losses_of, make_corpus, run, run_as
 
@@ -71,13 +73,10 @@ def test_launcher_restarts_by_itself(
 
 def interrupt(corpus: Path, out: Path) -> None:
     """A launcher that Ctrl-C reaches."""
-    arguments = {
-        "config": config_for(corpus).model_dump(mode="json", by_alias=True),
-        "out": str(out), "data": str(corpus), "resume": False, "transport": "torch", "device": "cpu",
-        "launcher": os.getpid(),
-    }  # fmt: skip
+    config = resolve(config_for(corpus), this_machine()).config
+    given = {"config": config, "asked": config_for(corpus), "out": out, "data": corpus, "resume": False}
     try:
-        launch(Job("tests.train.entries:interrupting", arguments), 2, "torch", threads=1)
+        run_ranks("tests.train.entries:interrupting", Ranks.of(config), launcher=os.getpid(), **given)
     except Interrupted as error:
         os._exit(error.exit_code)
 

@@ -6,7 +6,6 @@ then one for each backend and each number of ranks times the links.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -17,20 +16,16 @@ from typing import Any, Literal, cast
 import torch
 
 from meshwright.data.progress import ShowProgress, silent
-from meshwright.environment import Environment, rendezvous
 from meshwright.errors import ConfigError, LaunchError
-from meshwright.launch import Job, StopRequest, Transport, joined, launch
-from meshwright.launch.session import temporary_folder
+from meshwright.launch import Rank, Ranks, Transport, joined, run
 from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
-from meshwright.ranks.grid import PIPE, Grid
-from meshwright.ranks.mesh import open_mesh
+from meshwright.ranks.grid import PIPE
 from meshwright.tools.calibrate.fit import device_of, links_of, merged, rounded
 from meshwright.tools.calibrate.kernels import measure_device
 from meshwright.tools.calibrate.links import measure_links, measure_overlap, measure_turns
 from meshwright.tools.calibrate.report import writer_of
 from meshwright.tools.calibrate.timing import Effort, Timer, meeting
 from meshwright.tools.plan.cluster import Cluster, Level, Links
-from meshwright.train.job import worker_device
 
 Kind = Literal["cpu", "cuda"]
 
@@ -85,8 +80,8 @@ def calibrate(out: Path, machine: Machine, effort: Effort, report: ShowProgress 
     """
     if joined():
         raise LaunchError("calibrate starts its own ranks: run it outside of torchrun, srun and mpirun")
-    with writer_of(out) as write, temporary_folder() as folder:
-        runs = _Runs(folder, out.absolute().parent, machine, effort, report)
+    with writer_of(out) as write:
+        runs = _Runs(out.absolute().parent, machine, effort, report)
         each = runs.launch("device", machine.devices, "torch")
         memory = memory_bytes() // machine.devices if machine.kind == "cpu" else each[0]["memory"]
         device = device_of(machine.kind, memory, merged([of["points"] for of in each]))
@@ -118,8 +113,7 @@ def calibrate(out: Path, machine: Machine, effort: Effort, report: ShowProgress 
 class _Runs:
     """The jobs of a calibration, as they are started."""
 
-    def __init__(self, folder: Path, disk: Path, machine: Machine, effort: Effort, report: ShowProgress) -> None:
-        self.folder = folder
+    def __init__(self, disk: Path, machine: Machine, effort: Effort, report: ShowProgress) -> None:
         self.disk = disk
         self.machine = machine
         self.effort = effort
@@ -129,49 +123,32 @@ class _Runs:
     def launch(self, what: str, ranks: int, backend: Transport) -> list[dict[str, Any]]:
         """What each of the ranks has found out."""
         self.report(f"{what}, {backend}, {ranks} ranks", self.done / self.machine.jobs)
-        folder = self.folder / str(self.done)
-        folder.mkdir()
-        arguments = {
-            "what": what,
-            "out": str(folder),
-            "disk": str(self.disk),
-            "effort": asdict(self.effort),
-            "transport": backend,
-            "device": self.machine.kind,
-            "overlap": ranks == min(self.machine.ranks, default=0),
-        }
-        launch(Job(f"{__name__}:worker", arguments), ranks, backend, threads=1)
+        function = measure_devices if what == "device" else measure_all_links
+        job = Ranks(((PIPE, ranks),), backend, self.machine.kind, name="calibrate")
+        more: dict[str, Any] = {"disk": self.disk}
+        if what == "links":
+            more = {"overlap": ranks == min(self.machine.ranks, default=0)}
+        results: list[dict[str, Any]] = run(function, job, effort=asdict(self.effort), **more)
         self.done += 1
-        return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+        return results
 
 
-def worker(
-    environment: Environment,
-    stop: StopRequest,
-    *,
-    what: str,
-    out: str,
-    disk: str,
-    effort: Mapping[str, Any],
-    transport: str,
-    device: str,
-    overlap: bool,
-) -> None:
-    """A rank that measures its device beside the others of the machine, or the links to them."""
-    where, asked = worker_device(device, environment), Effort(**effort)
-    point = rendezvous(job="calibrate") if transport == "torch" else None
-    with open_mesh(Grid(((PIPE, environment.world_size),)), environment, transport, where, point) as mesh:
-        if what == "device":
-            timer = Timer(where, asked.point_seconds, meeting(mesh.world, where, stop))
-            memory = torch.cuda.get_device_properties(where).total_memory if device == "cuda" else 0
-            found: dict[str, Any] = {"points": measure_device(asked, timer, Path(disk)), "memory": memory}
-        else:
-            found = {
-                "points": measure_links(asked, mesh, stop),
-                "overlaps": measure_overlap(asked, mesh, stop) if overlap else None,
-                "turns": measure_turns(asked, mesh, stop) if device == "cpu" else None,
-            }
-        Path(out, f"rank-{environment.rank}.json").write_text(json.dumps(found))
+def measure_devices(rank: Rank, effort: Mapping[str, Any], disk: Path) -> dict[str, Any]:
+    """A rank that measures its device beside the others of the machine."""
+    where, asked = rank.mesh.device, Effort(**effort)
+    timer = Timer(where, asked.point_seconds, meeting(rank.mesh.world, where, rank.stop))
+    memory = torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else 0
+    return {"points": measure_device(asked, timer, disk), "memory": memory}
+
+
+def measure_all_links(rank: Rank, effort: Mapping[str, Any], overlap: bool) -> dict[str, Any]:
+    """A rank that measures the links to the others of the machine."""
+    asked = Effort(**effort)
+    return {
+        "points": measure_links(asked, rank.mesh, rank.stop),
+        "overlaps": measure_overlap(asked, rank.mesh, rank.stop) if overlap else None,
+        "turns": measure_turns(asked, rank.mesh, rank.stop) if rank.mesh.device.type == "cpu" else None,
+    }
 
 
 def source_of(machine: Machine) -> str:

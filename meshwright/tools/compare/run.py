@@ -20,19 +20,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from meshwright.build import Parts, build
 from meshwright.config import Config, dump_config
-from meshwright.environment import Environment
-from meshwright.launch import Job, StopRequest
+from meshwright.launch import Rank, Ranks
+from meshwright.launch import run as run_ranks
 from meshwright.memory.offload import Offloaded
 from meshwright.model import Batch, Samples, to_device
 from meshwright.ranks.grid import PIPE
 from meshwright.resolve import resolve, this_machine
-from meshwright.train.job import open_layout, run_ranks
 from meshwright.train.loop import Trainer
 from meshwright.train.metrics import MetricsWriter, peak_memory_bytes
 from meshwright.train.step import publish, replica_backward
@@ -90,8 +88,7 @@ def run(config: Config, data: Path, folder: Path, steps: int) -> Run:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     config = resolve(config, this_machine()).config
-    tree = config.model_dump(mode="json", by_alias=True)
-    run_ranks(config, Job(WORKER, {"config": tree, "out": str(folder.absolute()), "data": str(data), "steps": steps}))
+    run_ranks(WORKER, Ranks.of(config), config=config, out=folder.absolute(), data=data, steps=steps)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     facts = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(config.layout.world_size)]
     return Run(
@@ -102,27 +99,23 @@ def run(config: Config, data: Path, folder: Path, steps: int) -> Run:
     )
 
 
-def worker(
-    environment: Environment, stop: StopRequest, *, config: dict[str, Any], out: str, data: str, steps: int
-) -> None:
+def worker(rank: Rank, config: Config, out: Path, data: Path, steps: int) -> None:
     """One rank."""
-    settings, folder = Config.model_validate(config), Path(out)
-    with open_layout(settings, environment, job="compare") as mesh:
-        parts = build(settings, mesh, folder)
-        train = settings.data.open(settings, Path(data)).train
-        trainer = Trainer(parts, train)
-        metrics = MetricsWriter(folder, 0, tensorboard=False) if mesh.rank == 0 else None
-        for _ in range(steps):
-            line, stopping = trainer.turn(stop)
-            if metrics is not None:
-                metrics.write(line)
-            if stopping:
-                return
+    mesh, parts = rank.mesh, build(config, rank.mesh, out)
+    train = config.data.open(config, data).train
+    trainer = Trainer(parts, train)
+    metrics = MetricsWriter(out, 0, tensorboard=False) if mesh.rank == 0 else None
+    for _ in range(steps):
+        line, stopping = trainer.turn(rank.stop)
         if metrics is not None:
-            metrics.close()
-        held, peak_bytes = held_by(parts), peak_memory_bytes(mesh.device)
-        facts = RankFacts(mesh.rank, mesh.index(PIPE), held, peak_bytes, count_sent(parts, train, trainer.samples))
-        (folder / f"rank-{mesh.rank}.json").write_text(json.dumps(asdict(facts)))
+            metrics.write(line)
+        if stopping:
+            return
+    if metrics is not None:
+        metrics.close()
+    held, peak_bytes = held_by(parts), peak_memory_bytes(mesh.device)
+    facts = RankFacts(mesh.rank, mesh.index(PIPE), held, peak_bytes, count_sent(parts, train, trainer.samples))
+    (out / f"rank-{mesh.rank}.json").write_text(json.dumps(asdict(facts)))
 
 
 def held_by(parts: Parts) -> dict[str, int]:

@@ -23,9 +23,8 @@ from meshwright.config.layout import Layout
 from meshwright.config.schema import Check, Offload, Precision
 from meshwright.data.progress import ShowProgress as Report
 from meshwright.data.progress import silent
-from meshwright.environment import Environment
 from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
-from meshwright.launch import Interrupted, Job, StopRequest, joined
+from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
 from meshwright.launch.session import temporary_folder
 from meshwright.model import Samples
 from meshwright.parameters.shard import Box
@@ -39,7 +38,6 @@ from meshwright.tools.verify.compare import (
     zero_tensors,
 )
 from meshwright.tools.verify.reference import reference_run
-from meshwright.train.job import open_layout, run_ranks, worker_device
 from meshwright.train.loop import Trainer
 
 WORKER = "meshwright.tools.verify.job:worker"
@@ -126,14 +124,11 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
         return compare(config, layout, reference, steps)
 
 
-def _run(config: Config, entry: str, what: str, out: Path, data: Path, steps: int) -> None:
+def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: int) -> None:
     out.mkdir()
     config = resolve(config, this_machine()).config
-    arguments = {
-        "config": config.model_dump(mode="json", by_alias=True), "out": str(out), "data": str(data), "steps": steps,
-    }  # fmt: skip
     try:
-        run_ranks(config, Job(entry, arguments))
+        run(worker, Ranks.of(config), config=config, out=out, data=data, steps=steps)
     except Interrupted:
         raise
     except LaunchError as error:
@@ -172,20 +167,10 @@ def _read_whole(checkpoint: Checkpoint, kind: str, name: str) -> Tensor:
     return checkpoint.read(name, kind, Box(tuple(0 for _ in shape), shape))
 
 
-def worker(
-    environment: Environment,
-    stop: StopRequest,
-    *,
-    config: dict[str, Any],
-    out: str,
-    data: str,
-    steps: int,
-) -> None:
+def worker(rank: Rank, config: Config, out: Path, data: Path, steps: int) -> None:
     """One rank of the layout."""
-    settings = Config.model_validate(config)
-    with open_layout(settings, environment, job="verify") as mesh:
-        parts = build(settings, mesh, Path(out))
-        leave_layout(parts, settings.data.open(settings, Path(data)).train, Path(out), steps, stop)
+    parts = build(config, rank.mesh, out)
+    leave_layout(parts, config.data.open(config, data).train, out, steps, rank.stop)
 
 
 def leave_layout(parts: Parts, train: Samples, folder: Path, steps: int, stop: StopRequest | None = None) -> None:
@@ -221,19 +206,9 @@ def _weights(parts: Parts, kind: str) -> list[Piece]:
     return [replace(piece, kind=kind, tensor=piece.tensor.clone()) for piece in weights]
 
 
-def reference_worker(
-    environment: Environment,
-    stop: StopRequest,
-    *,
-    config: dict[str, Any],
-    out: str,
-    data: str,
-    steps: int,
-) -> None:
+def reference_worker(rank: Rank, config: Config, out: Path, data: Path, steps: int) -> None:
     """The reference: one process."""
-    settings = Config.model_validate(config)
-    train = settings.data.open(settings, Path(data)).train
-    leave_reference(settings, train, Path(out), steps, worker_device(settings.device, environment))
+    leave_reference(config, config.data.open(config, data).train, out, steps, rank.mesh.device)
 
 
 def leave_reference(config: Config, train: Samples, folder: Path, steps: int, device: torch.device) -> None:

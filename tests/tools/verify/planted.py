@@ -6,7 +6,9 @@ import os
 import signal
 from typing import Any
 
-from meshwright.environment import Environment
+from meshwright.config import Config
+from meshwright.config.schema import LossScale, Precision
+from meshwright.launch import Rank
 from meshwright.tools.verify.job import reference_worker, worker
 from tests.tools.verify.mistakes import one_wrong_element
 
@@ -17,14 +19,14 @@ def wrong_gradient(*arguments: Any, **named: Any) -> None:
     worker(*arguments, **named)
 
 
-def killed_rank(environment: Environment, *arguments: Any, **named: Any) -> None:
+def killed_rank(rank: Rank, **named: Any) -> None:
     """Rank 1 is killed while rank 0 trains."""
-    if environment.rank == 1:
+    if rank.mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    worker(environment, *arguments, **named)
+    worker(rank, **named)
 
 
-def failing_reference(*arguments: Any, **named: Any) -> None:
+def failing_reference(rank: Rank, config: Config, **named: Any) -> None:
     """The reference's loss overflows at every step."""
-    named["config"]["precision"] = {"level": "O2", "dtype": "fp16", "loss_scale": {"initial": 1e30}}
-    reference_worker(*arguments, **named)
+    precision = Precision(level="O2", dtype="fp16", loss_scale=LossScale(initial=1e30))
+    reference_worker(rank, config.model_copy(update={"precision": precision}), **named)

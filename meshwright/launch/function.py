@@ -1,0 +1,202 @@
+"""`run(function, ranks, **arguments)`: a function on every rank of a layout, and what each of them returned.
+
+    results = run(function, Ranks.of(config), config=config, steps=3)
+    def function(rank, config, steps): ...     # in every rank: rank.mesh, rank.stop
+
+A function travels by name and its arguments as JSON (a Config and a Path are told apart there): nothing is unpickled,
+and the same works through mpiexec, torchrun and srun. Train, verify, compare and calibrate start their ranks so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright.config import Config
+from meshwright.config.schema import Timeout
+from meshwright.environment import Environment, rendezvous
+from meshwright.errors import LaunchError
+from meshwright.launch.launcher import launch
+from meshwright.launch.signals import StopRequest
+from meshwright.launch.worker import Job, joined, run_worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from meshwright.ranks.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a job. `axes`: their grid, outermost axis first; `threads`: CPU threads of each.
+
+    `restarts`: how often a job that loses a rank is started again. `status`: where the ranks leave where they are, by
+    default a folder that goes with the job. `name`: what the job's ranks know it by when they meet.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    transport: Literal["torch", "mpi"] = "torch"
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: int = 1
+    restarts: int = 0
+    token_axes: tuple[str, ...] = ("data",)
+    timeout: Timeout = field(default_factory=Timeout)
+    status: Path | None = None
+    name: str = ""
+
+    @classmethod
+    def of(cls, config: Config, name: str = "", status: Path | None = None) -> Ranks:
+        """The ranks of a resolved config's layout."""
+        layout = config.layout
+        assert layout.transport != "auto", "resolve() decides the transport before ranks are started"
+        assert config.device != "auto", "resolve() decides the device before ranks are started"
+        assert config.threads != "auto", "resolve() decides the threads before ranks are started"
+        return cls(
+            layout.axes, layout.transport, config.device, config.threads, config.restarts, layout.token_axes,
+            config.timeout, status, name,
+        )  # fmt: skip
+
+    @property
+    def world_size(self) -> int:
+        size = 1
+        for _, length in self.axes:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a function is given as its first argument. `stop`: says whether somebody asked the job to end."""
+
+    mesh: Mesh
+    environment: Environment
+    stop: StopRequest
+
+
+def run(function: Callable[..., Any] | str, ranks: Ranks | Config | int, **arguments: Any) -> list[Any]:
+    """Call function(rank, **arguments) on every rank; the results in rank order, as JSON keeps them.
+
+    `function`: by itself or by name, `package.module:function`; it must stand in a module that a new process can
+    import, or in the script that is run. `ranks`: a number of them over gloo, the layout of a resolved config, or
+    Ranks. Inside another launcher (torchrun, srun, mpirun) this process is one of the ranks, and the list has its
+    result alone. Raises LaunchError with the first cause and its rank, Interrupted where somebody stopped the job.
+    """
+    if isinstance(ranks, int):
+        ranks = Ranks((("data", ranks),))
+    elif isinstance(ranks, Config):
+        ranks = Ranks.of(ranks)
+    name = function if isinstance(function, str) else name_of(function)
+    described = asdict(ranks) | {"status": None, "timeout": ranks.timeout.model_dump()}
+    call = {
+        "function": name,
+        "ranks": described,
+        "arguments": {key: _packed(value) for key, value in arguments.items()},
+    }
+    status = None if ranks.status is None else str(ranks.status)
+    job = Job("meshwright.launch.function:call_on_rank", call, status, preload=(name,))
+    if joined():
+        return [run_worker(job, ranks.threads)]
+    load(name)  # a wrong name fails here, once, and not on every rank
+    return launch(job, ranks.world_size, ranks.transport, restarts=ranks.restarts, threads=ranks.threads)
+
+
+def call_on_rank(
+    environment: Environment,
+    stop: StopRequest,
+    *,
+    function: str,
+    ranks: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+) -> Any:
+    """The entry function of a rank's process: open the mesh, call the function, check what it returns."""
+    layout = Ranks(**{
+        **ranks, "axes": tuple((name, size) for name, size in ranks["axes"]), "token_axes": tuple(ranks["token_axes"]),
+        "timeout": Timeout.model_validate(ranks["timeout"]),
+    })  # fmt: skip
+    entry = load(function)
+    with open_ranks(layout, environment, layout.name or function) as mesh:
+        result = entry(Rank(mesh, environment, stop), **{key: _unpacked(value) for key, value in arguments.items()})
+    try:
+        json.dumps(result)
+    except (TypeError, ValueError) as error:
+        rule = "results travel as JSON: return numbers, texts, lists and dicts, and write tensors to files"
+        raise LaunchError(f"{function} returned what JSON cannot hold ({error}); {rule}") from error
+    return result
+
+
+@contextmanager
+def open_ranks(ranks: Ranks, environment: Environment, name: str) -> Iterator[Mesh]:
+    """This rank's mesh, while the context is entered."""
+    import torch
+
+    from meshwright.ranks.grid import Grid
+    from meshwright.ranks.mesh import open_mesh
+
+    device = torch.device("cpu")
+    if ranks.device == "cuda":
+        device = torch.device("cuda", environment.local_rank)
+        torch.cuda.set_device(device)
+    point = rendezvous(job=name) if ranks.transport == "torch" else None
+    grid = Grid(ranks.axes)
+    with open_mesh(grid, environment, ranks.transport, device, point, ranks.token_axes, ranks.timeout) as mesh:
+        yield mesh
+
+
+def _packed(value: Any) -> Any:
+    """An argument as JSON: a Config and a Path under a key that says so."""
+    if isinstance(value, Config):
+        return {"Config": value.model_dump(mode="json", by_alias=True)}
+    if isinstance(value, Path):
+        return {"Path": str(value)}
+    return {"value": value}
+
+
+def _unpacked(packed: Mapping[str, Any]) -> Any:
+    if "Config" in packed:
+        return Config.model_validate(packed["Config"])
+    return Path(packed["Path"]) if "Path" in packed else packed["value"]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name under which another process finds the function. Raises LaunchError where it has none."""
+    module, name = function.__module__, function.__qualname__
+    if "." in name or name == "<lambda>":
+        raise LaunchError(f"{name} is no function of a module's own: ranks import what they run by its name")
+    if module != "__main__":
+        return f"{module}:{name}"
+    script = vars(sys.modules["__main__"]).get("__file__")
+    if script is None:
+        rule = "was defined in a notebook or at a prompt, where other processes cannot import it"
+        raise LaunchError(f"{name} {rule}: write it to a file (in a notebook `%%writefile steps.py`) and import it")
+    return f"{Path(script).absolute()}:{name}"
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function of a name. Raises LaunchError where the name leads nowhere."""
+    module_name, _, function_name = name.rpartition(":")
+    if not module_name or not function_name:
+        raise LaunchError(f"{name} is not of the form package.module:function")
+    try:
+        module = _script(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+        function: Callable[..., Any] = vars(module)[function_name]
+    except (ModuleNotFoundError, FileNotFoundError, KeyError) as error:
+        raise LaunchError(f"function {name} does not exist: {error}") from error
+    return function
+
+
+def _script(path: Path) -> ModuleType:
+    """A script's module, imported without running what stands under `if __name__ == "__main__"`."""
+    spec = importlib.util.spec_from_file_location("meshwright_script", path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,96 @@
+"""A function on every rank: by name, with plain arguments, and what each rank returned."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.config import Config, parse_config
+from meshwright.errors import LaunchError
+from meshwright.launch import Rank, Ranks, run
+from meshwright.launch.function import name_of
+from meshwright.launch.launcher import Transport
+from meshwright.resolve import resolve, this_machine
+
+
+def describe(rank: Rank, config: Config, folder: Path, factor: int) -> dict[str, Any]:
+    total = torch.tensor([float(rank.mesh.rank + 1)])
+    rank.mesh.world.all_reduce(total)
+    return {
+        "rank": rank.mesh.rank, "sum": float(total) * factor, "axes": rank.mesh.grid.names, "threads": torch.get_num_threads(),
+        "layout": config.layout.summary, "folder": [str(folder), isinstance(folder, Path)], "asked": rank.stop.requested,
+    }  # fmt: skip
+
+
+def test_each_rank_answers(transport: Transport, tmp_path: Path) -> None:
+    layout = {"data": {"size": 2}, "transport": transport}
+    config = resolve(parse_config({"layout": layout, "threads": 1, "device": "cpu"}), this_machine()).config
+    answers = run(describe, config, config=config, folder=tmp_path, factor=10)
+    assert [answer.pop("rank") for answer in answers] == [0, 1]
+    assert answers == [
+        {
+            "sum": 30.0, "axes": ["data", "pipe"], "threads": 1, "layout": config.layout.summary,
+            "folder": [str(tmp_path), True], "asked": False,
+        }
+    ] * 2  # fmt: skip
+
+
+def returns_a_tensor(rank: Rank) -> torch.Tensor:
+    return torch.ones(2)
+
+
+def test_what_json_cannot_hold_is_refused() -> None:
+    with pytest.raises(
+        LaunchError, match=r"test_function:returns_a_tensor returned what JSON cannot hold .*: return numbers"
+    ):
+        run(returns_a_tensor, 1)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("steps", "steps is not of the form package.module:function"),
+        ("no.such.module:steps", "function no.such.module:steps does not exist: No module named"),
+        ("no/such/file.py:steps", "function no/such/file.py:steps does not exist"),
+        (f"{__name__}:missing", "does not exist: 'missing'"),
+    ],
+)
+def test_a_wrong_name_fails_before_any_process(name: str, message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        run(name, 2)
+
+
+def test_a_function_inside_of_another_has_no_name() -> None:
+    with pytest.raises(LaunchError, match="ranks import what they run by its name"):
+        run(lambda rank: 1, Ranks((("data", 2),)))
+    assert name_of(describe) == f"{__name__}:describe"
+
+
+SCRIPT = """
+from meshwright.launch import run
+
+def square(rank, number):
+    return (rank.mesh.rank + number) ** 2
+
+if __name__ == "__main__":
+    print(run(square, 2, number=3))
+"""
+
+
+def test_a_script_s_own_function(tmp_path: Path) -> None:
+    path = tmp_path / "steps.py"
+    path.write_text(SCRIPT)
+    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200)
+    assert (ran.stdout, ran.stderr) == ("[9, 16]\n", "")
+
+
+def test_a_notebook_s_function_is_refused_in_words() -> None:
+    cell = SCRIPT.replace('if __name__ == "__main__":', "if True:")
+    ran = subprocess.run([sys.executable, "-"], input=cell, capture_output=True, text=True, timeout=200)
+    assert "LaunchError: square was defined in a notebook or at a prompt" in ran.stderr
+    assert "%%writefile steps.py" in ran.stderr
