@@ -173,7 +173,7 @@ def name_of(function: Callable[..., Any]) -> str:
     if module != "__main__":
         return f"{module}:{name}"
     script = vars(sys.modules["__main__"]).get("__file__")
-    if script is None:
+    if script is None or not Path(script).is_file():
         rule = "was defined in a notebook or at a prompt, where other processes cannot import it"
         raise LaunchError(f"{name} {rule}: write it to a file (in a notebook `%%writefile steps.py`) and import it")
     return f"{Path(script).absolute()}:{name}"

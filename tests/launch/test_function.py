@@ -22,8 +22,9 @@ def describe(rank: Rank, config: Config, folder: Path, factor: int) -> dict[str,
     total = torch.tensor([float(rank.mesh.rank + 1)])
     rank.mesh.world.all_reduce(total)
     return {
-        "rank": rank.mesh.rank, "sum": float(total) * factor, "axes": rank.mesh.grid.names, "threads": torch.get_num_threads(),
-        "layout": config.layout.summary, "folder": [str(folder), isinstance(folder, Path)], "asked": rank.stop.requested,
+        "rank": rank.mesh.rank, "sum": float(total) * factor, "axes": rank.mesh.grid.names,
+        "threads": torch.get_num_threads(), "layout": config.layout.summary,
+        "folder": [str(folder), isinstance(folder, Path)], "asked": rank.stop.requested,
     }  # fmt: skip
 
 
@@ -45,9 +46,7 @@ def returns_a_tensor(rank: Rank) -> torch.Tensor:
 
 
 def test_what_json_cannot_hold_is_refused() -> None:
-    with pytest.raises(
-        LaunchError, match=r"test_function:returns_a_tensor returned what JSON cannot hold .*: return numbers"
-    ):
+    with pytest.raises(LaunchError, match=r"returns_a_tensor returned what JSON cannot hold .*: return numbers"):
         run(returns_a_tensor, 1)
 
 
