@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 from meshwright.config import parse_config
 from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.output import layout_text, seconds_text
-from meshwright.tools.plan.search import search
+from meshwright.tools.plan.report import seconds_text
+from meshwright.tools.plan.search import layout_text, search
 
 
 @dataclass(frozen=True)

@@ -156,16 +156,15 @@ def plan(
     config = load_free(run, overrides or ())
     from meshwright.tools.plan import report
     from meshwright.tools.plan.cluster import load_cluster
-    from meshwright.tools.plan.output import check_new, write_run, write_timeline
     from meshwright.tools.plan.search import search
     from meshwright.tools.plan.space import fixed_fields
 
     described = load_cluster(cluster)
-    check_new(out)
+    report.check_new(out)
     with progress() as show:
         plans = search(config, described, devices, top, fixed=fixed_fields(overrides or ()), report=show)
-    write_run(plans.predictions[0], out)
-    written = [out] if trace is None else [out, trace, write_timeline(plans.predictions[0], trace)]
+    report.write_run(plans.predictions[0], out)
+    written = [out] if trace is None else [out, trace, report.write_timeline(plans.predictions[0], trace)]
     print_result(report, plans, as_json, written)
 
 
@@ -193,19 +192,18 @@ def scale(
     from meshwright.tools.plan.auto import load_free
 
     config = load_free(run, overrides or ())
-    from meshwright.tools.plan import scale, scale_report
+    from meshwright.tools.plan import report, scale
     from meshwright.tools.plan.cluster import load_cluster
-    from meshwright.tools.plan.output import check_new
     from meshwright.tools.plan.space import fixed_fields
 
     names = tuple(scale.STRATEGIES) if strategies is None else scale.parse_strategies(strategies)
     described, fixed = load_cluster(cluster), fixed_fields(overrides or ())
     question = scale.Question(config, described, scale.parse_devices(devices), scale.parse_mode(mode), names, fixed)
     if out is not None:
-        check_new(out)
+        report.check_new(out)
     with progress() as show:
         scaling = scale.scale(question, scale.Search(described, show))
-    print_result(scale_report, scaling, as_json, [] if out is None else scale_report.write(scaling, out))
+    print_result(scale, scaling, as_json, [] if out is None else scale.write(scaling, out))
 
 
 @app.command()

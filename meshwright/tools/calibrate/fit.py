@@ -1,6 +1,6 @@
 """From points to the curves and rates of a cluster file (plan/cluster.py).
 
-A call's time is taken apart as plan/kernels.py puts it together: the launch first, then the bytes, then the rest.
+A call's time is taken apart as plan/timing.py puts it together: the launch first, then the bytes, then the rest.
 """
 
 from __future__ import annotations

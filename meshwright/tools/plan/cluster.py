@@ -6,7 +6,9 @@ rising x, between which y is interpolated over log x; beyond them the first or l
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import pairwise
+from math import log
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,7 +54,7 @@ class Device(Section):
     """`peak`: flops a second by dtype. `efficiency`: the part of it that a matrix product of m x n x k reaches, over
     the cube root of mnk; `attention`: a fused attention's, where torch has one there; None: it has none, and attends
     step by step. `bandwidth`: bytes a second of memory over the bytes that a kernel touches. `launch`: seconds before a
-    kernel begins. `elements`: seconds that an element takes on top of its bytes, in kernels of a kind (program.py).
+    kernel begins. `elements`: seconds that an element takes on top of its bytes, in kernels of a kind (recorder.py).
     """
 
     kind: Literal["cpu", "cuda"]
@@ -139,6 +141,17 @@ class Cluster(Section):
     turns: Curve | None = None
     links: dict[Backend, Links]
 
+    def oversubscription(self, ranks_per_node: int) -> float:
+        """How many times as long as alone a rank takes where ranks share cores: no less than its share of a core."""
+        if self.cores is None:
+            return 1.0
+        shared = max(1.0, ranks_per_node / self.cores)
+        if self.turns is None or ranks_per_node < 2:
+            return shared
+        lone = () if self.turns[0][0] <= 1 else ((1.0, 1.0),)
+        beyond = max(1.0, ranks_per_node / self.turns[-1][0])
+        return max(shared, beyond * interpolated((*lone, *self.turns), ranks_per_node))
+
     @field_validator("links")
     @classmethod
     def some_link(cls, links: dict[Backend, Links]) -> dict[Backend, Links]:
@@ -168,9 +181,6 @@ def load_cluster(name: str) -> Cluster:
 
 def interpolated(curve: Curve, x: float) -> float:
     """y at x, over log x."""
-    from bisect import bisect_left
-    from math import log
-
     xs = [point[0] for point in curve]
     after = bisect_left(xs, x)
     if after == 0:

@@ -25,13 +25,11 @@ from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.planned import planned_mesh
-from meshwright.tools.plan.memory import Memory, memory_of, streams
-from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.program import Event, Kernel, Program, Start
+from meshwright.tools.plan.buckets import Memory, Peak, memory_of, streams
+from meshwright.tools.plan.compose import StagePlan
+from meshwright.tools.plan.predict import Planner, Prediction, TimedRun
+from meshwright.tools.plan.recorder import Event, Kernel, Program, Start
 from meshwright.tools.plan.recordings import Forms, Link, Parameter, parameters_in, splits
-from meshwright.tools.plan.run import Run
-from meshwright.tools.plan.stage import StagePlan
-from meshwright.tools.plan.step import Peak
 
 SURE = 0.95
 """The part of an estimate that the search takes for certain."""
@@ -195,8 +193,8 @@ class Estimates:
 
     def _hops(self, config: Config, sizes: Sequence[int]) -> list[float]:
         """Seconds of a message from each stage to the next."""
-        ranks, wires = Grid(config.layout.axes).group(0, PIPE), self.planner.wires(config)
-        return [wires.message(start, end, size) for (start, end), size in zip(pairwise(ranks), sizes, strict=True)]
+        ranks, network = Grid(config.layout.axes).group(0, PIPE), self.planner.network(config)
+        return [network.message(start, end, size) for (start, end), size in zip(pairwise(ranks), sizes, strict=True)]
 
     def _ending_of(self, config: Config) -> _Ending:
         layout = config.layout
@@ -205,11 +203,11 @@ class Estimates:
             config.widens_gradients,
         )  # fmt: skip
         if key not in self._endings:
-            run = Run(self.planner, config, [StagePlan((), tuple(self._fullest_stage(config)), (), ())])
+            run = TimedRun(self.planner, config, [StagePlan((), tuple(self._fullest_stage(config)), (), ())])
             sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
             self._endings[key] = _Ending(
                 sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
-                sum(one.publish for one in sums), run.norm(), run.wires.overlaps,
+                sum(one.publish for one in sums), run.norm(), run.network.overlaps,
             )  # fmt: skip
         return self._endings[key]
 
@@ -265,14 +263,14 @@ class Estimates:
 
     def _time(self, config: Config, part: _Part) -> _TimedPart:
         """At its quickest place in the step. Half of a backward pass's kernels are for weights."""
-        pace, wires = self.planner.pace(config), self.planner.wires(config)
+        timer, network = self.planner.timer(config), self.planner.network(config)
         forward, backward = (
-            min((pace.seconds(program, wires), place) for place, program in enumerate(part.programs[kind]))
+            min((timer.seconds(program, network), place) for place, program in enumerate(part.programs[kind]))
             for kind in (Kind.FORWARD, Kind.BACKWARD)
         )
         program = part.programs[Kind.BACKWARD][backward[1]]
-        weights = pace.computing(program) / 2
-        return _TimedPart(part, forward[0], backward[0], pace.apart(program, wires) - weights, weights)
+        weights = timer.computing(program) / 2
+        return _TimedPart(part, forward[0], backward[0], timer.apart(program, network) - weights, weights)
 
     def _parts_of(self, config: Config) -> dict[int, _Part]:
         key = config.layout.tensor, config.micro

@@ -1,7 +1,7 @@
 """What a run would cost on a cluster: a step's seconds, every stage's memory, what its ranks send. Nothing is trained.
 
-What a run decides when it begins (the partition, how 2-D operands travel, how many microbatches a message-driven stage
-holds) is decided here as it would be there, with the cluster's memory for the machine's.
+A run's `auto` fields are resolved as the run itself resolves them (resolve.py), with the cluster's memory for the
+machine's and recordings for built stages.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from dataclasses import dataclass, field
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.machine import Machine
-from meshwright.model import Chunk
-from meshwright.pipeline.partition import balanced, ranges_of
+from meshwright.pipeline.clock import undisturbed
+from meshwright.pipeline.partition import balanced
 from meshwright.pipeline.span import Timeline
+from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Traffic
+from meshwright.ranks.mailbox import AHEAD
 from meshwright.resolve import resolve_layout
 from meshwright.section import with_field
 from meshwright.stage_costs import BuiltStages, all_state_bytes, shared_work
+from meshwright.tools.plan.buckets import Buckets, Memory, PlannedBucket, memory_of, share_program, slots_of, streams
 from meshwright.tools.plan.cluster import Backend, Cluster
-from meshwright.tools.plan.kernels import Kernels
-from meshwright.tools.plan.memory import Memory, slots_of
-from meshwright.tools.plan.recordings import Parameter, Recordings
-from meshwright.tools.plan.run import Run, first_rank, tied_between
-from meshwright.tools.plan.stage import StagePlan, plan_stretches
-from meshwright.tools.plan.step import Passes
-from meshwright.tools.plan.synchronising import Buckets, PlannedBucket
-from meshwright.tools.plan.timing import Pace
-from meshwright.tools.plan.wires import Wires
+from meshwright.tools.plan.compose import Composition, Cost, StagePlan, plan_stages
+from meshwright.tools.plan.network import Network
+from meshwright.tools.plan.recorder import Kernel, Program
+from meshwright.tools.plan.recordings import Recordings
+from meshwright.tools.plan.step import Passes, Sum, finish, run_passes
+from meshwright.tools.plan.timing import Kernels, Timer
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`config`: as it was resolved. `phases`: seconds by name (train/phases.py). `memory`, `traffic`: of the first rank
-    of each stage; a step's ledger. `timeline`: where microbatches are many, of the first ones. `flops`: products of
-    the busiest rank in a step."""
+    """A run's step. `config`: as it was resolved. `phases`: seconds by name (train/phases.py). `memory`, `traffic`: of
+    the first rank of each stage; a step's ledger. `timeline`: where microbatches are many, of the first ones. `flops`:
+    floating-point operations of the busiest rank's products in a step."""
 
     config: Config
     cluster: Cluster
@@ -69,48 +69,57 @@ class Planner:
     cluster: Cluster
     recordings: Recordings = field(default_factory=Recordings)
     buckets: Buckets = field(default_factory=Buckets)
-    _paces: dict[int, Pace] = field(default_factory=dict)
+    passes: dict[Hashable, Passes] = field(default_factory=dict)
+    _timers: dict[int, Timer] = field(default_factory=dict)
     _partitions: dict[tuple[object, int], tuple[int, ...]] = field(default_factory=dict)
     _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
-    passes: dict[Hashable, Passes] = field(default_factory=dict)
-    _wires: dict[tuple[Backend, tuple[tuple[str, int], ...]], Wires] = field(default_factory=dict)
+    _networks: dict[tuple[Backend, tuple[tuple[str, int], ...]], Network] = field(default_factory=dict)
 
     def predict(self, config: Config) -> Prediction:
         """Raises ConfigError for what cannot be planned: sync fsdp and server-loss, O1, a partition that is
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
         check(config)
         config = self.resolved(config)
-        run = Run(self, config, self.stages(config))
+        run = TimedRun(self, config, self.stages(config))
         passes = run.passes()
-        step = run.step(passes)
-        traffic = tuple(run.traffic(stage) for stage in range(len(run.stages)))
+        sums = {stage: run.sums(stage) for stage in run.buckets}
+        every = [sums[like] for like in run.like]
+        step = finish(passes, every, run.norm(), streams=streams(config), overlaps=run.network.overlaps)
         return Prediction(
-            config, self.cluster, step.seconds, step.phases, run.memory(passes), traffic, step.timeline, run.most_flops
+            config,
+            self.cluster,
+            step.seconds,
+            step.phases,
+            run.memory(passes),
+            tuple(run.traffic(stage) for stage in range(len(run.stages))),
+            step.timeline,
+            run.most_flops,
         )
 
-    def pace(self, config: Config) -> Pace:
-        ranks = min(config.layout.world_size, self.cluster.devices_per_node)
-        if self.cluster.cores is not None:
-            ranks = config.layout.world_size  # a machine: all start here
-        if ranks not in self._paces:
-            self._paces[ranks] = Pace(Kernels(self.cluster, ranks))
-        return self._paces[ranks]
+    def timer(self, config: Config) -> Timer:
+        """How fast a rank computes. On a machine (with `cores`) all ranks start, elsewhere as many as a node has."""
+        ranks = config.layout.world_size
+        if self.cluster.cores is None:
+            ranks = min(ranks, self.cluster.devices_per_node)
+        if ranks not in self._timers:
+            self._timers[ranks] = Timer(Kernels(self.cluster, ranks))
+        return self._timers[ranks]
 
-    def wires(self, config: Config) -> Wires:
-        key = self.backend(config), config.layout.axes
-        if key not in self._wires:
-            self._wires[key] = Wires(self.cluster, key[0], Grid(key[1]))
-        return self._wires[key]
+    def network(self, config: Config) -> Network:
+        """The links between the ranks; over the transport that `auto` takes on a machine like the cluster's."""
+        backend = config.layout.transport
+        if backend == "auto":
+            backend = "mpi" if self.cluster.device.kind == "cpu" and "mpi" in self.cluster.links else "torch"
+        key = backend, config.layout.axes
+        if key not in self._networks:
+            self._networks[key] = Network(self.cluster, backend, Grid(key[1]))
+        return self._networks[key]
 
     def resolved(self, config: Config) -> Config:
-        """With what a run decides before it begins, on a machine like the cluster's."""
-        return resolve_layout(config, self.machine, self).config
-
-    @property
-    def machine(self) -> Machine:
-        """The cluster, as `resolve` asks a machine: each rank has the memory of a device."""
+        """The config as a run resolves it on a machine like the cluster, where each rank has a device's memory."""
         device = self.cluster.device
-        return Machine(cores=self.cluster.cores or 1, memory=device.memory - device.reserved, shared=False)
+        machine = Machine(cores=self.cluster.cores or 1, memory=device.memory - device.reserved, shared=False)
+        return resolve_layout(config, machine, self).config
 
     def partition(self, config: Config) -> tuple[int, ...]:
         """Layers a stage."""
@@ -126,19 +135,25 @@ class Planner:
         return self._partitions[costs, pipeline.size]
 
     def fixed_bytes(self, config: Config) -> list[int]:
-        stages, grid = self.stages(config), Grid(config.layout.axes)
-        tied = tied_between(stages)
+        """Weights, gradients and the optimizer's states in the memory of each stage's first rank."""
+        run, kind = Composition(config, self.stages(config), self.buckets), self.cluster.device.kind
+        each = [run.buckets[like] for like in run.like]
         return [
-            self._fixed_bytes(config, self.buckets.of(config, first_rank(grid, stage), plan.parameters, tied))
-            for stage, plan in enumerate(stages)
+            sum(bucket.size_bytes + bucket.gradient_bytes for bucket in buckets)
+            + all_state_bytes(config, slots_of(buckets), kind)
+            for buckets in each
         ]
 
-    def _fixed_bytes(self, config: Config, buckets: Sequence[PlannedBucket]) -> int:
-        held = sum(bucket.size_bytes + bucket.gradient_bytes for bucket in buckets)
-        return held + all_state_bytes(config, slots_of(buckets), self.cluster.device.kind)
-
     def block_bytes(self, config: Config) -> list[list[int]]:
-        return [_blocks(stage.parameters) for stage in self.stages(config)]
+        """The rank's block of each weight that takes part in 2-D products, by stage."""
+        return [
+            [
+                parameter.weight_bytes
+                for parameter in stage.parameters
+                if parameter.name.startswith("blocks.") and {"row", "col"} <= parameter.spec.axes
+            ]
+            for stage in self.stages(config)
+        ]
 
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
         """Counted as a run counts it, so that both decide alike: recordings know more than what autograd keeps."""
@@ -153,16 +168,7 @@ class Planner:
         """A layout's stages. Until somebody has decided how 2-D operands travel, they keep no gathered weights."""
         if config.memory.summa == "auto":
             config = with_field(config, "memory.summa", "whole")
-        runs = ranges_of(self.partition(config))
-        last = len(runs) - 1
-        chunks = [Chunk(run, stage == 0, stage == last) for stage, run in enumerate(runs)]
-        return plan_stretches(config, self.cluster.device, self.recordings, chunks)
-
-    def backend(self, config: Config) -> Backend:
-        """As `auto` chooses on a machine that has what the cluster's file tells of."""
-        if config.layout.transport != "auto":
-            return config.layout.transport
-        return "mpi" if self.cluster.device.kind == "cpu" and "mpi" in self.cluster.links else "torch"
+        return plan_stages(config, self.cluster.device, self.recordings, self.partition(config))
 
 
 def predict(config: Config, cluster: Cluster, recordings: Recordings | None = None) -> Prediction:
@@ -183,10 +189,94 @@ def check(config: Config) -> None:
         raise ConfigError.of("layout.pipeline.partition", "measured", rule, "auto, or layers a stage")
 
 
-def _blocks(parameters: Sequence[Parameter]) -> list[int]:
-    """Bytes of the weights of 2-D products."""
-    return [
-        parameter.weight_bytes
-        for parameter in parameters
-        if parameter.name.startswith("blocks.") and {"row", "col"} <= parameter.spec.axes
-    ]
+class TimedRun(Composition):
+    """A resolved run on a planner's cluster: how long what it is composed of takes there."""
+
+    def __init__(self, planner: Planner, config: Config, stages: list[StagePlan]) -> None:
+        super().__init__(config, stages, planner.buckets)
+        self.cluster, self.known_passes = planner.cluster, planner.passes
+        self.network, self.timer = planner.network(config), planner.timer(config)
+        self.costs: dict[tuple[int, Kind, int], Cost] = {}
+
+    def seconds(self, program: Program) -> float:
+        return self.timer.seconds(program, self.network)
+
+    def memory(self, passes: Passes) -> tuple[Memory, ...]:
+        """The memory of each stage's first rank. The messages that it waits for from both sides have their memory
+        before they come (mailbox.py)."""
+        ahead = min(AHEAD[self.cluster.device.kind], self.config.num_microbatches)
+        return tuple(
+            memory_of(
+                self.config,
+                self.buckets[like],
+                peak.beside(ahead * (stage.incoming_bytes + stage.outgoing_bytes)),
+                self.cluster.device.reserved,
+            )
+            for like, peak, stage in zip(self.like, passes.peaks, self.stages, strict=True)
+        )
+
+    def passes(self) -> Passes:
+        """The pipeline phase, which other ways to sum gradients and to keep states have in common."""
+        config, layout = self.config, self.config.layout
+        key = (
+            config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
+            config.num_microbatches, layout.tensor, layout.axes, layout.pipeline, layout.transport,
+        )  # fmt: skip
+        if key not in self.known_passes:
+            ranks, kernels = self.grid.world_size // len(self.stages), self.timer.kernels
+            pace = undisturbed if self.cluster.cores is None else lambda busy: kernels.gain(busy * ranks)
+            self.known_passes[key] = run_passes(config, self.cost, self.latency, pace)
+        return self.known_passes[key]
+
+    def cost(self, stage: int, kind: Kind, which: int) -> Cost:
+        """A task's cost, with what its ranks tell each other before it."""
+        key = self.like[stage], kind, which
+        if key not in self.costs:
+            cost = self.stages[stage].cost(kind, which, self.seconds)
+            self.costs[key] = Cost(self.agreement() + cost.seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
+        return self.costs[key]
+
+    def agreement(self) -> float:
+        """Seconds until a stage's ranks agree on a task."""
+        return self.network.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
+
+    def latency(self, start: int, end: int) -> float:
+        """Seconds of a message between neighbouring stages."""
+        size = self.stages[min(start, end)].outgoing_bytes
+        return self.network.message(self.rank(start), self.rank(end), size)
+
+    def norm(self) -> float:
+        """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
+        server scatters them, the step report, the norm."""
+        world = "+".join(self.grid.names)
+        if self.grid.world_size == 1:
+            return 0.0
+        shared = self.seconds(share_program(self.config))
+        return (
+            shared
+            + self.network.collective(world, "all_reduce", 8)
+            + self.network.collective(world, "all_gather", 1024)
+        )
+
+    def sums(self, stage: int) -> list[Sum]:
+        """The stage's buckets, in the order in which they leave."""
+        plan = self.stages[stage]
+        passed = self.agreement()
+        ready: dict[str, float] = {}
+        costs = plan.costs(self.kinds[-1], len(self.counts) - 1, self.seconds)
+        for unit, cost in zip(plan.units[::-1], costs, strict=True):
+            passed += cost.seconds
+            ready |= {parameter.name: passed for parameter in unit.parameters}
+        return [
+            self.sum(bucket, passed if bucket.blocks else max(ready[name] for name in bucket.names))
+            for bucket in self.buckets[stage]
+        ]
+
+    def sum(self, bucket: PlannedBucket, ready: float) -> Sum:
+        device, config = self.cluster.device, self.config
+        rate = device.host_link if config.memory.offload.to == "host" else min(device.host_link, device.disk)
+        touched = bucket.touched_bytes(config)
+        kernel = Kernel("element", 0.0, touched, bucket.stepped_elements, "float32")
+        steps = self.timer.kernels.seconds(kernel) if touched else 0.0
+        reduce, publish = self.seconds(bucket.reduce), self.seconds(bucket.publish)
+        return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate)

@@ -1,9 +1,17 @@
-"""A recorder: what code does on tensors without numbers, kernel by kernel, collective by collective, byte by byte.
+"""What a rank does in a task, recorded on meta tensors: kernels and collectives in the order in which they begin.
 
-While it is entered, every operation on meta tensors is written down as a kernel (program.py), and memory is followed:
-a storage lives from the operation that makes it to the moment when the last tensor on it is gone. It is also the watch
-of a planned mesh (comm.py). Where the device has a fused attention, it is taken in place of torch's step-by-step one,
+While a Recorder is entered, every operation on meta tensors is written down as a kernel, and memory is followed: a
+storage lives from the operation that makes it to the moment when the last tensor on it is gone. It is also the watch of
+a planned mesh (comm.py). Where the device has a fused attention, it is taken in place of torch's step-by-step one,
 which is all that meta tensors have.
+
+| kind      | a kernel that                                                                    |
+|-----------|----------------------------------------------------------------------------------|
+| product   | multiplies matrices                                                              |
+| attention | is a fused attention                                                             |
+| special   | takes exponentials, logarithms, error functions: expensive on a CPU              |
+| random    | draws random numbers                                                             |
+| element   | does anything else, at the pace of the memory                                    |
 """
 
 from __future__ import annotations
@@ -12,9 +20,9 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +33,68 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.ranks.comm import Work
 from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.tensor.gelu import gelu_by_slices
-from meshwright.tools.plan.program import Event, Kernel, KernelKind, Program, Start, Wait
+
+KernelKind = Literal["product", "attention", "special", "random", "element"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An operation on the device. `touched_bytes`: read and written. `elements`: of the largest tensor it touches.
+    `side`: of a product of m x n x k the cube root of mnk (of one of a batch). `times`: so many of the kind, one
+    after the other."""
+
+    kind: KernelKind
+    flops: float
+    touched_bytes: int
+    elements: int
+    dtype: str
+    side: float = 0.0
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A collective begins. `axes`: its comm's (`row`, `data+row`); `payload_bytes`: the whole tensor's, of which
+    ledger.py says who sends what; `root`: of a rooted verb, its index; `times`: so many, one after the other."""
+
+    number: int
+    axes: str
+    verb: str
+    payload_bytes: int
+    root: int | None = None
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The collective of that number must have ended before the rank goes on."""
+
+    number: int
+
+
+Event = Kernel | Start | Wait
+
+
+@dataclass(frozen=True)
+class Program:
+    """A task as it was recorded. `kept_bytes`: what it leaves in memory, less what it freed; `peak_bytes`: the most it
+    held above what was there when it began. `traffic`: what it sent, as a run's ledger would say."""
+
+    events: tuple[Event, ...] = ()
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    traffic: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
+    leads: int = 1
+    """Ranks of which this one alone is at work, but between a verb from it and the next one to it (cSub)."""
+
+    @property
+    def flops(self) -> float:
+        return sum(event.times * event.flops for event in self.events if isinstance(event, Kernel))
+
+    @property
+    def touched_bytes(self) -> int:
+        return sum(event.times * event.touched_bytes for event in self.events if isinstance(event, Kernel))
+
 
 aten = torch.ops.aten
 
@@ -78,7 +147,7 @@ class UnderWay:
 
 
 class Recorder(TorchDispatchMode):
-    """One for all programs of a rank. `live_bytes`: held now, of what was made while it was entered."""
+    """Records all programs of a rank. `live_bytes`: alive now, of what was made while it was entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,8 +210,8 @@ class Recorder(TorchDispatchMode):
 
 
 class AsOnDevice(TorchFunctionMode):
-    """What tensors without numbers would not do as a device's do it: attention as its fused kernel, where it has one
-    and that fits, as F.scaled_dot_product_attention would choose; on a CPU our own GELU."""
+    """Makes meta tensors do what a device's do: attention as its fused kernel, where it has one and that fits, as
+    F.scaled_dot_product_attention would choose; on a CPU our own GELU."""
 
     def __init__(self, device_type: str, *, fuses: bool) -> None:
         super().__init__()

@@ -36,8 +36,7 @@ from meshwright.stage_costs import links, parameters_of
 from meshwright.stages import empty_batch
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.cluster import Device
-from meshwright.tools.plan.program import Program
-from meshwright.tools.plan.recorder import AsOnDevice, Recorder
+from meshwright.tools.plan.recorder import AsOnDevice, Program, Recorder
 
 Forms = tuple[TensorMeta, ...]
 

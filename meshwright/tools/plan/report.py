@@ -1,46 +1,100 @@
-"""What a search found, as a table for a terminal and as plain values for a script."""
+"""What a search found: tables for a terminal, plain values for a script, a run file that `train` takes, a timeline."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from meshwright.config import Config, dump_tree
+from meshwright.config import Config, dump_config, dump_tree
+from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
-from meshwright.tools.plan.output import layout_text, parts_text, rate_text, seconds_text
+from meshwright.pipeline.trace import write_trace
 from meshwright.tools.plan.predict import Prediction
-from meshwright.tools.plan.search import Found, Loser
+from meshwright.tools.plan.search import Found, Loser, layout_text
 from meshwright.train.phases import PHASES
+from meshwright.train.timeline import draw_timelines
 
 WIDTH = 180
 """Columns, where no terminal says how many there are."""
 
 
+def seconds_text(seconds: float) -> str:
+    """`12.3 s`, `4.56 ms`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def rate_text(flops: float) -> str:
+    """`41.2 T`: floating-point operations a second."""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if flops >= size:
+            return f"{flops / size:.1f} {unit}"
+    return f"{flops / 1e6:.1f} M"
+
+
+def check_new(path: Path) -> None:
+    """Raises ConfigError where a file is there already: what somebody has planned, or written, is not replaced."""
+    if path.exists():
+        raise ConfigError.of("--out", path, "is there already", "another file, or remove it")
+
+
+def write_run(best: Prediction, path: Path) -> None:
+    """Write the run with its layout, decided as it was predicted. Raises ConfigError where it cannot be written."""
+    head = (
+        f"# {layout_text(best.config)}\n"
+        f"# predicted on {best.config.layout.world_size} devices of {best.cluster.name}: {seconds_text(best.seconds)} "
+        f"a step, {best.worst_memory / 1e9:.2f} GB of {best.cluster.device.memory / 1e9:.2f}\n"
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(head + dump_config(best.config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.of("--out", path, f"cannot be written ({error.strerror})", "a path that can") from error
+
+
+def write_timeline(best: Prediction, path: Path) -> Path:
+    """Write the step for Perfetto, and beside it as a picture, whose path is returned."""
+    write_trace(best.timeline, path)
+    picture = path.with_suffix(".png")
+    draw_timelines({layout_text(best.config): best.timeline}, picture)
+    return picture
+
+
 def as_dict(found: Found) -> dict[str, Any]:
-    """For `--json`: seconds, bytes, floating-point operations a second and device."""
-    job = found.job
+    """The search as plain values for a script: seconds, bytes, floating-point operations a second and device."""
+    best, job = found.predictions[0], found.job
+    losers = [
+        {
+            "strategy": loser.strategy,
+            "layout": layout_text(loser.config),
+            "seconds": None if loser.prediction is None else loser.prediction.seconds,
+            "memory": asdict(loser.memory),
+            "why": why(loser, best),
+            "config": _decided(loser.config),
+        }
+        for loser in found.losers
+    ]
     return {
         "cluster": job.cluster.name,
         "devices": job.devices,
         "counts": asdict(found.counts),
-        "layouts": [_prediction_dict(made) for made in found.predictions],
-        "losers": [_loser_dict(loser, found.predictions[0]) for loser in found.losers],
+        "layouts": [_figures(one) | {"config": _decided(one.config)} for one in found.predictions],
+        "losers": losers,
         "absent": {kind: str(problem) for kind, problem in found.absent.items()},
     }
 
 
 def render(found: Found) -> None:
-    """What was searched, the fastest, and why other strategies lose."""
+    """Print what was searched, the fastest, and why other strategies lose."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     job, counts = found.job, found.counts
-    here = job.cluster.devices_per_node
     nodes = found.predictions[0].config.layout.ranks_per_node
     console.print(
-        f"{job.devices} devices of {job.cluster.name} ({nodes} of a node's {here}), "
+        f"{job.devices} devices of {job.cluster.name} ({nodes} of a node's {job.cluster.devices_per_node}), "
         f"{job.cluster.device.memory / 1e9:.1f} GB each; a step of {job.run.batch.global_} samples"
     )
     console.print(
@@ -55,24 +109,24 @@ def render(found: Found) -> None:
         console.print(f"no legal layout of kind {kind}: {problem}")
 
 
-def flops_per_device(made: Prediction) -> float:
-    """A second, of the model's products: what is computed twice does not count."""
-    config = made.config
-    samples = config.batch.global_ / made.seconds / config.layout.world_size
-    return chain_of(config).flops_per_sample(config) * samples
-
-
-def _peak_share(made: Prediction) -> float:
-    return flops_per_device(made) / made.cluster.device.peak[made.config.precision.dtype]
-
-
-def _tokens_per_second(made: Prediction) -> float:
-    config = made.config
-    return chain_of(config).tokens_per_sample(config) * config.batch.global_ / made.seconds
+def _figures(one: Prediction) -> dict[str, Any]:
+    """Floating-point operations are those of the model's products: what is recomputed does not count."""
+    config, family = one.config, chain_of(one.config)
+    samples_per_second = config.batch.global_ / one.seconds
+    flops = family.flops_per_sample(config) * samples_per_second / config.layout.world_size
+    return {
+        "layout": layout_text(config),
+        "seconds": one.seconds,
+        "tokens_per_second": family.tokens_per_sample(config) * samples_per_second,
+        "flops_per_device": flops,
+        "peak_share": flops / one.cluster.device.peak[config.precision.dtype],
+        "idle_share": one.timeline.idle_share,
+        "phases": one.phases,
+        "memory": asdict(one.fullest),
+    }
 
 
 def _fastest(found: Found) -> Table:
-    device = found.job.cluster.device
     table = Table(
         "", Column("layout", overflow="fold"), Column("step", justify="right"), Column("tokens/s", justify="right"),
         Column("flop/s\na device", justify="right"), Column("of\npeak", justify="right"),
@@ -80,13 +134,13 @@ def _fastest(found: Found) -> Table:
         Column("of", justify="right"), Column("memory by part", overflow="fold"),
         title="The fastest that fit (predicted)",
     )  # fmt: skip
-    for place, made in enumerate(found.predictions, 1):
-        memory = made.fullest
-        idle = f"{made.timeline.idle_share:.1%}" if made.config.layout.pipeline.size > 1 else "-"
+    for place, one in enumerate(found.predictions, 1):
+        figures, memory = _figures(one), one.fullest
         table.add_row(
-            str(place), layout_text(made.config), seconds_text(made.seconds), f"{_tokens_per_second(made):,.0f}",
-            rate_text(flops_per_device(made)), f"{_peak_share(made):.1%}", idle, f"{memory.total / 1e9:.2f}",
-            f"{memory.total / device.memory:.0%}", parts_text(memory),
+            str(place), figures["layout"], seconds_text(one.seconds), f"{figures['tokens_per_second']:,.0f}",
+            rate_text(figures["flops_per_device"]), f"{figures['peak_share']:.1%}",
+            f"{one.timeline.idle_share:.1%}" if one.config.layout.pipeline.size > 1 else "-",
+            f"{memory.total / 1e9:.2f}", f"{memory.total / one.cluster.device.memory:.0%}", memory.text,
         )  # fmt: skip
     return table
 
@@ -109,44 +163,18 @@ def why(loser: Loser, best: Prediction) -> str:
         parts = asdict(loser.memory)
         most = max(parts, key=lambda part: parts[part])
         alone = "" if loser.whole else " before it computes anything"
-        room = best.cluster.device.memory
         return (
-            f"does not fit: {loser.memory.total / 1e9:.2f} GB of {room / 1e9:.2f}{alone}, most for {most} "
-            f"({parts[most] / 1e9:.2f} GB)"
+            f"does not fit: {loser.memory.total / 1e9:.2f} GB of {best.cluster.device.memory / 1e9:.2f}{alone}, "
+            f"most for {most} ({parts[most] / 1e9:.2f} GB)"
         )
-    made = loser.prediction
-    later = {phase: made.phases.get(phase, 0.0) - best.phases.get(phase, 0.0) for phase in PHASES}
+    own = loser.prediction
+    later = {phase: own.phases.get(phase, 0.0) - best.phases.get(phase, 0.0) for phase in PHASES}
     phase = max(later, key=lambda name: later[name])
-    idle = f", idle {made.timeline.idle_share:.1%} of it" if loser.config.layout.pipeline.size > 1 else ""
-    return f"{made.seconds / best.seconds:.2f} x as long: most in {phase}, {seconds_text(later[phase])} more{idle}"
+    idle = f", idle {own.timeline.idle_share:.1%} of it" if loser.config.layout.pipeline.size > 1 else ""
+    return f"{own.seconds / best.seconds:.2f} x as long: most in {phase}, {seconds_text(later[phase])} more{idle}"
 
 
-def _prediction_dict(made: Prediction) -> dict[str, Any]:
-    return {
-        "layout": layout_text(made.config),
-        "seconds": made.seconds,
-        "tokens_per_second": _tokens_per_second(made),
-        "flops_per_device": flops_per_device(made),
-        "peak_share": _peak_share(made),
-        "idle_share": made.timeline.idle_share,
-        "phases": made.phases,
-        "memory": asdict(made.fullest),
-        "config": _changed(made.config),
-    }
-
-
-def _changed(config: Config) -> dict[str, Any]:
-    """What the planner decides."""
+def _decided(config: Config) -> dict[str, Any]:
+    """The sections that the planner decides."""
     tree = dump_tree(config)
     return {section: tree[section] for section in ("layout", "batch", "memory")}
-
-
-def _loser_dict(loser: Loser, best: Prediction) -> dict[str, Any]:
-    return {
-        "strategy": loser.strategy,
-        "layout": layout_text(loser.config),
-        "seconds": None if loser.prediction is None else loser.prediction.seconds,
-        "memory": asdict(loser.memory),
-        "why": why(loser, best),
-        "config": _changed(loser.config),
-    }

@@ -1,14 +1,12 @@
 """Scaling: the best layout of each strategy on more and more devices, as papers draw it.
 
-| strategy  | data parallelism, and     | fixed                                 |
-|-----------|---------------------------|---------------------------------------|
-| data      | nothing else              | no stages, layout.data.sync=allreduce |
-| zero1     | nothing else              | no stages, layout.data.sync=zero1     |
-| megatron  | 1-D tensor parallelism    | no stages                             |
-| tesseract | 2-D or 2.5-D              | no stages                             |
-| subgraph  | D&SP                      | no stages                             |
-| pipeline  | two stages or more        | no tensor parallelism                 |
-| best      | all that the search knows |                                       |
+| strategy           | data parallelism, and         | fixed                                 |
+|--------------------|-------------------------------|---------------------------------------|
+| data               | nothing else                  | no stages, layout.data.sync=allreduce |
+| zero1              | nothing else                  | no stages, layout.data.sync=zero1     |
+| each kind of kit   | that kit, of any size         | no stages                             |
+| pipeline           | two stages or more            | no tensor parallelism                 |
+| best               | all that the search knows     |                                       |
 
 | mode   | on n devices, n0 being the fewest |
 |--------|-----------------------------------|
@@ -22,26 +20,37 @@ rows is a run of its own.
 
 from __future__ import annotations
 
+import csv
+import json
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Column, Table
 
 from meshwright.config import Config
 from meshwright.config.layout import Layout
-from meshwright.data.progress import ShowProgress as Report
-from meshwright.data.progress import silent
+from meshwright.data.progress import ShowProgress, silent
 from meshwright.errors import ConfigError
 from meshwright.registry import entries
+from meshwright.section import field_of, with_field
 from meshwright.tensor.section import TensorSection, Whole
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.recordings import Recordings
-from meshwright.tools.plan.search import Keep, search
+from meshwright.tools.plan.search import Keep, layout_text, search
+from meshwright.tools.report.scaling import Line, draw_scaling
 
 MODES = ("strong", "weak")
 
 KIND, STAGES, SYNC = "layout.tensor.kind", "layout.pipeline.size", "layout.data.sync"
+
+WIDTH = 160
+"""Columns, where no terminal says how many there are."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class Strategy:
 
     @property
     def fixed(self) -> dict[str, object]:
+        """The fields that it fixes, with their values."""
         kind = None if self.tensor is None else self.tensor.kind
         values = {KIND: kind, STAGES: self.stages, SYNC: self.sync}
         return {name: value for name, value in values.items() if value is not None}
@@ -64,16 +74,11 @@ class Strategy:
 
     def applied(self, config: Config) -> Config:
         """The run with the fields that the strategy fixes."""
-        layout = config.layout
-        pipeline, data, tensor = layout.pipeline, layout.data, layout.tensor
-        if self.stages is not None:
-            pipeline = pipeline.model_copy(update={"size": self.stages})
-        if self.sync is not None:
-            data = data.model_copy(update={"sync": self.sync})
-        if self.tensor is not None and tensor.kind != self.tensor.kind:
-            tensor = self.tensor
-        changed = layout.model_copy(update={"pipeline": pipeline, "data": data, "tensor": tensor})
-        return config.model_copy(update={"layout": changed})
+        if self.tensor is not None and config.layout.tensor.kind != self.tensor.kind:
+            config = with_field(config, "layout.tensor", self.tensor)
+        for name in self.fixed.keys() - {KIND}:
+            config = with_field(config, name, self.fixed[name])
+        return config
 
 
 def _sections() -> Iterator[TensorSection]:
@@ -117,14 +122,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """`points`: by rising devices."""
+    """A strategy's points, by rising devices."""
 
     strategy: str
     points: tuple[Point, ...]
 
     @cached_property
     def efficiencies(self) -> tuple[float | None, ...]:
-        """Of each point the samples a second and device, in those of the first one that has a layout."""
+        """Each point's samples a second and device, relative to those of the first one that has a layout."""
         rates = [(point.samples_per_second, point.devices) for point in self.points]
         each = [None if rate is None else rate / devices for rate, devices in rates]
         first = next((rate for rate in each if rate is not None), 1.0)
@@ -139,6 +144,10 @@ class Scaling:
     cluster: Cluster
     mode: str
     curves: tuple[Curve, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.mode.capitalize()} scaling on {self.cluster.name}, predicted"
 
 
 @dataclass(frozen=True)
@@ -156,12 +165,12 @@ class Question:
         """The run as it grows. Raises ConfigError where its batch would be no whole number of samples."""
         if self.mode == "strong":
             return self.run
-        fewest, batch = min(self.devices), self.run.batch
-        samples, rest = divmod(batch.global_ * devices, fewest)
-        if rest:
-            rule = f"does not divide batch.global={batch.global_} x {devices}: weak scaling keeps the samples a device"
+        fewest, samples = min(self.devices), self.run.batch.global_
+        if samples * devices % fewest:
+            rule = f"does not divide batch.global={samples} x {devices}: weak scaling keeps the samples a device"
             raise ConfigError.of("--devices", fewest, rule, "multiples of the fewest")
-        return self.run.model_copy(update={"batch": batch.model_copy(update={"global_": samples})})
+        batch = self.run.batch.model_copy(update={"global_": samples * devices // fewest})
+        return self.run.model_copy(update={"batch": batch})
 
 
 Find = Callable[[Config, int, Collection[str], Keep], Prediction | Gap]
@@ -171,7 +180,7 @@ Find = Callable[[Config, int, Collection[str], Keep], Prediction | Gap]
 class Search:
     """The planner's search as a Find. `report`: is told how far it is."""
 
-    def __init__(self, cluster: Cluster, report: Report = silent) -> None:
+    def __init__(self, cluster: Cluster, report: ShowProgress = silent) -> None:
         self.cluster = cluster
         self.report = report
         self._recordings = Recordings()
@@ -188,16 +197,11 @@ class Search:
         try:
             found = search(config, self.cluster, devices, 1, fixed=fixed, keep=keep, models=models, report=report)
         except ConfigError as error:
-            return Gap(_reason(error, devices))
+            first, *others = error.problems
+            if first.field != "--devices":
+                return Gap(str(error))  # what the closest lacks
+            return Gap("; ".join(map(str, others)) or f"{devices} devices make no layout of this kind")
         return found.predictions[0]
-
-
-def _reason(error: ConfigError, devices: int) -> str:
-    """Of a search that found nothing: what refused the layouts, or what the closest lacks."""
-    first, *others = error.problems
-    if first.field != "--devices":
-        return str(error)
-    return "; ".join(map(str, others)) or f"{devices} devices make no layout of this kind"
 
 
 def scale(question: Question, find: Find) -> Scaling:
@@ -215,13 +219,10 @@ def scale(question: Question, find: Find) -> Scaling:
 
 
 def _found(strategy: Strategy, run: Config, devices: int, given: frozenset[str], find: Find) -> Prediction | Gap:
-    """What is found of a strategy where the user has not fixed anything else."""
-    held: dict[str, object] = {
-        KIND: run.layout.tensor.kind, STAGES: run.layout.pipeline.size, SYNC: run.layout.data.sync
-    }  # fmt: skip
+    """The strategy's best layout, where the user has not fixed anything else."""
     for name, value in strategy.fixed.items():
-        if name in given and held[name] != value:
-            return Gap(f"{name}={held[name]} was asked for")
+        if name in given and field_of(run, name) != value:
+            return Gap(f"{name}={field_of(run, name)} was asked for")
     return find(strategy.applied(run), devices, given | strategy.fixed.keys(), strategy.keeps)
 
 
@@ -248,3 +249,79 @@ def parse_mode(text: str) -> str:
     if text not in MODES:
         raise ConfigError.of("--mode", text, "is no kind of scaling", ", ".join(MODES))
     return text
+
+
+def as_dict(scaling: Scaling) -> dict[str, object]:
+    """The curves as plain values for a script: a row a strategy and number of devices, of a gap its reason alone."""
+    rows: list[dict[str, object]] = []
+    for curve in scaling.curves:
+        for point, efficiency in zip(curve.points, curve.efficiencies, strict=True):
+            found, gap = (None, point.found.reason) if isinstance(point.found, Gap) else (point.found, None)
+            rows.append({
+                "strategy": curve.strategy,
+                "devices": point.devices,
+                "samples": point.samples,
+                "layout": found and layout_text(found.config),
+                "seconds": found and found.seconds,
+                "samples_per_second": point.samples_per_second,
+                "efficiency": efficiency,
+                "memory_bytes": found and found.worst_memory,
+                "reason": gap,
+            })  # fmt: skip
+    return {
+        "cluster": scaling.cluster.name,
+        "mode": scaling.mode,
+        "device_memory_bytes": scaling.cluster.device.memory,
+        "rows": rows,
+    }
+
+
+def render(scaling: Scaling) -> None:
+    """Print a table with a section for each strategy."""
+    right = [Column(name, justify="right") for name in ("devices", "samples a step", "seconds a step", "samples/s")]
+    table = Table(
+        "strategy", *right, Column("efficiency", justify="right"), Column("GB", justify="right"),
+        Column("layout, or why there is none", overflow="fold"),
+        title=f"{scaling.title} (devices of {scaling.cluster.device.memory / 1e9:.1f} GB)",
+    )  # fmt: skip
+    for curve in scaling.curves:
+        for index, (point, efficiency) in enumerate(zip(curve.points, curve.efficiencies, strict=True)):
+            cells = ["" if index else curve.strategy, f"{point.devices:,}", f"{point.samples:,}"]
+            found = point.found
+            if isinstance(found, Gap):
+                cells += ["-", "-", "-", "-", found.reason]
+            else:
+                cells += [f"{found.seconds:.4g}", f"{point.samples_per_second:,.4g}", f"{efficiency:.1%}"]
+                cells += [f"{found.worst_memory / 1e9:.2f}", layout_text(found.config)]
+            table.add_row(*cells)
+        table.add_section()
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(table)
+
+
+def write(scaling: Scaling, folder: Path) -> list[Path]:
+    """Write scaling.csv, scaling.json and, where any strategy has a layout, scaling.png. Older ones are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table, values, picture = (folder / f"scaling.{ending}" for ending in ("csv", "json", "png"))
+    tree = as_dict(scaling)
+    rows = tree["rows"]
+    assert isinstance(rows, list), rows
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    values.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    lines = {curve.strategy: _line(curve) for curve in scaling.curves}
+    if not any(line.devices for line in lines.values()):
+        return [table, values]
+    draw_scaling(lines, picture, scaling.title)
+    return [table, values, picture]
+
+
+def _line(curve: Curve) -> Line:
+    """The curve's points that have a layout."""
+    there = [
+        (point.devices, point.samples_per_second, efficiency)
+        for point, efficiency in zip(curve.points, curve.efficiencies, strict=True)
+        if point.samples_per_second is not None and efficiency is not None
+    ]
+    return Line(*zip(*there, strict=True)) if there else Line((), (), ())

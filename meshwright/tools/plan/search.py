@@ -28,7 +28,6 @@ from meshwright.data.progress import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimate, Estimates
-from meshwright.tools.plan.output import layout_text, parts_text
 from meshwright.tools.plan.predict import Memory, Planner, Prediction
 from meshwright.tools.plan.space import Job, legal_layouts
 
@@ -96,6 +95,17 @@ def strategy_of(config: Config) -> str:
     tensor, stages = config.layout.tensor, config.layout.pipeline.size
     parts = ([tensor.kind] if tensor.axes else []) + (["pipeline"] if stages > 1 else [])
     return " + ".join(parts) or "data"
+
+
+def layout_text(config: Config) -> str:
+    """`megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto, offload host`."""
+    memory, limit = config.memory, config.layout.pipeline.limit
+    words = [f"micro {config.micro}"]
+    words += [f"limit {limit}"] * (limit != "auto")
+    words += [f"recompute {memory.recompute}"] * (memory.recompute != "none")
+    words += [f"offload {memory.offload.to}"] * (memory.offload.to != "none")
+    kind = config.layout.tensor.words
+    return f"{f'{kind}: ' if kind else ''}{config.layout.summary}; {', '.join(words)}"
 
 
 def search(
@@ -200,7 +210,7 @@ class _Hunt:
         """With the layout that lacks least."""
         closest = min(self.closest.values(), key=_lack)
         device = self.job.cluster.device.memory
-        needs = f"{parts_text(closest.memory)}; {(closest.memory.total - device) / 1e9:.2f} GB are missing"
+        needs = f"{closest.memory.text}; {(closest.memory.total - device) / 1e9:.2f} GB are missing"
         alone = "" if closest.whole else " before it computes anything"
         rule = (
             f"has {device / 1e9:.2f} GB a device, and none of {self.legal:,} legal layouts on {self.job.devices} fits: "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from meshwright.build import rule_of
 from meshwright.config import Config
@@ -20,8 +21,9 @@ from meshwright.pipeline.clock import Pace, simulate, undisturbed
 from meshwright.pipeline.schedule import Rule
 from meshwright.pipeline.span import Span, Timeline, phase_span
 from meshwright.pipeline.task import Kind, Task
+from meshwright.tools.plan.buckets import Peak
+from meshwright.tools.plan.compose import Cost
 from meshwright.tools.plan.recordings import place, splits
-from meshwright.tools.plan.stage import Cost
 from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 
 MOST_TASKS = 8_000
@@ -30,18 +32,6 @@ TaskCosts = Callable[[int, Kind, int], Cost]
 """costs(stage, kind, place): of a task of a microbatch at a place of the step (recordings.place)."""
 Latency = Callable[[int, int], float]
 """latency(from, to): seconds of a message between neighbouring stages."""
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most that a stage's tasks keep for microbatches in flight, and the most that there is at any time."""
-
-    activation_bytes: int
-    total_bytes: int
-
-    def beside(self, other_bytes: int) -> Peak:
-        """Beside what is there all the time."""
-        return replace(self, total_bytes=self.total_bytes + other_bytes)
 
 
 @dataclass(frozen=True)
@@ -90,6 +80,7 @@ def _depth(rule: Rule, stages: int, count: int) -> int:
 def _run(rule: Rule, stages: int, some: int, count: int, costs: TaskCosts, latency: Latency, pace: Pace) -> Passes:
     """So many microbatches, whose places are those of a step of `count`."""
     known: dict[tuple[int, Kind, int], Cost] = {}
+    hop = cache(latency)
 
     def cost(stage: int, task: Task) -> Cost:
         index = task.microbatch if task.microbatch < some - 1 else count - 1
@@ -103,7 +94,7 @@ def _run(rule: Rule, stages: int, some: int, count: int, costs: TaskCosts, laten
         some,
         rule,
         lambda stage, task: cost(stage, task).seconds,
-        lambda start, end, task: latency(start, end),
+        lambda start, end, task: hop(start, end),
         pace,
     )
     of_stage: list[list[Span]] = [[] for _ in range(stages)]

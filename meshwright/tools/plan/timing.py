@@ -1,7 +1,18 @@
-"""How long a program takes: kernels one after the other, collectives under them as far as the links allow.
+"""How long kernels and programs take on a device.
 
-A rank has two lanes: it computes, and collectives go on one after the other. One that is waited for at once takes its
-whole time; of one that is begun earlier, the part `Links.overlaps` goes on meanwhile.
+A kernel: a roofline over what such kernels reach (Williams et al., CACM 2009).
+
+| kind      | seconds                                                                               |
+|-----------|---------------------------------------------------------------------------------------|
+| product   | max(flops / (peak of its dtype x efficiency at its side), bytes / bandwidth) + launch |
+| attention | max(flops / (peak of its dtype x attention's part), bytes / bandwidth) + launch       |
+| others    | bytes / bandwidth + elements x seconds of such an element + launch                    |
+
+Efficiency and bandwidth are the device's curves: over the cube root of mnk, and over the bytes that a kernel touches.
+
+A program: kernels one after the other, collectives beside them as far as the links allow. A rank has two lanes: it
+computes, and collectives go on one after the other. One that is waited for at once takes its whole time; of one that
+begins earlier, the part `Links.overlaps` goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -9,49 +20,95 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from meshwright.errors import ConfigError
 from meshwright.ranks.topology import FROM_ROOT, TO_ROOT
-from meshwright.tools.plan.kernels import Kernels
-from meshwright.tools.plan.program import Kernel, Program, Start, Wait
-from meshwright.tools.plan.wires import Wires
+from meshwright.tools.plan.cluster import Cluster, interpolated
+from meshwright.tools.plan.network import Network
+from meshwright.tools.plan.recorder import Kernel, Program, Start, Wait
 
-Step = float | Start | Wait
+
+class Kernels:
+    """Seconds of a rank's kernels while `ranks_per_node` ranks compute on its node. `slowdown`: how many times as long
+    everything takes as on a core of one's own (Cluster.oversubscription).
+    """
+
+    def __init__(self, cluster: Cluster, ranks_per_node: int) -> None:
+        self._cluster = cluster
+        self._seconds: dict[Kernel, float] = {}
+        self.ranks_per_node = ranks_per_node
+        self.slowdown = cluster.oversubscription(ranks_per_node)
+
+    def gain(self, ranks: int) -> float:
+        """How much faster they go while only so many of the node's ranks compute: the others leave them their cores."""
+        return self.slowdown / self._cluster.oversubscription(ranks)
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Seconds of one of its `times`. Raises ConfigError where the device's peak in its dtype is not known."""
+        known = self._seconds.get(kernel)
+        if known is None:
+            known = self._seconds[kernel] = self.slowdown * (self._cluster.device.launch + self._work(kernel))
+        return known
+
+    def _work(self, kernel: Kernel) -> float:
+        device = self._cluster.device
+        memory = kernel.touched_bytes / interpolated(device.bandwidth, kernel.touched_bytes)
+        match kernel.kind:
+            case "product":
+                return max(kernel.flops / (self._peak(kernel) * interpolated(device.efficiency, kernel.side)), memory)
+            case "attention":
+                assert device.attention is not None, f"{self._cluster.name} has no fused attention: {kernel}"
+                return max(kernel.flops / (self._peak(kernel) * device.attention), memory)
+            case "special" | "random":
+                return memory + kernel.elements * device.elements.get(kernel.kind, 0.0)
+            case "element":
+                return memory
+
+    def _peak(self, kernel: Kernel) -> float:
+        for dtype, peak in self._cluster.device.peak.items():
+            if dtype == kernel.dtype:
+                return peak
+        rule = f"is no dtype of which {self._cluster.name} says how fast it multiplies (device.peak)"
+        raise ConfigError.of("precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak))
+
+
+Lane = float | Start | Wait
 """Seconds of kernels, or what is begun or waited for."""
 
 
 @dataclass
-class Pace:
-    """How fast the ranks of a cluster go; remembers what it has added up of each program."""
+class Timer:
+    """Seconds of programs on a cluster's ranks; it remembers each program's kernels added up."""
 
     kernels: Kernels
-    _steps: dict[int, tuple[Program, tuple[Step, ...]]] = field(default_factory=dict)
+    _steps: dict[int, tuple[Program, tuple[Lane, ...]]] = field(default_factory=dict)
 
-    def seconds(self, program: Program, wires: Wires) -> float:
-        """Of a program from its beginning to its last kernel or wait."""
-        return self._played(program, wires, wires.overlaps)
+    def seconds(self, program: Program, network: Network) -> float:
+        """Seconds from a program's beginning to its last kernel or wait."""
+        return self._played(program, network, network.overlaps)
 
-    def apart(self, program: Program, wires: Wires) -> float:
+    def apart(self, program: Program, network: Network) -> float:
         """The same where nothing is sent under kernels."""
-        return self._played(program, wires, 0.0)
+        return self._played(program, network, 0.0)
 
     def computing(self, program: Program) -> float:
-        """Its kernels alone."""
+        """Seconds of its kernels alone."""
         return sum(step for step in self._condensed(program) if isinstance(step, float))
 
-    def _played(self, program: Program, wires: Wires, overlaps: float) -> float:
+    def _played(self, program: Program, network: Network, overlaps: float) -> float:
         return play(
             self._condensed(program),
-            lambda start: start.times * wires.collective(start.axes, start.verb, start.payload_bytes),
+            lambda start: start.times * network.collective(start.axes, start.verb, start.payload_bytes),
             overlaps,
             self.kernels.gain(self.kernels.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
         )
 
-    def _condensed(self, program: Program) -> tuple[Step, ...]:
+    def _condensed(self, program: Program) -> tuple[Lane, ...]:
         if id(program) not in self._steps:
-            self._steps[id(program)] = program, tuple(self._condense(program))  # held, so that no other has its id
+            self._steps[id(program)] = program, tuple(self._condense(program))  # kept, so that no other gets its id
         return self._steps[id(program)][1]
 
-    def _condense(self, program: Program) -> Iterable[Step]:
-        """Kernels in a row as one number."""
+    def _condense(self, program: Program) -> Iterable[Lane]:
+        """Kernels in a row become one number."""
         seconds = 0.0
         for event in program.events:
             if isinstance(event, Kernel):
@@ -63,7 +120,7 @@ class Pace:
         yield seconds
 
 
-def play(steps: Iterable[Step], collective: Callable[[Start], float], overlaps: float, alone: float = 1.0) -> float:
+def play(steps: Iterable[Lane], collective: Callable[[Start], float], overlaps: float, alone: float = 1.0) -> float:
     """The moment at which the rank is done with all steps, from 0. `collective`: seconds of one that is waited for;
     `alone`: how much faster a rank is while those wait that it leads (Program.leads)."""
     now, free, pace = 0.0, 0.0, alone

@@ -15,9 +15,9 @@ from meshwright.config import Config
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mailbox import AHEAD
+from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.recordings import place
-from meshwright.tools.plan.stage import StagePlan
 from tests.pipeline.test_equality import SCHEDULES, pipelined
 from tests.tensor.test_equality import config_for
 from tests.tools.plan.clusters import FLAT as SWITCH

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.tools.plan.kernels import Kernels, turns
-from meshwright.tools.plan.program import Kernel
+from meshwright.tools.plan.recorder import Kernel
+from meshwright.tools.plan.timing import Kernels
 from tests.tools.plan.clusters import FLAT, cluster
 
 PRODUCT = Kernel("product", 2e9, 10**6, 10**6, "fp16", 1000)
@@ -73,7 +73,7 @@ def test_no_fused_attention_where_there_is_none() -> None:
 
 def test_turns_as_they_were_measured_but_no_less_than_the_share_of_a_core() -> None:
     shared = FLAT.model_copy(update={"cores": 2, "turns": ((2.0, 1.2), (4.0, 3.0))})
-    assert [turns(shared, ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([1.0, 1.2, 3.0, 6.0])
+    assert [shared.oversubscription(ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([1.0, 1.2, 3.0, 6.0])
     lucky = shared.model_copy(update={"turns": ((4.0, 1.5),)})
-    assert [turns(lucky, ranks) for ranks in (2, 4)] == pytest.approx([1.25, 2.0])
-    assert turns(shared.model_copy(update={"cores": None}), 4) == 1
+    assert [lucky.oversubscription(ranks) for ranks in (2, 4)] == pytest.approx([1.25, 2.0])
+    assert shared.model_copy(update={"cores": None}).oversubscription(4) == 1

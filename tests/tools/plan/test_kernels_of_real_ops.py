@@ -27,8 +27,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import LedgerTransport
 from meshwright.stages import empty_batch
 from meshwright.tools.plan.cluster import Device
-from meshwright.tools.plan.program import Kernel, Program
-from meshwright.tools.plan.recorder import Recorder
+from meshwright.tools.plan.recorder import Kernel, Program, Recorder
 from meshwright.tools.plan.recordings import Link, Recordings
 from tests.workers import run_ranks
 

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.planned import LedgerComm
-from meshwright.tools.plan.program import Kernel, Program, Start, Wait
-from meshwright.tools.plan.recorder import AsOnDevice, Recorder
+from meshwright.tools.plan.recorder import AsOnDevice, Kernel, Program, Recorder, Start, Wait
 
 META = torch.device("meta")
 

@@ -13,19 +13,21 @@ import pytest
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
-from meshwright.tools.plan.memory import Memory
+from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.scale import (
     STRATEGIES,
     Gap,
     Question,
     Scaling,
+    as_dict,
     parse_devices,
     parse_mode,
     parse_strategies,
+    render,
     scale,
+    write,
 )
-from meshwright.tools.plan.scale_report import as_dict, render, write
 from meshwright.tools.plan.search import Keep
 from tests.tools.plan.clusters import FLAT
 

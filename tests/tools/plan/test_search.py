@@ -14,12 +14,11 @@ from meshwright.config.layout import Layout
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
 from meshwright.tensor.section import Megatron
+from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimate, Estimates
-from meshwright.tools.plan.memory import Memory
-from meshwright.tools.plan.output import check_new, write_run
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.report import as_dict, render
+from meshwright.tools.plan.report import as_dict, check_new, render, write_run
 from meshwright.tools.plan.search import Found, search, strategy_of
 from meshwright.tools.plan.space import Job, fixed_fields, legal_layouts
 from tests.tools.plan.clusters import NODES

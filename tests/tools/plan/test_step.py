@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshwright.pipeline.span import Span, Timeline
 from meshwright.pipeline.task import Kind
 from meshwright.tools.plan import step
-from meshwright.tools.plan.stage import Cost
+from meshwright.tools.plan.compose import Cost
 from meshwright.tools.plan.step import Passes, Peak, Sum, finish, run_passes
 from tests.tools.plan.test_predict import config_for
 

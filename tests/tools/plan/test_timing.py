@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.tools.plan.program import Start, Wait
-from meshwright.tools.plan.timing import Step, play
+from meshwright.tools.plan.recorder import Start, Wait
+from meshwright.tools.plan.timing import Lane, play
 
 A, B = (Start(number, "row", "all_gather", 1) for number in (1, 2))
 
@@ -27,13 +27,13 @@ def seconds(start: Start) -> float:
         ([A, 1.0], 1.0, 1.0),  # nobody waits
     ],
 )
-def test_play(steps: list[Step], overlaps: float, expected: float) -> None:
+def test_play(steps: list[Lane], overlaps: float, expected: float) -> None:
     assert play(steps, seconds, overlaps) == pytest.approx(expected)
 
 
 def test_a_rank_that_leads_is_faster_while_the_others_wait() -> None:
     """4 s of its own at twice the pace, a broadcast, 3 s of all, a sum to it beside 1 s of all, 2 s of its own."""
-    steps: list[Step] = [
+    steps: list[Lane] = [
         4.0,
         Start(1, "branch", "broadcast", 8),
         Wait(1),

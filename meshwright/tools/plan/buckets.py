@@ -1,0 +1,220 @@
+"""Gradients' buckets as a run would make them, the programs that sum and publish them, and what a rank holds.
+
+The programs are the data-parallel policies' own (data_parallel/), run on buckets without numbers.
+
+| part        | bytes                                                                                             |
+|-------------|---------------------------------------------------------------------------------------------------|
+| weights     | the buckets' values, with their padding                                                           |
+| gradients   | as much; in float32 where several microbatches of half-precision ones are added up                |
+| states      | float32 masters of half-precision weights, and moments; with offload the two half-buckets instead |
+| activations | the most that microbatches in flight keep                                                         |
+| temporaries | what tasks need beside that at the fullest moment; or the optimizer's float32 gradients           |
+| framework   | what the cluster says that libraries hold                                                         |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+
+from meshwright.build import bucket_bytes
+from meshwright.config import Config
+from meshwright.data_parallel.strategy import Policy
+from meshwright.errors import ConfigError
+from meshwright.memory.offload import SINGLE, state_bytes
+from meshwright.model import Batch
+from meshwright.models.chain import chain_of
+from meshwright.parameters.bucket import Bucket, Kind, arranged, gradient_dtype
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
+from meshwright.registry import entries, load
+from meshwright.tools.plan.recorder import Program, Recorder
+from meshwright.tools.plan.recordings import Parameter
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """A bucket of gradients. `names`: its parameters'; `num_elements`: with its padding; `stepped_elements`: those that
+    this rank's optimizer steps; `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type."""
+
+    kind: Kind
+    summed_in: torch.dtype
+    names: tuple[str, ...]
+    num_elements: int
+    stepped_elements: int
+    blocks: bool
+    reduce: Program
+    publish: Program
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_elements * self.kind.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.num_elements * self.summed_in.itemsize
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of an element's float32 master, where weights are halves."""
+        return SINGLE if self.kind.dtype.itemsize < SINGLE else 0
+
+    def touched_bytes(self, config: Config) -> int:
+        """Bytes that the norm and the optimizer's step read and write: weight and moments twice, gradients once in
+        each, and where weights are halves the gradient's widening and the rounding."""
+        moments = len(config.optimizer.update.states)
+        size, gradient = self.kind.dtype.itemsize, self.summed_in.itemsize
+        each = gradient + max(SINGLE, size) * (2 + 2 * moments + 1)
+        if gradient < SINGLE:
+            each += gradient + SINGLE
+        if self.master_bytes:
+            each += SINGLE + size
+        return self.stepped_elements * each
+
+    def moved_bytes(self, config: Config) -> int:
+        """Bytes of an offloaded optimizer's states (master and moments) that go to the device and back."""
+        if config.memory.offload.to == "none":
+            return 0
+        return 2 * self.stepped_elements * (self.master_bytes + SINGLE * len(config.optimizer.update.states))
+
+
+@dataclass
+class Buckets:
+    """Plans buckets, and remembers the programs of those that are alike."""
+
+    _programs: dict[Hashable, tuple[int, Program, Program]] = field(default_factory=dict)
+
+    def of(self, config: Config, rank: int, parameters: Sequence[Parameter], tied: set[str]) -> list[PlannedBucket]:
+        """A rank's buckets, in the order in which they leave. `tied`: parameters that another stage holds too.
+
+        Raises ConfigError for strategies that are more than sums of buckets.
+        """
+        sync, unplanned = config.layout.data.sync, config.layout.data.strategy.unplanned
+        if unplanned:
+            planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
+            raise ConfigError.of("layout.data.sync", sync, f"is not planned: it {unplanned}", planned)
+        recorder = Recorder()
+        mesh = planned_mesh(Grid(config.layout.axes), rank, config.layout.token_axes, "cpu", recorder.started)
+        specs = {
+            parameter.name: replace(parameter.spec, tied=True) if parameter.name in tied else parameter.spec
+            for parameter in parameters
+        }
+        sizes = {parameter.name: parameter.num_elements for parameter in parameters}
+        items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in parameters]
+        policy = load(config.layout.data.strategy.policy)()
+        buckets = []
+        for kind, names in arranged(items, specs, mesh, bucket_bytes(config)):
+            num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
+            index = mesh.comm(*kind.sum_axes).index  # a root does more than the others
+            summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
+            key = sync, kind.dtype, summed_in, kind.sum_axes, index, num_elements, config.layout.axes
+            if key not in self._programs:
+                self._programs[key] = _programs(policy, kind, summed_in, num_elements, mesh, recorder)
+            stepped, *programs = self._programs[key]
+            buckets.append(
+                PlannedBucket(kind, summed_in, tuple(names), num_elements, stepped, policy.blocks, *programs)
+            )
+        return buckets
+
+
+def share_program(config: Config) -> Program:
+    """How rank 0 gets its part of a step's batch: from itself, or where it is the server, which scatters it."""
+    recorder = Recorder()
+    mesh = planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes, "cpu", recorder.started)
+    sync = config.layout.data.strategy
+    shapes = chain_of(config).sample_shapes(config)
+
+    def load_rows(first: int, count: int) -> Batch:
+        return {name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}
+
+    with recorder.program(mesh.ledger) as made:
+        load(sync.synchroniser)([], mesh, load(sync.policy)()).share(load_rows, config.replica_batch)
+    return made()
+
+
+def _programs(
+    policy: Policy, kind: Kind, summed_in: torch.dtype, num_elements: int, mesh: Mesh, recorder: Recorder
+) -> tuple[int, Program, Program]:
+    """How many elements this rank steps, and what it does to sum and to publish."""
+    values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
+    gradients = torch.empty_like(values, dtype=summed_in)
+    bucket = Bucket(values, gradients, (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
+    comm = mesh.comm(*kind.sum_axes)
+    start, stop = policy.owned(bucket, comm)
+    with recorder.program(mesh.ledger) as made:
+        policy.reduce(bucket, comm).wait()
+    reduce = made()
+    with recorder.program(mesh.ledger) as made:
+        policy.publish(bucket, comm).wait()
+    return stop - start, reduce, made()
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a stage's tasks keep for microbatches in flight, and the most that there is at any time."""
+
+    activation_bytes: int
+    total_bytes: int
+
+    def beside(self, other_bytes: int) -> Peak:
+        """Beside what is there all the time."""
+        return replace(self, total_bytes=self.total_bytes + other_bytes)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank, by part."""
+
+    weights: int
+    gradients: int
+    states: int
+    activations: int
+    temporaries: int
+    framework: int
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.activations + self.temporaries
+
+    @property
+    def fixed(self) -> int:
+        """What a run holds before its first forward pass, once the optimizer has its states."""
+        return self.weights + self.gradients + self.states + self.framework
+
+    @property
+    def text(self) -> str:
+        """`weights 1.20 GB, gradients 1.20 GB, ...`: the parts that there are."""
+        return ", ".join(f"{part} {held / 1e9:.2f} GB" for part, held in asdict(self).items() if held)
+
+
+def streams(config: Config) -> bool:
+    """Whether an optimizer steps each bucket as it comes: an offloaded one that does not wait for the norm, as clipping
+    and fp16's loss scale do."""
+    waits = config.optimizer.clip is not None or config.precision.dtype == "fp16"
+    return config.memory.offload.to != "none" and not waits
+
+
+def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, framework_bytes: int) -> Memory:
+    """The memory of a rank with these buckets, whose tasks hold so much at most."""
+    weights = sum(bucket.size_bytes for bucket in buckets)
+    gradients = sum(bucket.gradient_bytes for bucket in buckets)
+    most = max(peak.total_bytes, _widened_bytes(config, buckets))
+    activations = min(peak.activation_bytes, most)
+    return Memory(
+        weights, gradients, state_bytes(config, slots_of(buckets)), activations, most - activations, framework_bytes
+    )
+
+
+def slots_of(buckets: Sequence[PlannedBucket]) -> list[tuple[int, torch.dtype]]:
+    """Elements and type of what a rank's optimizer steps."""
+    return [(bucket.stepped_elements, bucket.kind.dtype) for bucket in buckets]
+
+
+def _widened_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
+    """Float32 gradients of half-precision ones, which states in place make of all of them at once."""
+    if config.memory.offload.to != "none":
+        return 0
+    return sum(bucket.stepped_elements * SINGLE for bucket in buckets if bucket.summed_in.itemsize < SINGLE)

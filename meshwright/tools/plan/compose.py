@@ -1,0 +1,260 @@
+"""A run composed of recordings: what each stage's tasks cost, which parameters it holds, what its ranks send.
+
+Tasks run their links one after the other, forward from the first, backward from the last; memory is followed from link
+to link. What a link gives to the next stays in memory, since the next one's backward pass reads it; what it gives to
+another stage leaves, and what came from one stays. Stages that do and hold the same are looked at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import pairwise
+
+from meshwright.build import recomputed_group
+from meshwright.config import Config
+from meshwright.memory.recompute import groups_of
+from meshwright.model import Chunk
+from meshwright.pipeline.partition import ranges_of
+from meshwright.pipeline.task import Kind
+from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.ledger import Ledger, Traffic
+from meshwright.ranks.mailbox import FURTHER, MESSAGE, Side
+from meshwright.tools.plan.buckets import Buckets, PlannedBucket
+from meshwright.tools.plan.cluster import Device
+from meshwright.tools.plan.recorder import Program
+from meshwright.tools.plan.recordings import Forms, Link, Parameter, Recordings, place, splits
+
+Sent = dict[tuple[str, str], Traffic]
+Seconds = Callable[[Program], float]
+
+
+def no_seconds(program: Program) -> float:
+    """For who asks of bytes and operations alone."""
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A task's cost, or that of a part of one: memory as in a Program."""
+
+    seconds: float = 0.0
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    flops: float = 0.0
+
+    @classmethod
+    def of(cls, program: Program, seconds: Seconds) -> Cost:
+        return cls(seconds(program), program.kept_bytes, program.peak_bytes, program.flops)
+
+    def then(self, other: Cost) -> Cost:
+        """This one, and after it the other."""
+        return Cost(
+            self.seconds + other.seconds,
+            self.kept_bytes + other.kept_bytes,
+            max(self.peak_bytes, self.kept_bytes + other.peak_bytes),
+            self.flops + other.flops,
+        )
+
+    def freeing(self, freed_bytes: int) -> Cost:
+        """With so much less kept at the end."""
+        return replace(self, kept_bytes=self.kept_bytes - freed_bytes)
+
+    def extended(self, step: Cost, times: int) -> Cost:
+        """This one, plus so many times what it has more than `step`."""
+        return Cost(
+            self.seconds + times * (self.seconds - step.seconds),
+            self.kept_bytes + times * (self.kept_bytes - step.kept_bytes),
+            self.peak_bytes + times * (self.peak_bytes - step.peak_bytes),
+            self.flops + times * (self.flops - step.flops),
+        )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Links that run at once: one; or a group of `layers` like ones that are recomputed together, of which groups of
+    two and of one are recorded."""
+
+    link: Link
+    parameters: tuple[Parameter, ...]
+    smaller: Link | None = None
+    layers: int = 1
+
+    def cost(self, kind: Kind, which: int, seconds: Seconds) -> Cost:
+        cost = Cost.of(self.link.programs[kind][which], seconds)
+        if self.smaller is None:
+            return cost
+        return cost.extended(Cost.of(self.smaller.programs[kind][which], seconds), self.layers - 2)
+
+    def include_sent(self, total: Sent, kind: Kind, which: int, times: int) -> None:
+        include(total, self.link.programs[kind][which].traffic, times * max(1, self.layers - 1))
+        if self.smaller is not None:
+            include(total, self.smaller.programs[kind][which].traffic, times * (2 - self.layers))
+
+    def freed(self, kind: Kind, read_bytes: int) -> int:
+        """After B, or where its W needs them after that: what it was given to read, so many bytes, and the gradient
+        that came back from the next link."""
+        gradient_bytes = sum(form.size_bytes for form in self.link.outgoing)
+        waits = min(read_bytes, self.link.kept_input_bytes), min(gradient_bytes, self.link.kept_gradient_bytes)
+        return sum(waits) if kind is Kind.WEIGHT else read_bytes + gradient_bytes - sum(waits)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """`units`: in the order of the forward pass; `incoming`: from the stage before."""
+
+    units: tuple[Unit, ...]
+    parameters: tuple[Parameter, ...]
+    incoming: Forms
+    outgoing: Forms
+
+    @property
+    def incoming_bytes(self) -> int:
+        return sum(form.size_bytes for form in self.incoming)
+
+    @property
+    def outgoing_bytes(self) -> int:
+        return sum(form.size_bytes for form in self.outgoing)
+
+    def cost(self, kind: Kind, which: int, seconds: Seconds = no_seconds) -> Cost:
+        """The cost of a task of a microbatch at a place of the step (recordings.place)."""
+        return reduce(Cost.then, self.costs(kind, which, seconds), Cost())
+
+    def costs(self, kind: Kind, which: int, seconds: Seconds) -> list[Cost]:
+        """The same by unit, in the order in which they run; what comes and leaves counts at the ends."""
+        order = self.units if kind is Kind.FORWARD else self.units[::-1]
+        costs = [unit.cost(kind, which, seconds) for unit in order]
+        if kind is Kind.FORWARD:
+            costs[-1] = costs[-1].freeing(order[-1].link.output_bytes - self.incoming_bytes)
+            dropped = [
+                0,
+                *(0 if unit.link.holds_input else before.link.output_bytes for before, unit in pairwise(order)),
+            ]
+            return [cost.freeing(input_bytes) for cost, input_bytes in zip(costs, dropped, strict=True)]
+        given = [before.link.output_bytes if unit.link.holds_input else 0 for unit, before in pairwise(order)]
+        given.append(self.incoming_bytes)
+        costs = [cost.freeing(unit.freed(kind, read)) for cost, unit, read in zip(costs, order, given, strict=True)]
+        if kind is Kind.BACKWARD:
+            costs[0] = costs[0].freeing(-self.outgoing_bytes)  # came with a message, and is counted there
+            costs[-1] = costs[-1].freeing(self.incoming_bytes)  # made here, and sent
+        return costs
+
+
+def plan_stages(config: Config, device: Device, recordings: Recordings, partition: Sequence[int]) -> list[StagePlan]:
+    """Every stage of a layout with so many layers a stage; each is given what the one before gives."""
+    stages: list[StagePlan] = []
+    outline, runs = recordings.outline(config), ranges_of(partition)
+    forms: Forms = ()
+    for stage, layers in enumerate(runs):
+        incoming = forms
+        units: list[Unit] = []
+        parameters: dict[str, Parameter] = {}
+        last = stage == len(runs) - 1
+        for chunk in _chunks(config, Chunk(layers, stage == 0, last)):
+            unit = _unit(config, device, recordings, chunk, forms)
+            forms = unit.link.outgoing
+            units.append(unit)
+            parameters |= {parameter.name: parameter for parameter in unit.parameters}
+        in_order = sorted(parameters.values(), key=lambda parameter: outline.order[parameter.name])
+        stages.append(StagePlan(tuple(units), tuple(in_order), incoming, () if last else forms))
+    return stages
+
+
+def _chunks(config: Config, chunk: Chunk) -> list[Chunk]:
+    """The chunk's links: its beginning, its layers, in groups where they are recomputed, its end."""
+    every = 1
+    if config.memory.recompute not in ("none", "selective"):
+        every = recomputed_group(config, len(chunk.layers))
+    chunks = [Chunk(range(0), True, False)] if chunk.first else []
+    chunks += [Chunk(group, False, False) for group in groups_of(chunk.layers, every)]
+    return chunks + ([Chunk(range(0), False, True)] if chunk.last else [])
+
+
+def _unit(config: Config, device: Device, recordings: Recordings, chunk: Chunk, incoming: Forms) -> Unit:
+    count, layers = len(chunk.layers), chunk.layers
+    alike = {recordings.outline(config).alike[layer] for layer in layers}
+    if count <= 2 or len(alike) > 1:
+        link = recordings.link(config, device, chunk, incoming)
+        return Unit(link, link.parameters)
+    ones = [recordings.link(config, device, Chunk(range(layer, layer + 1), False, False), incoming) for layer in layers]
+    two = recordings.link(config, device, Chunk(layers[:2], False, False), incoming)
+    return Unit(two, tuple(parameter for one in ones for parameter in one.parameters), ones[0], count)
+
+
+class Composition:
+    """A resolved run's stages with the buckets of their gradients. `like`: for each stage the first one that does and
+    holds the same; `buckets`: of these; `kinds`: of the tasks; `peers`: the axes of the ranks that share a stage."""
+
+    def __init__(self, config: Config, stages: list[StagePlan], buckets: Buckets) -> None:
+        self.config, self.stages = config, stages
+        self.grid = Grid(config.layout.axes)
+        self.kinds = (Kind.FORWARD, Kind.BACKWARD, *([Kind.WEIGHT] if splits(config) else []))
+        self.peers = "+".join(name for name, _ in self.grid.axes if name in dict(config.layout.tensor.axes))
+        self.counts = microbatches_by_place(config.num_microbatches)
+        names = [{parameter.name for parameter in stage.parameters} for stage in stages]
+        tied = names[0] & names[-1] if len(stages) > 1 else set()
+        first: dict[Hashable, int] = {}
+        self.like = [first.setdefault(_work(own, tied), stage) for stage, own in enumerate(stages)]
+        self.buckets: dict[int, list[PlannedBucket]] = {
+            stage: buckets.of(config, self.rank(stage), stages[stage].parameters, tied) for stage in first.values()
+        }
+
+    def rank(self, stage: int) -> int:
+        """The stage's first rank."""
+        return self.grid.rank(dict.fromkeys(self.grid.names, 0) | {PIPE: stage})
+
+    @property
+    def agrees(self) -> bool:
+        """Whether a stage's ranks must agree on each task (pipeline.agreed)."""
+        return len(self.stages) > 1 and self.grid.size(*(self.peers.split("+") if self.peers else ())) > 1
+
+    def traffic(self, stage: int) -> Sent:
+        """What the stage's first rank sends in a step: its kit in tasks, messages, agreements, gradients' sums."""
+        plan, count = self.stages[stage], self.config.num_microbatches
+        total: Sent = {}
+        for which, times in enumerate(self.counts):
+            for kind in self.kinds:
+                for unit in plan.units:
+                    unit.include_sent(total, kind, which, times)
+        ledger = Ledger()
+        sizes: dict[Side, int] = {"before": plan.incoming_bytes, "after": plan.outgoing_bytes}
+        with ledger.repeated(count):
+            for side, size in sizes.items():
+                if size:
+                    ledger.record(PIPE, MESSAGE, size, FURTHER[side])
+        if self.agrees:
+            with ledger.repeated(count * len(self.kinds)):
+                ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
+        include(total, ledger.traffic)
+        for bucket in self.buckets[self.like[stage]]:
+            include(total, bucket.reduce.traffic)
+            include(total, bucket.publish.traffic)
+        return total
+
+    @property
+    def most_flops(self) -> float:
+        """Floating-point operations of products of the busiest rank in a step."""
+        return max(
+            sum(times * self.stages[stage].cost(kind, which).flops
+                for which, times in enumerate(self.counts) for kind in self.kinds)
+            for stage in self.buckets
+        )  # fmt: skip
+
+
+def include(total: Sent, more: Mapping[tuple[str, str], Traffic], times: int = 1) -> None:
+    """Add so many times what is in `more`."""
+    for key, entry in more.items():
+        total.setdefault(key, Traffic()).include(entry.scaled(times))
+
+
+def microbatches_by_place(num_microbatches: int) -> list[int]:
+    """How many microbatches there are at each place of the step."""
+    places = [place(index, num_microbatches) for index in range(num_microbatches)]
+    return [places.count(which) for which in range(max(places) + 1)]
+
+
+def _work(stage: StagePlan, tied: set[str]) -> Hashable:
+    """What tells a stage's work from another's: programs, how often, and whether it has a tied parameter."""
+    shared = any(parameter.name in tied for parameter in stage.parameters)
+    return tuple((id(unit.link.programs), unit.layers) for unit in stage.units), shared

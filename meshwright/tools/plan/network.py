@@ -1,0 +1,339 @@
+"""Seconds of collectives and messages: latency and bandwidth, level by level, of the algorithm that a library takes.
+
+How a group lies: a unit of level 0 is a device; one of level l + 1 is what level l joins. Ranks fill units in order
+(topology.py). Two ranks meet at the innermost level whose next unit holds both, and send over that level's links alone.
+
+How long it takes: a group has u units at a level (n ranks in all), whose links have latency a and leave it b bytes a
+second; S is the whole payload. It goes over several levels one after another (a sum over levels), or as one ring over
+all of them (`slowest`: the least b; `once`: the latencies of the n - 1 steps of a ring, of which most go over inner
+links).
+
+| verb                       | seconds, the least of                                                                 |
+|----------------------------|---------------------------------------------------------------------------------------|
+| all-gather, reduce-scatter | ring: (n-1)/n S / slowest + once; levels: sum (u-1)/u S / b + (u-1) a                 |
+| all-reduce                 | ring, levels: twice that; on a level a tree, where it is less: 2 log2(u) (a + S / b)  |
+| broadcast, reduce          | chain: S / slowest + once; tree: sum log2(u) (a + S / b)                              |
+| all-to-all                 | pairs: sum over levels of peers there x (a + members x S/n / b), on a ring farther    |
+| gather, scatter            | pairs: sum over levels of peers there x (a + S/n / b)                                 |
+| send, of a ring            | a + S / b of the slowest step                                                         |
+
+Sources: Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, IJHPCA 2005,
+sections 2 to 4; Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009; NCCL's cost model
+(src/graph/tuning.cc: the lesser of rings, whose latency counts inner and outer steps apart, and trees).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import dropwhile
+from math import ceil, exp, log, log2
+
+from meshwright.errors import ConfigError
+from meshwright.ranks.grid import ENDS, PIPE, Grid
+from meshwright.tools.plan.cluster import Backend, Cluster, Curve, Level
+
+
+@dataclass(frozen=True)
+class Span:
+    """A group at a level where ranks of it meet.
+
+    `units`: how many of the level's units the group has in one unit of the next. `members`: ranks of it in one unit.
+    `peers`: how many ranks a rank meets there. `hops`: steps of a ring through the group that go over these links.
+    (The most of each, where units hold different numbers of its ranks.) `bandwidth`: bytes a second out of a unit that
+    are left to the group while the other groups over the same axes send too.
+    """
+
+    units: int
+    members: int
+    peers: int
+    hops: int
+    latency: float
+    bandwidth: float
+    ring: bool
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A group of `size` ranks by its spans, innermost first. `close`: its ranks are neighbours: consecutive, or all in
+    one unit that the innermost level joins."""
+
+    size: int
+    spans: tuple[Span, ...]
+    close: bool
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """A cluster's levels, with ranks counted into their units."""
+
+    levels: tuple[Level, ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices in a unit of each level."""
+        sizes = [1]
+        for level in self.levels[:-1]:
+            assert level.joins is not None, level
+            sizes.append(sizes[-1] * level.joins)
+        return tuple(sizes)
+
+    def check(self, num_ranks: int) -> None:
+        """Raises ConfigError where the cluster has fewer devices."""
+        joins = self.levels[-1].joins
+        if joins is not None and num_ranks > joins * self.sizes[-1]:
+            rule = "has more ranks than the cluster has devices"
+            raise ConfigError.of("layout", f"{num_ranks} ranks", rule, f"<= {joins * self.sizes[-1]}")
+
+    def unit(self, rank: int, level: int) -> int:
+        """The number of the level's unit that holds the rank. After the last level there is one that holds all."""
+        return rank // self.sizes[level] if level < len(self.sizes) else 0
+
+    def meeting(self, rank: int, other: int) -> int:
+        """The level over whose links one rank reaches another."""
+        return next(n for n in range(len(self.levels)) if self.unit(rank, n + 1) == self.unit(other, n + 1))
+
+    def shapes(self, grid: Grid, axes: Sequence[str]) -> list[Shape]:
+        """The different shapes that the groups over these axes have: one, where numbers of ranks and of devices in a
+        unit divide each other."""
+        offsets = grid.group(0, *axes)
+        if len(offsets) == 1:
+            return [Shape(1, (), close=True)]
+        if ENDS not in axes and self._even(grid):
+            groups = [_Group(self, offsets)]
+            sharing = [size // groups[0].members(n) for n, size in enumerate(self.sizes)]
+            return [groups[0].shape(lambda level, unit: sharing[level])]
+        kept = {*axes, PIPE} if ENDS in axes else set(axes)
+        firsts = grid.group(0, *(name for name in grid.names if name not in kept))
+        # What lies between multiples of both a block of whole groups and the outermost unit repeats.
+        inward = dropwhile(lambda axis: axis[0] not in kept, grid.axes)
+        window = math.lcm(math.prod(size for _, size in inward), self.sizes[-1])
+        firsts = tuple(first for first in firsts if first < window)
+        groups = [_Group(self, [first + offset for offset in offsets]) for first in firsts]
+        crossing = Counter((level, unit) for group in groups for level, unit in group.crossed)
+        return list(dict.fromkeys(group.shape(lambda level, unit: crossing[level, unit]) for group in groups))
+
+    def step(self, grid: Grid, sender: int, receiver: int) -> Shape:
+        """Two ranks as a group, while every rank in the sender's unit sends as far along the pipe as it does."""
+        number = self.meeting(sender, receiver)
+        level, size = self.levels[number], self.sizes[number]
+        far = grid.coordinates(receiver)[PIPE] - grid.coordinates(sender)[PIPE]
+        first = sender // size * size
+        unit = range(first, min(first + size, grid.world_size))
+        senders = [rank for rank in unit if 0 <= grid.coordinates(rank)[PIPE] + far < grid.size(PIPE)]
+        crossing = sum(self.meeting(rank, rank + receiver - sender) == number for rank in senders)
+        span = Span(2, 1, 1, 2, level.latency, level.share(crossing, 2, 1), level.kind == "ring")
+        return Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
+
+    def _even(self, grid: Grid) -> bool:
+        """Whether units and the grid's inner axes divide each other all the way, so that all groups lie alike."""
+        for size in self.sizes:
+            left = min(size, grid.world_size)
+            for _, axis in reversed(grid.axes):
+                left, rest = (left // axis, left % axis) if left > axis else (1, axis % left)
+                if rest:
+                    return False
+        return True
+
+
+class _Group:
+    """A group's ranks, counted into units: `held[l]` of level l, and last in the one that holds all."""
+
+    def __init__(self, tiers: Tiers, ranks: Sequence[int]) -> None:
+        self._tiers, self._ranks = tiers, ranks
+        self.held = [Counter(tiers.unit(rank, level) for rank in ranks) for level in range(len(tiers.levels) + 1)]
+        # By level: for each unit of the next, the units of this one in it.
+        self._inner: list[dict[int, list[int]]] = []
+        for level, size in enumerate(tiers.sizes):
+            inner = defaultdict(list)
+            for unit in self.held[level]:
+                inner[tiers.unit(unit * size, level + 1)].append(unit)
+            self._inner.append(inner)
+
+    def members(self, level: int) -> int:
+        """Ranks in a unit, at most."""
+        return max(self.held[level].values())
+
+    @property
+    def crossed(self) -> Iterator[tuple[int, int]]:
+        """The units out of which it sends, by level."""
+        for level, inner in enumerate(self._inner):
+            yield from ((level, unit) for units in inner.values() if len(units) > 1 for unit in units)
+
+    def shape(self, sharing: Callable[[int, int], int]) -> Shape:
+        """`sharing`: how many groups send out of a unit of a level."""
+        rings = [len(held) if len(held) > 1 else 0 for held in self.held]  # steps of a ring out of units of each level
+        crossed: defaultdict[int, list[int]] = defaultdict(list)
+        for number, unit in self.crossed:
+            crossed[number].append(unit)
+        spans = tuple(
+            Span(
+                units=(num_units := max(map(len, self._inner[number].values()))),
+                members=self.members(number),
+                peers=self.members(number + 1) - min(self.held[number][unit] for unit in units),
+                hops=rings[number] - rings[number + 1],
+                latency=level.latency,
+                bandwidth=level.share(max(sharing(number, unit) for unit in units), num_units, self.members(number)),
+                ring=level.kind == "ring",
+            )
+            for number, level in enumerate(self._tiers.levels)
+            if (units := crossed[number])
+        )
+        consecutive = self._ranks[-1] - self._ranks[0] == len(self._ranks) - 1
+        return Shape(len(self._ranks), spans, close=consecutive or len(self._inner[0]) == 1)
+
+
+class Network:
+    """What a job's ranks send over a cluster. `overlaps`: the part of a collective that goes on under computation.
+
+    Measured times (`Links.measured`) go before models, for groups of neighbours (`Shape.close`). Between numbers of
+    ranks, and between payloads, they follow straight lines over logarithms; beyond the largest payload its
+    bandwidth holds, before the smallest its seconds; beyond the numbers of ranks the models do. Where ranks share
+    cores, everything takes as many times as long as there are ranks to a core; a measurement has its own ranks'
+    part in it already."""
+
+    def __init__(self, cluster: Cluster, backend: Backend, grid: Grid) -> None:
+        """Raises ConfigError where the cluster has no links of this backend, or too few devices for the grid."""
+        if backend not in cluster.links:
+            rule = f"has no links in the cluster {cluster.name}"
+            raise ConfigError.of("backend", backend, rule, ", ".join(cluster.links))
+        links = cluster.links[backend]
+        self.overlaps = links.overlaps
+        self._cluster, self._grid, self._tiers = cluster, grid, Tiers(links.levels)
+        self._tiers.check(grid.world_size)
+        self._measured: dict[tuple[str, int], Curve] = {
+            (entry.verb, entry.ranks): entry.points for entry in links.measured
+        }
+        self._shapes: dict[str, list[Shape]] = {}
+        self._seconds: dict[tuple[str, str, int], float] = {}
+        self._shapes_of_steps: dict[tuple[int, int], Shape] = {}
+        outermost = self._tiers.sizes[-1]
+        self._slowdown = cluster.oversubscription(min(grid.world_size, outermost) if outermost > 1 else grid.world_size)
+
+    def collective(self, axes: str, verb: str, payload_bytes: int) -> float:
+        """Seconds of a collective over `axes` (`data`, `row+depth`) of the slowest group, while all groups over these
+        axes do the same. `payload_bytes`: of the whole tensor, as in ledger.py."""
+        key = (axes, verb, payload_bytes)
+        if key not in self._seconds:
+            if axes not in self._shapes:
+                self._shapes[axes] = self._tiers.shapes(self._grid, axes.split("+"))
+            self._seconds[key] = max(self._group(shape, verb, payload_bytes) for shape in self._shapes[axes])
+        return self._seconds[key]
+
+    def message(self, sender: int, receiver: int, payload_bytes: int) -> float:
+        """Seconds of a pipeline's message, while all who share links with the sender send as far along the pipe."""
+        key = (sender, receiver)
+        if key not in self._shapes_of_steps:
+            self._shapes_of_steps[key] = self._tiers.step(self._grid, sender, receiver)
+        return self._group(self._shapes_of_steps[key], "message", payload_bytes)
+
+    def _group(self, shape: Shape, verb: str, payload_bytes: int) -> float:
+        assert verb in VERBS, f"{verb}: nobody knows how it goes over links"
+        if shape.size == 1:
+            return 0.0
+        measured = self._timed(verb, shape.size, payload_bytes) if shape.close else None
+        return self._slowdown * VERBS[verb](shape, payload_bytes) if measured is None else measured
+
+    def _timed(self, verb: str, num_ranks: int, payload_bytes: int) -> float | None:
+        """As measured; None beyond the numbers of ranks with which it was."""
+        numbers = sorted(ranks for name, ranks in self._measured if name == verb)
+        fewer = [number for number in numbers if number <= num_ranks]
+        more = [number for number in numbers if number >= num_ranks]
+        if not fewer or not more:
+            return None
+        cores = self._cluster.oversubscription
+        points = [
+            (number, timed(self._measured[verb, number], payload_bytes) * self._slowdown / cores(number))
+            for number in sorted({fewer[-1], more[0]})
+        ]
+        return timed(points, num_ranks)
+
+
+def timed(points: Sequence[tuple[float, float]], x: float) -> float:
+    """y at x: between points a power of x, before the first its y, beyond the last in proportion to x."""
+    after = bisect_left(points, x, key=lambda point: point[0])
+    if after == 0:
+        return points[0][1]
+    x0, y0 = points[after - 1]
+    if after == len(points):
+        return y0 * x / x0
+    x1, y1 = points[after]
+    return y0 * exp(log(y1 / y0) * log(x / x0) / log(x1 / x0))
+
+
+def _ring(shape: Shape, payload_bytes: float) -> float:
+    """n - 1 steps of a ring through all ranks, in each of which everyone passes 1/n of the payload on."""
+    return (shape.size - 1) / shape.size * payload_bytes / _slowest(shape) + _once(shape)
+
+
+def _slowest(shape: Shape) -> float:
+    return min(span.bandwidth for span in shape.spans)
+
+
+def _once(shape: Shape) -> float:
+    """The latencies between the first and the last of a ring that is cut open at its quickest step."""
+    return sum(span.hops * span.latency for span in shape.spans) - min(span.latency for span in shape.spans)
+
+
+def _exchange(span: Span, payload_bytes: float) -> float:
+    """The ring at one level alone."""
+    return (span.units - 1) * (payload_bytes / span.units / span.bandwidth + span.latency)
+
+
+def _doubling(span: Span, payload_bytes: float) -> float:
+    """A tree over one level's units: every step carries the payload."""
+    return ceil(log2(span.units)) * (payload_bytes / span.bandwidth + span.latency)
+
+
+def _gathered(shape: Shape, payload_bytes: float) -> float:
+    return min(_ring(shape, payload_bytes), sum(_exchange(span, payload_bytes) for span in shape.spans))
+
+
+def _all_reduced(shape: Shape, payload_bytes: float) -> float:
+    """Inside of each unit a reduce-scatter, its mirror afterwards; between them the same one level further out."""
+    levels = sum(min(_exchange(span, payload_bytes), _doubling(span, payload_bytes)) for span in shape.spans)
+    return 2 * min(_ring(shape, payload_bytes), levels)
+
+
+def _rooted(shape: Shape, payload_bytes: float) -> float:
+    chain = payload_bytes / _slowest(shape) + _once(shape)
+    return min(chain, sum(_doubling(span, payload_bytes) for span in shape.spans))
+
+
+def _all_to_all(shape: Shape, payload_bytes: float) -> float:
+    """Each rank exchanges 1/n of its payload with each other. On a ring of u units its parts pass (u/2)^2 links in
+    all, where a switch's pass u - 1."""
+    seconds = 0.0
+    for span in shape.spans:
+        farther = span.units**2 // 4 / (span.units - 1) if span.ring else 1.0
+        part = span.members * payload_bytes / shape.size
+        seconds += span.peers * (farther * part / span.bandwidth + span.latency)
+    return seconds
+
+
+def _parted(shape: Shape, payload_bytes: float) -> float:
+    part = payload_bytes / shape.size
+    return sum(span.peers * (part / span.bandwidth + span.latency) for span in shape.spans)
+
+
+def _passed(shape: Shape, payload_bytes: float) -> float:
+    return max(payload_bytes / span.bandwidth + span.latency for span in shape.spans)
+
+
+VERBS: Mapping[str, Callable[[Shape, float], float]] = {
+    "all_gather": _gathered,
+    "reduce_scatter": _gathered,
+    "all_reduce": _all_reduced,
+    "broadcast": _rooted,
+    "reduce": _rooted,
+    "all_to_all": _all_to_all,
+    "gather": _parted,
+    "scatter": _parted,
+    "send": _passed,
+    "message": _passed,
+}
+"""Seconds of a group's collective by verb: of ledger.py's, and a pipeline's message, whose shape has one span."""
