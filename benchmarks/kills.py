@@ -36,7 +36,7 @@ from benchmarks.kill_cases import CASES, STEPS, Case
 from meshwright.config import Config
 from meshwright.data.packing import prepare
 from meshwright.errors import MeshwrightError
-from meshwright.train.job import train
+from meshwright.training.job import train
 
 _PATIENCE_SECONDS = 240.0
 _POLL_SECONDS = 0.002

@@ -28,13 +28,13 @@ from rich.table import Table
 
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
-from meshwright.build import Parts, build
 from meshwright.config import Config, parse_config
 from meshwright.data_parallel.policies import AllReduce
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.environment import read_environment, rendezvous
 from meshwright.memory.offload import Offloaded
 from meshwright.parameters.bucket import Bucket
+from meshwright.parts import Parts, build
 from meshwright.ranks.comm import Comm, Work
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh, solo_mesh

@@ -1,4 +1,4 @@
-"""The adapter between the harness and Meshwright: a contender's factory over `meshwright.build`."""
+"""The adapter between the harness and Meshwright: a contender's factory over `meshwright.parts`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import yaml
 
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.reference import REFERENCE, global_batch
-from meshwright.build import Parts, build
 from meshwright.config import Config
+from meshwright.decisions import resolve_layout
 from meshwright.environment import read_environment, rendezvous
 from meshwright.machine import Machine, keep_freed_memory
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
+from meshwright.parts import Parts, build
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh
-from meshwright.resolve import resolve_layout
-from meshwright.train.step import train_step
+from meshwright.training.step import train_step
 
 
 def contender(sync: str, transport: str, ranks: int) -> Contender:

@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_map_only
 
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
-from meshwright.build import Parts, build
 from meshwright.config import Config, parse_config
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.memory.recompute import kept_bytes
+from meshwright.parts import Parts, build
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh

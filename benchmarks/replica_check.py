@@ -20,13 +20,13 @@ import torch
 
 from benchmarks.ours import reference_config
 from benchmarks.reference import REFERENCE, global_batch
-from meshwright.build import build
 from meshwright.config import Config
 from meshwright.config.schema import Check
 from meshwright.launch import Rank, run
 from meshwright.model import Batch
-from meshwright.train.loop import Trainer
-from meshwright.train.replicas import hash_bits
+from meshwright.parts import build
+from meshwright.training.loop import Trainer
+from meshwright.training.replicas import hash_bits
 
 HASHED = 10**7
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.ours import open_layout, reference_config, steps_of
-from meshwright.build import Parts, build_kit, build_pipeline
 from meshwright.config import Config
 from meshwright.data_parallel.policies import AllReduce
 from meshwright.data_parallel.strategy import Synchroniser
@@ -24,6 +23,7 @@ from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
 from meshwright.parameters.bucket import make_buckets
 from meshwright.parameters.shard import Initial, initialise, shard_specs, use_gradients
+from meshwright.parts import Parts, build_kit, build_pipeline
 from meshwright.ranks.mesh import Mesh
 from meshwright.stages import Stages
 from meshwright.subgraph.branches import Branches
@@ -91,7 +91,7 @@ def train(place: Place, *, separate_heads: int, head_width: int, **options: Opti
 
 
 def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
-    """What `meshwright.build` makes of a model that it knows."""
+    """What `meshwright.parts` makes of a model that it knows."""
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
     buckets = make_buckets(model.named_parameters(), specs, mesh, config.layout.data.bucket)

@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from meshwright.build import Parts, build, make_chunk
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Strategy
 from meshwright.launch import Rank, Ranks, joined, run
@@ -30,6 +29,7 @@ from meshwright.model import Chunk, Costs, Hidden
 from meshwright.models.chain import Chain, chain_of, make_chain
 from meshwright.parameters.bucket import gradient_dtype
 from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs
+from meshwright.parts import Parts, build, make_chunk
 from meshwright.pipeline.partition import balanced
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import PIPE, Grid

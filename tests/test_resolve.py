@@ -13,12 +13,7 @@ import torch
 
 from meshwright.checkpoint import Checkpoint
 from meshwright.config import Config, parse_config
-from meshwright.environment import Environment
-from meshwright.errors import CheckpointError, LaunchError
-from meshwright.machine import RANK_BYTES, Machine, available_memory_bytes, find_mpiexec
-from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import open_mesh, solo_mesh
-from meshwright.resolve import (
+from meshwright.decisions import (
     Resolved,
     as_before,
     resolve,
@@ -27,11 +22,16 @@ from meshwright.resolve import (
     resolved_fields,
     this_machine,
 )
+from meshwright.environment import Environment
+from meshwright.errors import CheckpointError, LaunchError
+from meshwright.machine import RANK_BYTES, Machine, available_memory_bytes, find_mpiexec
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import open_mesh, solo_mesh
 from meshwright.stage_costs import BuiltStages
 from meshwright.tools.plan.predict import Planner
 from tests.harness import Weightless, build
 from tests.tools.plan.test_predict import CLUSTER
-from tests.train.runs import config_for, losses_of, make_corpus, run
+from tests.training.runs import config_for, losses_of, make_corpus, run
 
 CPU = torch.device("cpu")
 MODEL = {"layers": 4, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 300, "vocabulary_multiple": 8}

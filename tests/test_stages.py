@@ -7,15 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from meshwright.build import build_model, make_chunk
 from meshwright.config import Config
+from meshwright.decisions import resolve_layout
 from meshwright.machine import Machine
 from meshwright.parameters.shard import shard_specs
+from meshwright.parts import build_model, make_chunk
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.resolve import resolve_layout
 from meshwright.stage_costs import BuiltStages
 from meshwright.stages import Stages, plan_stages
 from meshwright.tensor.serial import SerialKit

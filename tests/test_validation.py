@@ -12,7 +12,7 @@ from meshwright.pipeline.task import Kind, Task
 from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.predict import Prediction
-from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 from validation import axonn, branches, megatron, replicas, tesseract
 from validation.__main__ import COMPARE
 from validation.case import Row

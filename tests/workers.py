@@ -78,7 +78,7 @@ def _context(threads: int) -> Any:
     if threads == 1:
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.workers", "meshwright.build"])
+    context.set_forkserver_preload(["tests.workers", "meshwright.parts"])
     with patch.dict(os.environ, OMP_WAIT_POLICY="passive"):  # ranks times threads are more than cores: do not spin
         forkserver.ensure_running()
     return context

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.train.phases import DATA_PARALLEL, PIPELINE
+from meshwright.training.phases import DATA_PARALLEL, PIPELINE
 from validation.case import Claim, Finding, Row
 from validation.measure import total_memory_bytes
 from validation.paper import Line, Paper

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.config import Config
 from meshwright.models.section import TextTransformer
 from meshwright.tools.plan.predict import Prediction
-from meshwright.train.phases import DATA_PARALLEL
+from meshwright.training.phases import DATA_PARALLEL
 
 
 def forward_seconds(prediction: Prediction) -> float:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.build import Parts
 from meshwright.checkpoint.manifest import Progress
 from meshwright.checkpoint.reader import Checkpoint
 from meshwright.errors import CheckpointError
 from meshwright.parameters.bucket import Place, Slot
 from meshwright.parameters.shard import ShardSpec
+from meshwright.parts import Parts
 from meshwright.ranks.mesh import Mesh
 
 

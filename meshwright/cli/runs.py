@@ -49,14 +49,14 @@ def train(
     from meshwright.tools.plan.auto import load_run
 
     config = load_run(run, overrides or (), progress)
-    from meshwright.train.trace import planned_trace, traced_steps
+    from meshwright.training.trace import planned_trace, traced_steps
 
     if explain:
         from meshwright.tools.plan.explain import explain as explain_run
 
         explain_run(config, planned_trace(trace or ()))
         return
-    from meshwright.train.job import train as run_training
+    from meshwright.training.job import train as run_training
 
     traced = traced_steps(trace or (), config)
     resume = resume or resume_from is not None
@@ -76,7 +76,7 @@ def train(
 
 def _print_status(run: Path | None, out: Path, as_json: bool) -> NoReturn:
     """Exit code 1 where no run is alive and none has ended by itself."""
-    from meshwright.train import status
+    from meshwright.training import status
 
     if run is not None:
         raise ConfigError.of("--status", out, f"trains nothing, and needs no run file ({run})", "--status OUT alone")

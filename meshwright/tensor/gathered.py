@@ -6,7 +6,7 @@
 | whole          | whole           | is gathered anew each time     | an operand                      |
 | stream         | in q panels     | never exists                   | two panels of an operand        |
 
-auto is decided before a rank is built, by the memory that is free (resolve.py).
+auto is decided before a rank is built, by the memory that is free (decisions.py).
 """
 
 from __future__ import annotations

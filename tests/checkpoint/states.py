@@ -8,12 +8,12 @@ import torch
 import torch._dynamo  # torch's optimizers import it at their first use: a second in every forked rank
 from torch import Tensor
 
-from meshwright.build import Parts
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config
 from meshwright.data.tokenizer import byte_tokenizer
+from meshwright.parts import Parts
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import train_step
 from tests.harness import build

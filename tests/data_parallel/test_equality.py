@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.build import Parts
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch
+from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.train.step import train_step as step_on
+from meshwright.training.step import train_step as step_on
 from tests.harness import build
 from tests.workers import run_ranks
 

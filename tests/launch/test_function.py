@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
+from meshwright.decisions import resolve, this_machine
 from meshwright.errors import LaunchError
 from meshwright.launch import Rank, Ranks, run
 from meshwright.launch.function import name_of
 from meshwright.launch.launcher import Transport
-from meshwright.resolve import resolve, this_machine
 
 
 def describe(rank: Rank, config: Config, folder: Path, factor: int) -> dict[str, Any]:

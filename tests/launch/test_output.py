@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from meshwright.launch.output import PatientStream
-from tests.train.runs import lines_of, make_corpus, make_text, tree_for
+from tests.training.runs import lines_of, make_corpus, make_text, tree_for
 
 
 @pytest.mark.parametrize("kind", ["closed pipe", "full disk"])

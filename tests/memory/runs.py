@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.build import Parts
 from meshwright.config import Config
 from meshwright.memory.offload import Offloaded
 from meshwright.model import counts_of, rows_of, scales_of
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
+from meshwright.parts import Parts
 from meshwright.ranks.mesh import Mesh
 from tests.checkpoint.states import Held, held_by
 from tests.data_parallel.test_equality import config_for, global_batch

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.build import Parts
 from meshwright.config import Config, parse_config
 from meshwright.memory.recompute import best_group, groups_of, kept_bytes
+from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh

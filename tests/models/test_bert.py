@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.build import build_model
 from meshwright.config import Config, parse_config
 from meshwright.model import IGNORED, Batch, counts_of, scales_of
 from meshwright.models.bert import BERT
 from meshwright.models.section import Bert
 from meshwright.parameters.shard import num_parameters, shard_specs
+from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit

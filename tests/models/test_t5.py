@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.build import build_model
 from meshwright.config import Config, parse_config
 from meshwright.model import counts_of, scales_of
 from meshwright.models.t5 import T5Model, distance_buckets
+from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit

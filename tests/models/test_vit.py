@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.build import build_model
 from meshwright.config import Config, parse_config
 from meshwright.models.chain import chain_of
 from meshwright.models.vit import ViT, patch_rows
 from meshwright.parameters.shard import num_parameters, shard_specs
+from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit

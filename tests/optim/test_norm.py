@@ -13,7 +13,7 @@ from meshwright.optim.norm import gradient_norm
 from meshwright.parameters.bucket import Slot
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.train.step import backward
+from meshwright.training.step import backward
 from tests.data_parallel.test_equality import config_for, global_batch
 from tests.harness import build
 from tests.workers import run_ranks

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.build import Parts
 from meshwright.errors import DivergedError
 from meshwright.model import rows_of
 from meshwright.optim.states import InPlace
+from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch

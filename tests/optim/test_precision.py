@@ -7,13 +7,13 @@ from functools import cache
 import pytest
 import torch
 
-from meshwright.build import Parts
 from meshwright.config import Config
 from meshwright.model import counts_of, rows_of
 from meshwright.optim.states import InPlace
+from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.train.step import train_step
+from meshwright.training.step import train_step
 from tests.data_parallel.test_equality import config_for, global_batch
 from tests.harness import build, forward_and_backward
 from tests.workers import run_ranks

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.build import Parts
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.model import counts_of, scales_of
+from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import BATCHES

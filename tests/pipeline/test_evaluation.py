@@ -15,10 +15,10 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify import job
 from meshwright.tools.verify.job import verify
-from meshwright.train.loop import validate
+from meshwright.training.loop import validate
 from tests.harness import build
 from tests.tensor.test_equality import BLOCKS, ONE_D
-from tests.train.runs import config_for, lines_of, make_corpus, run
+from tests.training.runs import config_for, lines_of, make_corpus, run
 from tests.workers import run_ranks
 
 

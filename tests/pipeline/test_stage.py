@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.build import Parts
 from meshwright.config import Config, parse_config
+from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.train.step import train_step
+from meshwright.training.step import train_step
 from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build
 from tests.pipeline.test_equality import WHOLE, pipelined

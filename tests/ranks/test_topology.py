@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from meshwright.config import Config
+from meshwright.decisions import resolve_process, this_machine
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
 from meshwright.ranks.comm import Comm
@@ -22,11 +23,10 @@ from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.ranks.topology import Topology, Volume, total
-from meshwright.resolve import resolve_process, this_machine
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
 from meshwright.tools.plan.counted_step import plan_step
 from meshwright.tools.verify.job import comparable
-from meshwright.train.step import backward
+from meshwright.training.step import backward
 from tests.harness import build
 from tests.test_order import config_for
 from tests.workers import run_ranks

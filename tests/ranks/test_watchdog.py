@@ -183,8 +183,8 @@ def test_a_record_reads_as_it_was_written(tmp_path: Path) -> None:
 
 
 BY_THE_CALENDAR = {
-    "tools/calibrate/job.py": 1, "checkpoint/writer.py": 1, "pipeline/span.py": 1, "train/folder.py": 1,
-    "train/status.py": 1, "ranks/watchdog.py": 1,
+    "tools/calibrate/job.py": 1, "checkpoint/writer.py": 1, "pipeline/span.py": 1, "training/folder.py": 1,
+    "training/status.py": 1, "ranks/watchdog.py": 1,
 }  # fmt: skip
 """What is shown to a person or only names something."""
 

@@ -13,7 +13,7 @@ from meshwright.model import Batch, rows_of
 from meshwright.models.attention import AttentionCore
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.train.loop import Trainer
+from meshwright.training.loop import Trainer
 from tests.data_parallel.test_equality import global_batch
 from tests.harness import build
 from tests.tensor.test_equality import config_for

@@ -11,7 +11,7 @@ from meshwright.config import Config
 from meshwright.optim.norm import gradient_norm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.train.step import backward
+from meshwright.training.step import backward
 from tests.data_parallel.test_equality import global_batch, train
 from tests.harness import build
 from tests.tensor.test_equality import check, config_for, run, serial

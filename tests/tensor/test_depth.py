@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.build import build_kit
 from meshwright.config import Config
 from meshwright.model import rows_of
 from meshwright.parameters.shard import Initial, ShardSpec, initialise
+from meshwright.parts import build_kit
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import global_batch

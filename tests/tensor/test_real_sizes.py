@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.build import Parts
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch
+from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import BATCHES, train_step

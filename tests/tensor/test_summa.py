@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.decisions import affordable_products
 from meshwright.parameters.shard import Initial, initialise
 from meshwright.ranks.collectives import cut_sum, join
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
-from meshwright.resolve import affordable_products
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.summa import ROUTES, Choice, Form, Sizes, best_choice
 from meshwright.tensor.tesseract import TesseractLinear

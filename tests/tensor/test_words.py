@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.build import build_kit
 from meshwright.config import Config
 from meshwright.parameters.shard import Initial, seed_of, shard_specs
+from meshwright.parts import build_kit
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.head import HeadShape

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from meshwright.build import DTYPES
 from meshwright.machine import forget_cached, peak_resident_bytes
+from meshwright.parts import DTYPES
 from meshwright.tools.calibrate.timing import Effort, Points, Timer
 
 BATCH_FLOPS = {"cpu": 2**22, "cuda": 2**32}

@@ -17,10 +17,10 @@ from pathlib import Path
 from meshwright.config import Config
 from meshwright.data.progress import ShowProgress as Report
 from meshwright.data.progress import silent
+from meshwright.decisions import resolve_process, this_machine
 from meshwright.errors import ConfigError, LaunchError, Problem
 from meshwright.launch import Interrupted, joined
 from meshwright.machine import usable_cores
-from meshwright.resolve import resolve_process, this_machine
 from meshwright.tools.compare.layouts import Entry
 from meshwright.tools.compare.report import as_dict, draw, html_of
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Predicted, Row

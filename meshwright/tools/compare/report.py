@@ -24,7 +24,7 @@ from meshwright.config import dump_tree
 from meshwright.tools.compare.layouts import OWN
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Pair, Row
 from meshwright.tools.report.comparison import Bar, Panel, draw_comparison
-from meshwright.train.phases import PHASES
+from meshwright.training.phases import PHASES
 
 WIDTH = 140
 """Columns, where no terminal says how many there are."""

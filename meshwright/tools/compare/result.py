@@ -22,7 +22,7 @@ from meshwright.tools.compare.layouts import Entry
 from meshwright.tools.compare.run import RankFacts, Run
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.verify.compare import tolerance_of
-from meshwright.train.phases import PHASES
+from meshwright.training.phases import PHASES
 
 WARMUP_STEPS = 2
 

@@ -23,17 +23,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from meshwright.build import Parts, build
 from meshwright.config import Config, dump_config
+from meshwright.decisions import resolve, this_machine
 from meshwright.launch import Rank, Ranks
 from meshwright.launch import run as run_ranks
 from meshwright.memory.offload import Offloaded
 from meshwright.model import Batch, Samples, to_device
+from meshwright.parts import Parts, build
 from meshwright.ranks.grid import PIPE
-from meshwright.resolve import resolve, this_machine
-from meshwright.train.loop import Trainer
-from meshwright.train.metrics import MetricsWriter, peak_memory_bytes
-from meshwright.train.step import publish, replica_backward
+from meshwright.training.loop import Trainer
+from meshwright.training.metrics import MetricsWriter, peak_memory_bytes
+from meshwright.training.step import publish, replica_backward
 
 WORKER = "meshwright.tools.compare.run:worker"
 STEP_COUNT_BYTES = 4

@@ -26,7 +26,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint
 from meshwright.checkpoint.manifest import TOKENIZER_FILE, Manifest, Origin, Progress, StoredPart, stored_file
 from meshwright.config import Config
@@ -37,6 +36,7 @@ from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.parameters.shard import Box
+from meshwright.parts import DTYPES
 from meshwright.tools.convert.bert import BERT
 from meshwright.tools.convert.family import Family, Pair
 from meshwright.tools.convert.gpt2 import GPT2

@@ -16,7 +16,6 @@ from typing import cast
 import numpy as np
 import torch
 
-from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.data.image_source import ImageSource, open_source
 from meshwright.data.images import check_classes, split_images
@@ -26,6 +25,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.chain import Chain, make_chain
 from meshwright.models.section import ImageNetwork
 from meshwright.parameters.shard import shard_specs
+from meshwright.parts import DTYPES
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.registry import entries
 from meshwright.tensor.kit import WholeHead

@@ -9,7 +9,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from meshwright.build import DTYPES
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.checkpoint.manifest import TOKENIZER_FILE
 from meshwright.config import Config
@@ -19,6 +18,7 @@ from meshwright.models.chain import make_chain
 from meshwright.models.gpt import GPT
 from meshwright.models.section import TextTransformer
 from meshwright.parameters.shard import shard_specs
+from meshwright.parts import DTYPES
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.kit import WholeHead
 from meshwright.tensor.serial import SerialKit

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
-from meshwright.build import bucket_bytes
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Policy
 from meshwright.errors import ConfigError
@@ -27,6 +26,7 @@ from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
 from meshwright.parameters.bucket import Bucket, Kind, arranged, gradient_dtype
+from meshwright.parts import bucket_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh

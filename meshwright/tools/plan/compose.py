@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
 
-from meshwright.build import recomputed_group
 from meshwright.config import Config
 from meshwright.memory.recompute import groups_of
 from meshwright.model import Chunk
+from meshwright.parts import recomputed_group
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid

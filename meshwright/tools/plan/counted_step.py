@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.build import Parts, build
 from meshwright.config import Config
+from meshwright.decisions import resolve_layout
 from meshwright.environment import read_environment
 from meshwright.errors import ConfigError
 from meshwright.launch import joined
 from meshwright.machine import Machine
+from meshwright.parts import Parts, build
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.planned import planned_mesh
 from meshwright.ranks.topology import Topology, Volume
-from meshwright.resolve import resolve_layout
 from meshwright.stages import empty_batch
 
 

@@ -18,9 +18,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from meshwright.build import build_kit, build_model, recomputed_group, rule_of
 from meshwright.config import Config
 from meshwright.model import Chunk
+from meshwright.parts import build_kit, build_model, recomputed_group, rule_of
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid

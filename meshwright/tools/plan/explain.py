@@ -19,7 +19,7 @@ from meshwright.ranks.topology import Volume, total
 from meshwright.tensor.tesseract import TesseractLinear
 from meshwright.tools.plan.counted_step import Plan, plan_every_stage, plan_step
 from meshwright.tools.plan.forecast import UNIT, Forecast, forecast
-from meshwright.train.timeline import draw_timelines
+from meshwright.training.timeline import draw_timelines
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 

@@ -1,6 +1,6 @@
 """What a run would cost on a cluster: a step's seconds, every stage's memory, what its ranks send. Nothing is trained.
 
-A run's `auto` fields are resolved as the run itself resolves them (resolve.py), with the cluster's memory for the
+A run's `auto` fields are resolved as the run itself resolves them (decisions.py), with the cluster's memory for the
 machine's and recordings for built stages.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.config import Config
+from meshwright.decisions import resolve_layout
 from meshwright.errors import ConfigError
 from meshwright.machine import Machine
 from meshwright.pipeline.clock import undisturbed
@@ -19,7 +20,6 @@ from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import AHEAD
-from meshwright.resolve import resolve_layout
 from meshwright.section import with_field
 from meshwright.stage_costs import BuiltStages, all_state_bytes, shared_work
 from meshwright.tools.plan.buckets import Buckets, Memory, PlannedBucket, memory_of, share_program, slots_of, streams
@@ -34,7 +34,7 @@ from meshwright.tools.plan.timing import Kernels, Timer
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run's step. `config`: as it was resolved. `phases`: seconds by name (train/phases.py). `memory`, `traffic`: of
+    """A run's step. `config`: as it was resolved. `phases`: seconds by name. `memory`, `traffic`: of
     the first rank of each stage; a step's ledger. `timeline`: where microbatches are many, of the first ones. `flops`:
     floating-point operations of the busiest rank's products in a step."""
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from meshwright.build import build_kit, build_model, recompute_in
 from meshwright.config import Config
 from meshwright.memory.recompute import recomputed
 from meshwright.model import Chunk, Costs
@@ -26,6 +25,7 @@ from meshwright.models.chain import chain_of, make_chain
 from meshwright.parameters.bucket import gradient_dtype, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
+from meshwright.parts import build_kit, build_model, recompute_in
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid

@@ -16,8 +16,8 @@ from meshwright.models.chain import chain_of
 from meshwright.pipeline.trace import write_trace
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.search import Found, Loser, layout_text
-from meshwright.train.phases import PHASES
-from meshwright.train.timeline import draw_timelines
+from meshwright.training.phases import PHASES
+from meshwright.training.timeline import draw_timelines
 
 WIDTH = 180
 """Columns, where no terminal says how many there are."""

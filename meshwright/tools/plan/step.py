@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from meshwright.build import rule_of
 from meshwright.config import Config
+from meshwright.parts import rule_of
 from meshwright.pipeline.clock import Pace, simulate, undisturbed
 from meshwright.pipeline.schedule import Rule
 from meshwright.pipeline.span import Span, Timeline, phase_span
@@ -24,7 +24,7 @@ from meshwright.pipeline.task import Kind, Task
 from meshwright.tools.plan.buckets import Peak
 from meshwright.tools.plan.compose import Cost
 from meshwright.tools.plan.recordings import place, splits
-from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 
 MOST_TASKS = 8_000
 
@@ -146,7 +146,7 @@ def _prolonged(longer: Passes, shorter: Passes, more: int, difference: int, *, f
 
 @dataclass(frozen=True)
 class Step:
-    """`phases`: seconds by name (train/phases.py), of the step's longest way through the stages."""
+    """`phases`: seconds by name (training/phases.py), of the step's longest way through the stages."""
 
     seconds: float
     phases: dict[str, float]

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from meshwright.build import Parts, build
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.checkpoint.restore import Piece, gradient_pieces
@@ -23,12 +22,13 @@ from meshwright.config.layout import Layout
 from meshwright.config.schema import Check, Offload, Precision
 from meshwright.data.progress import ShowProgress as Report
 from meshwright.data.progress import silent
+from meshwright.decisions import resolve, this_machine
 from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
 from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
 from meshwright.launch.session import temporary_folder
 from meshwright.model import Samples
 from meshwright.parameters.shard import Box
-from meshwright.resolve import resolve, this_machine
+from meshwright.parts import Parts, build
 from meshwright.tools.verify.compare import (
     Row,
     compare_numbers,
@@ -38,7 +38,7 @@ from meshwright.tools.verify.compare import (
     zero_tensors,
 )
 from meshwright.tools.verify.reference import reference_run
-from meshwright.train.loop import Trainer
+from meshwright.training.loop import Trainer
 
 WORKER = "meshwright.tools.verify.job:worker"
 REFERENCE_WORKER = "meshwright.tools.verify.job:reference_worker"

@@ -16,7 +16,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.evaluate.pairs import pairs_for
 from meshwright.tools.evaluate.sequence import load_sequence
-from meshwright.train.loop import Trainer
+from meshwright.training.loop import Trainer
 from tests.harness import build
 from tests.tools.evaluate.test_commands import run, run_json
 from tests.tools.evaluate.tiny import save, sequence_config, tiny_checkpoint

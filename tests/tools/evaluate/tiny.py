@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from meshwright.build import Parts
 from meshwright.checkpoint import CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.config import Config
@@ -14,6 +13,7 @@ from meshwright.config.schema import Optimizer, Precision
 from meshwright.data.section import TextData
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 from meshwright.models.section import Gpt2
+from meshwright.parts import Parts
 from meshwright.ranks.mesh import solo_mesh
 from tests.harness import build
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.build import Parts
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
 from meshwright.optim.states import InPlace
+from meshwright.parts import Parts
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.mesh import Mesh
-from meshwright.train.step import backward, publish
+from meshwright.training.step import backward, publish
 from tests.harness import build
 from tests.tools.plan.live import LiveBytes
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.build import build_kit, build_model
 from meshwright.config import Config, parse_config
 from meshwright.model import Chunk, Hidden
 from meshwright.models.chain import chain_of
@@ -20,6 +19,7 @@ from meshwright.models.section import Gpt2
 from meshwright.parameters.bucket import gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
+from meshwright.parts import build_kit, build_model
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import Grid

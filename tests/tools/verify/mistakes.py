@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright import build
-from meshwright.build import Parts
+from meshwright import parts
 from meshwright.data_parallel.policies import AllReduce
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.model import Batch, counts_of
@@ -21,9 +20,10 @@ from meshwright.optim import optimizer
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
 from meshwright.parameters.bucket import Bucket
+from meshwright.parts import Parts
 from meshwright.ranks.comm import DONE, Comm, Work
 from meshwright.tensor import cross_entropy, linear, serial
-from meshwright.train.loop import Loaded, Trainer
+from meshwright.training.loop import Loaded, Trainer
 from tests.tools.verify.cases import Plant
 
 
@@ -182,7 +182,7 @@ def half_sums() -> None:
 
 def wrong_cut() -> None:
     """The second rank of the tensor axis holds its part of a cut parameter the other way round."""
-    right = build.initialise
+    right = parts.initialise
 
     def wrong(model: nn.Module, mesh: Any, seed: int) -> None:
         right(model, mesh, seed)
@@ -191,7 +191,7 @@ def wrong_cut() -> None:
             parameter = dict(model.named_parameters())[name]
             parameter.data = parameter.data.flip(-1)
 
-    build.initialise = wrong
+    parts.initialise = wrong
 
 
 def dead_block() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.machine import find_mpiexec
-from tests.train.runs import config_for, make_corpus, run_as
+from tests.training.runs import config_for, make_corpus, run_as
 
 NEEDLESS = {
     "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy",  # 2 s of a core
@@ -21,5 +21,5 @@ def test_a_rank_imports_nothing_that_its_first_step_does_not_need(tmp_path: Path
     layout = {"data": {"size": 2}, "transport": "mpi"}
     assert run_as("names_modules", config_for(corpus, steps=1, layout=layout), out) == ""
     imported = set((out / "modules.txt").read_text().split())
-    assert "meshwright.train.loop" in imported
+    assert "meshwright.training.loop" in imported
     assert imported & NEEDLESS == set()

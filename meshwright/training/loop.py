@@ -14,19 +14,32 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from meshwright.build import Parts
 from meshwright.errors import DivergedError
 from meshwright.launch.signals import StopRequest
 from meshwright.model import Batch, Samples, counts_of, to_device
 from meshwright.optim.optimizer import StepResult
+from meshwright.parts import Parts
 from meshwright.pipeline.span import Span
 from meshwright.ranks.grid import PIPE
-from meshwright.train.divergence import REMEDY, diagnosed, require_curable, require_finite_loss, require_finite_weights
-from meshwright.train.metrics import BusyClock, StepFacts, metrics_line, peak_memory_bytes, release_free_memory, work_of
-from meshwright.train.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
-from meshwright.train.replicas import gathered, require_equal_replicas, state_hashes, weight_hashes
-from meshwright.train.step import publish, replica_backward
-from meshwright.train.step_report import OwnClock, ReportExchange, StepReport, StragglerWatch
+from meshwright.training.divergence import (
+    REMEDY,
+    diagnosed,
+    require_curable,
+    require_finite_loss,
+    require_finite_weights,
+)
+from meshwright.training.metrics import (
+    BusyClock,
+    StepFacts,
+    metrics_line,
+    peak_memory_bytes,
+    release_free_memory,
+    work_of,
+)
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
+from meshwright.training.replicas import gathered, require_equal_replicas, state_hashes, weight_hashes
+from meshwright.training.step import publish, replica_backward
+from meshwright.training.step_report import OwnClock, ReportExchange, StepReport, StragglerWatch
 
 
 @torch.no_grad()

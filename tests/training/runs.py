@@ -11,10 +11,10 @@ from typing import Any
 from meshwright import launch
 from meshwright.config import Config, parse_config
 from meshwright.data.packing import prepare
+from meshwright.decisions import resolve, this_machine
 from meshwright.errors import LaunchError
 from meshwright.launch import Ranks
-from meshwright.resolve import resolve, this_machine
-from meshwright.train.job import train
+from meshwright.training.job import train
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps", "well", "under", "trees"]
 
@@ -71,13 +71,13 @@ def run(config: Config, out: Path, *, resume: bool = False, trace: Sequence[int]
 
 
 def run_as(entry: str, config: Config, out: Path, *, resume: bool = False, **arguments: Any) -> str:
-    """The run by another entry function of tests/train/entries.py; why it failed, or nothing."""
+    """The run by another entry function of tests/training/entries.py; why it failed, or nothing."""
     out.mkdir(parents=True, exist_ok=True)
     resolved = resolve(config, this_machine()).config
     ranks = Ranks.of(resolved, str(out))
     given = {"config": resolved, "asked": config, "out": out, "data": Path(config.data.source), "resume": resume}
     try:
-        launch.run(f"tests.train.entries:{entry}", ranks, **(given | arguments))
+        launch.run(f"tests.training.entries:{entry}", ranks, **(given | arguments))
     except LaunchError as error:
         return str(error)
     return ""

@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.ranks.flight_recorder import Call, FlightRecorder
 from meshwright.ranks.grid import Grid
-from meshwright.train.step_report import STEPS, OwnClock, Straggler, StragglerWatch
-from tests.train.runs import config_for, lines_of, make_corpus, run_as
+from meshwright.training.step_report import STEPS, OwnClock, Straggler, StragglerWatch
+from tests.training.runs import config_for, lines_of, make_corpus, run_as
 
 REPLICAS = Grid((("data", 4), ("pipe", 1)))
 

@@ -13,9 +13,9 @@ import torch
 from meshwright.config import Config
 from meshwright.errors import CorruptionError, DivergedError, LaunchError
 from meshwright.ranks.mesh import Mesh
-from meshwright.train.loop import Trainer
-from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
-from tests.train.test_replicas import EXPAND, NORM, config_of, run_layout, trainer_of
+from meshwright.training.loop import Trainer
+from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
+from tests.training.test_replicas import EXPAND, NORM, config_of, run_layout, trainer_of
 
 
 def ended(trainer: Trainer, turns: int) -> tuple[int, str, str]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshwright.launch.output import PatientStream
-from meshwright.train.step_report import Straggler
+from meshwright.training.step_report import Straggler
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_STRAGGLERS = 300.0

@@ -12,8 +12,8 @@ import pytest
 from meshwright.errors import LaunchError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.train.meeting import facts_of, meet
-from tests.train.runs import config_for, make_corpus
+from meshwright.training.meeting import facts_of, meet
+from tests.training.runs import config_for, make_corpus
 from tests.workers import run_ranks
 
 TRIO = Grid((("data", 3),))

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.build import Parts
 from meshwright.model import Batch, counts_of, rows_of, scales_of, to_device
 from meshwright.optim.optimizer import StepResult
 from meshwright.parameters.shard import seed_of
+from meshwright.parts import Parts
 from meshwright.ranks.grid import PIPE
 
 

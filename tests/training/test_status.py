@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.ranks.flight_recorder import Waiting, Whereabouts
 from meshwright.ranks.hang import Record
-from meshwright.train.status import STATUS, status_of
+from meshwright.training.status import STATUS, status_of
 
 WAIT = Waiting("data", "all_reduce", 4000, (0, 1), 12, 9.0)
 
@@ -37,7 +37,7 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.train.status.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("meshwright.training.status.PATIENCE_SECONDS", 0.3)
     leave(tmp_path, 0, "running", 1.0)
     result = CliRunner().invoke(app, ["train", "--status", str(tmp_path), "--json"])
     assert result.exit_code == 1
@@ -46,7 +46,7 @@ def test_a_run_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_run_that_is_alive_and_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 renews its record; rank 1, for which it waits, does not."""
-    monkeypatch.setattr("meshwright.train.status.PATIENCE_SECONDS", 1.5)
+    monkeypatch.setattr("meshwright.training.status.PATIENCE_SECONDS", 1.5)
     leave(tmp_path, 1, "running", 1.0)
     over = threading.Event()
 

@@ -48,7 +48,7 @@ class Parts:
     """What the train loop turns: built for one rank."""
 
     config: Config
-    """The run's, without autos (resolve.py)."""
+    """The run's, without autos (decisions.py)."""
     mesh: Mesh
     kit: Kit
     model: Chain

@@ -15,8 +15,8 @@ from meshwright.errors import CorruptionError
 from meshwright.model import Batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.train.loop import Trainer
-from meshwright.train.replicas import (
+from meshwright.training.loop import Trainer
+from meshwright.training.replicas import (
     COLUMNS,
     differences,
     gathered,
@@ -27,8 +27,8 @@ from meshwright.train.replicas import (
 )
 from tests.data_parallel.test_equality import BATCHES, config_for
 from tests.harness import build
-from tests.train.runs import config_for as run_config
-from tests.train.runs import losses_of, make_corpus, run, run_as
+from tests.training.runs import config_for as run_config
+from tests.training.runs import losses_of, make_corpus, run, run_as
 from tests.workers import run_ranks
 
 WORDS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.build import Parts
 from meshwright.errors import DivergedError
 from meshwright.parameters.bucket import FlatWeights, Place
-from meshwright.train.step_report import StepReport
+from meshwright.parts import Parts
+from meshwright.training.step_report import StepReport
 
 REMEDY = "lower optimizer.lr, raise optimizer.schedule.warmup, or look at the data"
 

@@ -46,7 +46,7 @@ def write_step(spans: Sequence[Span], mesh: Mesh, step: int, folder: Path) -> No
     """Gather the spans that every rank has of a step; rank 0 writes trace-step-N.json and trace-step-N.png."""
     gathered = _gathered(spans, mesh)
     if mesh.rank == 0:
-        from meshwright.train.timeline import draw_timelines  # matplotlib: only a traced step needs it
+        from meshwright.training.timeline import draw_timelines  # matplotlib: only a traced step needs it
 
         timeline = Timeline(mesh.size(PIPE), gathered)
         path = folder / f"trace-step-{step}.json"

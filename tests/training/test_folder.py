@@ -26,9 +26,9 @@ from meshwright.parameters.bucket import Place
 from meshwright.parameters.shard import Box
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.train import folder
-from meshwright.train.job import train
-from tests.train.runs import config_for, make_corpus
+from meshwright.training import folder
+from meshwright.training.job import train
+from tests.training.runs import config_for, make_corpus
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

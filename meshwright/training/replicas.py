@@ -20,9 +20,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from meshwright.build import Parts
 from meshwright.errors import CorruptionError
 from meshwright.parameters.bucket import FlatWeights
+from meshwright.parts import Parts
 from meshwright.ranks.grid import ENDS, PIPE, Grid
 from meshwright.ranks.mesh import Mesh
 

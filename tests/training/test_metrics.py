@@ -22,12 +22,12 @@ from meshwright.models.chain import chain_of
 from meshwright.optim.optimizer import StepResult
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.train.loop import Trainer
-from meshwright.train.metrics import BusyClock, MetricsWriter, StepFacts, StepWork, metrics_line, peak_flops
-from meshwright.train.step_report import StepReport
+from meshwright.training.loop import Trainer
+from meshwright.training.metrics import BusyClock, MetricsWriter, StepFacts, StepWork, metrics_line, peak_flops
+from meshwright.training.step_report import StepReport
 from tests.fuzz.check import Stream
 from tests.harness import build
-from tests.train.runs import config_for, lines_of, make_corpus, run, run_as
+from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.workers import run_ranks
 
 PEAK = 1e9

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from meshwright.build import Parts, build
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.checkpoint.restore import progress_of
@@ -19,12 +18,7 @@ from meshwright.config import Config
 from meshwright.data.dataset import Opened
 from meshwright.data.packed import fingerprint
 from meshwright.data.progress import silent
-from meshwright.environment import read_environment
-from meshwright.errors import DamagedError
-from meshwright.launch import Rank, Ranks, StopRequest, run
-from meshwright.machine import Machine
-from meshwright.ranks.mesh import Mesh
-from meshwright.resolve import (
+from meshwright.decisions import (
     FIELDS,
     Resolved,
     as_before,
@@ -34,14 +28,20 @@ from meshwright.resolve import (
     resolved_fields,
     this_machine,
 )
+from meshwright.environment import read_environment
+from meshwright.errors import DamagedError
+from meshwright.launch import Rank, Ranks, StopRequest, run
+from meshwright.machine import Machine
+from meshwright.parts import Parts, build
+from meshwright.ranks.mesh import Mesh
 from meshwright.section import field_of, with_field
-from meshwright.train import folder
-from meshwright.train.console import RunDisplay
-from meshwright.train.loop import Trainer, validate
-from meshwright.train.meeting import facts_of, least_of_all, meet, tell_all
-from meshwright.train.metrics import MetricsWriter
-from meshwright.train.status import STATUS
-from meshwright.train.trace import write_step
+from meshwright.training import folder
+from meshwright.training.console import RunDisplay
+from meshwright.training.loop import Trainer, validate
+from meshwright.training.meeting import facts_of, least_of_all, meet, tell_all
+from meshwright.training.metrics import MetricsWriter
+from meshwright.training.status import STATUS
+from meshwright.training.trace import write_step
 
 
 def train(
@@ -219,7 +219,9 @@ class _Run:
             writer.wait()
             if metrics is not None:
                 metrics.close()
-                from meshwright.train.curves import draw_loss  # matplotlib: a second that the first step need not wait
+                from meshwright.training.curves import (
+                    draw_loss,  # matplotlib: a second that the first step need not wait
+                )
 
                 try:
                     draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")

@@ -19,9 +19,9 @@ from meshwright.checkpoint import writer
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.launch import Rank
 from meshwright.optim.optimizer import Optimizer
-from meshwright.train import job, loop
-from meshwright.train.loop import Trainer
-from meshwright.train.metrics import MetricsWriter
+from meshwright.training import job, loop
+from meshwright.training.loop import Trainer
+from meshwright.training.metrics import MetricsWriter
 
 
 def die() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.ranks.flight_recorder import FlightRecorder
-from meshwright.train.phases import PHASES, PhaseClock
+from meshwright.training.phases import PHASES, PhaseClock
 
 NAP = 0.02
 

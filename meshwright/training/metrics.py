@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from meshwright.build import Parts
 from meshwright.errors import MeshwrightError
 from meshwright.machine import peak_resident_bytes, release_freed_memory
 from meshwright.model import Costs
 from meshwright.models.chain import chain_of
 from meshwright.optim.optimizer import StepResult
+from meshwright.parts import Parts
 from meshwright.ranks.grid import PIPE, Grid
-from meshwright.train.step_report import StepReport
+from meshwright.training.step_report import StepReport
 
 PAPER_TOKENS = 3e11
 SECONDS_A_DAY = 86400
