@@ -15,130 +15,124 @@ import errno
 import json
 import socket
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import LaunchError
+from meshwright.ranks.hang import listed
 
 _PAUSE_SECONDS = 0.1
 """Between two attempts to reach a store that is not open yet."""
 
-_MOST_NAMED = 16
-"""Ranks in a sentence."""
-
 
 def join_job(environment: Environment, point: Rendezvous, seconds: float) -> dist.Store:
     """The job's store, when all of its ranks have come to it. Raises LaunchError that names those who have not."""
-    patience = timedelta(seconds=seconds)
-    _resolve(point)
-    if point.is_server(environment):
-        shared = _open(environment, point, patience)
-    else:
-        _wait_for_server(environment, point, seconds)
-        shared = _connect(environment, point, patience)
-    # A fresh prefix for each attempt: after a restart the store still holds the dead attempt's keys.
-    store = dist.PrefixStore(f"attempt-{environment.attempt}", shared)
-    try:
-        _check_job(store, environment, point)
-        _come(store, environment, point)
-        _wait_for_all(store, environment, point, patience)
-    except dist.DistNetworkError as error:
-        raise LaunchError(f"{_me(environment)} lost the store at {_at(point)}: the job's rank 0 has left") from error
-    return store
-
-
-def _me(environment: Environment) -> str:
-    return f"rank {environment.rank} on {socket.gethostname()}"
-
-
-def _at(point: Rendezvous) -> str:
-    return f"{point.address}:{point.port}"
-
-
-def _resolve(point: Rendezvous) -> None:
+    me = _Comer(environment, point, seconds)
     try:
         socket.getaddrinfo(point.address, point.port)
     except OSError as error:
         rule = f"MASTER_ADDR={point.address} is not a host that {socket.gethostname()} knows ({error.strerror})"
         raise LaunchError(f"{rule}: set it to the name or address of rank 0's host") from error
-
-
-def _open(environment: Environment, point: Rendezvous, patience: timedelta) -> dist.Store:
+    shared = me.open_store() if point.is_server(environment) else me.connect()
+    # A fresh prefix for each attempt: after a restart the store still holds the dead attempt's keys.
+    store = dist.PrefixStore(f"attempt-{environment.attempt}", shared)
     try:
-        return dist.TCPStore(
-            point.address, point.port, environment.world_size, is_master=True, timeout=patience, wait_for_workers=False
-        )
+        # The job is asked for first, so that a rank of another one leaves before it counts as one of this one's.
+        me.check_job(store)
+        me.come(store)
+        me.wait_for_all(store)
     except dist.DistNetworkError as error:
-        reason = "is taken, perhaps by another job" if errno.errorcode[errno.EADDRINUSE] in str(error) else str(error)
-        text = f"{_me(environment)} cannot open port {point.port}: it {reason}; set MASTER_PORT to a free one"
-        raise LaunchError(text) from error
+        raise LaunchError(f"{me} lost the store at {me.place}: the job's rank 0 has left") from error
+    return store
 
 
-def _wait_for_server(environment: Environment, point: Rendezvous, seconds: float) -> None:
-    """Until something listens there. torch's own wait prints a stack of C++ for each attempt."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((point.address, point.port), timeout=seconds).close()
-        except OSError as error:
-            if time.monotonic() > end:
-                text = (
-                    f"{_me(environment)} found nobody at {_at(point)} within {seconds:g} s ({error.strerror or error})"
-                )
-                rule = "has rank 0 started, and do MASTER_ADDR and MASTER_PORT name its host and a port it can open?"
-                raise LaunchError(f"{text}: {rule}") from error
-            time.sleep(_PAUSE_SECONDS)
-        else:
-            return
+@dataclass(frozen=True)
+class _Comer:
+    """A rank on its way into its job."""
 
+    environment: Environment
+    point: Rendezvous
+    seconds: float
 
-def _connect(environment: Environment, point: Rendezvous, patience: timedelta) -> dist.Store:
-    try:
+    def __str__(self) -> str:
+        return f"rank {self.environment.rank} on {socket.gethostname()}"
+
+    @property
+    def place(self) -> str:
+        return f"{self.point.address}:{self.point.port}"
+
+    def _tcp_store(self, is_master: bool) -> dist.Store:
         return dist.TCPStore(
-            point.address, point.port, environment.world_size, is_master=False, timeout=patience, wait_for_workers=False
+            self.point.address,
+            self.point.port,
+            self.environment.world_size,
+            is_master=is_master,
+            timeout=timedelta(seconds=self.seconds),
+            wait_for_workers=False,
         )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        text = f"what listens at {_at(point)} does not answer {_me(environment)} as a job's rank 0 would"
-        raise LaunchError(f"{text}: set MASTER_PORT to a free port, the same for all ranks") from error
 
+    def open_store(self) -> dist.Store:
+        try:
+            return self._tcp_store(is_master=True)
+        except dist.DistNetworkError as error:
+            taken = errno.errorcode[errno.EADDRINUSE] in str(error)
+            reason = "is taken, perhaps by another job" if taken else str(error)
+            text = f"{self} cannot open port {self.point.port}: it {reason}; set MASTER_PORT to a free one"
+            raise LaunchError(text) from error
 
-def _check_job(store: dist.Store, environment: Environment, point: Rendezvous) -> None:
-    """The first thing that a rank does, so that one of another job leaves before it counts as one of this one's."""
-    if environment.rank == 0:
-        store.set("job", json.dumps({"job": point.job, "host": socket.gethostname(), "ranks": environment.world_size}))
-        return
-    try:
-        theirs = json.loads(store.get("job"))
-    except dist.DistStoreError as error:
-        raise LaunchError(f"{_me(environment)} waits at {_at(point)}, but rank 0 has not come") from error
-    if (theirs["job"], theirs["ranks"]) != (point.job, environment.world_size):
-        mine = f"{_me(environment)} is of {point.job or 'a nameless job'} ({environment.world_size} ranks)"
-        other = f"{theirs['job'] or 'a nameless job'} ({theirs['ranks']} ranks)"
-        rule = "give each job a MASTER_PORT of its own, and all ranks of a job the same --out"
-        raise LaunchError(f"{mine}, but rank 0 on {theirs['host']}, at {_at(point)}, of {other}: {rule}")
+    def connect(self) -> dist.Store:
+        """Connect as soon as something listens there. torch's own wait prints a stack of C++ for each attempt."""
+        end = time.monotonic() + self.seconds
+        while True:
+            try:
+                socket.create_connection((self.point.address, self.point.port), timeout=self.seconds).close()
+                break
+            except OSError as error:
+                if time.monotonic() > end:
+                    cause = error.strerror or error
+                    text = f"{self} found nobody at {self.place} within {self.seconds:g} s ({cause})"
+                    rule = "has rank 0 started, and do MASTER_ADDR and MASTER_PORT name its host and a port it can open"
+                    raise LaunchError(f"{text}: {rule}?") from error
+                time.sleep(_PAUSE_SECONDS)
+        try:
+            return self._tcp_store(is_master=False)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            text = f"what listens at {self.place} does not answer {self} as a job's rank 0 would"
+            raise LaunchError(f"{text}: set MASTER_PORT to a free port, the same for all ranks") from error
 
+    def check_job(self, store: dist.Store) -> None:
+        job, ranks = self.point.job, self.environment.world_size
+        if self.environment.rank == 0:
+            store.set("job", json.dumps({"job": job, "host": socket.gethostname(), "ranks": ranks}))
+            return
+        try:
+            theirs = json.loads(store.get("job"))
+        except dist.DistStoreError as error:
+            raise LaunchError(f"{self} waits at {self.place}, but rank 0 has not come") from error
+        if (theirs["job"], theirs["ranks"]) != (job, ranks):
+            mine = f"{self} is of {job or 'a nameless job'} ({ranks} ranks)"
+            other = f"{theirs['job'] or 'a nameless job'} ({theirs['ranks']} ranks)"
+            rule = "give each job a MASTER_PORT of its own, and all ranks of a job the same --out"
+            raise LaunchError(f"{mine}, but rank 0 on {theirs['host']}, at {self.place}, of {other}: {rule}")
 
-def _come(store: dist.Store, environment: Environment, point: Rendezvous) -> None:
-    if store.add(f"times/{environment.rank}", 1) > 1:
-        text = f"{_me(environment)} is the second rank {environment.rank} that came to {_at(point)}"
-        raise LaunchError(f"{text}: is the same run started twice?")
-    store.set(f"came/{environment.rank}", socket.gethostname())
+    def come(self, store: dist.Store) -> None:
+        rank = self.environment.rank
+        if store.add(f"times/{rank}", 1) > 1:
+            text = f"{self} is the second rank {rank} that came to {self.place}"
+            raise LaunchError(f"{text}: is the same run started twice?")
+        store.set(f"came/{rank}", socket.gethostname())
 
-
-def _wait_for_all(store: dist.Store, environment: Environment, point: Rendezvous, patience: timedelta) -> None:
-    ranks = range(environment.world_size)
-    try:
-        store.wait([f"came/{rank}" for rank in ranks], patience)
-    except dist.DistStoreError as error:
-        came = [rank for rank in ranks if store.check([f"came/{rank}"])]
-        hosts = [f"{rank} on {store.get(f'came/{rank}').decode()}" for rank in came[:_MOST_NAMED]]
-        missing = [str(rank) for rank in ranks if rank not in came]
-        seconds = f"within {patience.total_seconds():g} s (timeout.join)"
-        counts = f"{len(came)} of {len(ranks)} ranks came to {_at(point)} {seconds}: rank {_listed(hosts, came)}"
-        raise LaunchError(f"{counts}; missing: rank {_listed(missing[:_MOST_NAMED], missing)}") from error
-
-
-def _listed(named: list[str], every: list[str] | list[int]) -> str:
-    return ", ".join(named) + (", ..." if len(every) > len(named) else "")
+    def wait_for_all(self, store: dist.Store) -> None:
+        ranks = range(self.environment.world_size)
+        try:
+            store.wait([f"came/{rank}" for rank in ranks], timedelta(seconds=self.seconds))
+        except dist.DistStoreError as error:
+            came = [rank for rank in ranks if store.check([f"came/{rank}"])]
+            who = listed(came, lambda rank: f"{rank} on {store.get(f'came/{rank}').decode()}")
+            missing = listed([rank for rank in ranks if rank not in came])
+            within = f"within {self.seconds:g} s (timeout.join)"
+            counts = f"{len(came)} of {len(ranks)} ranks came to {self.place} {within}: rank {who}"
+            raise LaunchError(f"{counts}; missing: rank {missing}") from error

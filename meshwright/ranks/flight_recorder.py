@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 CONNECT = "connect"
-"""What a rank waits in before it can send anything: the making of a group."""
+"""The verb of a rank that waits before it can send anything: a group is made."""
 
 REMEMBERED = 8
 """How many of the last collectives of each axis a rank can tell."""
@@ -54,8 +54,8 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What a rank is doing at a moment. `waiting`: longest first. `begun`: by axis the last collectives, as (number,
-    verb, bytes); ranks that have begun other ones under the same number have parted."""
+    """A rank's doings at a moment. `waiting`: longest first. `begun`: by axis the last collectives, as (number, verb,
+    bytes); ranks that have begun other ones under the same number have parted."""
 
     step: int
     phase: str
@@ -72,9 +72,6 @@ class Whereabouts:
         waiting = tuple(Waiting(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in tree["waiting"])
         begun = {axis: tuple((n, verb, size) for n, verb, size in calls) for axis, calls in tree["begun"].items()}
         return cls(tree["step"], tree["phase"], tree["task"], waiting, begun)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass
@@ -106,12 +103,6 @@ class FlightRecorder:
     def waiting(self, call: Call) -> _Wait:
         """The calling thread waits for the call while the context is entered."""
         return _Wait(self, call)
-
-    def wait_begins(self, call: Call) -> None:
-        self._waiting[call] = self.clock()
-
-    def wait_ends(self, call: Call) -> None:
-        self.waited_seconds += self.clock() - self._waiting.pop(call)
 
     def longest_wait(self) -> tuple[Call, float] | None:
         """The call that is waited for longest, and for how many seconds."""
@@ -146,10 +137,11 @@ class _Wait:
         self._recorder, self._call = recorder, call
 
     def __enter__(self) -> None:
-        self._recorder.wait_begins(self._call)
+        self._recorder._waiting[self._call] = self._recorder.clock()
 
     def __exit__(self, *_: object) -> None:
-        self._recorder.wait_ends(self._call)
+        recorder = self._recorder
+        recorder.waited_seconds += recorder.clock() - recorder._waiting.pop(self._call)
 
 
 def _readable(count: int) -> str:

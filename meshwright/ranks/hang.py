@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,8 +24,8 @@ State = Literal["running", "hung", "ended"]
 class Record:
     """A rank's record. `seconds`: when it was written, by its host's clock that never jumps; `time`: by the calendar.
 
-    `limit_seconds`: how long the rank waits at most. Of a rank that gave up: the `stacks` of its threads by name, and
-    the other ranks of its host that are `stopped` by a signal.
+    `limit_seconds`: how long the rank waits at most. A rank that gave up adds the `stacks` of its threads by name, and
+    which other ranks of its host are `stopped` by a signal.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class Record:
 
 
 def read_records(folder: Path, attempt: int | None = None) -> list[Record]:
-    """The records of an attempt, the newest that there are records of, by rank."""
+    """The records of an attempt in the order of ranks; by default of the newest attempt that left any."""
     records = []
     for path in folder.glob("rank-*.json"):
         with suppress(FileNotFoundError):  # a new run has cleared the folder meanwhile
@@ -78,47 +78,50 @@ _FAILED_TO = {
 }
 """What is said of who does not come, by the verb of who waits; all others are collectives."""
 
-
 MOST_LINES = 16
-"""Of ranks that wait: a message on a thousand must be read, too."""
+"""A message on a thousand ranks must be read, too: it names that many."""
 
 
-def explain_hang(records: Sequence[Record]) -> str | None:
-    """The message; None where no rank has given up."""
-    hung = [record for record in records if record.state == "hung"]
-    if not hung:
-        return None
-    known = {record.rank: record for record in records}
-    missed = _missed(hung, known)
-    blamed = [rank for rank in sorted(missed) if _waits_for_nobody(known.get(rank))] or sorted(missed)
-    limit = max(record.limit_seconds for record in hung)
-    lines = [_parted(hung)] if not any(_waits_for_nobody(known.get(rank)) for rank in missed) else []
-    lines = [line for line in lines if line] or [_accusation(rank, missed[rank], known) for rank in blamed]
-    late = f"a wait took {limit:g} s; when the ranks left their records, all had come to what the others waited for"
-    first = f"no progress: {lines[0]} (timeout: {limit:g} s)" if lines else late
-    others = [record.rank for record in hung if record.rank not in blamed]
-    details = [f"  {_where(rank, known.get(rank), hung)}" for rank in [*blamed, *others]]
-    stacks = [stack for rank in blamed[:1] or others[:1] if (stack := _stack(known.get(rank)))]
-    left_out = [f"  and {len(details) - MOST_LINES} more ranks"] if len(details) > MOST_LINES else []
-    return "\n".join([first, *lines[1:], *details[:MOST_LINES], *left_out, *stacks])
+def listed(ranks: Sequence[int], text: Callable[[int], str] = str) -> str:
+    """The first ranks by name: 0, 1, 2, ..."""
+    return ", ".join(map(text, ranks[:MOST_LINES])) + (", ..." if len(ranks) > MOST_LINES else "")
 
 
 def absent(missing: Collection[int], world_size: int, seconds: float) -> str:
     """The message on ranks that have not come to the start of the job."""
-    names = ", ".join(map(str, sorted(missing)[:MOST_LINES])) + (", ..." if len(missing) > MOST_LINES else "")
-    came = world_size - len(missing)
-    return f"{came} of {world_size} ranks came to the start within {seconds:g} s (timeout.join); missing: rank {names}"
+    came = f"{world_size - len(missing)} of {world_size} ranks came to the start within {seconds:g} s (timeout.join)"
+    return f"{came}; missing: rank {listed(sorted(missing))}"
 
 
-def _missed(hung: Iterable[Record], known: dict[int, Record]) -> dict[int, list[Record]]:
-    """By rank that is waited for: those who wait for it, in what each has waited for longest."""
+def explain_hang(records: Sequence[Record]) -> str | None:
+    """The message on a job in which a rank has given up; None where none has."""
+    hung = [record for record in records if record.state == "hung"]
+    if not hung:
+        return None
+    known = {record.rank: record for record in records}
     missed: defaultdict[int, list[Record]] = defaultdict(list)
+    """By rank that is waited for: those who wait for it, in what each has waited for longest."""
     for record in hung:
         for wait in record.where.waiting[:1]:
             for rank in wait.ranks:
                 if rank != record.rank and not _has_come(known.get(rank), wait):
                     missed[rank].append(record)
-    return missed
+    causes = [rank for rank in sorted(missed) if _waits_for_nobody(known.get(rank))]
+    blamed = causes or sorted(missed)
+    parted = "" if causes else _parted(hung)
+    lines = [parted] if parted else [_accusation(rank, missed[rank], known) for rank in blamed]
+    limit = max(record.limit_seconds for record in hung)
+    late = f"a wait took {limit:g} s; when the ranks left their records, all had come to what the others waited for"
+    first = f"no progress: {lines[0]} (timeout: {limit:g} s)" if lines else late
+    others = [record.rank for record in hung if record.rank not in blamed]
+    details = [f"  {_where(rank, known.get(rank), hung)}" for rank in [*blamed, *others]]
+    left_out = [f"  and {len(details) - MOST_LINES} more ranks"] if len(details) > MOST_LINES else []
+    stack = [
+        f"  rank {rank} stands at:\n{known[rank].stacks['MainThread']}"
+        for rank in blamed[:1] or others[:1]
+        if rank in known and "MainThread" in known[rank].stacks
+    ]
+    return "\n".join([first, *lines[1:], *details[:MOST_LINES], *left_out, *stack])
 
 
 def _has_come(record: Record | None, wait: Waiting) -> bool:
@@ -136,33 +139,24 @@ def _waits_for_nobody(record: Record | None) -> bool:
 
 def _parted(hung: Sequence[Record]) -> str:
     """The first collective under whose number ranks of an axis have begun different ones; empty if there is none."""
-    for record in hung:
-        for wait in record.where.waiting[:1]:
-            for other in hung:
-                for number, verb, size in other.where.begun.get(wait.axis, ()):
-                    if (
-                        other.rank in wait.ranks
-                        and number == wait.number
-                        and (verb, size)
-                        != (
-                            wait.verb,
-                            wait.payload_bytes,
-                        )
-                    ):
-                        theirs = Waiting(wait.axis, verb, size, (), number, 0.0)
-                        return f"rank {record.rank} is in {wait}, and rank {other.rank} in {theirs}: they have parted"
+    for record, wait in ((waiter, wait) for waiter in hung for wait in waiter.where.waiting[:1]):
+        for other in hung:
+            for number, verb, size in other.where.begun.get(wait.axis, ()):
+                same = (verb, size) == (wait.verb, wait.payload_bytes)
+                if other.rank in wait.ranks and number == wait.number and not same:
+                    theirs = Waiting(wait.axis, verb, size, (), number, 0.0)
+                    return f"rank {record.rank} is in {wait}, and rank {other.rank} in {theirs}: they have parted"
     return ""
 
 
 def _accusation(rank: int, waiting: Sequence[Record], known: dict[int, Record]) -> str:
+    """A line on a rank that does not come, and who waits for it."""
     host = f" ({known[rank].host})" if rank in known else ""
     wait = max((record.where.waiting[0] for record in waiting), key=lambda wait: wait.seconds)
     failed = f"{_FAILED_TO[wait.verb]} on axis {wait.axis}" if wait.verb in _FAILED_TO else f"did not come to {wait}"
     who = ", ".join(str(record.rank) for record in waiting[:MOST_LINES])
-    one = len(waiting) == 1
-    return (
-        f"rank {rank}{host} {failed}; rank{'' if one else 's'} {who} wait{'s' if one else ''} for {wait.seconds:.0f} s"
-    )
+    who = f"rank {who} waits" if len(waiting) == 1 else f"ranks {who} wait"
+    return f"rank {rank}{host} {failed}; {who} for {wait.seconds:.0f} s"
 
 
 def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
@@ -182,10 +176,3 @@ def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
         return f"{name} waits for nobody, in {record.where}"
     wait = record.where.waiting[0]
     return f"{name} waits in {wait} for {wait.seconds:.0f} s, in {record.where}"
-
-
-def _stack(record: Record | None) -> str:
-    """Where a rank's main thread stands."""
-    if record is None or "MainThread" not in record.stacks:
-        return ""
-    return f"  rank {record.rank} stands at:\n{record.stacks['MainThread']}"

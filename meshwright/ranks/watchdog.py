@@ -31,14 +31,14 @@ from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.hang import Record, State, absent, explain_hang, read_records
 
 EXIT_CODE = 124
-"""What a rank that gave up leaves with; the command `timeout` does the same."""
+"""The exit code of a rank that gave up; the command `timeout` has the same."""
 
 POLL_SECONDS = 0.5
 RECORD_SECONDS = 1.0
 """Between two records of a rank that lives."""
 
 MOST_FRAMES = 12
-"""Of a stack, the innermost."""
+"""Innermost frames of a stack that a record holds."""
 
 MEETING_SECONDS = 0.02
 """Between two looks at who has come to the start."""
@@ -48,8 +48,11 @@ EVIDENCE_SECONDS = 2.0
 
 
 class Watchdog:
-    """Watches a rank while entered. `environment.status_folder` None: it can ask no other rank, and prints what it
-    knows. `give_up` ends the process; a test hands in another, and a clock.
+    """Watches a rank while entered. It is a thread of the rank's own, not of its launcher's: only the rank knows its
+    collective and stacks, and it works inside other launchers. gloo's waits and mpi4py's verbs release Python's lock.
+
+    Without `environment.status_folder` it can ask no other rank, and prints what it knows. `give_up` ends the process;
+    a test hands in another, and a clock.
     """
 
     def __init__(
@@ -88,8 +91,7 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Give up where this rank has waited too long, or another one has given up; else leave a record now and
-        then."""
+        """Give up where this rank has waited too long or another has given up; else leave a record now and then."""
         wait = self.recorder.longest_wait()
         if wait is not None and wait[1] > self._limit:
             self._end(marks=True)
@@ -123,6 +125,7 @@ class Watchdog:
         if marks and self._folder is not None:
             with suppress(OSError):
                 self._marker(self._folder).touch()
+        # Files, not sockets: they need no port, and stay for whoever reads them afterwards.
         deadline = self.recorder.clock() + EVIDENCE_SECONDS
         while self.recorder.clock() < deadline and any(record.state == "running" for record in self._records()):
             time.sleep(POLL_SECONDS / 5)
@@ -130,10 +133,8 @@ class Watchdog:
         first = min(record.rank for record in records if record.state == "hung")
         if not self.environment.launched and first == self.environment.rank:
             self._tell(f"meshwright: {explain_hang(records)}")
-        for record in self._silent():
-            with suppress(
-                ProcessLookupError
-            ):  # stopped, or busy in a library: its launcher would ask politely, for long
+        for record in self._silent():  # stopped, or busy in a library: its launcher would ask politely, for long
+            with suppress(ProcessLookupError):
                 os.kill(record.pid, signal.SIGKILL)
         self._give_up(EXIT_CODE)
 
@@ -158,8 +159,8 @@ class Watchdog:
         return folder / f"hung-{self.environment.attempt}"
 
     def _mark(self) -> int | None:
-        """When a rank of this attempt said last that it has given up; of an older job, where none cleared the folder,
-        it is what was there at the start."""
+        """When a rank of this attempt said last that it has given up. A mark that was there at the start is an older
+        job's, whose folder nobody has cleared."""
         if self._folder is None:
             return None
         try:
@@ -168,7 +169,7 @@ class Watchdog:
             return None
 
     def _stopped(self) -> list[int]:
-        """The other ranks of this host whose processes are stopped, which can leave no record of it themselves."""
+        """The other ranks of this host whose processes are stopped: they cannot say so themselves."""
         return [record.rank for record in self._silent() if _is_stopped(record.pid)]
 
     def _record(self, state: State) -> Record:
