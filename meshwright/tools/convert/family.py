@@ -1,27 +1,31 @@
-"""What a family's file says about Hugging Face's form of it: settings, tensor names, files beside the weights.
+"""Hugging Face's form of a family of models: settings, tensor names, files beside the weights.
 
 A `Pair` is one of our tensors and those of theirs that say the same: their query, key and value are one of ours, their
-linears may be stored [out, in] where ours are [in, out], our tables have rows of padding.
+linears may be stored [out, in] where ours are [in, out], our tables have rows of padding. A family's file has the table
+of names; `Family` makes pairs, settings and models of it.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.config.schema import Model
+from meshwright.models.section import Transformer
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tensor.kit import Kit
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.convert.settings import Settings
+from meshwright.tools.convert.settings import Settings, as_text
 
 Shape = tuple[int, ...]
+Names = Mapping[str, str | Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -32,52 +36,12 @@ class Pair:
     shape: Shape
     theirs: Mapping[str, Shape]
     """Theirs by name, in the order in which the two functions take and return them."""
-    to_ours: Callable[..., Tensor]
+    to_ours: Callable[..., Tensor] = lambda x: x
     """Their tensors to ours, in any shape of the same order, without the padding."""
-    to_theirs: Callable[[Tensor], Sequence[Tensor]]
+    to_theirs: Callable[[Tensor], Sequence[Tensor]] = lambda x: [x]
     """Ours without the padding to theirs, in any shapes of the same order."""
     padding: int = 0
     """Rows that ours has behind theirs."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """One family of models in Hugging Face's form."""
-
-    title: str
-    model_types: tuple[str, ...]
-    """What config.json calls it."""
-    read: Callable[[Settings, Set[str]], Model]
-    """The model of a config.json and of the names of the stored tensors."""
-    pairs: Callable[[Any], list[Pair]]
-    """Every parameter of a model."""
-    files: Callable[[Any, str | None, str], dict[str, str]]
-    """The texts beside the weights, by file name; of a model, its tokenizer.json where there is one, and the dtype."""
-    full_name: Callable[[str], str]
-    """A stored tensor's name as the pairs have it: older folders have others."""
-    copies: Callable[[Any], dict[str, str]]
-    """Tensors that a folder may hold a second time: name -> the one that it must equal."""
-    passed_over: re.Pattern[str]
-    """Stored tensors that are no parameters."""
-    reads_text: bool = True
-
-
-def shapes_of(model: Callable[[Any, Kit], nn.Module], section: Model) -> dict[str, Shape]:
-    """Our parameters' global shapes."""
-    specs = shard_specs(model(section, SerialKit(solo_mesh(torch.device("meta")))))
-    return {name: spec.shape for name, spec in specs.items()}
-
-
-def alike(name: str, shape: Shape, theirs: str, their_shape: Shape | None = None) -> Pair:
-    """The same elements in the same order. Ours may have more rows, the padding; theirs is then [rows, ...]."""
-    their_shape = their_shape or shape
-    padding = shape[0] - their_shape[0] if len(shape) == len(their_shape) else 0
-    return Pair(name, shape, {theirs: their_shape}, lambda x: x, lambda x: [x], padding)
-
-
-def transposed(name: str, shape: Shape, theirs: str) -> Pair:
-    """Ours [in, out], theirs [out, in]."""
-    return Pair(name, shape, {theirs: (shape[1], shape[0])}, lambda x: x.t(), lambda x: [x.t()])
 
 
 def grouped(name: str, shape: Shape, theirs: Sequence[str]) -> Pair:
@@ -93,3 +57,120 @@ def grouped(name: str, shape: Shape, theirs: Sequence[str]) -> Pair:
 
     assert shape[groups] == len(theirs), f"{name} {shape} is not {theirs}"
     return Pair(name, shape, dict.fromkeys(theirs, each), to_ours, to_theirs)
+
+
+def in_blocks(table: Names, count: int, theirs: str, first: int = 0) -> dict[str, str | Sequence[str]]:
+    """The names of `count` blocks, ours from number `first` on; `table`: inside a block; `theirs`: a block, N is its
+    number."""
+    names: dict[str, str | Sequence[str]] = {}
+    for number in range(count):
+        block = theirs.replace("N", str(number))
+        for layer, inside in table.items():
+            listed = [inside] if isinstance(inside, str) else inside
+            every = [f"{block}.{one}" for one in listed]
+            names[f"blocks.{first + number}.{layer}"] = every[0] if isinstance(inside, str) else every
+    return names
+
+
+class Family(ABC):
+    """One family of models in Hugging Face's form."""
+
+    name: ClassVar[str]
+    """`model.family`."""
+    title: ClassVar[str]
+    model_types: ClassVar[tuple[str, ...]]
+    """The family's names in config.json."""
+    section: ClassVar[type[Transformer]]
+    network: ClassVar[type[Any]]
+    """The module of a section and a kit."""
+    fields: ClassVar[Mapping[str, str]]
+    """Our fields and their keys of config.json; `inner`, the width of the feed-forward layer, may be none of ours."""
+    required: ClassVar[tuple[str, ...]]
+    """Fields whose key may not be missing."""
+    fixed: ClassVar[Mapping[str, object]]
+    """Settings that change the mathematics: the value that ours has, which is also what a missing key means."""
+    dropouts: ClassVar[tuple[str, ...]] = ()
+    """Keys that are one number of ours."""
+    dropout: ClassVar[float] = 0.1
+    """The meaning of a missing one."""
+    stores_out_in: ClassVar[bool] = True
+    """Whether their linears are [out, in]; ours are [in, out]."""
+    tables: ClassVar[Set[str]] = frozenset()
+    """Our layers of 2 dims that are no linears, and without padding."""
+    passed_over: ClassVar[re.Pattern[str]] = re.compile(r"(?!)")
+    """Stored tensors that are no parameters."""
+    reads_text: ClassVar[bool] = True
+
+    @abstractmethod
+    def names(self, model: Any) -> Names:
+        """Their layer, or the layers that are one of ours, by our layer's name."""
+
+    @abstractmethod
+    def rows(self, model: Any) -> Mapping[str, int]:
+        """Their rows by our layer's name, for layers that have rows of padding here."""
+
+    @abstractmethod
+    def files(self, model: Any, tokenizer: str | None, dtype: str) -> dict[str, str]:
+        """The texts beside the weights, by file name; of a model, its tokenizer.json where there is one, and the
+        dtype."""
+
+    def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
+        """Fields that are not read key by key. Raises CheckpointError where a setting is of no model that we have."""
+        return {}
+
+    def full_name(self, stored: str) -> str:
+        """A stored tensor's name as the pairs have it: older folders have others."""
+        return stored
+
+    def copies(self, model: Any) -> dict[str, str]:
+        """Tensors that a folder may hold a second time: name -> the one that it must equal."""
+        return {}
+
+    def read(self, settings: Settings, stored: Set[str]) -> Model:
+        """The model of a config.json and of the names of the stored tensors. Raises CheckpointError."""
+        settings.require(*(self.fields[field] for field in self.required))
+        more = self.further(settings, stored)
+        for key, ours in self.fixed.items():
+            settings.only(key, ours)
+        if self.dropouts:
+            more["dropout"] = settings.one_number(self.dropouts, self.dropout)
+        return settings.section(self.section, self.fields, family=self.name, **more)
+
+    def settings(self, model: Any, dtype: str, **more: object) -> dict[str, object]:
+        """The config.json of a model; `more`: settings of its own."""
+        values = model.model_dump() | {"inner": model.inner}
+        named = {key: values[field] for field, key in self.fields.items()}
+        further = {"model_type": self.model_types[0], "torch_dtype": dtype, **more}
+        return named | dict.fromkeys(self.dropouts, model.dropout) | dict(self.fixed) | further
+
+    def with_tokenizer(
+        self, model: Any, settings: dict[str, object], tokenizer: str, special_tokens: Mapping[str, object]
+    ) -> dict[str, str]:
+        """The files of a folder with a tokenizer."""
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.positions, **special_tokens}
+        return {
+            "config.json": as_text(settings),
+            "tokenizer.json": tokenizer,
+            "tokenizer_config.json": as_text(about),
+        }
+
+    def pairs(self, model: Any) -> list[Pair]:
+        """Every parameter of a model."""
+        names, rows = self.names(model), self.rows(model)
+        specs = shard_specs(self.network(model, SerialKit(solo_mesh(torch.device("meta")))))
+        return [self.pair(name, spec.shape, model, names, rows) for name, spec in specs.items()]
+
+    def pair(self, name: str, shape: Shape, model: Any, names: Names, rows: Mapping[str, int]) -> Pair:
+        """One parameter, by the table of names."""
+        layer, _, kind = name.rpartition(".")
+        assert layer in names, f"{name} has no counterpart in Hugging Face's {self.title}"
+        theirs = names[layer]
+        if not isinstance(theirs, str):
+            return grouped(name, shape, [f"{one}.{kind}" for one in theirs])
+        if layer in rows or layer in self.tables or len(shape) == 1:
+            unpadded = rows.get(layer, shape[0])
+            return Pair(name, shape, {f"{theirs}.{kind}": (unpadded, *shape[1:])}, padding=shape[0] - unpadded)
+        if self.stores_out_in:
+            return Pair(name, shape, {f"{theirs}.{kind}": (shape[1], shape[0])}, lambda x: x.t(), lambda x: [x.t()])
+        flat = (prod(shape),) if kind == "bias" else (shape[0], prod(shape[1:]))
+        return Pair(name, shape, {f"{theirs}.{kind}": flat})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,27 +63,25 @@ class Settings:
             raise self.refused(f"{listed} differ, and ours is one number: make them equal in the file")
         return values[keys[0]]
 
-    def section(self, kind: type[AnyTransformer], names: dict[str, str], **fields: object) -> AnyTransformer:
-        """The model section: `names` are fields under their keys here; a missing key leaves the field's default."""
-        read = {field: self.values[key] for field, key in names.items() if key in self.values}
+    def section(self, kind: type[AnyTransformer], names: Mapping[str, str], **fields: object) -> AnyTransformer:
+        """The model section: `names` are fields under their keys here; a missing key leaves the field's default.
+
+        `inner` is no field of ours, but four times the width.
+        """
+        read = {field: self.values[key] for field, key in names.items() if key in self.values and field != "inner"}
         try:
-            return kind.model_validate(read | fields, strict=True)  # JSON has types: "2" is no number
+            model = kind.model_validate(read | fields, strict=True)  # JSON has types: "2" is no number
         except ValidationError as error:
             first = problems_of(error, [], kind)[0]
-            problem = replace(first, field=names.get(first.field, first.field))
-            raise self.refused(str(problem)) from error
-
-    def model(self, kind: type[AnyTransformer], names: dict[str, str], **fields: object) -> AnyTransformer:
-        """`section`, of a model whose widths are multiples: `names` has `heads` and `hidden`, and `inner`, no field."""
-        named = {field: key for field, key in names.items() if field != "inner"}
-        model = self.section(kind, named, **fields)
-        if model.hidden % model.heads:
+            raise self.refused(str(replace(first, field=names.get(first.field, first.field)))) from error
+        if "inner" in names:
             heads, hidden = names["heads"], names["hidden"]
-            raise self.refused(f"{heads}={model.heads} does not divide {hidden}={model.hidden}")
-        inner = self.values.get(names["inner"])
-        if inner not in (None, model.inner):
-            ours = f"ours is 4 x {names['hidden']} = {model.inner}"
-            raise self.refused(f"{names['inner']}={inner} is not supported: {ours}")
+            if model.hidden % model.heads:
+                raise self.refused(f"{heads}={model.heads} does not divide {hidden}={model.hidden}")
+            inner = self.values.get(names["inner"])
+            if inner not in (None, model.inner):
+                ours = f"ours is 4 x {hidden} = {model.inner}"
+                raise self.refused(f"{names['inner']}={inner} is not supported: {ours}")
         return model
 
 

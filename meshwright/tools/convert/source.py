@@ -19,14 +19,14 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Source:
-    """Which file holds which tensor, by its full name."""
+    """The files of the tensors, by full name."""
 
     def __init__(self, folder: Path, full_name: Callable[[str], str]) -> None:
         """Raises CheckpointError where the folder holds no safetensors, or its index does not fit."""
         self.folder = folder
-        found = _indexed(folder) if (folder / INDEX).is_file() else _single(folder)
-        self._places = {full_name(stored): (path, stored) for stored, path in found.items()}
-        if len(self._places) != len(found):
+        files = _indexed(folder) if (folder / INDEX).is_file() else _single(folder)
+        self._places = {full_name(stored): (path, stored) for stored, path in files.items()}
+        if len(self._places) != len(files):
             raise CheckpointError(f"{folder} holds a tensor twice, under an old and a new name")
 
     @property
@@ -68,15 +68,15 @@ def _indexed(folder: Path) -> dict[str, Path]:
         files = {name: shown(file) for name, file in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from error
-    held: dict[str, set[str]] = {}
+    names: dict[str, set[str]] = {}
     for file in sorted(set(files.values())):
         if not _FILE.fullmatch(file):
             raise CheckpointError(f"{path} names {file!r}, which is not a file of this folder")
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file} is missing, and {INDEX} lists it")
-        held[file] = set(_names_in(folder / file))
+        names[file] = set(_names_in(folder / file))
     for name, file in files.items():
-        if name not in held[file]:
+        if name not in names[file]:
             raise CheckpointError(f"{folder / file} does not hold {name}, as {INDEX} says")
     return {name: folder / file for name, file in files.items()}
 

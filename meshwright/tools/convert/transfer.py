@@ -1,17 +1,13 @@
 """Between Hugging Face's folders and our checkpoints.
 
-A Hugging Face folder -> a checkpoint of step 0: no step taken, so no optimizer state.
-
-To fine-tune it, import it as the first checkpoint of a run's folder, and resume that run:
+A Hugging Face folder becomes a checkpoint of step 0: no step taken, so no optimizer state. To fine-tune it, import it
+as the first checkpoint of a run's folder, and resume that run:
 
     meshwright convert import HF --out RUN/checkpoints/step-0
     meshwright train run.yaml --out RUN --resume          # with the `model` section that the import prints
 
-A checkpoint -> a Hugging Face folder: config.json, model.safetensors, and what the family wants beside them.
-
-Which families can be converted: by our name, and by Hugging Face's model_type.
-
-The folder that a conversion makes: whole or not at all, and never in the place of another.
+A checkpoint becomes a Hugging Face folder: config.json, model.safetensors, and what the family wants beside them. The
+folder that a conversion makes is whole or not there, and never in the place of another.
 """
 
 from __future__ import annotations
@@ -45,12 +41,7 @@ from meshwright.tools.convert.source import SINGLE, Source
 from meshwright.tools.convert.t5 import T5_FAMILY
 from meshwright.tools.convert.vit import VIT
 
-FAMILIES: dict[str, Family] = {
-    "gpt2": GPT2,
-    "bert": BERT,
-    "t5": T5_FAMILY,
-    "vit": VIT,
-}
+FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, BERT, T5_FAMILY, VIT)}
 """By `model.family`."""
 
 
@@ -82,7 +73,7 @@ FILE = "rank-0.safetensors"
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import wrote. `has_tokenizer`: whether the folder had one; without it, no text goes in or out."""
+    """The result of an import. `has_tokenizer`: whether the folder had one; without it, no text goes in or out."""
 
     folder: Path
     model: Model
@@ -99,10 +90,10 @@ def import_folder(source: Path, out: Path, report: ShowProgress = silent) -> Imp
     """
     settings = Settings(source / "config.json")
     family = family_of(settings)
-    held = Source(source, family.full_name)
-    model = family.read(settings, held.names)
-    pairs = _pairs(settings, family, model, len(held.names))
-    _check_names(held, family, pairs, family.copies(model))
+    stored = Source(source, family.full_name)
+    model = family.read(settings, stored.names)
+    pairs = _pairs(settings, family, model, len(stored.names))
+    _check_names(stored, family, pairs, family.copies(model))
     has_tokenizer = family.reads_text and (source / TOKENIZER_FILE).is_file()
     if has_tokenizer:
         load_tokenizer(source / TOKENIZER_FILE)
@@ -110,7 +101,7 @@ def import_folder(source: Path, out: Path, report: ShowProgress = silent) -> Imp
         tensors = {}
         for index, pair in enumerate(pairs):
             report("reading weights", index / len(pairs))
-            tensors[pair.name] = _ours(held, pair)
+            tensors[pair.name] = _ours(stored, pair)
         report("writing", None)
         if has_tokenizer:
             (folder / TOKENIZER_FILE).write_bytes((source / TOKENIZER_FILE).read_bytes())
@@ -129,43 +120,43 @@ def _pairs(settings: Settings, family: Family, model: Model, num_stored: int) ->
         raise settings.refused(f"its sizes cannot be those of a model: {error}") from error
 
 
-def _check_names(held: Source, family: Family, pairs: list[Pair], copies: dict[str, str]) -> None:
+def _check_names(stored: Source, family: Family, pairs: list[Pair], copies: dict[str, str]) -> None:
     """Raises CheckpointError unless the folder holds each wanted tensor, and none that would be dropped in silence."""
     wanted = {name for pair in pairs for name in pair.theirs}
-    extra = {name for name in held.names - wanted if not family.passed_over.fullmatch(name)}
+    extra = {name for name in stored.names - wanted if not family.passed_over.fullmatch(name)}
     for name in copies.keys() & extra:
-        if not torch.equal(held.read(name), held.read(copies[name])):
-            raise CheckpointError(f"{held.folder}: {name} is not {copies[name]}, though tie_word_embeddings says so")
+        if not torch.equal(stored.read(name), stored.read(copies[name])):
+            raise CheckpointError(f"{stored.folder}: {name} is not {copies[name]}, though tie_word_embeddings says so")
     extra -= copies.keys()
     has_more = f"has a tensor that {family.title} has not:"
-    for what, names in (("has no tensor", wanted - held.names), (has_more, extra)):
+    for what, names in (("has no tensor", wanted - stored.names), (has_more, extra)):
         if names:
             rest = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise CheckpointError(f"{held.folder} {what} {min(names)}{rest}")
+            raise CheckpointError(f"{stored.folder} {what} {min(names)}{rest}")
 
 
-def _ours(held: Source, pair: Pair) -> Tensor:
-    """In our dims, with rows of zeros where a table is padded."""
-    theirs = [_checked(held, name, shape) for name, shape in pair.theirs.items()]
+def _ours(stored: Source, pair: Pair) -> Tensor:
+    """One tensor in our dims, with rows of zeros where a table is padded."""
+    theirs = [_checked(stored, name, shape) for name, shape in pair.theirs.items()]
     rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
     if pair.padding:
         rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
     return rows.contiguous()
 
 
-def _checked(held: Source, name: str, shape: tuple[int, ...]) -> Tensor:
-    tensor = held.read(name)
+def _checked(stored: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    tensor = stored.read(name)
     if tuple(tensor.shape) != shape:
         was, wanted = list(tensor.shape), list(shape)
-        raise CheckpointError(f"{held.folder}: {name} is {was}, and config.json makes it {wanted}")
+        raise CheckpointError(f"{stored.folder}: {name} is {was}, and config.json makes it {wanted}")
     if tensor.dtype not in DTYPES.values():
         valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
         raise CheckpointError(
-            f"{held.folder}: {name} is stored as {tensor.dtype}, which holds no weights; valid: {valid}"
+            f"{stored.folder}: {name} is stored as {tensor.dtype}, which holds no weights; valid: {valid}"
         )
     if wrong := int((~tensor.isfinite()).sum()):
         numbers = "1 number that is" if wrong == 1 else f"{wrong:,} numbers that are"
-        raise CheckpointError(f"{held.file_of(name)}: {name} holds {numbers} not finite: it was damaged, or diverged")
+        raise CheckpointError(f"{stored.file_of(name)}: {name} holds {numbers} not finite: it was damaged, or diverged")
     return tensor
 
 
@@ -213,8 +204,8 @@ def export_folder(path: Path, out: Path, report: ShowProgress = silent) -> Path:
     for index, pair in enumerate(pairs):
         report("reading weights", index / len(pairs))
         tensors |= _theirs(checkpoint, pair)
-    held = checkpoint.file(TOKENIZER_FILE)
-    tokenizer = None if held is None else held.read_text(encoding="utf-8")
+    tokenizer_file = checkpoint.file(TOKENIZER_FILE)
+    tokenizer = None if tokenizer_file is None else tokenizer_file.read_text(encoding="utf-8")
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     texts = family.files(model, tokenizer, dtype)
     with new_folder(out) as folder:
@@ -226,7 +217,7 @@ def export_folder(path: Path, out: Path, report: ShowProgress = silent) -> Path:
 
 
 def _theirs(checkpoint: Checkpoint, pair: Pair) -> dict[str, Tensor]:
-    """In their dims, without the padding rows."""
+    """One of our tensors as theirs, without the padding rows."""
     shape = checkpoint.shapes.get(pair.name)
     if shape != pair.shape:
         raise CheckpointError(f"{checkpoint.folder}: {pair.name} is {shape}, and its config makes it {pair.shape}")

@@ -1,21 +1,14 @@
 """Hugging Face's ViT: ViTForImageClassification.
 
-Their linears are [out, in], ours [in, out]. L stands for vit.encoder.layer.N, E for vit.embeddings.
+Their linears are [out, in], ours [in, out]; query, key and value are one of ours.
 
-| Hugging Face                          | shape        | ours                               | shape           |
-|---------------------------------------|--------------|------------------------------------|-----------------|
-| E.patch_embeddings.projection.weight  | [H, C, P, P] | patches, all rows but the last     | [C·P·P + 1, H]  |
-| E.patch_embeddings.projection.bias    | [H]          | patches, the last row              |                 |
-| E.cls_token                           | [1, 1, H]    | positions, added to row 0          | [padded T, H]   |
-| E.position_embeddings                 | [1, T, H]    | positions                          |                 |
-| L.layernorm_before                    | [H]          | blocks.N.attention_norm            | [H]             |
-| L.attention.attention.query, key, value | [H, H] each | blocks.N.attention.query_key_value | [H, 3, H]      |
-| L.attention.output.dense              | [H, H]       | blocks.N.attention.output          | [H, H]          |
-| L.layernorm_after                     | [H]          | blocks.N.feed_forward_norm         | [H]             |
-| L.intermediate.dense                  | [4H, H]      | blocks.N.feed_forward.expand       | [H, 4H]         |
-| L.output.dense                        | [H, 4H]      | blocks.N.feed_forward.contract     | [4H, H]         |
-| vit.layernorm                         | [H]          | norm                               | [H]             |
-| classifier                            | [classes, H] | head                               | [padded, H]     |
+| Hugging Face                       | shape        | ours                     | shape          |
+|------------------------------------|--------------|--------------------------|----------------|
+| patch_embeddings.projection.weight | [H, C, P, P] | patches, but its last row | [C·P·P + 1, H] |
+| patch_embeddings.projection.bias   | [H]          | patches, the last row    |                |
+| cls_token                          | [1, 1, H]    | positions, added to row 0 | [padded T, H] |
+| position_embeddings                | [1, T, H]    | positions                |                |
+| classifier                         | [classes, H] | head                     | [padded, H]    |
 
 Theirs adds the class token to its position; ours has the sum alone, and gives it back as the class token, beside a
 position of zeros.
@@ -23,15 +16,15 @@ position of zeros.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from meshwright.models.section import Vit
 from meshwright.models.vit import ViT
-from meshwright.tools.convert.family import Family, Pair, Shape, alike, grouped, shapes_of, transposed
+from meshwright.tools.convert.family import Family, Names, Pair, Shape, in_blocks
 from meshwright.tools.convert.settings import Settings, as_text
 
 _EMBEDDINGS = "vit.embeddings"
@@ -41,96 +34,85 @@ _PROCESSOR = "preprocessor_config.json"
 _OUTSIDE = {"norm": "vit.layernorm", "head": "classifier"}
 _IN_BLOCK = {
     "attention_norm": "layernorm_before",
+    "attention.query_key_value": tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
     "attention.output": "attention.output.dense",
     "feed_forward_norm": "layernorm_after",
     "feed_forward.expand": "intermediate.dense",
     "feed_forward.contract": "output.dense",
 }
 
-_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-_NAMES = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "inner": "intermediate_size",
-    "image": "image_size",
-    "patch": "patch_size",
-    "channels": "num_channels",
-    "norm_epsilon": "layer_norm_eps",
-}
 
-# What changes the mathematics: the value that ours has, which is also what a missing key means.
-_FIXED = {"hidden_act": "gelu", "qkv_bias": True}
+class VitFamily(Family):
+    """ViTForImageClassification."""
 
-
-def _read(settings: Settings, stored: Set[str]) -> Vit:
-    settings.require("num_hidden_layers", "hidden_size", "num_attention_heads", "image_size", "patch_size")
-    for key, ours in _FIXED.items():
-        settings.only(key, ours)
-    labels = settings.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # a missing one means two
-    if not isinstance(labels, dict):
-        raise settings.refused(f"id2label={labels} names no classes")
-    dropout = settings.one_number(_DROPOUTS, 0.0)
-    model = settings.model(Vit, _NAMES, family="vit", classes=len(labels), dropout=dropout)
-    if model.image % model.patch:
-        raise settings.refused(f"patch_size={model.patch} does not divide image_size={model.image}")
-    beside = settings.path.parent / _PROCESSOR
-    if beside.is_file():  # another scale of the pixels would be another function of the image
-        for key in ("image_mean", "image_std"):
-            Settings(beside).only(key, [0.5] * model.channels)
-    return model
-
-
-def _files(model: Vit, tokenizer: str | None, dtype: str) -> dict[str, str]:
-    names = [f"LABEL_{number}" for number in range(model.classes)]
-    fields = model.model_dump()
-    settings = {key: fields[field] for field, key in _NAMES.items() if field != "inner"} | {
-        "architectures": ["ViTForImageClassification"],
-        "model_type": "vit",
-        "intermediate_size": model.inner,
-        **dict.fromkeys(_DROPOUTS, model.dropout),
-        **_FIXED,
-        "initializer_range": 0.02,
-        "id2label": {str(number): name for number, name in enumerate(names)},
-        "label2id": {name: number for number, name in enumerate(names)},
-        "torch_dtype": dtype,
+    name, title, model_types, section, network = "vit", "ViT", ("vit",), Vit, ViT
+    fields: ClassVar = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "inner": "intermediate_size",
+        "image": "image_size",
+        "patch": "patch_size",
+        "channels": "num_channels",
+        "norm_epsilon": "layer_norm_eps",
     }
-    processor = {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "size": {"height": model.image, "width": model.image},
-        "resample": 2,  # bilinear
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": [0.5] * model.channels,
-        "image_std": [0.5] * model.channels,
-    }
-    return {"config.json": as_text(settings), _PROCESSOR: as_text(processor)}
+    required = ("layers", "hidden", "heads", "image", "patch")
+    fixed: ClassVar = {"hidden_act": "gelu", "qkv_bias": True}
+    dropouts, dropout = ("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0
+    reads_text = False
 
+    def names(self, model: Vit) -> Names:
+        return _OUTSIDE | in_blocks(_IN_BLOCK, model.layers, "vit.encoder.layer.N")
 
-def _pairs(model: Vit) -> list[Pair]:
-    return [_pair(name, shape, model) for name, shape in shapes_of(ViT, model).items()]
+    def rows(self, model: Vit) -> Mapping[str, int]:
+        return {"head": model.classes}
 
+    def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
+        labels = settings.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # a missing one means two
+        if not isinstance(labels, dict):
+            raise settings.refused(f"id2label={labels} names no classes")
+        return {"classes": len(labels)}
 
-def _pair(name: str, shape: Shape, model: Vit) -> Pair:
-    layer, _, kind = name.rpartition(".")
-    if layer == "patches":
-        return _patches(name, shape, model)
-    if layer == "positions":
-        return _positions(name, shape, model)
-    if layer == "head":
-        return alike(name, shape, f"{_OUTSIDE[layer]}.{kind}", (model.classes, *shape[1:]))
-    if layer in _OUTSIDE:
-        return alike(name, shape, f"{_OUTSIDE[layer]}.{kind}")
-    blocks, index, inside = layer.split(".", 2)
-    assert blocks == "blocks", f"{layer} has no counterpart in Hugging Face's ViT"
-    block = f"vit.encoder.layer.{index}"
-    if inside == "attention.query_key_value":
-        attention = f"{block}.attention.attention"
-        return grouped(name, shape, [f"{attention}.{part}.{kind}" for part in ("query", "key", "value")])
-    theirs = f"{block}.{_IN_BLOCK[inside]}.{kind}"
-    return transposed(name, shape, theirs) if len(shape) == 2 else alike(name, shape, theirs)
+    def read(self, settings: Settings, stored: Set[str]) -> Vit:
+        model = super().read(settings, stored)
+        assert isinstance(model, Vit)
+        if model.image % model.patch:
+            raise settings.refused(f"patch_size={model.patch} does not divide image_size={model.image}")
+        beside = settings.path.parent / _PROCESSOR
+        if beside.is_file():  # another scale of the pixels would be another function of the image
+            for key in ("image_mean", "image_std"):
+                Settings(beside).only(key, [0.5] * model.channels)
+        return model
+
+    def files(self, model: Vit, tokenizer: str | None, dtype: str) -> dict[str, str]:
+        names = [f"LABEL_{number}" for number in range(model.classes)]
+        settings = self.settings(
+            model,
+            dtype,
+            architectures=["ViTForImageClassification"],
+            initializer_range=0.02,
+            id2label={str(number): name for number, name in enumerate(names)},
+            label2id={name: number for number, name in enumerate(names)},
+        )
+        processor = {
+            "image_processor_type": "ViTImageProcessor",
+            "do_resize": True,
+            "size": {"height": model.image, "width": model.image},
+            "resample": 2,  # bilinear
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": [0.5] * model.channels,
+            "image_std": [0.5] * model.channels,
+        }
+        return {"config.json": as_text(settings), _PROCESSOR: as_text(processor)}
+
+    def pair(self, name: str, shape: Shape, model: Vit, names: Names, rows: Mapping[str, int]) -> Pair:
+        if name == "patches.weight":
+            return _patches(name, shape, model)
+        if name == "positions.weight":
+            return _positions(name, shape, model)
+        return super().pair(name, shape, model, names, rows)
 
 
 def _patches(name: str, shape: Shape, model: Vit) -> Pair:
@@ -163,14 +145,4 @@ def _positions(name: str, shape: Shape, model: Vit) -> Pair:
     return Pair(name, shape, theirs, to_ours, to_theirs, shape[0] - model.positions)
 
 
-VIT = Family(
-    title="ViT",
-    model_types=("vit",),
-    read=_read,
-    pairs=_pairs,
-    files=_files,
-    full_name=lambda stored: stored,
-    copies=lambda model: {},
-    passed_over=re.compile(r"(?!)"),
-    reads_text=False,
-)
+VIT = VitFamily()
