@@ -1,3 +1,55 @@
-"""Meshwright: parallel training of Transformers in any mixture of the published strategies."""
+"""Meshwright: parallel training of Transformers in any mixture of the published strategies.
+
+`import meshwright as mw` gives the names of docs/api.md. Each is imported when it is first asked for: the command
+line's help, and a mistake in a config, need none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from meshwright import launch
+    from meshwright.api import compare, load, plan, resolve, save, train, verify
+    from meshwright.checkpoint.reader import Checkpoint
+    from meshwright.checkpoint.restore import restore
+    from meshwright.parts import build
+    from meshwright.training.step import train_step
+
+__all__ = [
+    "Checkpoint",
+    "build",
+    "compare",
+    "launch",
+    "load",
+    "plan",
+    "resolve",
+    "restore",
+    "save",
+    "train",
+    "train_step",
+    "verify",
+]
+
+_HOMES = {
+    "Checkpoint": "checkpoint.reader",
+    "build": "parts",
+    "restore": "checkpoint.restore",
+    "train_step": "training.step",
+}
+"""Modules of the names that are not api.py's. None of the names is a module's own but `launch`, which is one."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    if name == "launch":
+        return importlib.import_module("meshwright.launch")
+    return vars(importlib.import_module(f"meshwright.{_HOMES.get(name, 'api')}"))[name]
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

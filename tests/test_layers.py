@@ -27,7 +27,7 @@ FLOORS: dict[str, int] = {
     # 6: what asks questions of a run, before, beside and after it.
     "tools": 6,
     # On top.
-    "__main__": 7, "cli": 7, "__init__": 7,
+    "__main__": 7, "cli": 7, "api": 7, "__init__": 7,
 }  # fmt: skip
 
 ROOMS_APART = 2

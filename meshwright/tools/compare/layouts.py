@@ -15,7 +15,7 @@ data, batch.global, optimizer, seed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import count
@@ -89,6 +89,22 @@ def entries_of(question: Question, cluster: Cluster | None, report: ShowProgress
     for place, prediction in enumerate(plans.predictions, 1):
         entries.append(Entry(f"plan-{place}", prediction.config, "the planner"))
     return _numbered(entries)
+
+
+def from_configs(layouts: Mapping[str, Config]) -> list[Entry]:
+    """A program's own configs, by name. Raises ConfigError for what they do not have in common and should."""
+    entries = [Entry(name, config, name) for name, config in layouts.items()]
+    if not entries:
+        raise ConfigError.of("layouts", "none", "leaves nothing to compare", "a config by name, or more")
+    task = _task(entries[0].config)
+    problems = [
+        Problem(f"{entry.name}: {p.field}", p.value, p.rule, p.valid)
+        for entry in entries
+        for p in _foreign(_task(entry.config), task)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return entries
 
 
 def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> list[Entry]:

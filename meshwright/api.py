@@ -1,0 +1,102 @@
+"""What a program does with runs: the commands as functions, on configs instead of files (docs/api.md).
+
+Every function raises ConfigError for a mistake before any process starts, LaunchError where a rank dies, Interrupted
+where somebody stops it; all are MeshwrightErrors. Nothing is printed but by `train`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright import decisions
+from meshwright.config import Config, load_config, parse_config
+
+if TYPE_CHECKING:
+    from meshwright.parts import Parts
+    from meshwright.tools.compare.result import Comparison
+    from meshwright.tools.plan.search import Found
+    from meshwright.tools.verify.job import Verdict
+
+
+def load(run: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
+    """A checked config of a run file, or of a dict of its fields; `overrides`: key=value words on top.
+
+    Raises ConfigError with all mistakes at once. `layout: auto` asks the planner, as the command does.
+    """
+    if isinstance(run, Mapping):
+        return parse_config(dict(run), overrides)
+    from meshwright.tools.plan.auto import AUTO, load_run, read_yaml
+
+    if read_yaml(Path(run)).get("layout") == AUTO:
+        return load_run(Path(run), list(overrides))
+    return load_config(run, overrides)
+
+
+def resolve(config: Config) -> Config:
+    """The config as this machine would run it: every `auto` is a value. `train` and the others do so by themselves."""
+    return decisions.resolve(config, decisions.this_machine()).config
+
+
+def train(config: Config, out: str | Path, *, resume: bool = False) -> Path:
+    """Run the config into the folder `out`, on local ranks; the folder. `resume`: go on from its newest checkpoint."""
+    from meshwright.training.job import train as run_training
+
+    run_training(config, Path(out), resume=resume)
+    return Path(out)
+
+
+def verify(config: Config, *, steps: int = 5, as_configured: bool = False) -> Verdict:
+    """Hold the layout against plain torch on one device, in float64 unless `as_configured`.
+
+    The verdict `holds` or not, has all comparisons in `rows`, and raises what differs by `check()`.
+    """
+    from meshwright.tools.verify.job import verify as run_verification
+
+    return run_verification(config, steps=steps, as_configured=as_configured)
+
+
+def plan(
+    config: Config, cluster: str, devices: int | None = None, *, top: int = 5, fixed: Collection[str] = ()
+) -> Found:
+    """The fastest layouts of a run that fit on a cluster, by its name or file: `predictions`, the fastest first.
+
+    `devices`: by default as many as the config's layout has ranks. `fixed`: fields that keep the config's values.
+    """
+    from meshwright.tools.plan.cluster import load_cluster
+    from meshwright.tools.plan.search import search
+
+    return search(config, load_cluster(cluster), devices or config.layout.world_size, top, fixed=fixed)
+
+
+def compare(
+    layouts: Mapping[str, Config], out: str | Path, *, steps: int = 6, rounds: int = 1, cluster: str | None = None
+) -> Comparison:
+    """Run configs of one task here in turns, and write a page on them to the new folder `out`.
+
+    `cluster`: where steps are predicted for as well; by default cluster.yaml, if there is one here. Raises ConfigError
+    where the configs differ in more than their layouts.
+    """
+    from meshwright.tools.compare.job import Order, cluster_of
+    from meshwright.tools.compare.job import compare as run_comparison
+    from meshwright.tools.compare.layouts import from_configs
+
+    return run_comparison(from_configs(layouts), Order(Path(out).name, Path(out), steps, rounds), cluster_of(cluster))
+
+
+def save(parts: Parts, folder: str | Path, step: int, *, samples: int = 0) -> Path:
+    """Write a checkpoint folder/step-N of what all ranks hold. Collective over the world.
+
+    `samples`: how many the run has seen, for who restores it. Raises CheckpointError where it cannot be written.
+    """
+    from meshwright.checkpoint import CheckpointWriter, pieces_of
+    from meshwright.checkpoint.manifest import Origin
+    from meshwright.checkpoint.restore import progress_of
+
+    origin = Origin(parts.config.model_dump(mode="json", by_alias=True))
+    writer = CheckpointWriter(Path(folder), parts.mesh, sys.maxsize, origin, None)
+    writer.save(progress_of(parts, step, samples), pieces_of(parts))
+    writer.wait()
+    return Path(folder) / f"step-{step}"
