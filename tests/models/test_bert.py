@@ -255,7 +255,7 @@ def loss_without_next_sentence(mesh: Mesh) -> tuple[tuple[str, ...], float, floa
         for name, parameter in small.named_parameters():
             parameter.copy_(weights.pop(name))
         batch = batch_of()
-        alone = large(batch, {"labels": 1 / 12, "next_sentence": 0.0})
+        (alone,) = large(batch, {"labels": 1 / 12, "next_sentence": 0.0})
         return small.labels, float(loss_of(small, batch)), float(alone), list(weights)
 
 
