@@ -29,11 +29,10 @@ from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, sho
 from meshwright.config import Config, parse_config
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.memory.recompute import kept_bytes
-from meshwright.parts import Parts, build
+from meshwright.parts import Parts, build, empty_batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.stages import empty_batch
 
 SETTINGS: dict[str, Any] = {"none": "none", "selective": "selective", "auto (every 3)": "auto", "every 1": 1}
 

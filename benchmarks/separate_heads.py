@@ -23,9 +23,8 @@ from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
 from meshwright.parameters.bucket import make_buckets
 from meshwright.parameters.shard import Initial, initialise, shard_specs, use_gradients
-from meshwright.parts import Parts, build_kit, build_pipeline
+from meshwright.parts import Parts, Stages, build_kit, build_pipeline
 from meshwright.ranks.mesh import Mesh
-from meshwright.stages import Stages
 from meshwright.subgraph.branches import Branches
 from meshwright.subgraph.section import Subgraph
 from meshwright.tensor.kit import Kit

@@ -1,9 +1,13 @@
-"""From a config to the parts of a run: what its strategies, found in the registry, are built of."""
+"""From a config to the parts of a run, for one rank.
+
+First every stage's chunk of the model is built on the meta device, so that each rank knows the whole model's parameters
+and what passes between stages; then this rank's own, with the strategies that the config names (registry.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -15,20 +19,22 @@ from meshwright.data_parallel.strategy import Strategy
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import on_disk, on_host
 from meshwright.memory.recompute import best_group, groups_of, recomputed
-from meshwright.model import Batch, Chunk, rows_of
+from meshwright.model import Batch, Chunk, Hidden, rows_of
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, chain_of, make_chain
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace, StatesFactory
 from meshwright.parameters.bucket import make_buckets
 from meshwright.parameters.shard import ShardSpec, initialise, shard_specs, use_gradients
+from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.pipeline import Pipeline
 from meshwright.pipeline.schedule import ONE_F_ONE_B, Rule
 from meshwright.pipeline.stage import Stage
 from meshwright.ranks.grid import PIPE
+from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load
-from meshwright.stages import Stages, plan_stages
 from meshwright.tensor.kit import Kit, rows_of_rank
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,6 +47,24 @@ STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
     ),
     "disk": lambda mesh, folder: partial(on_disk, device=mesh.device, path=folder / f"offload-{mesh.rank}.bin"),
 }
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What each stage of a pipeline holds, which every rank knows.
+
+    `specs`: of all parameters of the whole model; `tied` are those that two stages hold: embeddings that are the head's
+    table as well, on the first and the last. `passing`: what stage i gives to stage i + 1.
+    """
+
+    chunks: tuple[Chunk, ...]
+    specs: dict[str, ShardSpec]
+    passing: tuple[tuple[TensorMeta, ...], ...]
+
+    def message(self, stage: int) -> MessageMeta:
+        """What a stage gets from those beside it, and sends them."""
+        ends = ((), *self.passing, ())
+        return {"before": ends[stage], "after": ends[stage + 1]}
 
 
 @dataclass(frozen=True)
@@ -82,6 +106,47 @@ class Parts:
         return chain_of(self.config).tokens_per_sample(self.config)
 
 
+def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
+    """Everything a rank needs to train a resolved config.
+
+    `folder`: the run's, where an optimizer that lives on disk has its file.
+    """
+    stages = plan_stages(config, mesh)
+    chunk = stages.chunks[mesh.index(PIPE)]
+    kit = build_kit(config, mesh)
+    model = build_model(config, kit, mesh, chunk)
+    recompute_in(config, model, len(chunk.layers))
+    strategy = _build_strategy(config, mesh, model, stages.specs)
+    use_gradients(model, strategy.gradients)
+    to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
+    optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
+    pipeline = build_pipeline(config, mesh, model, stages, strategy)
+    return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer)
+
+
+def plan_stages(config: Config, mesh: Mesh) -> Stages:
+    """Build every stage's chunk of the model on the meta device, as this rank's fellow there would hold it."""
+    settings = config.layout.pipeline
+    assert not isinstance(settings.partition, str) or settings.size == 1, "resolve() decides the partition beforehand"
+    partition = settings.partition if not isinstance(settings.partition, str) else (config.model.num_blocks,)
+    runs = ranges_of(partition)
+    chunks = tuple(Chunk(run, stage == 0, stage == len(runs) - 1) for stage, run in enumerate(runs))
+    specs: dict[str, ShardSpec] = {}
+    passing: list[tuple[TensorMeta, ...]] = []
+    hidden: Hidden = ()
+    for stage, chunk in enumerate(chunks):
+        fellow = mesh.grid.rank(mesh.grid.coordinates(mesh.rank) | {PIPE: stage})
+        there = planned_mesh(mesh.grid, fellow, mesh.token_axes)
+        kit = build_kit(config, there)
+        model = build_model(config, kit, there, chunk)
+        specs |= {name: replace(spec, tied=name in specs) for name, spec in shard_specs(model).items()}
+        if not chunk.last:
+            with torch.no_grad():
+                hidden = model.hidden_states(empty_batch(config, kit, model.inside, there.device), hidden)
+            passing.append(tuple(TensorMeta(tuple(x.shape), x.dtype) for x in hidden))
+    return Stages(chunks, specs, tuple(passing))
+
+
 def build_kit(config: Config, mesh: Mesh) -> Kit:
     """The words that the model is written in, for this rank."""
     return config.layout.tensor.kit(config, mesh)
@@ -102,28 +167,11 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None
     return model
 
 
-def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
-    """Everything a rank needs to train a resolved config.
-
-    `folder`: the run's, where an optimizer that lives on disk has its file.
-    """
-    stages = plan_stages(config, mesh, partial(make_chunk, config))
-    chunk = stages.chunks[mesh.index(PIPE)]
-    kit = build_kit(config, mesh)
-    model = build_model(config, kit, mesh, chunk)
-    recompute_in(config, model, len(chunk.layers))
-    strategy = _build_strategy(config, mesh, model, stages.specs)
-    use_gradients(model, strategy.gradients)
-    to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
-    optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
-    pipeline = build_pipeline(config, mesh, model, stages, strategy)
-    return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer)
-
-
-def make_chunk(config: Config, mesh: Mesh, chunk: Chunk) -> tuple[Chain, Kit]:
-    """A chunk of the model for a rank, and the kit that it is written in."""
-    kit = build_kit(config, mesh)
-    return build_model(config, kit, mesh, chunk), kit
+def empty_batch(config: Config, kit: Kit, inside: Sequence[str], device: torch.device) -> Batch:
+    """This rank's rows of a microbatch of zeros."""
+    shapes = chain_of(config).sample_shapes(config)
+    zeros = {name: torch.zeros(config.micro, *shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
+    return rows_of_rank(zeros, kit, inside)
 
 
 def recompute_in(config: Config, model: Chain, stage_layers: int) -> None:
@@ -159,8 +207,8 @@ def build_pipeline(config: Config, mesh: Mesh, model: Chain, stages: Stages, str
     autocasts = (mesh.device.type, DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
     stage = Stage(model, strategy.gradients, run=strategy.forward, autocasts=autocasts)
     peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes if config.layout.pipeline.size > 1))
-    forms = stages.forms(mesh.index(PIPE))
-    return Pipeline(stage, rule_of(config), mesh, peers, mesh.mailbox(PIPE), forms, strategy)
+    message = stages.message(mesh.index(PIPE))
+    return Pipeline(stage, rule_of(config), mesh, peers, mesh.mailbox(PIPE), message, strategy)
 
 
 def bucket_bytes(config: Config) -> int:

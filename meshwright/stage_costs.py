@@ -29,13 +29,12 @@ from meshwright.model import Chunk, Costs, Hidden
 from meshwright.models.chain import Chain, chain_of, make_chain
 from meshwright.parameters.bucket import gradient_dtype
 from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs
-from meshwright.parts import Parts, build, make_chunk
+from meshwright.parts import Parts, build, build_kit, build_model, empty_batch, plan_stages
 from meshwright.pipeline.partition import balanced
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.stages import empty_batch, plan_stages
 from meshwright.tensor.serial import SerialKit
 from meshwright.tensor.tesseract import TesseractKit
 
@@ -78,13 +77,13 @@ class BuiltStages:
         return [[size_bytes(block) for block in kit.weights.blocks] for kit in kits if isinstance(kit, TesseractKit)]
 
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
-        make = partial(make_chunk, config)
-        stages = plan_stages(config, first_ranks(config)[0], make)
+        stages = plan_stages(config, first_ranks(config)[0])
         sizes = []
         for stage, mesh in enumerate(first_ranks(config)):
-            model, kit = make(mesh, stages.chunks[stage])
+            kit = build_kit(config, mesh)
+            model = build_model(config, kit, mesh, stages.chunks[stage])
             batch = empty_batch(config, kit, model.inside, mesh.device)
-            forms = stages.forms(stage)["before"]
+            forms = stages.message(stage)["before"]
             given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta").requires_grad_() for form in forms)
             sizes.append(
                 2 * kept_bytes(partial(model, batch, dict.fromkeys(model.labels, 1.0), given), model.parameters())
@@ -107,7 +106,8 @@ def all_state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], de
 def counted_costs(config: Config) -> Costs:
     """The work of each link of the chain, `shared_work` of its parameters."""
     mesh = first_ranks(config)[0]
-    specs = (shard_specs(make_chunk(config, mesh, link)[0]) for link in links(config.model.num_blocks))
+    kit = build_kit(config, mesh)
+    specs = (shard_specs(build_model(config, kit, mesh, chunk)) for chunk in links(config.model.num_blocks))
     return shared_work(config, parameters_of(*specs))
 
 

@@ -21,7 +21,7 @@ FLOORS: dict[str, int] = {
     # 3: a kit made of the tensor room's layers; models, written against the kit.
     "subgraph": 3, "models": 3,
     # 4: what makes a run of the parts.
-    "stages": 4, "parts": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "data": 4, "launch": 4,
+    "parts": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "data": 4, "launch": 4,
     # 5: the run. The core ends here.
     "training": 5,
     # 6: what asks questions of a run, before, beside and after it.

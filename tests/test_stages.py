@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -11,13 +9,12 @@ from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.machine import Machine
 from meshwright.parameters.shard import shard_specs
-from meshwright.parts import build_model, make_chunk
+from meshwright.parts import Stages, build_model, plan_stages
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import BuiltStages
-from meshwright.stages import Stages, plan_stages
 from meshwright.tensor.serial import SerialKit
 from tests.harness import build, resolved
 from tests.pipeline.test_equality import WHOLE, pipelined
@@ -29,7 +26,7 @@ from tests.workers import run_ranks
 def planned(config: Config, rank: int = 0) -> tuple[Mesh, Stages]:
     config = resolved(config)
     mesh = planned_mesh(Grid(config.layout.axes), rank, config.layout.token_axes)
-    return mesh, plan_stages(config, mesh, partial(make_chunk, config))
+    return mesh, plan_stages(config, mesh)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "untied", "bert", "megatron-bert", "vit"])
@@ -67,7 +64,7 @@ def test_what_passes_between_stages(tensor: dict[str, object], shape: tuple[int,
     batch = {"global": 24, "micro": 12 if tensor.get("d") == 2 else 6}
     _, plan = planned(pipelined("gpt2", 2, "gpipe", tensor, batch=batch))
     forms = (TensorMeta(shape, torch.float64),)
-    assert (plan.forms(0), plan.forms(1)) == ({"before": (), "after": forms}, {"before": forms, "after": ()})
+    assert (plan.message(0), plan.message(1)) == ({"before": (), "after": forms}, {"before": forms, "after": ()})
 
 
 def of_a_size(free: int) -> int:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from meshwright.config import Config, parse_config
 from meshwright.memory.recompute import best_group, groups_of, kept_bytes
-from meshwright.parts import Parts
+from meshwright.parts import Parts, empty_batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.stages import empty_batch
 from tests.data_parallel.test_equality import train_step
 from tests.harness import build
 from tests.pipeline.test_equality import WHOLE, pipelined

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,13 +16,12 @@ from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
 from meshwright.models.resnext import BlockShape, ResNeXtModel, block_shapes
 from meshwright.parameters.shard import num_parameters, shard_specs
-from meshwright.parts import build_model, make_chunk
+from meshwright.parts import build_model, plan_stages
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import counted_costs, time_links
-from meshwright.stages import plan_stages
 from meshwright.tensor.serial import SerialKit
 from tests.tensor.test_equality import check, run
 from tests.workers import run_ranks
@@ -291,17 +290,12 @@ def test_recomputed_blocks_equal_serial() -> None:
     check(run(parse_config(tree | {"memory": {"recompute": {"every": 2}}})), serial())
 
 
-def planned() -> tuple[Config, Mesh, Any]:
+def test_each_cut_has_its_own_messages_and_each_block_its_own_cost() -> None:
     config = laid_out(WHOLE, 1, 3, partition=(1, 1, 1))
     mesh = planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes)
-    return config, mesh, partial(make_chunk, config)
-
-
-def test_each_cut_has_its_own_forms_and_each_block_its_own_cost() -> None:
-    config, mesh, make = planned()
     first, second = (TensorMeta(shape, torch.float64) for shape in ((4, 36, 32), (4, 9, 64)))
-    stages = plan_stages(config, mesh, make)
-    assert [stages.forms(stage) for stage in range(3)] == [
+    stages = plan_stages(config, mesh)
+    assert [stages.message(stage) for stage in range(3)] == [
         {"before": (), "after": (first,)},
         {"before": (first,), "after": (second,)},
         {"before": (second,), "after": ()},

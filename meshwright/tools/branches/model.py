@@ -17,8 +17,8 @@ from meshwright.config import Config
 from meshwright.model import IGNORED
 from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import Initial
+from meshwright.parts import empty_batch
 from meshwright.ranks.mesh import Mesh, solo_mesh
-from meshwright.stages import empty_batch
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.serial import SerialHead, SerialKit
 from meshwright.tools.branches.graph import Graph

@@ -14,12 +14,11 @@ from meshwright.environment import read_environment
 from meshwright.errors import ConfigError
 from meshwright.launch import joined
 from meshwright.machine import Machine
-from meshwright.parts import Parts, build
+from meshwright.parts import Parts, build, empty_batch
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.planned import planned_mesh
 from meshwright.ranks.topology import Topology, Volume
-from meshwright.stages import empty_batch
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What the virtual clock says of a planned pipeline, under its own schedule and under the others.
 
-A task takes its part of the counted work of its stage, by which layers are shared out (stages.py): F a third, B the
+A task takes its part of its stage's counted work, which shares layers out (stage_costs.py): F a third, B the
 rest where it is whole, a third each where B and W are split. Messages take no time, and recomputation is not counted.
 """
 

@@ -25,7 +25,7 @@ from meshwright.models.chain import chain_of, make_chain
 from meshwright.parameters.bucket import gradient_dtype, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
-from meshwright.parts import build_kit, build_model, recompute_in
+from meshwright.parts import build_kit, build_model, empty_batch, recompute_in
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid
@@ -33,7 +33,6 @@ from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import links, parameters_of
-from meshwright.stages import empty_batch
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.cluster import Device
 from meshwright.tools.plan.recorder import AsOnDevice, Program, Recorder

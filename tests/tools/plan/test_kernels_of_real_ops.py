@@ -19,13 +19,12 @@ from meshwright.models.section import Gpt2
 from meshwright.parameters.bucket import gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
-from meshwright.parts import build_kit, build_model
+from meshwright.parts import build_kit, build_model, empty_batch
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import LedgerTransport
-from meshwright.stages import empty_batch
 from meshwright.tools.plan.cluster import Device
 from meshwright.tools.plan.recorder import Kernel, Program, Recorder
 from meshwright.tools.plan.recordings import Link, Recordings
