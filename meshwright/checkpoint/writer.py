@@ -34,6 +34,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.reader import newest_step, steps_in
 from meshwright.checkpoint.restore import Piece
 from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.mesh import Mesh
 
 PARTIAL = ".partial-"
@@ -115,12 +116,7 @@ class CheckpointWriter:
 
     def _agree(self, failure: str) -> str:
         """The first rank's failure that is a cause and not a consequence."""
-        codes = [ord(letter) for letter in failure[:TEXT_LENGTH]]
-        mine = torch.zeros(TEXT_LENGTH, dtype=torch.int64, device=self.mesh.device)
-        mine[: len(codes)] = torch.tensor(codes, dtype=torch.int64)
-        every = mine.new_empty(self.mesh.grid.world_size * TEXT_LENGTH)
-        self.mesh.world.all_gather(every, mine)
-        texts = ["".join(map(chr, row)).rstrip("\0") for row in every.view(-1, TEXT_LENGTH).tolist()]
+        texts = all_texts(failure[:TEXT_LENGTH], self.mesh.world, self.mesh.device)
         if cause := next((text for text in texts if text and text != ABANDONED), ""):
             return cause
         # Consequences without a cause: nobody but a person or another program took the folder away.

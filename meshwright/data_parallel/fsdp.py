@@ -19,7 +19,8 @@ from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import FlatWeights, Place, Slot, gradient_dtype
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import Box, ShardSpec
-from meshwright.ranks.comm import SoloComm, same_everywhere
+from meshwright.ranks.agreement import same_everywhere
+from meshwright.ranks.comm import SoloComm
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchComm
 

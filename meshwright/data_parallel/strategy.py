@@ -15,7 +15,8 @@ from torch import nn
 from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, Slot, gradient_views
 from meshwright.parameters.gradients import Gradients
-from meshwright.ranks.comm import DONE, Comm, Later, Work, same_everywhere
+from meshwright.ranks.agreement import same_everywhere
+from meshwright.ranks.comm import DONE, Comm, Later, Work
 from meshwright.ranks.mesh import Mesh
 
 

@@ -27,7 +27,7 @@ from meshwright.errors import DivergedError
 from meshwright.optim.norm import norm_of_squares, square_of
 from meshwright.optim.states import InPlace, StatesFactory
 from meshwright.parameters.bucket import Slot
-from meshwright.ranks.comm import same_everywhere
+from meshwright.ranks.agreement import same_everywhere
 from meshwright.ranks.mesh import Mesh
 
 

@@ -9,14 +9,12 @@ Verbs take contiguous tensors. `wait=False` returns at once; the result is there
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from meshwright.ranks.flight_recorder import Call, FlightRecorder
@@ -306,12 +304,3 @@ class RecordedComm(Comm):
     def _waiting(self, verb: str, payload_bytes: int, *members: int) -> AbstractContextManager[None]:
         ranks = tuple(sorted({self.ranks[member] for member in members}))
         return self.recorder.waiting(Call(self.axis, verb, payload_bytes, ranks))
-
-
-def same_everywhere(x: Tensor, comm: Comm) -> bool:
-    """Whether all members hold the same bits, by a SHA-256 of them. Sends 32 bytes."""
-    digest = hashlib.sha256(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=x.device)
-    every = mine.new_empty(comm.size, mine.numel())
-    comm.all_gather(every, mine)
-    return bool((every == mine).all())

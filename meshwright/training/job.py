@@ -33,12 +33,13 @@ from meshwright.errors import DamagedError
 from meshwright.launch import Rank, Ranks, StopRequest, run
 from meshwright.machine import Machine
 from meshwright.parts import Parts, build
+from meshwright.ranks.agreement import all_rows, text_of_root
 from meshwright.ranks.mesh import Mesh
 from meshwright.section import field_of, with_field
 from meshwright.training import folder
 from meshwright.training.console import RunDisplay
 from meshwright.training.loop import Trainer, validate
-from meshwright.training.meeting import facts_of, least_of_all, meet, tell_all
+from meshwright.training.meeting import facts_of, meet
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.status import STATUS
 from meshwright.training.trace import write_step
@@ -142,16 +143,15 @@ def _resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *,
         memory = torch.cuda.mem_get_info(mesh.device)[0]
     else:
         memory = Machine.here().rank_bytes(settings.layout.world_size)
-    least = least_of_all(mesh, memory)
+    least = int(all_rows(torch.tensor([memory], device=mesh.device), mesh.world).min())
     resolved = Resolved(settings)
     if mesh.rank == 0:
         before = decided_before(asked, out, resume=resume)
         for field in FIELDS:
             settings = with_field(settings, field, field_of(before, field))
         resolved = resolve_layout(settings, Machine(cores=1, memory=least, shared=False))
-    tree = json.loads(
-        tell_all(mesh, json.dumps([resolved.config.model_dump(mode="json", by_alias=True), resolved.notes]))
-    )
+    text = json.dumps([resolved.config.model_dump(mode="json", by_alias=True), resolved.notes])
+    tree = json.loads(text_of_root(text, mesh.world, mesh.device))
     return Resolved(Config.model_validate(tree[0]), tuple(tree[1]))
 
 

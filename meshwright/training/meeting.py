@@ -23,6 +23,7 @@ import meshwright
 from meshwright.config import Config
 from meshwright.data.packed import fingerprint
 from meshwright.errors import LaunchError
+from meshwright.ranks.agreement import all_texts, same_everywhere
 from meshwright.ranks.mesh import Mesh
 
 _HOST = "host"
@@ -64,44 +65,12 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
 def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
     """Return where all ranks state the same facts; else LaunchError on all of them, naming the first who differs."""
     text = json.dumps(dict(facts), sort_keys=True)
-    digest = _gather(mesh, torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8))
-    if (digest == digest[0]).all():
+    if same_everywhere(torch.tensor(list(text.encode()), dtype=torch.uint8, device=mesh.device), mesh.world):
         return
-    stated = _gather_texts(mesh, json.dumps({**facts, _HOST: socket.gethostname()}))
+    stated = all_texts(json.dumps({**facts, _HOST: socket.gethostname()}), mesh.world, mesh.device)
     every = [json.loads(one) for one in stated]
     rank = next(rank for rank, theirs in enumerate(every) if _differences(theirs, every[0]))
     raise LaunchError(_sentence(rank, every[rank], every[0]))
-
-
-def _gather(mesh: Mesh, mine: torch.Tensor) -> torch.Tensor:
-    """Every rank's row, in rank order."""
-    row = mine.to(mesh.device)
-    rows = row.new_empty(mesh.world.size, row.numel())
-    mesh.world.all_gather(rows, row)
-    return rows.cpu()
-
-
-def _gather_texts(mesh: Mesh, text: str) -> list[str]:
-    encoded = text.encode()
-    lengths = _gather(mesh, torch.tensor([len(encoded)])).flatten().tolist()
-    padded = bytearray(encoded.ljust(max(lengths)))
-    rows = _gather(mesh, torch.frombuffer(padded, dtype=torch.uint8))
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
-
-
-def tell_all(mesh: Mesh, text: str) -> str:
-    """Rank 0's text, on every rank."""
-    length = torch.tensor([len(text.encode())], device=mesh.device)
-    mesh.world.broadcast(length, 0)
-    content = bytearray(text.encode() if mesh.rank == 0 else int(length))
-    row = torch.frombuffer(content, dtype=torch.uint8).to(mesh.device)
-    mesh.world.broadcast(row, 0)
-    return bytes(row.tolist()).decode()
-
-
-def least_of_all(mesh: Mesh, number: int) -> int:
-    """The smallest of all ranks' numbers."""
-    return int(_gather(mesh, torch.tensor([number])).min())
 
 
 def _differences(theirs: Mapping[str, str], first: Mapping[str, str]) -> list[str]:

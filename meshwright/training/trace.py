@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-import torch
-
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Span, Timeline
 from meshwright.pipeline.trace import write_trace
+from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
 
@@ -56,14 +55,5 @@ def write_step(spans: Sequence[Span], mesh: Mesh, step: int, folder: Path) -> No
 
 def _gathered(spans: Sequence[Span], mesh: Mesh) -> tuple[Span, ...]:
     """The spans of all stages."""
-    comm = mesh.comm(PIPE)
-    text = json.dumps([astuple(span) for span in spans]).encode()
-    length = torch.tensor([len(text)], device=mesh.device)
-    lengths = length.new_empty(comm.size)
-    comm.all_gather(lengths, length)
-    longest = int(lengths.max())
-    mine = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=mesh.device)
-    everyone = mine.new_empty(comm.size, longest)
-    comm.all_gather(everyone, mine)
-    texts = [bytes(row).decode() for row in everyone.tolist()]
+    texts = all_texts(json.dumps([astuple(span) for span in spans]), mesh.comm(PIPE), mesh.device)
     return tuple(Span(*fields) for row in texts for fields in json.loads(row))

@@ -1,0 +1,46 @@
+"""Facts that the ranks of a group share outside of the step: rows, texts, whether they hold the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from meshwright.ranks.comm import Comm
+
+
+def all_rows(row: Tensor, comm: Comm) -> Tensor:
+    """Every member's row, in order: [n, *row]."""
+    rows = row.new_empty(comm.size, *row.shape)
+    comm.all_gather(rows, row)
+    return rows
+
+
+def all_texts(text: str, comm: Comm, device: torch.device) -> list[str]:
+    """Every member's text, in order. Sends the lengths, then the texts as bytes; only the lengths if all are empty."""
+    content = text.encode(errors="surrogatepass")  # a file's name may hold bytes that are no text
+    lengths = all_rows(torch.tensor([len(content)], device=device), comm).flatten().tolist()
+    if not any(lengths):
+        return [""] * comm.size
+    padded = torch.frombuffer(bytearray(content.ljust(max(lengths))), dtype=torch.uint8).to(device)
+    rows = all_rows(padded, comm).tolist()
+    return [bytes(row[:length]).decode(errors="surrogatepass") for row, length in zip(rows, lengths, strict=True)]
+
+
+def text_of_root(text: str, comm: Comm, device: torch.device, root: int = 0) -> str:
+    """The text of the member `root`, on every member."""
+    content = text.encode(errors="surrogatepass")
+    length = torch.tensor([len(content)], device=device)
+    comm.broadcast(length, root)
+    held = bytearray(content if comm.index == root else int(length))
+    row = torch.frombuffer(held, dtype=torch.uint8).to(device)
+    comm.broadcast(row, root)
+    return bytes(row.tolist()).decode(errors="surrogatepass")
+
+
+def same_everywhere(x: Tensor, comm: Comm) -> bool:
+    """Whether all members hold the same bits, by a SHA-256 of them. Sends 32 bytes."""
+    digest = hashlib.sha256(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
+    rows = all_rows(torch.tensor(list(digest), dtype=torch.uint8, device=x.device), comm)
+    return bool((rows == rows[comm.index]).all())
