@@ -33,7 +33,7 @@ app, data_app, convert_app = _group(HELP), _group("Corpora."), _group("Hugging F
 RunFile = Annotated[Path, Argument(metavar="RUN.yaml", help="The run file.")]
 Overrides = Annotated[list[str] | None, Argument(metavar="key=value ...", help="e.g. layout.data.size=4")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON for a script.")]
-Device = Annotated[str, Option(help="auto, cpu or cuda.")]
+DeviceOption = Annotated[str, Option(help="auto, cpu or cuda.")]
 ClusterName = Annotated[
     str, Option(metavar="NAME|FILE", help="One of meshwright/configs/clusters, or a file of calibrate.")
 ]
@@ -76,14 +76,14 @@ def progress() -> Iterator[Callable[[str, float | None], None]]:
         yield show
 
 
-class Report(Protocol):
+class _ResultModule(Protocol):
     """The module of a tool that says its result: to a person, and to a script."""
 
     def render(self, result: Any, /) -> None: ...
     def as_dict(self, result: Any, /) -> dict[str, Any]: ...
 
 
-def print_result(report: Report, result: object, as_json: bool, written: Sequence[Path] | None = None) -> None:
+def print_result(report: _ResultModule, result: object, as_json: bool, written: Sequence[Path] | None = None) -> None:
     """Print a result by the module of its tool that has `render` and `as_dict`, and the files that were written."""
     if as_json:
         print(json.dumps(report.as_dict(result) | ({} if written is None else {"written": list(map(str, written))})))

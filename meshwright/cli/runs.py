@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer import Argument, Option
 
-from meshwright.cli.app import AsJson, ClusterName, Device, Overrides, RunFile, app, print_result, progress
+from meshwright.cli.app import AsJson, ClusterName, DeviceOption, Overrides, RunFile, app, print_result, progress
 from meshwright.errors import ConfigError
 
 
@@ -210,7 +210,7 @@ def scale(
 def calibrate(
     out: Annotated[Path, Option(help="The cluster file to write.")] = Path("cluster.yaml"),
     ranks: Annotated[str | None, Option(help="Between how many ranks links are timed; 2,4, or up to all GPUs.")] = None,
-    device: Device = "auto",
+    device: DeviceOption = "auto",
     quick: Annotated[bool, Option("--quick", help="Half a minute instead of three: fewer sizes.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -257,15 +257,15 @@ def compare(
     Example: meshwright compare run.yaml --layouts rows.yaml stages.yaml --cluster here.yaml --rounds 3
     """
     from meshwright.tools.compare import report
-    from meshwright.tools.compare.job import PAGE, Order, check, cluster_of
+    from meshwright.tools.compare.job import PAGE, Order, cluster_of, require_all
     from meshwright.tools.compare.job import compare as run_comparison
-    from meshwright.tools.compare.layouts import Question, entries_of, split_words
+    from meshwright.tools.compare.layouts import LayoutRequest, contenders_of, split_words
 
     words, files = split_words(overrides or (), layouts or ())
     facts = cluster_of(cluster)
     order = Order(run.stem, out or Path("out") / f"{run.stem}-compared", steps, rounds)
     with progress() as show:
-        entries = entries_of(Question(run, words, files, top, devices), facts, show)
-        comparison = run_comparison(entries, order, facts, show)
+        contenders = contenders_of(LayoutRequest(run, words, files, top, devices), facts, show)
+        comparison = run_comparison(contenders, order, facts, show)
     print_result(report, comparison, as_json, [order.out / PAGE])
-    check(comparison, order.out)
+    require_all(comparison, order.out)

@@ -13,7 +13,7 @@ from meshwright.cli.app import (
     Beams,
     CheckpointFolder,
     Context,
-    Device,
+    DeviceOption,
     LengthPenalty,
     NewFolder,
     app,
@@ -85,7 +85,7 @@ def evaluate(
     samples: Annotated[int | None, Option(help="BLEU of so many pairs; of all.")] = None,
     beams: Beams = None,
     length_penalty: LengthPenalty = None,
-    device: Device = "auto",
+    device: DeviceOption = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Perplexity of a text per token and per word; an encoder-decoder's of targets, and BLEU of its answers; LAMBADA's
@@ -113,7 +113,7 @@ def generate(
     beams: Beams = None,
     length_penalty: LengthPenalty = None,
     context: Context = None,
-    device: Device = "auto",
+    device: DeviceOption = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Go on from a prompt, by a GPT-2: the same seed gives the same text. Or answer it, by an encoder-decoder.

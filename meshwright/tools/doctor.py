@@ -61,7 +61,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class Diagnosis:
     """All findings, in the order in which they are shown."""
 
     findings: tuple[Finding, ...]
@@ -71,7 +71,7 @@ class Report:
         return tuple(finding for finding in self.findings if finding.missing)
 
 
-def examine(working_folder: Path | None = None) -> Report:
+def examine(working_folder: Path | None = None) -> Diagnosis:
     """Look at this interpreter and machine. `working_folder`: where runs will be written (default: the current one)."""
     findings = [
         *_python(),
@@ -81,10 +81,10 @@ def examine(working_folder: Path | None = None) -> Report:
         _disk("cache", cache_folder()),
         _disk("working", (working_folder or Path.cwd()).absolute()),
     ]
-    return Report(tuple(findings))
+    return Diagnosis(tuple(findings))
 
 
-def as_dict(report: Report) -> dict[str, object]:
+def as_dict(report: Diagnosis) -> dict[str, object]:
     """{section: {name: value}} of plain values, and `missing`: {name: command}."""
     sections: dict[str, dict[str, Plain]] = {}
     for finding in report.findings:
@@ -92,7 +92,7 @@ def as_dict(report: Report) -> dict[str, object]:
     return {**sections, "missing": {finding.name: finding.command for finding in report.missing}}
 
 
-def render(report: Report, width: int | None = None) -> None:
+def render(report: Diagnosis, width: int | None = None) -> None:
     """Print a table of the findings, and a command for what is missing."""
     console = Console(highlight=False, width=width)
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))

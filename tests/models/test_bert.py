@@ -22,7 +22,7 @@ from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.convert.bert import BERT as CONVERTED
+from meshwright.tools.convert.bert import BERT_FAMILY as CONVERTED
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from meshwright.tools import doctor
-from meshwright.tools.doctor import Finding, Report, as_dict, examine, render, size_text
+from meshwright.tools.doctor import Diagnosis, Finding, as_dict, examine, render, size_text
 
 
-def by_name(report: Report) -> dict[str, Finding]:
+def by_name(report: Diagnosis) -> dict[str, Finding]:
     return {finding.name: finding for finding in report.findings}
 
 
-def printed(report: Report) -> str:
+def printed(report: Diagnosis) -> str:
     with redirect_stdout(StringIO()) as output:
         render(report, width=200)
     return output.getvalue()
@@ -87,7 +87,7 @@ def test_a_library_of_many_words_is_named_by_its_first(monkeypatch: pytest.Monke
 
 
 def test_nothing_missing_is_said() -> None:
-    assert "Nothing is missing" in printed(Report((Finding("python", "version", "3.11", "3.11"),)))
+    assert "Nothing is missing" in printed(Diagnosis((Finding("python", "version", "3.11", "3.11"),)))
 
 
 @pytest.mark.parametrize(

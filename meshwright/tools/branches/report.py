@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from meshwright.tools.branches.findings import Bound, Findings, Group, unnumbered
-
-WIDTH = 140
-"""Columns, where no terminal says how many there are."""
+from meshwright.tools.report import table_console
 
 _FIRST_NUMBER = re.compile(r"\d+")
 
@@ -51,7 +47,7 @@ def _bounds_dict(bounds: dict[int, Bound]) -> dict[str, dict[str, float]]:
 
 def render(found: Findings) -> None:
     """Two tables, and what they leave out."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = table_console()
     console.print(
         f"{flops_text(found.total_flops)} FLOP: a microbatch of {found.rows} forward, without layout; products count 2 "
         "a multiplication, other operators 1 an element"

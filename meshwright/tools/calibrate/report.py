@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 from rich.table import Column, Table
 
 from meshwright.errors import ConfigError
 from meshwright.tools.plan.cluster import Cluster, Links, interpolated
-
-WIDTH = 140
-"""Columns, where no terminal says how many there are."""
+from meshwright.tools.report import table_console
 
 COLUMNS = 4
 """Payloads that are shown of those that were measured."""
@@ -69,7 +65,7 @@ def as_dict(cluster: Cluster, out: Path) -> dict[str, object]:
 
 def render(cluster: Cluster, out: Path) -> None:
     """The device, and the verbs of each backend."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = table_console()
     device = cluster.device
     peaks = ", ".join(f"{dtype} {rate / 1e9:,.1f}" for dtype, rate in device.peak.items())
     curve = ", ".join(f"{side:.0f}: {part:.0%}" for side, part in device.efficiency)

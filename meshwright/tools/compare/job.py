@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.config import Config
-from meshwright.data.progress import ShowProgress as Report
-from meshwright.data.progress import silent
+from meshwright.data.progress import ShowProgress, silent
 from meshwright.decisions import resolve_process, this_machine
 from meshwright.errors import ConfigError, LaunchError, Problem
 from meshwright.launch import Interrupted, joined
 from meshwright.machine import usable_cores
-from meshwright.tools.compare.layouts import Entry
+from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, draw, html_of
-from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Predicted, Row
-from meshwright.tools.compare.run import run
+from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, Predicted
+from meshwright.tools.compare.run import measure_run
 from meshwright.tools.plan.cluster import CALIBRATED, Cluster, load_cluster
 from meshwright.tools.plan.predict import Planner
 
@@ -52,7 +51,9 @@ def cluster_of(name: str | None) -> Cluster | None:
     return load_cluster(name) if name is not None else None
 
 
-def compare(entries: Sequence[Entry], order: Order, cluster: Cluster | None, report: Report = silent) -> Comparison:
+def compare(
+    contenders: Sequence[Contender], order: Order, cluster: Cluster | None, report: ShowProgress = silent
+) -> Comparison:
     """Run the layouts and write the results. A layout that dies is left out of later rounds, and says why. Without a
     cluster nothing is predicted.
 
@@ -60,21 +61,21 @@ def compare(entries: Sequence[Entry], order: Order, cluster: Cluster | None, rep
     """
     if joined():
         raise LaunchError("compare starts its own workers: run it outside of torchrun, srun and mpirun")
-    processes = _checked(entries, order)
+    processes = _checked(contenders, order)
     _make_folder(order.out)
-    data = entries[0].config.data.prepare(entries[0].config, report)
+    data = contenders[0].config.data.prepare(contenders[0].config, report)
     planner = Planner(cluster) if cluster is not None else None
     rows = []
-    for entry, own in zip(entries, processes, strict=True):
-        report(f"predicting {entry.name}", None)
+    for contender, own in zip(contenders, processes, strict=True):
+        report(f"predicting {contender.name}", None)
         predicted, reason = None, NO_CLUSTER
         if planner is not None:
             try:
-                predicted, reason = Predicted.of(planner.predict(entry.config)), ""
+                predicted, reason = Predicted.of(planner.predict(contender.config)), ""
             except ConfigError as error:
                 reason = str(error)
         threads = own.threads if own.device == "cpu" and own.threads != "auto" else 1
-        rows.append(Row(entry, predicted=predicted, unpredicted=reason, threads=threads))
+        rows.append(Measurement(contender, predicted=predicted, unpredicted=reason, threads=threads))
     stopped = _measure(rows, order, data, report)
     comparison = Comparison(
         order.title,
@@ -99,7 +100,7 @@ def compare(entries: Sequence[Entry], order: Order, cluster: Cluster | None, rep
     return comparison
 
 
-def check(comparison: Comparison, out: Path) -> None:
+def require_all(comparison: Comparison, out: Path) -> None:
     """Raises LaunchError where a layout did not come to its end."""
     failed = [row for row in comparison.rows if row.failure]
     if failed:
@@ -107,7 +108,7 @@ def check(comparison: Comparison, out: Path) -> None:
         raise LaunchError(f"{len(failed)} of {len(comparison.rows)} layouts failed; {out} has the others\n{causes}")
 
 
-def _measure(rows: list[Row], order: Order, data: Path, report: Report) -> Interrupted | None:
+def _measure(rows: list[Measurement], order: Order, data: Path, report: ShowProgress) -> Interrupted | None:
     """Make all rounds: a row of `rows` gains a run with each that ends, or its failure. Returns what stopped them."""
     places = range(len(rows))
     try:
@@ -120,7 +121,7 @@ def _measure(rows: list[Row], order: Order, data: Path, report: Report) -> Inter
                 folder = order.out / name / f"round-{turn + 1}"
                 report(f"round {turn + 1} of {order.rounds}: {row.name}", _num_runs(rows) / (order.rounds * len(rows)))
                 try:
-                    finished = run(_here(row.entry.config), data, folder, order.steps)
+                    finished = measure_run(_here(row.contender.config), data, folder, order.steps)
                     rows[place] = replace(row, runs=(*row.runs, finished))
                 except Interrupted:
                     raise
@@ -133,7 +134,7 @@ def _measure(rows: list[Row], order: Order, data: Path, report: Report) -> Inter
     return None
 
 
-def _num_runs(rows: Sequence[Row]) -> int:
+def _num_runs(rows: Sequence[Measurement]) -> int:
     return sum(len(row.runs) for row in rows)
 
 
@@ -143,26 +144,26 @@ def _here(config: Config) -> Config:
     return config.model_copy(update={"layout": layout, "restarts": 0})
 
 
-def _checked(entries: Sequence[Entry], order: Order) -> list[Config]:
+def _checked(contenders: Sequence[Contender], order: Order) -> list[Config]:
     """Each layout with its device, threads and transport here.
 
     Raises ConfigError, under the layout's name, where this machine cannot run it.
     """
-    names = [entry.name for entry in entries]
+    names = [contender.name for contender in contenders]
     assert names, "nothing to compare"
     assert len(set(names)) == len(names), f"two layouts of one name: {names}"
-    most = entries[0].config.steps
+    most = contenders[0].config.steps
     if not WARMUP_STEPS < order.steps <= most:
         rule = f"is no number of steps: the first {WARMUP_STEPS} are not timed"
         raise ConfigError.of("--steps", order.steps, rule, f"{WARMUP_STEPS + 1} to the run's {most}")
     machine = this_machine()
     processes: list[Config] = []
     problems: list[Problem] = []
-    for entry in entries:
+    for contender in contenders:
         try:
-            processes.append(resolve_process(_here(entry.config), machine).config)
+            processes.append(resolve_process(_here(contender.config), machine).config)
         except ConfigError as error:
-            problems += [replace(problem, field=f"{entry.origin}: {problem.field}") for problem in error.problems]
+            problems += [replace(problem, field=f"{contender.origin}: {problem.field}") for problem in error.problems]
     if problems:
         raise ConfigError(problems)
     return processes

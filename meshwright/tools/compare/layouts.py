@@ -41,7 +41,7 @@ NAME, LIST = "name", "layouts"
 
 
 @dataclass(frozen=True)
-class Question:
+class LayoutRequest:
     """`words`: `key=value`, for every layout. `files`: of layouts. `top`: so many of the planner's, on `devices`."""
 
     run: Path
@@ -52,7 +52,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Contender:
     """One layout to run. `origin`: the file that it is from, or the planner."""
 
     name: str
@@ -69,7 +69,7 @@ def split_words(words: Sequence[str], files: Sequence[Path]) -> tuple[list[str],
     return [word for word in words if "=" in word or not files], [*files, *more]
 
 
-def entries_of(question: Question, cluster: Cluster | None, report: ShowProgress = silent) -> list[Entry]:
+def contenders_of(question: LayoutRequest, cluster: Cluster | None, report: ShowProgress = silent) -> list[Contender]:
     """The files' layouts, then the planner's on the cluster, the one that it thinks fastest first.
 
     Raises ConfigError for a mistake in a file, where the search does, and where nothing is asked for.
@@ -79,42 +79,42 @@ def entries_of(question: Question, cluster: Cluster | None, report: ShowProgress
         raise ConfigError.of("--devices", devices, "says what to plan for, and nothing is planned", "with --top K")
     if not question.files and top is None:
         raise ConfigError.of("--layouts", "none", "leaves nothing to compare", "--layouts FILE ..., or --top K")
-    entries = from_files(run, words, question.files) if question.files else []
+    contenders = from_files(run, words, question.files) if question.files else []
     if top is None:
-        return entries
+        return contenders
     if cluster is None:
         raise ConfigError.of("--top", top, "needs a cluster to plan for", "--cluster NAME or FILE, or --layouts")
     devices = devices or torch.cuda.device_count() or usable_cores()
     plans = search(load_free(run, words), cluster, devices, top, fixed=fixed_fields(words), report=report)
     for place, prediction in enumerate(plans.predictions, 1):
-        entries.append(Entry(f"plan-{place}", prediction.config, "the planner"))
-    return _numbered(entries)
+        contenders.append(Contender(f"plan-{place}", prediction.config, "the planner"))
+    return _numbered(contenders)
 
 
-def from_configs(layouts: Mapping[str, Config]) -> list[Entry]:
+def from_configs(layouts: Mapping[str, Config]) -> list[Contender]:
     """A program's own configs, by name. Raises ConfigError for what they do not have in common and should."""
-    entries = [Entry(name, config, name) for name, config in layouts.items()]
-    if not entries:
+    contenders = [Contender(name, config, name) for name, config in layouts.items()]
+    if not contenders:
         raise ConfigError.of("layouts", "none", "leaves nothing to compare", "a config by name, or more")
-    task = _task(entries[0].config)
+    task = _task(contenders[0].config)
     problems = [
-        Problem(f"{entry.name}: {p.field}", p.value, p.rule, p.valid)
-        for entry in entries
-        for p in _foreign(_task(entry.config), task)
+        replace(problem, field=f"{contender.name}: {problem.field}")
+        for contender in contenders
+        for problem in _foreign(_task(contender.config), task)
     ]
     if problems:
         raise ConfigError(problems)
-    return entries
+    return contenders
 
 
-def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> list[Entry]:
+def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> list[Contender]:
     """The layouts of all files, each a checked config.
 
     Raises ConfigError with every mistake of every file, each under its file's name.
     """
     tree = free_tree(run)
     task = _task(_without_layout(run, overrides))
-    entries: list[Entry] = []
+    contenders: list[Contender] = []
     problems: list[Problem] = []
     for path in files:
         for name, piece in _pieces(path):
@@ -126,11 +126,11 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
                 mistakes = list(error.problems)
             else:
                 mistakes = list(_foreign(_task(config), task))
-                entries.append(Entry(name, config, str(path)))
+                contenders.append(Contender(name, config, str(path)))
             problems += [replace(problem, field=f"{where}: {problem.field}") for problem in mistakes]
     if problems:
         raise ConfigError(problems)
-    return _numbered(entries)
+    return _numbered(contenders)
 
 
 def _without_layout(run: Path, overrides: Sequence[str]) -> Config:
@@ -200,15 +200,15 @@ def _foreign(own: dict[str, Any], run: dict[str, Any]) -> Iterator[Problem]:
             yield Problem(field, own.get(field), rule, f"{run.get(field)}, or leave it out")
 
 
-def _numbered(entries: Sequence[Entry]) -> list[Entry]:
+def _numbered(contenders: Sequence[Contender]) -> list[Contender]:
     """Entries of a name that another has too get a number, past numbers that others have."""
-    names = Counter(entry.name for entry in entries)
+    names = Counter(contender.name for contender in contenders)
     taken = {name for name, times in names.items() if times == 1}
     numbered = []
-    for entry in entries:
-        name = entry.name
+    for contender in contenders:
+        name = contender.name
         if names[name] > 1:
-            name = next(new for number in count(1) if (new := f"{entry.name}-{number}") not in taken)
+            name = next(new for number in count(1) if (new := f"{contender.name}-{number}") not in taken)
             taken.add(name)
-        numbered.append(replace(entry, name=name))
+        numbered.append(replace(contender, name=name))
     return numbered

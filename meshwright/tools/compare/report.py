@@ -7,7 +7,6 @@ nothing from a network.
 from __future__ import annotations
 
 import math
-import sys
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,18 +15,15 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader
-from rich.console import Console
 from rich.table import Column
 from rich.table import Table as RichTable
 
 from meshwright.config import dump_tree
 from meshwright.tools.compare.layouts import OWN
-from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Pair, Row
+from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, StageBytes
+from meshwright.tools.report import table_console
 from meshwright.tools.report.comparison import Bar, Panel, draw_comparison
 from meshwright.training.phases import PHASES
-
-WIDTH = 140
-"""Columns, where no terminal says how many there are."""
 
 BESIDE = ("activations", "temporaries", "framework")
 """Parts of a predicted memory that no rank can tell apart."""
@@ -52,9 +48,9 @@ class Table:
     lines: list[list[Cell]] = field(default_factory=list)
     best: int | None = None
 
-    def add(self, row: Row, *cells: str | Cell) -> None:
+    def add(self, row: Measurement, *cells: str | Cell) -> None:
         """A line of a layout."""
-        name = Cell(row.name, row.entry.config.layout.summary)
+        name = Cell(row.name, row.contender.config.layout.summary)
         self.lines.append([name, *(cell if isinstance(cell, Cell) else Cell(cell) for cell in cells)])
 
 
@@ -67,7 +63,7 @@ def times_table(comparison: Comparison) -> Table:
     table = Table("Time and memory", columns, best=best)
     slowest = max((row.seconds for row in comparison.measured), default=0.0)
     for row in comparison.rows:
-        ranks = str(row.entry.config.layout.world_size)
+        ranks = str(row.contender.config.layout.world_size)
         if not row.runs:
             table.add(row, ranks, Cell("failed" if row.failure else "not run", bad=True), *[""] * (len(columns) - 3))
             continue
@@ -81,7 +77,7 @@ def times_table(comparison: Comparison) -> Table:
     return table
 
 
-def _agreement(comparison: Comparison, row: Row) -> Cell:
+def _agreement(comparison: Comparison, row: Measurement) -> Cell:
     if row is comparison.measured[0]:
         return Cell("(the reference)")
     text = f"{comparison.difference(row):.1e}"
@@ -139,7 +135,7 @@ def _legend(comparison: Comparison) -> str:
     return " (measured / predicted; = to the byte)" if comparison.predicted else ""
 
 
-def _pair_text(pair: Pair) -> str:
+def _pair_text(pair: StageBytes) -> str:
     """`1.20 / 1.30` in MB; `=` stands for a prediction that is right to the byte."""
     if pair.predicted is None:
         return megabytes(pair.measured)
@@ -191,7 +187,7 @@ def _losses_sentence(comparison: Comparison) -> str:
 
 def render(comparison: Comparison) -> None:
     """Print times, memory and losses; bytes by part and by axis; and what follows from them."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = table_console()
     console.print(f"{comparison.title}, on {comparison.device}: {comparison.effort}", markup=False)
     for place, table in enumerate((times_table(comparison), held_table(comparison), sent_table(comparison))):
         first, *others = table.columns
@@ -210,7 +206,7 @@ def html_of(comparison: Comparison, picture: bytes) -> str:
     kinds = (times_table, phases_table, held_table, sent_table, losses_table)
     layouts = []
     for row in comparison.rows:
-        tree = dump_tree(row.entry.config)
+        tree = dump_tree(row.contender.config)
         own = {key: tree[key] for key in ("layout", "batch", *OWN[1:])}
         layouts.append((row, yaml.safe_dump(own, sort_keys=False)))
     return templates.get_template("page.html").render(
@@ -258,11 +254,11 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _row_dict(comparison: Comparison, row: Row) -> dict[str, Any]:
-    config = row.entry.config
+def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
+    config = row.contender.config
     facts: dict[str, Any] = {
         "name": row.name,
-        "origin": row.entry.origin,
+        "origin": row.contender.origin,
         "layout": config.layout.summary,
         "ranks": config.layout.world_size,
         "threads": row.threads,

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from meshwright.ranks.grid import PIPE, Grid
-from meshwright.tools.compare.layouts import Entry
-from meshwright.tools.compare.run import RankFacts, Run
+from meshwright.tools.compare.layouts import Contender
+from meshwright.tools.compare.run import MeasuredRun, RankFacts
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.verify.compare import tolerance_of
 from meshwright.training.phases import PHASES
@@ -49,8 +49,8 @@ class Predicted:
         stages = []
         for memory, traffic in zip(prediction.memory, prediction.traffic, strict=True):
             sent: dict[str, int] = {}
-            for (axis, _), entry in traffic.items():
-                sent[axis] = sent.get(axis, 0) + entry.sent_bytes
+            for (axis, _), contender in traffic.items():
+                sent[axis] = sent.get(axis, 0) + contender.sent_bytes
             stages.append(StagePrediction(asdict(memory), sent))
         return cls(prediction.seconds, dict(prediction.phases), tuple(stages))
 
@@ -60,7 +60,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Pair:
+class StageBytes:
     """A number of one stage's first rank: measured and, if it was, predicted."""
 
     stage: int
@@ -68,21 +68,21 @@ class Pair:
     predicted: int | None
 
 
-def _largest(measured: Sequence[int], predicted: Sequence[int]) -> Pair:
+def _largest(measured: Sequence[int], predicted: Sequence[int]) -> StageBytes:
     """The pair of the stage that measured most, of equals the first. `predicted`: empty where nothing was."""
     stage = max(range(len(measured)), key=measured.__getitem__)
-    return Pair(stage, measured[stage], predicted[stage] if predicted else None)
+    return StageBytes(stage, measured[stage], predicted[stage] if predicted else None)
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """A layout. `runs`: one for each round that it finished. `failure`: why it has no more of them, else empty.
 
     `unpredicted`: why nothing was predicted of it, where nothing was. `threads`: CPU threads of each of its ranks.
     """
 
-    entry: Entry
-    runs: tuple[Run, ...] = ()
+    contender: Contender
+    runs: tuple[MeasuredRun, ...] = ()
     predicted: Predicted | None = None
     unpredicted: str = ""
     failure: str = ""
@@ -90,7 +90,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        return self.entry.name
+        return self.contender.name
 
     @property
     def timed(self) -> list[float]:
@@ -121,7 +121,7 @@ class Row:
     @property
     def stages(self) -> list[RankFacts]:
         """The first rank of each stage, of which a prediction speaks, in the last round."""
-        grid = Grid(self.entry.config.layout.axes)
+        grid = Grid(self.contender.config.layout.axes)
         origin = grid.coordinates(0)
         return [self.runs[-1].ranks[grid.rank(origin | {PIPE: stage})] for stage in range(grid.size(PIPE))]
 
@@ -131,14 +131,14 @@ class Row:
         return self.predicted.seconds / self.seconds - 1 if self.predicted is not None else None
 
     @property
-    def held(self) -> dict[str, Pair]:
+    def held(self) -> dict[str, StageBytes]:
         """Weights, gradients and states in bytes, of the stage that holds most of all together."""
         stage = _largest([sum(facts.held.values()) for facts in self.stages], ()).stage
         memory: Mapping[str, int] = self.predicted.stages[stage].memory if self.predicted is not None else {}
-        return {part: Pair(stage, size, memory.get(part)) for part, size in self.stages[stage].held.items()}
+        return {part: StageBytes(stage, size, memory.get(part)) for part, size in self.stages[stage].held.items()}
 
     @property
-    def sent(self) -> dict[str, Pair]:
+    def sent(self) -> dict[str, StageBytes]:
         """Bytes of a step by axis, of the stage whose first rank sends most over it."""
         measured = [facts.sent_bytes for facts in self.stages]
         predicted = [stage.sent for stage in self.predicted.stages] if self.predicted is not None else []
@@ -149,7 +149,7 @@ class Row:
         }
 
     @property
-    def sent_in_all(self) -> Pair:
+    def sent_in_all(self) -> StageBytes:
         """Bytes of a step over all axes, of the stage whose first rank sends most."""
         predicted = [sum(stage.sent.values()) for stage in self.predicted.stages] if self.predicted else []
         return _largest([sum(facts.sent_bytes.values()) for facts in self.stages], predicted)
@@ -162,7 +162,7 @@ class Comparison:
     """
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[Measurement, ...]
     steps: int
     rounds: int
     device: str
@@ -177,21 +177,21 @@ class Comparison:
         return f"{rounds} of {self.steps} steps, of which the first {WARMUP_STEPS} are not timed"
 
     @property
-    def measured(self) -> list[Row]:
+    def measured(self) -> list[Measurement]:
         """The layouts that have run, in the order in which they were given."""
         return [row for row in self.rows if row.runs]
 
     @property
-    def predicted(self) -> list[Row]:
+    def predicted(self) -> list[Measurement]:
         """The layouts that have run and were predicted too."""
         return [row for row in self.measured if row.predicted is not None]
 
     @property
-    def fastest(self) -> Row:
+    def fastest(self) -> Measurement:
         return min(self.measured, key=lambda row: row.seconds)
 
     @property
-    def predicted_fastest(self) -> Row | None:
+    def predicted_fastest(self) -> Measurement | None:
         """The one that was predicted to be the fastest; None where not all were predicted, or there is but one."""
         if len(self.predicted) < len(self.measured) or len(self.measured) < 2:
             return None
@@ -206,18 +206,18 @@ class Comparison:
     @property
     def drops_out(self) -> bool:
         """Whether the losses need not agree: no two layouts share the masks of dropout."""
-        return any(row.entry.config.model.dropout > 0 for row in self.measured)
+        return any(row.contender.config.model.dropout > 0 for row in self.measured)
 
-    def difference(self, row: Row) -> float:
+    def difference(self, row: Measurement) -> float:
         """The greatest relative difference of its losses to the first layout's first run, of all steps and rounds."""
         reference = self.measured[0].runs[0].losses
         pairs = [pair for run in row.runs for pair in zip(run.losses, reference, strict=True)]
         differences = [abs(ours - theirs) / (abs(theirs) or 1.0) for ours, theirs in pairs]
         return max(math.inf if math.isnan(difference) else difference for difference in differences)
 
-    def allowed(self, row: Row) -> float:
+    def allowed(self, row: Measurement) -> float:
         """How much two orders of summation may differ in these precisions (verify/compare.py)."""
-        return max(tolerance_of(one.entry.config).loss for one in (row, self.measured[0]))
+        return max(tolerance_of(one.contender.config).loss for one in (row, self.measured[0]))
 
-    def agrees(self, row: Row) -> bool:
+    def agrees(self, row: Measurement) -> bool:
         return self.difference(row) <= self.allowed(row)

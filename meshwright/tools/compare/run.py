@@ -20,13 +20,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from meshwright.config import Config, dump_config
 from meshwright.decisions import resolve, this_machine
-from meshwright.launch import Rank, Ranks
-from meshwright.launch import run as run_ranks
+from meshwright.launch import Rank, Ranks, run
 from meshwright.memory.offload import Offloaded
 from meshwright.model import Batch, Samples, to_device
 from meshwright.parts import Parts, build
@@ -35,13 +35,12 @@ from meshwright.training.loop import Trainer
 from meshwright.training.metrics import MetricsWriter, peak_memory_bytes
 from meshwright.training.step import publish, replica_backward
 
-WORKER = "meshwright.tools.compare.run:worker"
 STEP_COUNT_BYTES = 4
 """Of the step's number, which torch's AdamW wants as a tensor."""
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentCalls:
     """Calls of a verb along an axis, and their bytes, in one step."""
 
     axis: str
@@ -59,7 +58,7 @@ class RankFacts:
     stage: int
     held: dict[str, int]
     peak_bytes: int
-    sent: tuple[Sent, ...]
+    sent: tuple[SentCalls, ...]
 
     @property
     def sent_bytes(self) -> dict[str, int]:
@@ -71,7 +70,7 @@ class RankFacts:
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """One run, read from its folder. `seconds`, `losses`, `phases`: of every step, in order; `phases` are rank 0's."""
 
     losses: tuple[float, ...]
@@ -80,7 +79,7 @@ class Run:
     ranks: tuple[RankFacts, ...]
 
 
-def run(config: Config, data: Path, folder: Path, steps: int) -> Run:
+def measure_run(config: Config, data: Path, folder: Path, steps: int) -> MeasuredRun:
     """Make `steps` steps of a layout from its first weights on, in a new folder, and read what they left.
 
     Raises LaunchError and Interrupted as the launcher does.
@@ -88,34 +87,36 @@ def run(config: Config, data: Path, folder: Path, steps: int) -> Run:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     config = resolve(config, this_machine()).config
-    run_ranks(WORKER, Ranks.of(config), config=config, out=folder.absolute(), data=data, steps=steps)
+    ranks = Ranks.of(config, name="compare")
+    facts = run(run_on_rank, ranks, config=config, data=data, folder=folder.absolute(), steps=steps)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    facts = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(config.layout.world_size)]
-    return Run(
+    return MeasuredRun(
         losses=tuple(float(line["loss"]) for line in lines),
         seconds=tuple(float(line["step_seconds"]) for line in lines),
         phases=tuple(line["phase_seconds"] for line in lines),
-        ranks=tuple(RankFacts(**fact | {"sent": tuple(Sent(**sent) for sent in fact["sent"])}) for fact in facts),
+        ranks=tuple(RankFacts(**of | {"sent": tuple(SentCalls(**sent) for sent in of["sent"])}) for of in facts),
     )
 
 
-def worker(rank: Rank, config: Config, out: Path, data: Path, steps: int) -> None:
-    """One rank."""
-    mesh, parts = rank.mesh, build(config, rank.mesh, out)
+def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int) -> dict[str, Any] | None:
+    """One rank's run, and its facts; None where it was asked to stop."""
+    mesh = rank.mesh
+    parts = build(config, mesh, folder)
     train = config.data.open(config, data).train
     trainer = Trainer(parts, train)
-    metrics = MetricsWriter(out, 0, tensorboard=False) if mesh.rank == 0 else None
+    metrics = MetricsWriter(folder, 0, tensorboard=False) if mesh.rank == 0 else None
     for _ in range(steps):
         line, stopping = trainer.turn(rank.stop)
         if metrics is not None:
             metrics.write(line)
         if stopping:
-            return
+            return None
     if metrics is not None:
         metrics.close()
     held, peak_bytes = held_by(parts), peak_memory_bytes(mesh.device)
-    facts = RankFacts(mesh.rank, mesh.index(PIPE), held, peak_bytes, count_sent(parts, train, trainer.samples))
-    (out / f"rank-{mesh.rank}.json").write_text(json.dumps(asdict(facts)))
+    facts = asdict(RankFacts(mesh.rank, mesh.index(PIPE), held, peak_bytes, count_sent(parts, train, trainer.samples)))
+    (folder / f"rank-{mesh.rank}.json").write_text(json.dumps(facts))
+    return facts
 
 
 def held_by(parts: Parts) -> dict[str, int]:
@@ -137,7 +138,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {piece.data_ptr(): piece.nbytes() for piece in pieces if piece.nbytes()}
 
 
-def count_sent(parts: Parts, train: Samples, samples: int) -> tuple[Sent, ...]:
+def count_sent(parts: Parts, train: Samples, samples: int) -> tuple[SentCalls, ...]:
     """What this rank sends in one step: passes, the gradients' sums, the weights' publishing. Not the norm and the step
     report, which a plan does not count either (plan/predict.py).
 
@@ -158,5 +159,5 @@ def count_sent(parts: Parts, train: Samples, samples: int) -> tuple[Sent, ...]:
     for (axis, verb), entry in sorted(ledger.traffic.items()):
         calls, sent_bytes = before.get((axis, verb), (0, 0))
         if entry.calls > calls:
-            sent.append(Sent(axis, verb, entry.calls - calls, entry.sent_bytes - sent_bytes))
+            sent.append(SentCalls(axis, verb, entry.calls - calls, entry.sent_bytes - sent_bytes))
     return tuple(sent)

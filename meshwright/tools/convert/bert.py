@@ -105,4 +105,4 @@ class BertFamily(Family):
         return self.with_tokenizer(model, settings, with_specials(tokenizer, specials), tokens)
 
 
-BERT = BertFamily()
+BERT_FAMILY = BertFamily()

@@ -1,8 +1,8 @@
 """Hugging Face's form of a family of models: settings, tensor names, files beside the weights.
 
-A `Pair` is one of our tensors and those of theirs that say the same: their query, key and value are one of ours, their
-linears may be stored [out, in] where ours are [in, out], our tables have rows of padding. A family's file has the table
-of names; `Family` makes pairs, settings and models of it.
+A `TensorPair` is one of our tensors and those of theirs that say the same: their query, key and value are one of ours,
+their linears may be stored [out, in] where ours are [in, out], our tables have rows of padding. A family's file has the
+table of names; `Family` makes pairs, settings and models of it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.convert.settings import Settings, as_text
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 Names = Mapping[str, str | Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Pair:
+class TensorPair:
     """A tensor under its names."""
 
     name: str
-    shape: Shape
-    theirs: Mapping[str, Shape]
+    shape: TensorShape
+    theirs: Mapping[str, TensorShape]
     """Theirs by name, in the order in which the two functions take and return them."""
     to_ours: Callable[..., Tensor] = lambda x: x
     """Their tensors to ours, in any shape of the same order, without the padding."""
@@ -44,7 +44,7 @@ class Pair:
     """Rows that ours has behind theirs."""
 
 
-def grouped(name: str, shape: Shape, theirs: Sequence[str]) -> Pair:
+def grouped(name: str, shape: TensorShape, theirs: Sequence[str]) -> TensorPair:
     """Ours [in, G, out] and theirs G linears [out, in]; or a bias, ours [G, out] and theirs [out] each."""
     groups = len(shape) - 2  # the dim of ours that counts them
     each = (shape[-1], *shape[:groups])
@@ -56,7 +56,7 @@ def grouped(name: str, shape: Shape, theirs: Sequence[str]) -> Pair:
         return [part.t() for part in whole.unbind(groups)]
 
     assert shape[groups] == len(theirs), f"{name} {shape} is not {theirs}"
-    return Pair(name, shape, dict.fromkeys(theirs, each), to_ours, to_theirs)
+    return TensorPair(name, shape, dict.fromkeys(theirs, each), to_ours, to_theirs)
 
 
 def in_blocks(table: Names, count: int, theirs: str, first: int = 0) -> dict[str, str | Sequence[str]]:
@@ -154,13 +154,13 @@ class Family(ABC):
             "tokenizer_config.json": as_text(about),
         }
 
-    def pairs(self, model: Any) -> list[Pair]:
+    def pairs(self, model: Any) -> list[TensorPair]:
         """Every parameter of a model."""
         names, rows = self.names(model), self.rows(model)
         specs = shard_specs(self.network(model, SerialKit(solo_mesh(torch.device("meta")))))
         return [self.pair(name, spec.shape, model, names, rows) for name, spec in specs.items()]
 
-    def pair(self, name: str, shape: Shape, model: Any, names: Names, rows: Mapping[str, int]) -> Pair:
+    def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
         """One parameter, by the table of names."""
         layer, _, kind = name.rpartition(".")
         assert layer in names, f"{name} has no counterpart in Hugging Face's {self.title}"
@@ -169,8 +169,10 @@ class Family(ABC):
             return grouped(name, shape, [f"{one}.{kind}" for one in theirs])
         if layer in rows or layer in self.tables or len(shape) == 1:
             unpadded = rows.get(layer, shape[0])
-            return Pair(name, shape, {f"{theirs}.{kind}": (unpadded, *shape[1:])}, padding=shape[0] - unpadded)
+            return TensorPair(name, shape, {f"{theirs}.{kind}": (unpadded, *shape[1:])}, padding=shape[0] - unpadded)
         if self.stores_out_in:
-            return Pair(name, shape, {f"{theirs}.{kind}": (shape[1], shape[0])}, lambda x: x.t(), lambda x: [x.t()])
+            return TensorPair(
+                name, shape, {f"{theirs}.{kind}": (shape[1], shape[0])}, lambda x: x.t(), lambda x: [x.t()]
+            )
         flat = (prod(shape),) if kind == "bias" else (shape[0], prod(shape[1:]))
-        return Pair(name, shape, {f"{theirs}.{kind}": flat})
+        return TensorPair(name, shape, {f"{theirs}.{kind}": flat})

@@ -101,4 +101,4 @@ class Gpt2Family(Family):
         return self.with_tokenizer(model, settings, tokenizer, {"bos_token": END, "eos_token": END} if ends else {})
 
 
-GPT2 = Gpt2Family()
+GPT2_FAMILY = Gpt2Family()

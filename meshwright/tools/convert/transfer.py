@@ -33,15 +33,15 @@ from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.parameters.shard import Box
 from meshwright.parts import DTYPES
-from meshwright.tools.convert.bert import BERT
-from meshwright.tools.convert.family import Family, Pair
-from meshwright.tools.convert.gpt2 import GPT2
+from meshwright.tools.convert.bert import BERT_FAMILY
+from meshwright.tools.convert.family import Family, TensorPair
+from meshwright.tools.convert.gpt2 import GPT2_FAMILY
 from meshwright.tools.convert.settings import Settings
 from meshwright.tools.convert.source import SINGLE, Source
 from meshwright.tools.convert.t5 import T5_FAMILY
-from meshwright.tools.convert.vit import VIT
+from meshwright.tools.convert.vit import VIT_FAMILY
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, BERT, T5_FAMILY, VIT)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2_FAMILY, BERT_FAMILY, T5_FAMILY, VIT_FAMILY)}
 """By `model.family`."""
 
 
@@ -110,7 +110,7 @@ def import_folder(source: Path, out: Path, report: ShowProgress = silent) -> Imp
     return Imported(out, model, parameters, family.reads_text, has_tokenizer)
 
 
-def _pairs(settings: Settings, family: Family, model: Model, num_stored: int) -> list[Pair]:
+def _pairs(settings: Settings, family: Family, model: Model, num_stored: int) -> list[TensorPair]:
     """Every parameter. Raises CheckpointError where the settings are of no model that the folder could hold."""
     if model.num_blocks > num_stored:  # before each of them is built
         raise settings.refused(f"makes a model of {model.num_blocks} layers, and the folder holds {num_stored} tensors")
@@ -120,7 +120,7 @@ def _pairs(settings: Settings, family: Family, model: Model, num_stored: int) ->
         raise settings.refused(f"its sizes cannot be those of a model: {error}") from error
 
 
-def _check_names(stored: Source, family: Family, pairs: list[Pair], copies: dict[str, str]) -> None:
+def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies: dict[str, str]) -> None:
     """Raises CheckpointError unless the folder holds each wanted tensor, and none that would be dropped in silence."""
     wanted = {name for pair in pairs for name in pair.theirs}
     extra = {name for name in stored.names - wanted if not family.passed_over.fullmatch(name)}
@@ -135,7 +135,7 @@ def _check_names(stored: Source, family: Family, pairs: list[Pair], copies: dict
             raise CheckpointError(f"{stored.folder} {what} {min(names)}{rest}")
 
 
-def _ours(stored: Source, pair: Pair) -> Tensor:
+def _ours(stored: Source, pair: TensorPair) -> Tensor:
     """One tensor in our dims, with rows of zeros where a table is padded."""
     theirs = [_checked(stored, name, shape) for name, shape in pair.theirs.items()]
     rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
@@ -216,7 +216,7 @@ def export_folder(path: Path, out: Path, report: ShowProgress = silent) -> Path:
     return checkpoint.folder
 
 
-def _theirs(checkpoint: Checkpoint, pair: Pair) -> dict[str, Tensor]:
+def _theirs(checkpoint: Checkpoint, pair: TensorPair) -> dict[str, Tensor]:
     """One of our tensors as theirs, without the padding rows."""
     shape = checkpoint.shapes.get(pair.name)
     if shape != pair.shape:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from meshwright.models.section import Vit
 from meshwright.models.vit import ViT
-from meshwright.tools.convert.family import Family, Names, Pair, Shape, in_blocks
+from meshwright.tools.convert.family import Family, Names, TensorPair, TensorShape, in_blocks
 from meshwright.tools.convert.settings import Settings, as_text
 
 _EMBEDDINGS = "vit.embeddings"
@@ -107,7 +107,7 @@ class VitFamily(Family):
         }
         return {"config.json": as_text(settings), _PROCESSOR: as_text(processor)}
 
-    def pair(self, name: str, shape: Shape, model: Vit, names: Names, rows: Mapping[str, int]) -> Pair:
+    def pair(self, name: str, shape: TensorShape, model: Vit, names: Names, rows: Mapping[str, int]) -> TensorPair:
         if name == "patches.weight":
             return _patches(name, shape, model)
         if name == "positions.weight":
@@ -115,7 +115,7 @@ class VitFamily(Family):
         return super().pair(name, shape, model, names, rows)
 
 
-def _patches(name: str, shape: Shape, model: Vit) -> Pair:
+def _patches(name: str, shape: TensorShape, model: Vit) -> TensorPair:
     """Theirs: a convolution's weight and bias."""
 
     def to_ours(weight: Tensor, bias: Tensor) -> Tensor:
@@ -126,10 +126,10 @@ def _patches(name: str, shape: Shape, model: Vit) -> Pair:
 
     convolution = (model.hidden, model.channels, model.patch, model.patch)
     theirs = {f"{_PROJECTION}.weight": convolution, f"{_PROJECTION}.bias": (model.hidden,)}
-    return Pair(name, shape, theirs, to_ours, to_theirs)
+    return TensorPair(name, shape, theirs, to_ours, to_theirs)
 
 
-def _positions(name: str, shape: Shape, model: Vit) -> Pair:
+def _positions(name: str, shape: TensorShape, model: Vit) -> TensorPair:
     """Theirs: the class token, and the positions."""
 
     def to_ours(token: Tensor, positions: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def _positions(name: str, shape: Shape, model: Vit) -> Pair:
         f"{_EMBEDDINGS}.cls_token": (1, 1, model.hidden),
         f"{_EMBEDDINGS}.position_embeddings": (1, model.positions, model.hidden),
     }
-    return Pair(name, shape, theirs, to_ours, to_theirs, shape[0] - model.positions)
+    return TensorPair(name, shape, theirs, to_ours, to_theirs, shape[0] - model.positions)
 
 
-VIT = VitFamily()
+VIT_FAMILY = VitFamily()

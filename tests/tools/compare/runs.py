@@ -6,30 +6,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.config import parse_config
-from meshwright.tools.compare.layouts import Entry
-from meshwright.tools.compare.result import Comparison, Predicted, Row, StagePrediction
-from meshwright.tools.compare.run import RankFacts, Run, Sent
+from meshwright.tools.compare.layouts import Contender
+from meshwright.tools.compare.result import Comparison, Measurement, Predicted, StagePrediction
+from meshwright.tools.compare.run import MeasuredRun, RankFacts, SentCalls
 
 MODEL = {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 257, "dropout": 0.0}
 STAGES = {"pipeline": {"size": 2}}
 
 
-def entry(name: str = "one", layout: dict[str, Any] | None = None, **model: Any) -> Entry:
+def contender(name: str = "one", layout: dict[str, Any] | None = None, **model: Any) -> Contender:
     tree = {"model": MODEL | model, "data": {"sequence": 16}, "batch": {"global": 4}, "layout": layout or {}}
-    return Entry(name, parse_config(tree), f"{name}.yaml")
+    return Contender(name, parse_config(tree), f"{name}.yaml")
 
 
 def rank(
     number: int, stage: int = 0, weights: int = 100, sent: dict[tuple[str, str], tuple[int, int]] | None = None,
     peak: int = 1000,
 ) -> RankFacts:  # fmt: skip
-    calls = tuple(Sent(*key, *counts) for key, counts in (sent or {}).items())
+    calls = tuple(SentCalls(*key, *counts) for key, counts in (sent or {}).items())
     return RankFacts(number, stage, {"weights": weights, "gradients": weights, "states": 2 * weights}, peak, calls)
 
 
-def run(seconds: Sequence[float], losses: Sequence[float], ranks: Sequence[RankFacts]) -> Run:
+def run(seconds: Sequence[float], losses: Sequence[float], ranks: Sequence[RankFacts]) -> MeasuredRun:
     phases = tuple({"pipeline": s / 2, "data_parallel": s / 4, "optimizer": s / 4} for s in seconds)
-    return Run(tuple(losses), tuple(seconds), phases, tuple(ranks))
+    return MeasuredRun(tuple(losses), tuple(seconds), phases, tuple(ranks))
 
 
 def predicted(seconds: float, *stages: tuple[int, dict[str, int]]) -> Predicted:
@@ -42,7 +42,7 @@ def predicted(seconds: float, *stages: tuple[int, dict[str, int]]) -> Predicted:
     return Predicted(seconds, {"pipeline": seconds, "data_parallel": 0.0, "optimizer": 0.0}, parts)
 
 
-def comparison(*rows: Row, **facts: Any) -> Comparison:
+def comparison(*rows: Measurement, **facts: Any) -> Comparison:
     return Comparison(
         "run", rows, **({"steps": 4, "rounds": 1, "device": "a CPU of 2 cores", "cluster": "here"} | facts)
     )

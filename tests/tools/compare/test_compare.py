@@ -21,26 +21,28 @@ from meshwright.config import parse_config
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Interrupted
 from meshwright.tools.compare import job
-from meshwright.tools.compare.job import NO_CLUSTER, NUMBERS, PAGE, PICTURE, Order, check, compare
-from meshwright.tools.compare.layouts import Entry
+from meshwright.tools.compare.job import NO_CLUSTER, NUMBERS, PAGE, PICTURE, Order, compare, require_all
+from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, html_of, render
-from meshwright.tools.compare.result import Row
+from meshwright.tools.compare.result import Measurement
 from meshwright.tools.plan.cluster import load_cluster
-from tests.tools.compare.runs import MODEL, STAGES, comparison, entry, predicted, rank, run
+from tests.tools.compare.runs import MODEL, STAGES, comparison, contender, predicted, rank, run
 
 SMALL = Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml"
 LAYOUTS = {"replicas": {"data": {"size": 2, "sync": "zero1"}}, "stages": STAGES}
 
 
 @pytest.fixture
-def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
+def contenders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Contender]:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number} of a text about nothing\n" for number in range(400)))
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     tree = {"model": MODEL, "data": {"source": str(text), "sequence": 16}, "batch": {"global": 4}}
     tree["precision"] = {"dtype": "float64"}
     layouts = {name: layout | {"transport": "torch"} for name, layout in LAYOUTS.items()}
-    return [Entry(name, parse_config(tree | {"layout": layout}), f"{name}.yaml") for name, layout in layouts.items()]
+    return [
+        Contender(name, parse_config(tree | {"layout": layout}), f"{name}.yaml") for name, layout in layouts.items()
+    ]
 
 
 class Interrupter:
@@ -64,13 +66,13 @@ def workers() -> list[psutil.Process]:
     return [child for child in psutil.Process(server).children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_two_layouts_run_agree_and_are_interrupted(entries: list[Entry], tmp_path: Path) -> None:
+def test_two_layouts_run_agree_and_are_interrupted(contenders: list[Contender], tmp_path: Path) -> None:
     out = tmp_path / "out"
     Interrupter(out / "2-stages" / "round-2" / "metrics.jsonl")
     # The second round begins with the last layout: the Ctrl-C comes in the third of four runs.
     order = Order("tiny", out, steps=24, rounds=2)
     with pytest.raises(Interrupted) as caught:
-        compare(entries, order, load_cluster(str(SMALL)).model_copy(update={"device": double(SMALL)}))
+        compare(contenders, order, load_cluster(str(SMALL)).model_copy(update={"device": double(SMALL)}))
     assert caught.value.exit_code == 130
     assert "stopped by SIGINT, after 2 of 4 runs; kept: replicas (1 of 2 rounds), stages (1 of 2 rounds)" in str(
         caught.value
@@ -142,9 +144,9 @@ def well_formed(page: str) -> int:
 def test_the_page_has_every_layout_and_escapes_its_name() -> None:
     fine = run((1, 1, 0.5, 0.5), (5.0, 4.0, 3.0, 2.0), [rank(0, sent={("data", "all_reduce"): (1, 4000000)})])
     rows = [
-        Row(entry("a<b>"), (fine,), predicted(0.6, (100, {"data": 4000000}))),
-        Row(entry("dead"), failure="rank 1 failed: <nothing> left\nmore"),
-        Row(entry("late"), (fine,), unpredicted="it is fsdp"),
+        Measurement(contender("a<b>"), (fine,), predicted(0.6, (100, {"data": 4000000}))),
+        Measurement(contender("dead"), failure="rank 1 failed: <nothing> left\nmore"),
+        Measurement(contender("late"), (fine,), unpredicted="it is fsdp"),
     ]
     page = html_of(comparison(*rows), b"\x89PNG")
     well_formed(page)
@@ -158,7 +160,7 @@ def test_the_page_has_every_layout_and_escapes_its_name() -> None:
 
 def test_without_a_cluster_the_page_says_why_nothing_was_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     fine = run((1, 1, 0.5, 0.5), (5.0, 4.0, 3.0, 2.0), [rank(0)])
-    made = comparison(Row(entry("a"), (fine,), unpredicted=NO_CLUSTER), cluster="", unpredicted=NO_CLUSTER)
+    made = comparison(Measurement(contender("a"), (fine,), unpredicted=NO_CLUSTER), cluster="", unpredicted=NO_CLUSTER)
     page = html_of(made, b"\x89PNG")
     assert page.count("Nothing was predicted: no --cluster") == 1
     assert "measured / predicted" not in page
@@ -168,7 +170,7 @@ def test_without_a_cluster_the_page_says_why_nothing_was_predicted(capsys: pytes
 
 
 def test_rounds_turn_around_and_a_dead_layout_is_left_out(
-    entries: list[Entry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    contenders: list[Contender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
 
@@ -179,30 +181,30 @@ def test_rounds_turn_around_and_a_dead_layout_is_left_out(
         ranks = [rank(number) for number in range(config.layout.world_size)]
         return run((1.0, 1.0, 0.5), (5.0, 4.0, 3.0), ranks)
 
-    monkeypatch.setattr(job, "run", pretend)
-    again = Entry("again", entries[0].config, "again.yaml")
-    made = compare([*entries, again], Order("tiny", tmp_path / "out", steps=3, rounds=2), None)
+    monkeypatch.setattr(job, "measure_run", pretend)
+    again = Contender("again", contenders[0].config, "again.yaml")
+    made = compare([*contenders, again], Order("tiny", tmp_path / "out", steps=3, rounds=2), None)
     assert started == [
         "1-replicas/round-1", "2-stages/round-1", "3-again/round-1", "3-again/round-2", "1-replicas/round-2",
     ]  # fmt: skip
     assert [len(row.runs) for row in made.rows] == [2, 0, 2]
     with pytest.raises(LaunchError, match=r"1 of 3 layouts failed; .*\nstages: rank 1 was killed by SIGKILL"):
-        check(made, tmp_path / "out")
+        require_all(made, tmp_path / "out")
 
 
-def test_what_cannot_run_fails_before_anything_starts(entries: list[Entry], tmp_path: Path) -> None:
+def test_what_cannot_run_fails_before_anything_starts(contenders: list[Contender], tmp_path: Path) -> None:
     out = tmp_path / "out"
     for steps in (2, 1001):
         with pytest.raises(ConfigError, match=f"--steps={steps} is no number of steps.*valid: 3 to the run's 1000"):
-            compare(entries, Order("tiny", out, steps, 1), None)
-    gpus = [Entry("g", entries[0].config.model_copy(update={"device": "cuda"}), "g.yaml")]
+            compare(contenders, Order("tiny", out, steps, 1), None)
+    gpus = [Contender("g", contenders[0].config.model_copy(update={"device": "cuda"}), "g.yaml")]
     with pytest.raises(ConfigError, match=r"g\.yaml: device=cuda finds"):
         compare(gpus, Order("tiny", out, 3, 1), None)
     assert not out.exists()
     out.mkdir()
     (out / "something").touch()
     with pytest.raises(ConfigError, match=r"--out=.* is not empty; valid: a new folder"):
-        compare(entries, Order("tiny", out, 3, 1), None)
+        compare(contenders, Order("tiny", out, 3, 1), None)
 
 
 def test_the_command_names_the_file_of_a_mistake(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.tools.compare.job import cluster_of
-from meshwright.tools.compare.layouts import Entry, Question, entries_of, from_files, split_words
+from meshwright.tools.compare.layouts import Contender, LayoutRequest, contenders_of, from_files, split_words
 
 RUN = """
 model: {base: gpt2-mini, dropout: 0.0}
@@ -26,43 +26,43 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def layouts(run: Path, text: str, *words: str, name: str = "some.yaml") -> list[Entry]:
+def layouts(run: Path, text: str, *words: str, name: str = "some.yaml") -> list[Contender]:
     path = run.parent / name
     path.write_text(text)
     return from_files(run, words, [path])
 
 
 def test_a_layout_is_said_whole_and_other_keys_lie_over_the_runs(run: Path) -> None:
-    (entry,) = layouts(run, "layout: {data: {size: 2}}\nbatch: {micro: 2}")
-    assert entry.name == "some"
-    assert entry.config.layout.summary == "data 2 (allreduce)"
-    assert entry.config.layout.transport == "auto"
-    assert (entry.config.micro, entry.config.batch.global_) == (2, 8)
-    assert entry.config.memory.recompute == "auto"
+    (contender,) = layouts(run, "layout: {data: {size: 2}}\nbatch: {micro: 2}")
+    assert contender.name == "some"
+    assert contender.config.layout.summary == "data 2 (allreduce)"
+    assert contender.config.layout.transport == "auto"
+    assert (contender.config.micro, contender.config.batch.global_) == (2, 8)
+    assert contender.config.memory.recompute == "auto"
 
 
 def test_without_a_layout_the_runs_stands(run: Path) -> None:
-    (entry,) = layouts(run, "memory: {recompute: none}")
-    assert entry.config.layout.summary == "data 1 (allreduce), tensor 2"
-    assert entry.config.memory.recompute == "none"
+    (contender,) = layouts(run, "memory: {recompute: none}")
+    assert contender.config.layout.summary == "data 1 (allreduce), tensor 2"
+    assert contender.config.memory.recompute == "none"
 
 
 def test_several_in_a_file_have_names_or_numbers(run: Path) -> None:
     text = "layouts:\n  - {name: x, layout: {}}\n  - {layout: {}}\n  - {name: x, layout: {}}"
-    assert [entry.name for entry in layouts(run, text)] == ["x-1", "some-2", "x-2"]
+    assert [contender.name for contender in layouts(run, text)] == ["x-1", "some-2", "x-2"]
     text = "layouts: [{name: x}, {name: x-1}, {name: x}]"
-    assert [entry.name for entry in layouts(run, text)] == ["x-2", "x-1", "x-3"]
+    assert [contender.name for contender in layouts(run, text)] == ["x-2", "x-1", "x-3"]
 
 
 def test_the_command_lines_words_come_last(run: Path) -> None:
-    (entry,) = layouts(run, "layout: {data: {size: 2}}", "layout.data.sync=zero1", "model.hidden=64", "steps=9")
-    assert entry.config.layout.data.sync == "zero1"
-    assert (entry.config.model.hidden, entry.config.steps) == (64, 9)
+    (contender,) = layouts(run, "layout: {data: {size: 2}}", "layout.data.sync=zero1", "model.hidden=64", "steps=9")
+    assert contender.config.layout.data.sync == "zero1"
+    assert (contender.config.model.hidden, contender.config.steps) == (64, 9)
 
 
 def test_a_whole_run_file_is_a_layouts_file(run: Path) -> None:
-    (entry,) = from_files(run, (), [run])
-    assert (entry.name, entry.config.layout.transport) == ("run", "torch")
+    (contender,) = from_files(run, (), [run])
+    assert (contender.name, contender.config.layout.transport) == ("run", "torch")
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_what_is_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     none = cluster_of(None)
     assert none is None
     with pytest.raises(ConfigError, match="--layouts=none leaves nothing to compare"):
-        entries_of(Question(run, (), ()), none)
+        contenders_of(LayoutRequest(run, (), ()), none)
     with pytest.raises(ConfigError, match="--devices=4 says what to plan for, and nothing is planned"):
-        entries_of(Question(run, (), [run], devices=4), none)
+        contenders_of(LayoutRequest(run, (), [run], devices=4), none)
     with pytest.raises(ConfigError, match="--top=2 needs a cluster to plan for"):
-        entries_of(Question(run, (), (), top=2), none)
+        contenders_of(LayoutRequest(run, (), (), top=2), none)
     with pytest.raises(ConfigError, match="--cluster=nowhere is no cluster"):
         cluster_of("nowhere")
 
@@ -126,6 +126,6 @@ def test_the_planners_layouts(run: Path) -> None:
     small = str(Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml")
     fixed = ("layout.tensor={kind: none}", "layout.data.size=2", "layout.pipeline.size=1", "batch.micro=4")
     words = ("model.layers=1", "model.hidden=64", "model.heads=2", "data.sequence=32", "memory.recompute=none", *fixed)
-    entries = entries_of(Question(run, words, (), top=2, devices=2), cluster_of(small))
-    assert [entry.name for entry in entries] == ["plan-1", "plan-2"]
-    assert all(entry.config.layout.world_size == 2 for entry in entries)
+    contenders = contenders_of(LayoutRequest(run, words, (), top=2, devices=2), cluster_of(small))
+    assert [contender.name for contender in contenders] == ["plan-1", "plan-2"]
+    assert all(contender.config.layout.world_size == 2 for contender in contenders)

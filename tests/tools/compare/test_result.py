@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from meshwright.tools.compare.report import sentences
-from meshwright.tools.compare.result import Pair, Row
-from tests.tools.compare.runs import STAGES, comparison, entry, predicted, rank, run
+from meshwright.tools.compare.result import Measurement, StageBytes
+from tests.tools.compare.runs import STAGES, comparison, contender, predicted, rank, run
 
 FAST = run((9, 9, 0.1, 0.3), (5, 4, 3, 2), [rank(0)])
 LOSSES = (5.0, 4.0, 3.0, 2.0)
 
 
 def test_the_first_steps_are_not_timed_and_rounds_count_together() -> None:
-    row = Row(entry(), (FAST, run((9, 9, 0.2, 0.8), LOSSES, [rank(0, peak=3000)])))
+    row = Measurement(contender(), (FAST, run((9, 9, 0.2, 0.8), LOSSES, [rank(0, peak=3000)])))
     assert row.timed == [0.1, 0.3, 0.2, 0.8]
     assert row.seconds == pytest.approx(0.25)
     assert row.quartiles == pytest.approx((0.175, 0.425))
@@ -25,27 +25,28 @@ def test_of_stages_the_fullest_and_the_one_that_sends_most() -> None:
     first = rank(0, 0, 100, {("pipe", "message"): (2, 60), ("data", "all_reduce"): (1, 5)})
     second = rank(1, 1, 300, {("pipe", "message"): (2, 70), ("data", "all_gather"): (1, 1), ("data", "send"): (1, 1)})
     foreseen = predicted(1.0, (100, {"pipe": 60, "data": 5}), (301, {"pipe": 71, "data": 2}))
-    row = Row(entry("two", STAGES), (run((1, 1, 1, 1), LOSSES, [first, second]),), foreseen)
+    row = Measurement(contender("two", STAGES), (run((1, 1, 1, 1), LOSSES, [first, second]),), foreseen)
     assert row.held == {
-        "weights": Pair(1, 300, 301),
-        "gradients": Pair(1, 300, 301),
-        "states": Pair(1, 600, 602),
+        "weights": StageBytes(1, 300, 301),
+        "gradients": StageBytes(1, 300, 301),
+        "states": StageBytes(1, 600, 602),
     }
-    assert row.sent == {"pipe": Pair(1, 70, 71), "data": Pair(0, 5, 5)}
-    assert row.sent_in_all == Pair(1, 72, 73)
+    assert row.sent == {"pipe": StageBytes(1, 70, 71), "data": StageBytes(0, 5, 5)}
+    assert row.sent_in_all == StageBytes(1, 72, 73)
     assert foreseen.peak_bytes == 4 * 301 + 506
 
 
 def test_an_axis_that_was_foreseen_and_is_not_used_is_shown() -> None:
-    row = Row(entry(), (FAST,), predicted(1.0, (100, {"tensor": 8})))
-    assert row.sent == {"tensor": Pair(0, 0, 8)}
-    assert Row(entry(), (FAST,)).sent == {}
+    row = Measurement(contender(), (FAST,), predicted(1.0, (100, {"tensor": 8})))
+    assert row.sent == {"tensor": StageBytes(0, 0, 8)}
+    assert Measurement(contender(), (FAST,)).sent == {}
 
 
 def test_errors_and_the_fastest() -> None:
     slow = run((9, 9, 1, 1), LOSSES, [rank(0)])
     made = comparison(
-        Row(entry("fast"), (FAST,), predicted(0.3, (1, {}))), Row(entry("slow"), (slow,), predicted(0.2, (1, {})))
+        Measurement(contender("fast"), (FAST,), predicted(0.3, (1, {}))),
+        Measurement(contender("slow"), (slow,), predicted(0.2, (1, {}))),
     )
     assert [row.error for row in made.measured] == [pytest.approx(0.5), pytest.approx(-0.8)]
     assert made.mean_error == pytest.approx(0.65)
@@ -55,7 +56,10 @@ def test_errors_and_the_fastest() -> None:
 
 
 def test_no_fastest_is_foreseen_where_a_prediction_is_missing() -> None:
-    rows = Row(entry("a"), (FAST,), predicted(0.3, (1, {}))), Row(entry("b"), (FAST,), unpredicted="it is fsdp")
+    rows = (
+        Measurement(contender("a"), (FAST,), predicted(0.3, (1, {}))),
+        Measurement(contender("b"), (FAST,), unpredicted="it is fsdp"),
+    )
     made = comparison(*rows)
     assert made.predicted_fastest is None
     assert "b was not predicted: it is fsdp" in sentences(made)
@@ -63,31 +67,31 @@ def test_no_fastest_is_foreseen_where_a_prediction_is_missing() -> None:
 
 def test_losses_are_held_against_the_first_ones_step_by_step_in_every_round() -> None:
     near, far = (5.0, 4.0, 3.00001, 2.0), (5.0, 4.4, 3.0, 2.0)
-    reference = Row(entry("a"), (run((1, 1, 1, 1), LOSSES, [rank(0)]),))
-    other = Row(entry("b"), (run((1, 1, 1, 1), near, [rank(0)]),))
+    reference = Measurement(contender("a"), (run((1, 1, 1, 1), LOSSES, [rank(0)]),))
+    other = Measurement(contender("b"), (run((1, 1, 1, 1), near, [rank(0)]),))
     made = comparison(reference, other)
     assert made.difference(other) == pytest.approx(1e-5 / 3)
     assert made.agrees(other)
     assert "All losses agree with those of a to 3.3e-06, step by step." in sentences(made)
-    strays = Row(entry("c"), (*other.runs, run((1, 1, 1, 1), far, [rank(0)])))
+    strays = Measurement(contender("c"), (*other.runs, run((1, 1, 1, 1), far, [rank(0)])))
     made = comparison(reference, strays)
     assert made.difference(strays) == pytest.approx(0.1)
     assert any(line.startswith("Losses of c differ from those of a by more than rounding") for line in sentences(made))
 
 
 def test_what_is_no_number_does_not_agree() -> None:
-    reference = Row(entry("a"), (FAST,))
-    lost = Row(entry("b"), (run((1, 1, 1, 1), (5.0, float("nan"), 3.0, 2.0), [rank(0)]),))
+    reference = Measurement(contender("a"), (FAST,))
+    lost = Measurement(contender("b"), (run((1, 1, 1, 1), (5.0, float("nan"), 3.0, 2.0), [rank(0)]),))
     assert not comparison(reference, lost).agrees(lost)
 
 
 def test_masks_of_dropout_are_no_disagreement() -> None:
-    rows = [Row(entry(name, dropout=0.1), (run((1, 1, 1, 1), losses, [rank(0)]),)) for name, losses in
+    rows = [Measurement(contender(name, dropout=0.1), (run((1, 1, 1, 1), losses, [rank(0)]),)) for name, losses in
             (("a", LOSSES), ("b", (6.0, 4.0, 3.0, 2.0)))]  # fmt: skip
     said = sentences(comparison(*rows))
     assert "Losses need not agree: model.dropout is on, and no two layouts share its masks." in said
 
 
 def test_several_threads_are_said() -> None:
-    said = sentences(comparison(Row(entry("wide"), (FAST,), predicted(1.0, (1, {})), threads=2)))
+    said = sentences(comparison(Measurement(contender("wide"), (FAST,), predicted(1.0, (1, {})), threads=2)))
     assert any("wide has several threads" in line for line in said)
