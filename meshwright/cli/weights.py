@@ -93,12 +93,12 @@ def evaluate(
 
     Example: meshwright eval out/first --data wiki.test.txt --stride 64
     """
-    from meshwright.tools.evaluate.tasks import Question, facts_of, measure, table_of
+    from meshwright.tools.evaluate.tasks import Question, finite, measure, table_of
 
     question = Question(checkpoint, device, data, target, stride, context, samples, beams, length_penalty)
     with progress() as show:
         folder, result = measure(task, question, show)
-    facts = {"checkpoint": str(folder), "task": task, **facts_of(result)}
+    facts = {"checkpoint": str(folder), "task": task, **finite(result)}
     print(json.dumps(facts) if as_json else table_of(facts))
 
 

@@ -18,15 +18,8 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError
 from meshwright.models.gpt import KeyValueCache
 from meshwright.tools.evaluate.beam import Beam, beam_of
-from meshwright.tools.evaluate.model import LoadedModel, family_at, load_model
-from meshwright.tools.evaluate.sequence import (
-    SEQUENCE_FAMILIES,
-    LoadedSequence,
-    answers,
-    load_sequence,
-    source_ids,
-    text_of,
-)
+from meshwright.tools.evaluate.load import LoadedSequence, LoadedText, config_at, load_sequence, load_text
+from meshwright.tools.evaluate.sequence import answers, source_ids, text_of
 
 DEFAULT_TOKENS = 100
 
@@ -83,8 +76,9 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
     sampling.check()
     if request.tokens is not None and request.tokens < 1:
         raise ConfigError.of("--tokens", request.tokens, "asks for nothing", "1 or more")
-    family = family_at(checkpoint)
-    if family in SEQUENCE_FAMILIES:
+    model = config_at(checkpoint).model
+    family = model.family
+    if model.reads == "sequences":
         given = {"--temperature": sampling.temperature or None, "--top-k": sampling.top_k, "--seed": sampling.seed}
         _refuse(given, family, "which searches its likeliest answer", "--beams, --length-penalty")
         beam = beam_of(request.beams, request.length_penalty)
@@ -92,7 +86,7 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
         return Generated(answering.folder, "", iter([answer_text(answering, request.prompt, beam, request.tokens)]))
     given = {"--beams": request.beams, "--length-penalty": request.length_penalty}
     _refuse(given, family, "which goes on token by token", "--temperature, --top-k, --seed")
-    loaded = load_model(checkpoint, device, context)
+    loaded = load_text(checkpoint, device, context)
     parts = generate_text(loaded, request.prompt, request.tokens or DEFAULT_TOKENS, sampling)
     return Generated(loaded.folder, request.prompt, parts)
 
@@ -128,7 +122,7 @@ class _Chooser:
         return int(ids[torch.multinomial(likely.softmax(-1), 1, generator=self._generator)])
 
 
-def generate_tokens(loaded: LoadedModel, prompt: list[int], most: int, sampling: Sampling) -> Iterator[int]:
+def generate_tokens(loaded: LoadedText, prompt: list[int], most: int, sampling: Sampling) -> Iterator[int]:
     """At most `most` tokens that follow the prompt's; ends before the end token. An empty prompt is an end token.
 
     A prompt longer than the context is cut as the context is when it slides: its last half context stays.
@@ -154,13 +148,13 @@ def _kept(tokens: list[int], context: int) -> list[int]:
 
 
 @torch.inference_mode()
-def _next_logits(loaded: LoadedModel, fresh: list[int], cache: KeyValueCache) -> Tensor:
+def _next_logits(loaded: LoadedText, fresh: list[int], cache: KeyValueCache) -> Tensor:
     """Logits [V] of the token behind the cache's and the fresh ones; ids that the tokenizer lacks are left out."""
     h = loaded.model.hidden(torch.tensor([fresh], device=loaded.device), cache)  # [1, T, H]
     return loaded.head.logits(h[0, -1])[: loaded.tokenizer.vocabulary_size]
 
 
-def generate_text(loaded: LoadedModel, prompt: str, most: int, sampling: Sampling) -> Iterator[str]:
+def generate_text(loaded: LoadedText, prompt: str, most: int, sampling: Sampling) -> Iterator[str]:
     """The continuation of a prompt in parts, as soon as each is whole characters.
 
     Raises ConfigError on a sampling that cannot be.

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import ConfigError
-from meshwright.tools.evaluate import LoadedModel, load_model
+from meshwright.tools.evaluate.load import LoadedText, load_text
 from meshwright.tools.generate import Sampling, generate_text, generate_tokens, whole_characters
 from tests.tools.evaluate.tiny import VOCABULARY, rigged_checkpoint, tiny_checkpoint
 
@@ -17,12 +17,12 @@ GREEDY = Sampling()
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_model(tiny_checkpoint(tmp_path_factory.mktemp("run")), "cpu")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedText:
+    return load_text(tiny_checkpoint(tmp_path_factory.mktemp("run")), "cpu")
 
 
 @torch.no_grad()
-def without_cache(loaded: LoadedModel, prompt: list[int], most: int) -> list[int]:
+def without_cache(loaded: LoadedText, prompt: list[int], most: int) -> list[int]:
     """Greedy generation that computes the whole window again for every token."""
     made: list[int] = []
     window = prompt or [loaded.tokenizer.end]
@@ -40,14 +40,14 @@ def without_cache(loaded: LoadedModel, prompt: list[int], most: int) -> list[int
 
 
 @pytest.mark.parametrize("prompt", ["", "a", "the cat", "12345678", "123456789", "a long prompt that does not fit"])
-def test_greedy_equals_a_loop_without_cache(loaded: LoadedModel, prompt: str) -> None:
+def test_greedy_equals_a_loop_without_cache(loaded: LoadedText, prompt: str) -> None:
     ids = loaded.tokenizer.encode(prompt)
     wanted = without_cache(loaded, ids, 25)
     assert list(generate_tokens(loaded, ids, 25, GREEDY)) == wanted
     assert len(set(wanted)) > 1 or len(wanted) < 25, "a model that repeats one token shows nothing"
 
 
-def test_same_seed_same_text_and_another_seed_another(loaded: LoadedModel) -> None:
+def test_same_seed_same_text_and_another_seed_another(loaded: LoadedText) -> None:
     def made(seed: int | None) -> list[int]:
         return list(generate_tokens(loaded, [97], 20, Sampling(1.5, 50, seed)))
 
@@ -56,12 +56,12 @@ def test_same_seed_same_text_and_another_seed_another(loaded: LoadedModel) -> No
     assert made(None) == made(1)
 
 
-def test_top_1_is_greedy(loaded: LoadedModel) -> None:
+def test_top_1_is_greedy(loaded: LoadedText) -> None:
     greedy = list(generate_tokens(loaded, [97], 20, GREEDY))
     assert list(generate_tokens(loaded, [97], 20, Sampling(2.0, 1, 5))) == greedy
 
 
-def test_top_k_draws_from_the_k_most_likely(loaded: LoadedModel) -> None:
+def test_top_k_draws_from_the_k_most_likely(loaded: LoadedText) -> None:
     with torch.no_grad():
         likely = loaded.head.logits(loaded.model.hidden(torch.tensor([[97]])))[0, -1].topk(3).indices.tolist()
     drawn = {next(generate_tokens(loaded, [97], 1, Sampling(50.0, 3, seed)), 256) for seed in range(40)}
@@ -69,7 +69,7 @@ def test_top_k_draws_from_the_k_most_likely(loaded: LoadedModel) -> None:
 
 
 def test_stops_before_the_end_token(tmp_path: Path) -> None:
-    loaded = load_model(rigged_checkpoint(tmp_path, {ord("a"): ord("b"), ord("b"): 256}))
+    loaded = load_text(rigged_checkpoint(tmp_path, {ord("a"): ord("b"), ord("b"): 256}))
     assert "".join(generate_text(loaded, "a", 50, GREEDY)) == "b"
     assert len(list(generate_tokens(loaded, [0], 50, GREEDY))) == 50
 
@@ -78,7 +78,7 @@ def test_characters_come_whole(tmp_path: Path) -> None:
     sign = "é→🙂x"
     chain = dict(zip(b"a" + sign.encode(), [*sign.encode(), 256], strict=True))
     assert len(chain) == 1 + len(sign.encode()), "every byte once, so that one table can say them all"
-    loaded = load_model(rigged_checkpoint(tmp_path, chain))
+    loaded = load_text(rigged_checkpoint(tmp_path, chain))
     assert list(generate_text(loaded, "a", 50, GREEDY)) == ["é", "→", "🙂", "x"]
     assert list(generate_text(loaded, "a", 3, GREEDY)) == ["é", "\ufffd"]
 
@@ -90,7 +90,7 @@ def test_parts_join_to_the_whole_text() -> None:
     assert "".join(whole_characters(tokenizer, list(b"xyz"), iter(ids))) == tokenizer.decode(ids)
 
 
-def test_mistakes(loaded: LoadedModel) -> None:
+def test_mistakes(loaded: LoadedText) -> None:
     for sampling, message in (
         (Sampling(-1.0), "--temperature=-1.0"),
         (Sampling(float("nan")), "--temperature=nan"),

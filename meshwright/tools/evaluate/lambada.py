@@ -17,41 +17,9 @@ import torch.nn.functional as F
 from meshwright.data.corpus import documents
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.errors import DataError
-from meshwright.tools.evaluate.model import LoadedModel
-from meshwright.tools.evaluate.perplexity import BATCH_TOKENS, exponential
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, exponential
 
 _ONE_PASSAGE_A_RECORD = frozenset({".jsonl", ".parquet"})
-
-
-@dataclass(frozen=True)
-class Cloze:
-    """Last words named right. `total_loss` in nats, over all sub-tokens of the last words."""
-
-    data: str
-    passages: int
-    correct: int
-    context: int
-    total_loss: float
-
-    @property
-    def accuracy(self) -> float:
-        return self.correct / self.passages
-
-    @property
-    def perplexity(self) -> float:
-        """exp of the mean loss of a last word, all its sub-tokens together."""
-        return exponential(self.total_loss / self.passages)
-
-    @property
-    def facts(self) -> dict[str, str | int | float]:
-        return {
-            "data": self.data,
-            "passages": self.passages,
-            "correct": self.correct,
-            "context": self.context,
-            "accuracy": self.accuracy,
-            "perplexity_per_word": self.perplexity,
-        }
 
 
 @dataclass(frozen=True)
@@ -72,7 +40,7 @@ def passages(source: str) -> Iterator[str]:
             yield from (line for line in document.splitlines() if line.strip())
 
 
-def cloze_accuracy(loaded: LoadedModel, source: str, progress: ShowProgress = silent) -> Cloze:
+def cloze_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = silent) -> Facts:
     """Ask for the last word of every passage. A context that is too long is cut from the left.
 
     Raises DataError on a passage of less than two words, or a last word longer than the model's context.
@@ -89,10 +57,17 @@ def cloze_accuracy(loaded: LoadedModel, source: str, progress: ShowProgress = si
         total += loss
         done += len(batch)
         progress("cloze", done / len(questions))
-    return Cloze(source, len(questions), correct, loaded.context, total)
+    return {
+        "data": source,
+        "passages": len(questions),
+        "correct": correct,
+        "context": loaded.context,
+        "accuracy": correct / len(questions),
+        "perplexity_per_word": exponential(total / len(questions)),  # all sub-tokens of a last word together
+    }
 
 
-def _question(loaded: LoadedModel, text: str, where: str) -> _Question:
+def _question(loaded: LoadedText, text: str, where: str) -> _Question:
     words = text.rsplit(maxsplit=1)
     if len(words) < 2:
         raise DataError(f"{where}: is a single word; wanted a context and the word to name behind it")
@@ -103,7 +78,7 @@ def _question(loaded: LoadedModel, text: str, where: str) -> _Question:
 
 
 @torch.inference_mode()
-def _ask(loaded: LoadedModel, batch: list[_Question]) -> tuple[int, float]:
+def _ask(loaded: LoadedText, batch: list[_Question]) -> tuple[int, float]:
     """How many are right, and the summed loss of their targets."""
     longest = max(len(question.inputs) for question in batch)
     end = loaded.tokenizer.end  # padding to the right: nothing before it can see it

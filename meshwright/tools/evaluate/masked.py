@@ -5,9 +5,6 @@ The samples are those of the training's validation (data/masked.py), drawn from 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 
 from meshwright.data.masked import MaskedSamples
@@ -15,69 +12,15 @@ from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.specials import specials_of
 from meshwright.errors import CheckpointError
 from meshwright.model import counts_of, to_device
-from meshwright.models.bert import BERT
 from meshwright.models.section import Bert
-from meshwright.tools.evaluate.model import LoadedText, load_text
-from meshwright.tools.evaluate.perplexity import BATCH_TOKENS
-from meshwright.tools.evaluate.text import TokenStream
-
-
-@dataclass(frozen=True)
-class LoadedBert(LoadedText):
-    """A BERT in evaluation mode."""
-
-    model: BERT
-
-
-@dataclass(frozen=True)
-class Answers:
-    """To one of BERT's questions. `total_loss` in nats, over all that was asked."""
-
-    asked: int
-    right: int
-    total_loss: float
-
-    @property
-    def facts(self) -> dict[str, int | float]:
-        return {
-            "asked": self.asked,
-            "right": self.right,
-            "accuracy": self.right / self.asked,
-            "loss": self.total_loss / self.asked,
-        }
-
-
-@dataclass(frozen=True)
-class MaskedAccuracy:
-    """What a BERT named right."""
-
-    data: str
-    samples: int
-    context: int
-    tokens: Answers
-    next_sentence: Answers | None
-    """None: the model was not trained on it."""
-
-    @property
-    def facts(self) -> dict[str, str | int | float]:
-        facts: dict[str, str | int | float] = {"data": self.data, "samples": self.samples, "context": self.context}
-        facts |= self.tokens.facts
-        if self.next_sentence is not None:
-            facts |= {f"next_sentence_{name}": fact for name, fact in self.next_sentence.facts.items()}
-        return facts
-
-
-def load_bert(path: Path, device: str = "auto", context: int | None = None) -> LoadedBert:
-    """The BERT of a step folder, or of a run's newest checkpoint. Raises as `load_text`."""
-    loaded, model = load_text(path, device, context, "bert")
-    assert isinstance(model, BERT)
-    return LoadedBert(**vars(loaded), model=model)
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText
+from meshwright.tools.evaluate.perplexity import TokenStream
 
 
 @torch.inference_mode()
 def masked_accuracy(
-    loaded: LoadedBert, stream: TokenStream, progress: ShowProgress = silent, *, batch_tokens: int = BATCH_TOKENS
-) -> MaskedAccuracy:
+    loaded: LoadedText, stream: TokenStream, progress: ShowProgress = silent, *, batch_tokens: int = BATCH_TOKENS
+) -> Facts:
     """Ask for 15 % of a stream's tokens, once. `batch_tokens`: about so many go through the model at once.
 
     Raises CheckpointError where the tokenizer is not the model's, DataError and ConfigError where no sample fits.
@@ -108,6 +51,8 @@ def masked_accuracy(
         sums[0] += torch.tensor(counts_of(batch, labels))
         sums[1] += torch.tensor(loaded.model.num_correct(h, batch))
         progress("masked-lm", min(1.0, (first + rows) / len(samples)))
-    answers = [Answers(int(asked), int(right), loss) for asked, right, loss in sums.t().tolist()]
-    next_sentence = answers[1] if model.next_sentence else None
-    return MaskedAccuracy(stream.name, len(samples), loaded.context, answers[0], next_sentence)
+    facts: Facts = {"data": stream.name, "samples": len(samples), "context": loaded.context}
+    for name, (asked, right, loss) in zip(("", "next_sentence_"), sums.t().tolist()):
+        facts |= {f"{name}asked": int(asked), f"{name}right": int(right)}
+        facts |= {f"{name}accuracy": right / asked, f"{name}loss": loss / asked}
+    return facts

@@ -1,4 +1,4 @@
-"""Held-out samples of an encoder-decoder, and how well it predicts their targets.
+"""Held-out samples of an encoder-decoder: how well it predicts their targets, and how good its own answers are.
 
 | --data | pairs | spans |
 |---|---|---|
@@ -6,6 +6,9 @@
 | a prepared folder | its validation split | the same |
 | FILE.tsv, FILE.jsonl; FILE and --target FILE | all of it | - |
 | any other text | - | all of it |
+
+BLEU (Papineni et al., 2002) is sacrebleu's (Post, 2018, arXiv 1804.08771), whose signature says how it was computed:
+scores compare only where signatures agree.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ from meshwright.data.spans import SpanSamples
 from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import Batch
-from meshwright.tools.evaluate.perplexity import BATCH_TOKENS, exponential
-from meshwright.tools.evaluate.sequence import LoadedSequence, target_loss
-from meshwright.tools.evaluate.text import check_tokenizer, check_trained, stream_for
+from meshwright.tools.evaluate.beam import Beam
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedSequence, exponential
+from meshwright.tools.evaluate.perplexity import check_tokenizer, check_trained, stream_for
+from meshwright.tools.evaluate.sequence import answers, source_ids, target_loss, text_of
 
 
 @dataclass(frozen=True)
@@ -38,32 +42,6 @@ class TextPairs:
 
     pairs: list[tuple[str, ...]]
     name: str
-
-
-@dataclass(frozen=True)
-class TargetPerplexity:
-    """How well a model predicts targets, end tokens among them. `left_out`: pairs with a side beyond the context."""
-
-    data: str
-    samples: int
-    left_out: int
-    tokens: int
-    context: int
-    total_loss: float
-    """In nats, without label smoothing."""
-
-    @property
-    def facts(self) -> dict[str, str | int | float]:
-        loss = self.total_loss / self.tokens
-        return {
-            "data": self.data,
-            "samples": self.samples,
-            "left_out": self.left_out,
-            "tokens": self.tokens,
-            "context": self.context,
-            "loss_per_token": loss,
-            "perplexity_per_token": exponential(loss),
-        }
 
 
 def _asked(loaded: LoadedSequence, data: str | None, target: str | None) -> PairData | None:
@@ -117,8 +95,10 @@ def _held_out(corpus: PackedCorpus, loaded: LoadedSequence, name: str) -> TextPa
 
 def target_perplexity(
     loaded: LoadedSequence, data: str | None, target: str | None = None, progress: ShowProgress = silent
-) -> TargetPerplexity:
+) -> Facts:
     """Measure held-out samples of what the run learned: targets of pairs, or spans cut out of a text as in validation.
+
+    End tokens count, label smoothing does not. `left_out` in the result: pairs with a side beyond the context.
 
     Raises as `pairs_for` and `stream_for`; DataError where all pairs are too long.
     """
@@ -129,7 +109,15 @@ def target_perplexity(
         loss, num = target_loss(loaded, batch)
         total, num_tokens, done = total + loss, num_tokens + num, done + len(batch["labels"])
         progress("perplexity", done / samples)
-    return TargetPerplexity(name, samples, left_out, num_tokens, loaded.context, total)
+    return {
+        "data": name,
+        "samples": samples,
+        "left_out": left_out,
+        "tokens": num_tokens,
+        "context": loaded.context,
+        "loss_per_token": total / num_tokens,
+        "perplexity_per_token": exponential(total / num_tokens),
+    }
 
 
 _Read = tuple[str, int, int, Iterator[Batch]]
@@ -166,3 +154,39 @@ def _span_batches(loaded: LoadedSequence, data: str | None, target: str | None, 
     starts = range(0, len(samples), rows)
     batches = (samples.held_out(first, min(rows, len(samples) - first)) for first in starts)
     return stream.name, len(samples), 0, batches
+
+
+def bleu(
+    loaded: LoadedSequence, held_out: TextPairs, beam: Beam, samples: int | None = None, progress: ShowProgress = silent
+) -> Facts:
+    """Answer the sources of the first `samples` pairs (None: all), and compare with their targets: 0 to 100.
+
+    `cut` in the result: sources longer than the context, of which the beginning was read.
+
+    Raises ConfigError on a number of samples that is none, DataError without sacrebleu.
+    """
+    if samples is not None and samples < 1:
+        raise ConfigError.of("--samples", samples, "asks for nothing", "1 or more")
+    try:
+        from sacrebleu.metrics import BLEU
+    except ImportError as error:
+        remedy = "pip install 'meshwright[translation]'"
+        raise DataError(f"BLEU needs sacrebleu, which is not installed: {remedy}") from error
+    pairs = held_out.pairs[:samples]
+    whole = [source_ids(loaded, source) for source, _ in pairs]
+    read = [ids if len(ids) <= loaded.context else [*ids[: loaded.context - 1], ids[-1]] for ids in whole]
+    texts = [text_of(loaded, answer.tokens) for answer in answers(loaded, read, beam, progress=progress)]
+    metric = BLEU()
+    found = metric.corpus_score(texts, [[target for _, target in pairs]])
+    cut = sum(len(ids) > loaded.context for ids in whole)
+    return {
+        "data": held_out.name,
+        "pairs": len(pairs),
+        "cut": cut,
+        "context": loaded.context,
+        "beams": beam.beams,
+        "length_penalty": beam.length_penalty,
+        "bleu": found.score,
+        "brevity_penalty": found.bp,
+        "signature": str(metric.get_signature()),
+    }

@@ -8,67 +8,91 @@ End tokens are context and never counted: the model is asked for the text alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from meshwright.data.corpus import documents
+from meshwright.data.packed import PackedCorpus, is_prepared, open_packed
+from meshwright.data.packing import corpus_for
 from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.section import TokenSection
+from meshwright.data.tokenizer import Tokenizer, pieces
+from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
-from meshwright.tools.evaluate.model import LoadedModel
-from meshwright.tools.evaluate.text import TokenStream
-
-BATCH_TOKENS = 8192
-"""Tokens a forward pass: enough to fill the device, few enough for a large model's activations."""
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, exponential
 
 
 @dataclass(frozen=True)
-class Perplexity:
-    """How well a model predicts a text. Losses are in nats."""
+class TokenStream:
+    """Documents one behind the other, as in training: an end token first and between them."""
 
-    data: str
-    tokens: int
+    tokens: np.ndarray
+    """Ids [n]. The first is the end token: the context of the text's first token."""
     words: int
-    context: int
-    stride: int
-    total_loss: float
-    """Summed over all tokens."""
-
-    @property
-    def loss(self) -> float:
-        """The mean a token."""
-        return self.total_loss / self.tokens
-
-    @property
-    def perplexity(self) -> float:
-        """exp of the mean loss a token: depends on the tokenizer."""
-        return exponential(self.loss)
-
-    @property
-    def word_perplexity(self) -> float:
-        """exp of the total loss over the words of the original text, as Wikitext is reported: tokenizers compare."""
-        return exponential(self.total_loss / self.words)
-
-    @property
-    def facts(self) -> dict[str, str | int | float]:
-        return {
-            "data": self.data,
-            "tokens": self.tokens,
-            "words": self.words,
-            "context": self.context,
-            "stride": self.stride,
-            "loss_per_token": self.loss,
-            "perplexity_per_token": self.perplexity,
-            "perplexity_per_word": self.word_perplexity,
-        }
+    """White-space separated words of the original text."""
+    name: str
+    """What was read, for the reader of the result."""
 
 
-def exponential(x: float) -> float:
-    """e to the x; infinite where a float cannot hold it."""
-    try:
-        return math.exp(x)
-    except OverflowError:
-        return math.inf
+def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = silent) -> TokenStream:
+    """The text to measure: `data`, or without it the held-out split of the run that wrote the checkpoint.
+
+    `data`: a prepared folder (its validation split), or whatever `documents` reads: text, jsonl, parquet, a folder of
+    these, stdlib. Raises DataError where it cannot be read, is empty, or was tokenized with another tokenizer.
+    """
+    if data is not None and not is_prepared(Path(data).expanduser()):
+        return _encoded(data, loaded.tokenizer, progress)
+    if data is not None:
+        folder = Path(data).expanduser()
+        return _validation_split(open_packed(folder), loaded, f"validation split of {folder}")
+    check_trained(loaded)
+    asked = loaded.config.data
+    assert isinstance(asked, TokenSection), asked
+    corpus = corpus_for(asked, cache_folder(), progress)
+    name = f"the run's held-out split (data.source={loaded.config.data.source})"
+    return _validation_split(corpus, loaded, name)
+
+
+def check_trained(loaded: LoadedText) -> None:
+    """Raises DataError where no run here held anything out."""
+    if loaded.steps == 0:
+        raise DataError(f"{loaded.folder} was not trained here, so it has no held-out split of its own: give --data")
+
+
+def check_tokenizer(corpus: PackedCorpus, loaded: LoadedText, name: str) -> None:
+    """Raises DataError where a corpus was tokenized with another tokenizer than the model's."""
+    if corpus.tokenizer.to_json() != loaded.tokenizer.to_json():
+        remedy = "give the text itself as --data"
+        raise DataError(f"{name}: was tokenized with another tokenizer than that of {loaded.folder}; {remedy}")
+
+
+def _validation_split(corpus: PackedCorpus, loaded: LoadedText, name: str) -> TokenStream:
+    check_tokenizer(corpus, loaded, name)
+    tokens = np.asarray(corpus.tokens("validation"))
+    first = np.array([corpus.header.end], dtype=tokens.dtype)
+    return TokenStream(np.concatenate([first, tokens]), corpus.header.validation.words, name)
+
+
+def _encoded(source: str, tokenizer: Tokenizer, progress: ShowProgress) -> TokenStream:
+    words = 0
+
+    def parts() -> Iterator[np.ndarray]:
+        nonlocal words
+        for text in documents(source):
+            progress(f"tokenizing: {words} words", None)
+            yield np.array([tokenizer.end], dtype=np.int64)
+            for part in pieces(text):
+                words += len(part.split())  # exact: pieces are cut in front of a space
+                yield np.array(tokenizer.encode(part), dtype=np.int64)
+
+    found = list(parts())
+    if not found:
+        raise DataError(f"{source}: holds no text")
+    return TokenStream(np.concatenate(found), words, source)
 
 
 def windows(num_targets: int, context: int, stride: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -84,16 +108,17 @@ def windows(num_targets: int, context: int, stride: int) -> tuple[np.ndarray, np
 
 
 def text_perplexity(
-    loaded: LoadedModel,
+    loaded: LoadedText,
     stream: TokenStream,
     stride: int | None = None,
     progress: ShowProgress = silent,
     *,
     batch_tokens: int = BATCH_TOKENS,
-) -> Perplexity:
-    """Measure a stream. `stride`: 1 (exact and slow) to context (fast, no overlap); by default half the context.
+) -> Facts:
+    """Measure a stream, losses in nats.
 
-    `batch_tokens`: about so many go through the model at once.
+    `stride`: 1 (exact and slow) to context (fast, no overlap); by default half the context. `batch_tokens`: about so
+    many go through the model at once.
 
     Raises ConfigError on a stride outside these, DataError where no token is to be counted.
     """
@@ -113,11 +138,20 @@ def text_perplexity(
         progress("perplexity", min(1.0, (first + rows) / len(starts)))
     if num_tokens == 0 or stream.words == 0:
         raise DataError(f"{stream.name}: holds no text")
-    return Perplexity(stream.name, num_tokens, stream.words, context, stride, total)
+    return {
+        "data": stream.name,
+        "tokens": num_tokens,
+        "words": stream.words,
+        "context": context,
+        "stride": stride,
+        "loss_per_token": total / num_tokens,
+        "perplexity_per_token": exponential(total / num_tokens),  # depends on the tokenizer
+        "perplexity_per_word": exponential(total / stream.words),  # as Wikitext is reported: tokenizers compare
+    }
 
 
 @torch.inference_mode()
-def _batch_loss(loaded: LoadedModel, tokens: np.ndarray, places: np.ndarray, counted: np.ndarray) -> tuple[float, int]:
+def _batch_loss(loaded: LoadedText, tokens: np.ndarray, places: np.ndarray, counted: np.ndarray) -> tuple[float, int]:
     """The summed loss, and the number, of the targets in windows that count. places, counted: [B, T]."""
     inputs = torch.from_numpy(tokens[places].astype(np.int64)).to(loaded.device)
     labels = torch.from_numpy(tokens[places + 1].astype(np.int64)).to(loaded.device)

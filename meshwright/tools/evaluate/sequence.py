@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -19,44 +16,16 @@ from torch import Tensor
 from meshwright.data.pairs_samples import sequence_batch
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.section import Lengths
-from meshwright.data.specials import SENTINEL, SequenceSpecials, specials_for, specials_with_room
+from meshwright.data.specials import SENTINEL
 from meshwright.model import IGNORED, Batch, to_device
-from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.encoder_decoder_blocks import DecoderCache
-from meshwright.models.section import EncoderDecoder
-from meshwright.tensor.kit import WholeHead
 from meshwright.tools.evaluate.beam import Answer, Beam, beam_search
-from meshwright.tools.evaluate.model import LoadedText, load_text
-from meshwright.tools.evaluate.perplexity import BATCH_TOKENS
-
-SEQUENCE_FAMILIES = ("transformer", "t5")
+from meshwright.tools.evaluate.load import BATCH_TOKENS, LoadedSequence
 
 _SENTINEL = re.compile(re.escape(SENTINEL).replace(r"\{\}", r"(\d\d?)"))
 
 MORE = 50
 """So many tokens more than its source an answer may have (Vaswani et al., section 6.1)."""
-
-
-@dataclass(frozen=True)
-class LoadedSequence(LoadedText):
-    """An encoder-decoder in evaluation mode. `context`: of source and of target, each with its end token."""
-
-    model: EncoderDecoderChain
-    specials: SequenceSpecials
-
-    @property
-    def head(self) -> WholeHead:
-        return cast(WholeHead, self.model.head)
-
-
-def load_sequence(path: Path, device: str = "auto", context: int | None = None) -> LoadedSequence:
-    """The Transformer or T5 of a step folder, or of a run's newest checkpoint. Raises as `load_text`."""
-    loaded, model = load_text(path, device, context, *SEQUENCE_FAMILIES)
-    assert isinstance(model, EncoderDecoderChain)
-    config, tokenizer = loaded.config, loaded.tokenizer
-    assert isinstance(config.model, EncoderDecoder), config.model
-    specials = specials_for(config, tokenizer) if loaded.steps else specials_with_room(config.model, tokenizer)
-    return LoadedSequence(**vars(loaded), model=model, specials=specials)
 
 
 def source_ids(loaded: LoadedSequence, text: str) -> list[int]:

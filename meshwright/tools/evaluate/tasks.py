@@ -1,60 +1,23 @@
-"""The tasks of `meshwright eval`: which options each reads, and how it is measured.
-
-A measure's result for a reader: as plain facts for JSON, and as a table of lines.
-"""
+"""The tasks of `meshwright eval`: which options each reads, and how it is measured; a result as a table of lines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from meshwright.data.progress import ShowProgress
 from meshwright.errors import ConfigError
-from meshwright.tools.evaluate.beam import Beam, beam_of
-from meshwright.tools.evaluate.bleu import bleu
-from meshwright.tools.evaluate.images import image_accuracy, load_image_model
+from meshwright.tools.evaluate.beam import beam_of
+from meshwright.tools.evaluate.images import image_accuracy
 from meshwright.tools.evaluate.lambada import cloze_accuracy
-from meshwright.tools.evaluate.masked import load_bert, masked_accuracy
-from meshwright.tools.evaluate.model import family_at, load_model
-from meshwright.tools.evaluate.pairs import pairs_for, target_perplexity
-from meshwright.tools.evaluate.perplexity import text_perplexity
-from meshwright.tools.evaluate.sequence import SEQUENCE_FAMILIES, load_sequence
-from meshwright.tools.evaluate.text import stream_for
+from meshwright.tools.evaluate.load import Facts, config_at, load_images, load_sequence, load_text
+from meshwright.tools.evaluate.masked import masked_accuracy
+from meshwright.tools.evaluate.pairs import bleu, pairs_for, target_perplexity
+from meshwright.tools.evaluate.perplexity import stream_for, text_perplexity
 
 Fact = str | int | float | None
-
-
-class Result(Protocol):
-    """What a measure found."""
-
-    @property
-    def facts(self) -> dict[str, str | int | float]:
-        """By name, in the order in which they are shown."""
-
-
-def facts_of(result: Result) -> dict[str, Fact]:
-    """The result by name. What is not finite is None: JSON has no word for it."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in result.facts.items()
-    }
-
-
-def table_of(facts: dict[str, Fact]) -> str:
-    """One fact a line."""
-    width = max(map(len, facts))
-    return "\n".join(f"{key.replace('_', ' '):<{width}}  {_shown(value)}" for key, value in facts.items())
-
-
-def _shown(value: Fact) -> str:
-    if value is None:
-        return "not finite"
-    if isinstance(value, float):
-        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else value
 
 
 @dataclass(frozen=True)
@@ -83,14 +46,45 @@ class Question:
             "length-penalty": self.length_penalty,
         }
 
-    @property
-    def beam(self) -> Beam:
-        """Raises ConfigError on values that cannot be."""
-        return beam_of(self.beams, self.length_penalty)
+
+Measured = tuple[Path, Facts]
+"""The step folder, and the result."""
 
 
-Measured = tuple[Path, Result]
-"""The step folder, and what was found."""
+def _perplexity(question: Question, progress: ShowProgress) -> Measured:
+    if config_at(question.checkpoint).model.reads == "sequences":
+        if question.stride is not None:
+            raise ConfigError.of("--stride", question.stride, "has no effect on an encoder-decoder", "with a gpt2")
+        answering = load_sequence(question.checkpoint, question.device, question.context)
+        return answering.folder, target_perplexity(answering, question.data, question.target, progress)
+    if question.target is not None:
+        raise ConfigError.of("--target", question.target, "has no effect on a gpt2", "with a transformer or t5")
+    loaded = load_text(question.checkpoint, question.device, question.context)
+    stream = stream_for(loaded, question.data, progress)
+    return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
+
+
+def _bleu(question: Question, progress: ShowProgress) -> Measured:
+    beam = beam_of(question.beams, question.length_penalty)
+    loaded = load_sequence(question.checkpoint, question.device, question.context)
+    pairs = pairs_for(loaded, question.data, question.target, progress)
+    return loaded.folder, bleu(loaded, pairs, beam, question.samples, progress)
+
+
+def _lambada(question: Question, progress: ShowProgress) -> Measured:
+    assert question.data is not None, "measure() has looked"
+    loaded = load_text(question.checkpoint, question.device, question.context)
+    return loaded.folder, cloze_accuracy(loaded, question.data, progress)
+
+
+def _masked(question: Question, progress: ShowProgress) -> Measured:
+    loaded = load_text(question.checkpoint, question.device, question.context, "masked")
+    return loaded.folder, masked_accuracy(loaded, stream_for(loaded, question.data, progress), progress)
+
+
+def _images(question: Question, progress: ShowProgress) -> Measured:
+    loaded = load_images(question.checkpoint, question.device)
+    return loaded.folder, image_accuracy(loaded, question.data, progress)
 
 
 @dataclass(frozen=True)
@@ -100,6 +94,15 @@ class Task:
     measure: Callable[[Question, ShowProgress], Measured]
     options: tuple[str, ...] = ()
     needs: str = ""
+
+
+TASKS: dict[str, Task] = {
+    "perplexity": Task(_perplexity, ("target", "stride", "context")),
+    "bleu": Task(_bleu, ("target", "context", "samples", "beams", "length-penalty")),
+    "lambada": Task(_lambada, ("context",), needs="a jsonl file with `text`, or a passage a line"),
+    "masked-lm": Task(_masked, ("context",)),
+    "images": Task(_images),
+}
 
 
 def measure(name: str, question: Question, progress: ShowProgress) -> Measured:
@@ -116,51 +119,21 @@ def measure(name: str, question: Question, progress: ShowProgress) -> Measured:
     return task.measure(question, progress)
 
 
-def _perplexity(question: Question, progress: ShowProgress) -> Measured:
-    if family_at(question.checkpoint) in SEQUENCE_FAMILIES:
-        return _target_perplexity(question, progress)
-    if question.target is not None:
-        raise ConfigError.of("--target", question.target, "has no effect on a gpt2", "with a transformer or t5")
-    loaded = load_model(question.checkpoint, question.device, question.context)
-    stream = stream_for(loaded, question.data, progress)
-    return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
+def finite(facts: Facts) -> dict[str, Fact]:
+    """The result with None for what is not finite: JSON has no word for it."""
+    odd = {key for key, value in facts.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {key: None if key in odd else value for key, value in facts.items()}
 
 
-def _target_perplexity(question: Question, progress: ShowProgress) -> Measured:
-    if question.stride is not None:
-        raise ConfigError.of("--stride", question.stride, "has no effect on an encoder-decoder", "with a gpt2")
-    loaded = load_sequence(question.checkpoint, question.device, question.context)
-    return loaded.folder, target_perplexity(loaded, question.data, question.target, progress)
+def table_of(facts: Mapping[str, Fact]) -> str:
+    """One fact a line."""
+    width = max(map(len, facts))
+    return "\n".join(f"{key.replace('_', ' '):<{width}}  {_shown(value)}" for key, value in facts.items())
 
 
-def _bleu(question: Question, progress: ShowProgress) -> Measured:
-    beam = question.beam
-    loaded = load_sequence(question.checkpoint, question.device, question.context)
-    pairs = pairs_for(loaded, question.data, question.target, progress)
-    return loaded.folder, bleu(loaded, pairs, beam, question.samples, progress)
-
-
-def _lambada(question: Question, progress: ShowProgress) -> Measured:
-    assert question.data is not None, "measure() has looked"
-    loaded = load_model(question.checkpoint, question.device, question.context)
-    return loaded.folder, cloze_accuracy(loaded, question.data, progress)
-
-
-def _masked(question: Question, progress: ShowProgress) -> Measured:
-    loaded = load_bert(question.checkpoint, question.device, question.context)
-    stream = stream_for(loaded, question.data, progress)
-    return loaded.folder, masked_accuracy(loaded, stream, progress)
-
-
-def _images(question: Question, progress: ShowProgress) -> Measured:
-    loaded = load_image_model(question.checkpoint, question.device)
-    return loaded.folder, image_accuracy(loaded, question.data, progress)
-
-
-TASKS: dict[str, Task] = {
-    "perplexity": Task(_perplexity, ("target", "stride", "context")),
-    "bleu": Task(_bleu, ("target", "context", "samples", "beams", "length-penalty")),
-    "lambada": Task(_lambada, ("context",), needs="a jsonl file with `text`, or a passage a line"),
-    "masked-lm": Task(_masked, ("context",)),
-    "images": Task(_images),
-}
+def _shown(value: Fact) -> str:
+    if value is None:
+        return "not finite"
+    if isinstance(value, float):
+        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else value

@@ -16,7 +16,7 @@ from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError, DataError
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.convert import export_folder, import_folder
-from meshwright.tools.evaluate import load_model
+from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.generate import Sampling, generate_text
 from tests.harness import build
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
@@ -43,7 +43,7 @@ def hugging_face(folder: Path, *, dtype: torch.dtype = torch.float64, shard: str
 
 @torch.no_grad()
 def our_logits(folder: Path) -> torch.Tensor:
-    loaded = load_model(folder, "cpu")
+    loaded = load_text(folder, "cpu")
     return loaded.head.logits(loaded.model.hidden(TOKENS))
 
 
@@ -106,7 +106,7 @@ def test_padding_rows_are_zero_here_and_gone_there(tmp_path: Path) -> None:
     hugging_face(tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "step-0")
     assert Checkpoint(tmp_path / "step-0").shapes["tokens.weight"] == (320, 16)
-    table = dict(load_model(tmp_path / "step-0").model.named_parameters())["tokens.weight"]
+    table = dict(load_text(tmp_path / "step-0").model.named_parameters())["tokens.weight"]
     assert not table[257:].any()
     assert table[:257].any(1).all()
 
@@ -142,13 +142,13 @@ def test_an_import_without_tokenizer_says_so(tmp_path: Path) -> None:
     (tmp_path / "hf" / "tokenizer.json").unlink()
     assert not import_folder(tmp_path / "hf", tmp_path / "step-0").has_tokenizer
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
-        load_model(tmp_path / "step-0")
+        load_text(tmp_path / "step-0")
 
 
 def test_an_import_generates(tmp_path: Path) -> None:
     hugging_face(tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "step-0")
-    assert list(generate_text(load_model(tmp_path / "step-0"), "a", 4, Sampling()))
+    assert list(generate_text(load_text(tmp_path / "step-0"), "a", 4, Sampling()))
 
 
 def test_a_pickle_is_never_read(tmp_path: Path) -> None:

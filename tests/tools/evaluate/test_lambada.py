@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from meshwright.errors import DataError
-from meshwright.tools.evaluate import cloze_accuracy, load_model
-from meshwright.tools.evaluate.lambada import passages
+from meshwright.tools.evaluate.lambada import cloze_accuracy, passages
+from meshwright.tools.evaluate.load import load_text
 from tests.tools.evaluate.tiny import rigged_checkpoint, tiny_checkpoint
 
 # Behind the letter b: a space, then cat.
@@ -24,7 +24,7 @@ def written(path: Path, texts: list[str]) -> str:
 
 
 def test_right_only_where_every_sub_token_is(tmp_path: Path) -> None:
-    loaded = load_model(rigged_checkpoint(tmp_path, FOLLOWS))
+    loaded = load_text(rigged_checkpoint(tmp_path, FOLLOWS))
     texts = {
         "see b cat": True,
         "b cat\n": True,  # the end of a line is not part of the word
@@ -35,27 +35,29 @@ def test_right_only_where_every_sub_token_is(tmp_path: Path) -> None:
         "b   cat": True,  # what stands before the word's one space goes
     }
     result = cloze_accuracy(loaded, written(tmp_path / "all.jsonl", list(texts)))
-    assert (result.passages, result.correct) == (len(texts), sum(texts.values()))
+    assert (result["passages"], result["correct"]) == (len(texts), sum(texts.values()))
     for number, (text, right) in enumerate(texts.items()):
         single = cloze_accuracy(loaded, written(tmp_path / f"{number}.jsonl", [text]))
-        assert single.accuracy == float(right), text
+        assert single["accuracy"] == float(right), text
 
 
 def test_perplexity_is_of_the_whole_word(tmp_path: Path) -> None:
-    loaded = load_model(tiny_checkpoint(tmp_path))
+    loaded = load_text(tiny_checkpoint(tmp_path))
     source = written(tmp_path / "one.jsonl", ["on the mat"])
     tokens = torch.tensor([list(b"on the mat")])[:, -9:]  # context 8: eight inputs, and the last target
     with torch.no_grad():
         losses = loaded.head.token_losses(loaded.model.hidden(tokens[:, :-1]), tokens[:, 1:])
-    assert cloze_accuracy(loaded, source).perplexity == pytest.approx(math.exp(float(losses[0, -4:].sum())), rel=1e-9)
+    found = cloze_accuracy(loaded, source)["perplexity_per_word"]
+    assert found == pytest.approx(math.exp(float(losses[0, -4:].sum())), rel=1e-9)
 
 
 def test_padding_changes_nothing(tmp_path: Path) -> None:
-    loaded = load_model(tiny_checkpoint(tmp_path))
+    loaded = load_text(tiny_checkpoint(tmp_path))
     texts = ["a b", "on the mat", "ab cde f"]
     together = cloze_accuracy(loaded, written(tmp_path / "all.jsonl", texts))
     alone = [cloze_accuracy(loaded, written(tmp_path / "one.jsonl", [text])) for text in texts]
-    assert together.total_loss == pytest.approx(sum(single.total_loss for single in alone), rel=1e-10)
+    total = math.log(together["perplexity_per_word"]) * len(texts)
+    assert total == pytest.approx(sum(math.log(single["perplexity_per_word"]) for single in alone), rel=1e-10)
 
 
 def test_passages_of_each_form(tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_passages_of_each_form(tmp_path: Path) -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
-    loaded = load_model(tiny_checkpoint(tmp_path / "run"))
+    loaded = load_text(tiny_checkpoint(tmp_path / "run"))
     with pytest.raises(DataError, match="passage 2: is a single word"):
         cloze_accuracy(loaded, written(tmp_path / "a.jsonl", ["a b", "word"]))
     with pytest.raises(DataError, match="passage 1: its last word has 10 tokens, and the model sees 8"):

@@ -21,9 +21,10 @@ from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.model import IGNORED, counts_of
 from meshwright.models.section import Bert
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tools.evaluate import stream_for
-from meshwright.tools.evaluate.masked import LoadedBert, load_bert, masked_accuracy
-from meshwright.tools.evaluate.tasks import facts_of
+from meshwright.tools.evaluate.load import LoadedText, load_text
+from meshwright.tools.evaluate.masked import masked_accuracy
+from meshwright.tools.evaluate.perplexity import stream_for
+from meshwright.tools.evaluate.tasks import finite
 from tests.harness import build
 from tests.tools.evaluate.test_commands import run, run_json
 from tests.tools.evaluate.tiny import lively, save, tiny_checkpoint
@@ -56,7 +57,7 @@ def text(tmp_path: Path) -> str:
 
 
 @torch.no_grad()
-def plainly(loaded: LoadedBert, tokens: np.ndarray, *, next_sentence: bool) -> dict[str, float]:
+def plainly(loaded: LoadedText, tokens: np.ndarray, *, next_sentence: bool) -> dict[str, float]:
     """Sample by sample, from whole logits."""
     specials = specials_of(loaded.tokenizer)
     samples = MaskedSamples(
@@ -82,21 +83,19 @@ def plainly(loaded: LoadedBert, tokens: np.ndarray, *, next_sentence: bool) -> d
 
 @pytest.mark.parametrize("next_sentence", [True, False])
 def test_equals_a_plain_count(tmp_path: Path, text: str, next_sentence: bool) -> None:
-    loaded = load_bert(bert_checkpoint(tmp_path, bert_config(next_sentence=next_sentence)), "cpu")
+    loaded = load_text(bert_checkpoint(tmp_path, bert_config(next_sentence=next_sentence)), "cpu", reads="masked")
     stream = stream_for(loaded, text)
     wanted = plainly(loaded, stream.tokens, next_sentence=next_sentence)
     for batch_tokens in (8192, 100):
         found = masked_accuracy(loaded, stream, batch_tokens=batch_tokens)
-        assert (found.tokens.asked, found.tokens.right) == (wanted["asked"], wanted["right"])
-        assert found.tokens.total_loss == pytest.approx(wanted["loss"], rel=1e-10)
-        assert (found.next_sentence is not None) == next_sentence
-        if found.next_sentence is not None:
-            assert (found.next_sentence.asked, found.next_sentence.right) == (
-                wanted["next_asked"],
-                wanted["next_right"],
-            )
-            assert found.next_sentence.total_loss == pytest.approx(wanted["next_loss"], rel=1e-10)
-    facts = facts_of(found)
+        assert (found["asked"], found["right"]) == (wanted["asked"], wanted["right"])
+        assert found["loss"] * found["asked"] == pytest.approx(wanted["loss"], rel=1e-10)
+        assert ("next_sentence_asked" in found) == next_sentence
+        if next_sentence:
+            asked, right = found["next_sentence_asked"], found["next_sentence_right"]
+            assert (asked, right) == (wanted["next_asked"], wanted["next_right"])
+            assert found["next_sentence_loss"] * asked == pytest.approx(wanted["next_loss"], rel=1e-10)
+    facts = finite(found)
     assert facts["accuracy"] == wanted["right"] / wanted["asked"]
     assert ("next_sentence_accuracy" in facts) == next_sentence
 
@@ -106,15 +105,15 @@ def test_without_data_the_samples_of_the_runs_validation(tmp_path: Path, text: s
     data = MaskedData(kind="masked", source=str(tmp_path / "ready"), sequence=16, validation=0.2)
     config = bert_config(data=data).model_copy(update={"validation": Validating(every=1)})
     folder = bert_checkpoint(tmp_path / "run", config)
-    loaded = load_bert(folder, "cpu")
+    loaded = load_text(folder, "cpu", reads="masked")
     found = masked_accuracy(loaded, stream_for(loaded, None))
     small = config.model_copy(update={"batch": config.batch.model_copy(update={"global_": 1})})
     held_out = config.data.open(small, tmp_path / "ready").held_out
     assert held_out is not None
     batch = held_out.held_out(0, len(held_out))
-    assert (found.samples, found.tokens.asked) == (len(held_out), counts_of(batch, ("labels",))[0])
+    assert (found["samples"], found["asked"]) == (len(held_out), counts_of(batch, ("labels",))[0])
     with torch.no_grad():
-        assert found.tokens.right == loaded.model.num_correct(loaded.model.trunk(batch), batch)[0]
+        assert found["right"] == loaded.model.num_correct(loaded.model.trunk(batch), batch)[0]
 
 
 def test_the_command(tmp_path: Path, text: str) -> None:
@@ -134,12 +133,12 @@ def test_the_command(tmp_path: Path, text: str) -> None:
 
 def test_mistakes(tmp_path: Path, text: str) -> None:
     with pytest.raises(CheckpointError, match="is a gpt2: this needs a bert"):
-        load_bert(tiny_checkpoint(tmp_path / "gpt"), "cpu")
+        load_text(tiny_checkpoint(tmp_path / "gpt"), "cpu", reads="masked")
     with pytest.raises(CheckpointError, match="is a bert: this needs a gpt2"):
         run("eval", bert_checkpoint(tmp_path / "bert"), "--data", text)
-    loaded = load_bert(bert_checkpoint(tmp_path / "small", bert_config(vocabulary=260)), "cpu")
+    loaded = load_text(bert_checkpoint(tmp_path / "small", bert_config(vocabulary=260)), "cpu", reads="masked")
     with pytest.raises(CheckpointError, match="has 261 tokens with BERT's special ones, and the model knows 260"):
         masked_accuracy(loaded, stream_for(loaded, text))
-    loaded = load_bert(bert_checkpoint(tmp_path / "imported", step=0), "cpu")
+    loaded = load_text(bert_checkpoint(tmp_path / "imported", step=0), "cpu", reads="masked")
     with pytest.raises(DataError, match="give --data"):
         stream_for(loaded, None)

@@ -13,10 +13,10 @@ from meshwright.data.progress import silent
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.model import scales_of
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tools.evaluate import load_model
 from meshwright.tools.evaluate.beam import Answer, Beam, beam_search
+from meshwright.tools.evaluate.load import LoadedSequence, load_sequence, load_text
 from meshwright.tools.evaluate.pairs import pairs_for, target_perplexity
-from meshwright.tools.evaluate.sequence import LoadedSequence, answers, load_sequence, source_ids, text_of
+from meshwright.tools.evaluate.sequence import answers, source_ids, text_of
 from meshwright.tools.generate import Request, generate
 from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save, sequence_config, tiny_checkpoint
@@ -78,7 +78,7 @@ def test_the_loss_is_the_models_own_without_smoothing(tmp_path: Path, family: st
     source.write_text("ab\tcd\nabc\tdefghi\n" + "x" * 40 + "\ty\n\t\n")
     loaded = load_sequence(step, "cpu")
     found = target_perplexity(loaded, str(source))
-    assert (found.samples, found.left_out, found.tokens) == (2, 1, 3 + 7)
+    assert (found["samples"], found["left_out"], found["tokens"]) == (2, 1, 3 + 7)
     total = 0.0
     for read, written in (("ab", "cd"), ("abc", "defghi")):
         ids = torch.tensor([source_ids(loaded, read)])
@@ -88,8 +88,8 @@ def test_the_loss_is_the_models_own_without_smoothing(tmp_path: Path, family: st
             h = loaded.model.decode(target, loaded.model.encode(ids, torch.ones_like(ids)), torch.ones_like(ids))
             logits = loaded.head.logits(h)
         total -= float(logits.log_softmax(-1).gather(2, labels.unsqueeze(2)).sum())
-    assert found.total_loss == pytest.approx(total, rel=1e-6)
-    assert found.facts["loss_per_token"] == pytest.approx(total / 10, rel=1e-6)
+    assert found["loss_per_token"] * found["tokens"] == pytest.approx(total, rel=1e-6)
+    assert found["loss_per_token"] == pytest.approx(total / 10, rel=1e-6)
 
 
 def test_held_out_spans_are_those_of_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,8 @@ def test_held_out_spans_are_those_of_validation(tmp_path: Path, monkeypatch: pyt
     parts.model.eval()
     with torch.no_grad():
         loss = float(parts.model(batch, scales_of(["labels"], [1], 1.0))[0])
-    assert found.samples == len(held_out)
-    assert found.total_loss == pytest.approx(loss, rel=1e-6)
+    assert found["samples"] == len(held_out)
+    assert found["loss_per_token"] * found["tokens"] == pytest.approx(loss, rel=1e-6)
     with pytest.raises(ConfigError, match=r"--data=none leaves .* without pairs: it learned spans; valid: a tsv file"):
         pairs_for(loaded, None)
 
@@ -140,4 +140,4 @@ def test_pairs_of_two_files_and_mistakes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a gpt2: this needs a transformer or t5"):
         load_sequence(tiny_checkpoint(tmp_path / "gpt2"))
     with pytest.raises(CheckpointError, match="is a transformer: this needs a gpt2"):
-        load_model(loaded.folder)
+        load_text(loaded.folder)

@@ -1,0 +1,151 @@
+"""A checkpoint as a model that can be asked: the serial kit on one device, with the checkpoint's tokenizer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
+from meshwright.config import Config
+from meshwright.data.specials import SequenceSpecials, specials_for, specials_with_room
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.models.chain import make_chain
+from meshwright.parameters.shard import shard_specs
+from meshwright.parts import DTYPES
+from meshwright.ranks.mesh import solo_mesh
+from meshwright.registry import entries
+from meshwright.tensor.kit import WholeHead
+from meshwright.tensor.serial import SerialKit
+
+TOKENIZER = "tokenizer.json"
+
+BATCH_TOKENS = 8192
+"""Tokens a forward pass: enough to fill the device, few enough for a large model's activations."""
+
+Facts = dict[str, str | int | float]
+"""The result of a measure: by name, in the order in which it is shown."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode, and where it comes from."""
+
+    folder: Path
+    config: Config
+    steps: int
+    """Steps it was trained for here; 0: imported."""
+    device: torch.device
+    model: Any
+    """The family's chain (models/)."""
+
+    @property
+    def head(self) -> WholeHead:
+        """The language-model head; of a classifier its head."""
+        head: WholeHead = self.model.head
+        return head
+
+
+@dataclass(frozen=True)
+class LoadedText(Loaded):
+    """A model of text. `context`: how many tokens it sees at once."""
+
+    tokenizer: Tokenizer
+    context: int
+
+
+@dataclass(frozen=True)
+class LoadedSequence(LoadedText):
+    """An encoder-decoder. `context`: of source and of target, each with its end token."""
+
+    specials: SequenceSpecials
+
+
+def load_images(path: Path, device: str = "auto") -> Loaded:
+    """The classifier of a step folder, or of a run's newest checkpoint. Raises as `load_text`."""
+    where = device_of(device)
+    return Loaded(**_built(_checkpoint(path, "images"), where))
+
+
+def load_text(path: Path, device: str = "auto", context: int | None = None, reads: str = "tokens") -> LoadedText:
+    """The model of text of a step folder, or of a run's newest checkpoint, in evaluation mode.
+
+    `reads`: the form of batches of its family (models/section.py). Weights are held as the run's optimizer held them:
+    float64 for a float64 run, float32 for every other. `context`: by default the sequence length of the training,
+    because positions beyond it were never trained; at most model.positions. Raises CheckpointError, DataError
+    (tokenizer), ConfigError (device, context).
+    """
+    where = device_of(device)
+    checkpoint = _checkpoint(path, reads)
+    config = checkpoint.config
+    positions = config.model.longest
+    if context is not None and not 1 <= context <= positions:
+        raise ConfigError.of("--context", context, "is no context of this model", f"1 to model.positions={positions}")
+    tokenizer = _tokenizer(checkpoint, config.model.num_tokens)
+    context = context or config.data.lengths.source
+    return LoadedText(**_built(checkpoint, where), tokenizer=tokenizer, context=context)
+
+
+def load_sequence(path: Path, device: str = "auto", context: int | None = None) -> LoadedSequence:
+    """The Transformer or T5 of a step folder, or of a run's newest checkpoint. Raises as `load_text`."""
+    loaded = load_text(path, device, context, "sequences")
+    config, tokenizer = loaded.config, loaded.tokenizer
+    specials = specials_for(config, tokenizer) if loaded.steps else specials_with_room(config.model, tokenizer)
+    return LoadedSequence(**vars(loaded), specials=specials)
+
+
+def config_at(path: Path) -> Config:
+    """The config of a step folder, or of a run's newest checkpoint."""
+    return Checkpoint(find_checkpoint(path)).config
+
+
+def device_of(name: str) -> torch.device:
+    """auto: a GPU where there is one. Raises ConfigError where there is none of what is asked for."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError.of("--device", name, "is no device", "auto, cpu, cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError.of("--device", "cuda", "finds no GPU", "cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _checkpoint(path: Path, reads: str) -> Checkpoint:
+    """The checkpoint. Raises CheckpointError where its model's family reads batches of another form."""
+    checkpoint = Checkpoint(find_checkpoint(path))
+    model = checkpoint.config.model
+    if model.reads != reads:
+        families = " or ".join(name for name, family in entries("models").items() if family.reads == reads)
+        raise CheckpointError(f"{checkpoint.folder} is a {model.family}: this needs a {families}")
+    return checkpoint
+
+
+def _built(checkpoint: Checkpoint, device: torch.device) -> dict[str, Any]:
+    """The fields of Loaded."""
+    config, mesh = checkpoint.config, solo_mesh(device)
+    model = make_chain(config, SerialKit(mesh))
+    model.to(DTYPES[config.precision.dtype] if config.precision.level == "O0" else torch.float32)
+    load_weights(model, shard_specs(model), mesh, checkpoint)
+    steps = checkpoint.manifest.progress.step
+    return {"folder": checkpoint.folder, "config": config, "steps": steps, "device": device, "model": model.eval()}
+
+
+def _tokenizer(checkpoint: Checkpoint, vocabulary: int) -> Tokenizer:
+    path = checkpoint.file(TOKENIZER)
+    if path is None:
+        raise CheckpointError(f"{checkpoint.folder} has no {TOKENIZER}: copy its model's tokenizer there")
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocabulary_size > vocabulary:
+        size = tokenizer.vocabulary_size
+        raise CheckpointError(f"{path} is of another model: it has {size} tokens, and the model knows {vocabulary}")
+    return tokenizer
+
+
+def exponential(x: float) -> float:
+    """e to the x; infinite where a float cannot hold it."""
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
