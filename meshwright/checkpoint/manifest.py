@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest.json says: a typed model that refuses what does not hold together, and a checksum.
+"""A checkpoint's manifest.json: a typed model that refuses what does not hold together, and a checksum.
 
 A manifest may come from anywhere: file names are plain names inside of the folder, every part lies in a listed file,
 and the parts of a tensor are disjoint and cover it. So no number that is read was left uninitialised or unchecked.
@@ -32,7 +32,8 @@ GET_ANOTHER = "take another checkpoint, or restore this one from a copy"
 
 _CLOSED = ConfigDict(extra="forbid", strict=True)
 _CHECKSUM = ',\n "checksum": "'
-"""What stands between the file's content and the checksum over all of its bytes."""
+"""Stands between the file's content and the checksum, which is over the content's bytes. Format 1 took it over what was
+parsed: there an `e` of a number could become an `E` unseen."""
 
 NonNegative = Annotated[int, Field(ge=0, lt=2**62)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
@@ -43,7 +44,11 @@ DType = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16)$")]
 
 @dataclass(frozen=True, config=_CLOSED)
 class StoredPart:
-    """One stored tensor: the `box` of the parameter's `kind` (weight, exp_avg, ...), under `key` in `file`."""
+    """One stored tensor: the `box` of the parameter's `kind` (weight, exp_avg, ...), under `key` in `file`.
+
+    Boxes, so that the format has no word for layouts and any layout can read it: a slice of a flat bucket covers parts
+    of rows, which are at most 2·dims - 1 boxes of the parameter.
+    """
 
     parameter: str
     kind: str
@@ -97,7 +102,7 @@ class Progress:
 
 @dataclass(frozen=True, config=_CLOSED)
 class Origin:
-    """What wrote a checkpoint. A run keeps its `run` through restarts and resumes; an import has none."""
+    """The run that wrote a checkpoint. `run`: its random identity, kept through resumes; an import has none."""
 
     config: dict[str, Any]
     run: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
@@ -127,14 +132,14 @@ class Manifest:
     @cached_property
     def parts(self) -> dict[tuple[str, str], list[StoredPart]]:
         """The entries by parameter and kind."""
-        found: defaultdict[tuple[str, str], list[StoredPart]] = defaultdict(list)
+        parts: defaultdict[tuple[str, str], list[StoredPart]] = defaultdict(list)
         for entry in self.entries:
-            found[entry.parameter, entry.kind].append(entry)
-        return dict(found)
+            parts[entry.parameter, entry.kind].append(entry)
+        return dict(parts)
 
 
 def stored_file(path: Path) -> StoredFile:
-    """What a manifest says of a file that lies in its folder."""
+    """A manifest's words on a file that lies in its folder."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return StoredFile(path.name, path.stat().st_size, digest)
@@ -155,18 +160,18 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError(f"{path} cannot be read: {error}; {GET_ANOTHER}") from error
     if not isinstance(body, dict) or "checksum" not in body or "format" not in body:
         raise DamagedError(f"{path} is damaged: it has no checksum or no format; {GET_ANOTHER}")
-    found, checksum = body.pop("format"), body.pop("checksum")
-    if found == FORMAT_VERSION:
+    version, checksum = body.pop("format"), body.pop("checksum")
+    if version == FORMAT_VERSION:
         right = text == _with_checksum(text.rpartition(_CHECKSUM)[0])
-    elif found == 1:
+    elif version == 1:
         right = checksum == _sum(json.dumps({"format": 1, **body}, sort_keys=True))
     else:
         reads = f"this version ({__version__}) reads formats 1 and {FORMAT_VERSION}"
-        raise CheckpointError(f"{path} has format {found}; {reads}: a newer meshwright may read it, or it is damaged")
+        raise CheckpointError(f"{path} has format {version}; {reads}: a newer meshwright may read it, or it is damaged")
     if not right:
         raise DamagedError(f"{path} is damaged: its checksum does not match its content; {GET_ANOTHER}")
     try:
-        manifest = _MANIFEST.validate_json(json.dumps(_of_format_1(body) if found == 1 else body))
+        manifest = _MANIFEST.validate_json(json.dumps(_of_format_1(body) if version == 1 else body))
         _check(manifest)
     except ValidationError as error:
         first = error.errors()[0]
@@ -222,7 +227,9 @@ def _uncovered(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
         return "do not cover it"
     if not shape:
         return "overlap" if len(filled) > 1 else None
-    # A sweep along the dim with the most cuts: a box is compared with those that have begun before it and not ended.
+    # There are as many elements as there should be, so boxes that are disjoint also cover. A sweep along the dim with
+    # the most cuts compares a box with those that have begun before it and not ended: n log n for slices, n^1.5 for
+    # blocks. Comparing all pairs took quadratic time for a thousand ranks.
     dim = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in filled}))
     begun: list[Box] = []
     for box in sorted(filled, key=lambda box: box.offsets[dim]):

@@ -32,9 +32,8 @@ class Checkpoint:
             path = folder / file.file
             if not path.is_file():
                 raise DamagedError(f"{path} is missing; {GET_ANOTHER}")
-            if path.stat().st_size != file.size_bytes:
-                found = path.stat().st_size
-                raise DamagedError(f"{path} is damaged: {found} bytes, not {file.size_bytes}; {GET_ANOTHER}")
+            if (size := path.stat().st_size) != file.size_bytes:
+                raise DamagedError(f"{path} is damaged: {size} bytes, not {file.size_bytes}; {GET_ANOTHER}")
 
     @property
     def config(self) -> Config:
@@ -56,7 +55,7 @@ class Checkpoint:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What it holds of parameters: weight, exp_avg, ..."""
+        """The kinds of tensors that it has of parameters: weight, exp_avg, ..."""
         return frozenset(kind for _, kind in self.manifest.parts)
 
     def read(self, parameter: str, kind: str, box: Box) -> Tensor:
@@ -89,7 +88,7 @@ class Checkpoint:
         return self.folder / name if (self.folder / name).is_file() else None
 
     def check_files(self, part: int = 0, of: int = 1) -> None:
-        """Check every file, or a part of them so that `of` ranks check all. Raises CheckpointError with the first."""
+        """Check every file, or every `of`-th from `part` on, so that `of` ranks check all. Raises CheckpointError."""
         for file in self.manifest.files[part::of]:
             self._check(file.file)
 
@@ -115,28 +114,28 @@ class Checkpoint:
             return
         path = self.folder / name
         try:
-            found = stored_file(path)
+            whole = stored_file(path) == file
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
-        if found != file:
+        if not whole:
             raise DamagedError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {GET_ANOTHER}")
         del self._unchecked[name]
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
     """The complete checkpoints in a folder, oldest first."""
-    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP.fullmatch(path.name))]
-    return sorted((step, path) for step, path in found if (path / MANIFEST).is_file())
+    steps = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP.fullmatch(path.name))]
+    return sorted((step, path) for step, path in steps if (path / MANIFEST).is_file())
 
 
 def newest_step(folder: Path) -> Path | None:
     """The newest complete checkpoint in a folder of step folders, or None."""
-    found = steps_in(folder)
-    return found[-1][1] if found else None
+    steps = steps_in(folder)
+    return steps[-1][1] if steps else None
 
 
 def newest_whole(folder: Path, before: int) -> Path | None:
-    """The newest checkpoint of a step before `before` of which every file is what it was when it was written."""
+    """The newest checkpoint before step `before` whose files are all what they were when they were written."""
     for step, path in reversed(steps_in(folder)):
         if step < before:
             try:

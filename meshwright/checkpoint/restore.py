@@ -1,4 +1,4 @@
-"""Between a run's parts and a checkpoint: what each rank writes, and how any layout takes up what another wrote."""
+"""Between a run's parts and a checkpoint: each rank's pieces, and how any layout loads what another wrote."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.ranks.mesh import Mesh
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the box that `place` says, of one `kind`: weight, exp_avg, ..."""
+    """One `kind` (weight, exp_avg, ...) of a box of a parameter, which `place` names."""
 
     kind: str
     place: Place
@@ -27,7 +27,7 @@ class Piece:
 
 
 def pieces_of(parts: Parts) -> Iterator[Piece]:
-    """The weights and optimizer states that this rank writes: of what several ranks hold alike, the first's."""
+    """The weights and optimizer states that this rank writes. Of ranks with equal ones the first writes."""
     for index, slot in enumerate(parts.strategy.slots):
         if not _writes(parts.mesh, slot):
             continue
@@ -47,7 +47,7 @@ def gradient_pieces(parts: Parts) -> Iterator[Piece]:
 
 
 def _writes(mesh: Mesh, slot: Slot) -> bool:
-    """Whether this rank is the first of those that hold the same."""
+    """Whether this rank is the first of those whose slot is a copy of this one."""
     return mesh.index(*slot.copy_axes(mesh.grid)) == 0
 
 
@@ -58,7 +58,7 @@ def progress_of(parts: Parts, step: int, samples: int) -> Progress:
 
 
 def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
-    """Take up weights, optimizer states and loss scaling; the data cursor is in the result.
+    """Load weights, optimizer states and loss scaling; the data cursor is in the result.
 
     Raises CheckpointError where it is damaged, or of another model or optimizer.
     """
@@ -92,11 +92,11 @@ def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, chec
 
 
 def _check_optimizer(parts: Parts, checkpoint: Checkpoint) -> None:
-    held, wanted = checkpoint.config.optimizer.name, parts.config.optimizer.name
-    if held != wanted and checkpoint.kinds != {"weight"}:  # weights alone suit every optimizer
+    stored, wanted = checkpoint.config.optimizer.name, parts.config.optimizer.name
+    if stored != wanted and checkpoint.kinds != {"weight"}:  # weights alone suit every optimizer
         raise CheckpointError(
             f"{checkpoint.folder} holds the states of another optimizer: optimizer.name={wanted} cannot go on from "
-            f"those of {held}; keep optimizer.name={held}, or begin a new run"
+            f"those of {stored}; keep optimizer.name={stored}, or begin a new run"
         )
 
 
@@ -104,9 +104,9 @@ def _check_shapes(specs: dict[str, ShardSpec], checkpoint: Checkpoint) -> None:
     shapes = checkpoint.shapes
     for name, spec in specs.items():
         if shapes.get(name) != spec.shape:
-            held = f"it has {list(shapes[name])}" if name in shapes else "it has no such parameter"
+            other = f"it has {list(shapes[name])}" if name in shapes else "it has no such parameter"
             raise CheckpointError(
-                f"{checkpoint.folder} is of another model: {name} should be {list(spec.shape)}, and {held}"
+                f"{checkpoint.folder} is of another model: {name} should be {list(spec.shape)}, and {other}"
             )
     if len(shapes) > len(specs):
         extra = sorted(set(shapes) - set(specs))[0]

@@ -1,8 +1,9 @@
 """Writing a checkpoint while the run goes on: the step waits for the copy only.
 
 Every rank writes its shard in a thread of its own; rank 0's waits for the others' and publishes the whole by a rename.
-Threads meet in the file system, not in a collective, so that they cannot disturb the step's messages. Between steps
-the ranks agree, in one small collective, on why the last checkpoint was not written: all know the one true cause.
+Threads meet in the file system, not in a collective: neither MPI nor a process group may be shared with the step's
+thread. It takes a file system that all ranks see, as loading under another layout does. Between steps the ranks agree,
+in a small collective, on why the last checkpoint was not written: a full disk could not hold a file with the cause.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ _LISTING = TypeAdapter(Listing)
 
 
 class CheckpointWriter:
-    """Writes step folders into `folder`, and keeps the newest `keep` that this run wrote. Made by all ranks together.
+    """Writes step folders into `folder`, and keeps the newest `keep` that this run wrote. All ranks open it together.
 
     A checkpoint that cannot be written costs the run that checkpoint and nothing else: the older ones stay. Only
-    `wait`, behind the last one, raises.
+    `wait`, behind the last one, raises. `unfinished` (on rank 0): the checkpoints in which an earlier run was killed,
+    now removed.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int, origin: Origin, tokenizer: str | None) -> None:
@@ -64,8 +66,8 @@ class CheckpointWriter:
         self.origin = origin
         self.tokenizer = tokenizer
         self.unfinished = self._clear() if mesh.rank == 0 else []
-        """Checkpoints that an earlier run was killed in, now removed (known to rank 0)."""
         self._own = set(self._steps_of_run()) if mesh.rank == 0 else set()
+        # A name of this writer's own, so that nothing of an earlier attempt is taken for a part of this one's.
         token = torch.tensor([time.time_ns() % 2**40], dtype=torch.int64, device=mesh.device)
         mesh.world.broadcast(token, 0)
         self._token = f"{PARTIAL}{int(token):x}"
@@ -76,10 +78,10 @@ class CheckpointWriter:
         self._failing = False
 
     def save(self, progress: Progress, pieces: Iterable[Piece]) -> list[str]:
-        """Copy the pieces, then write them in the background. Waits for the checkpoint before, if it is still written.
+        """Copy the pieces, then write them in the background; first wait for the checkpoint before.
 
-        Returns what a user should know of that one and of this one: the first of several failures, and their end; on
-        rank 0 also that the folder had to be made again.
+        Returns notes to the user on that one and on this one: the first of several failures, and their end; on rank 0
+        also that the folder had to be made again.
         """
         notes = self._notes(self._outcome())
         copies = [(piece, piece.tensor.detach().to("cpu", copy=True).contiguous()) for piece in pieces]
@@ -130,11 +132,12 @@ class CheckpointWriter:
         return ["checkpoints are written again"] if was and not failure else []
 
     def _begin(self, partial: Path, needed: int) -> str:
-        """Make the folder to write into, where there is room for the checkpoint; else why not."""
+        """Make the folder to write into where there is room for the checkpoint; returns why it cannot be written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if _room(self.folder) < needed:
-                # The new one needs room beside the newest, which is never removed before another is complete.
+                # The new one needs room beside the newest, which is never removed before another is complete: a kill
+                # in between would lose the run. So keep=1 takes room for two.
                 self._prune(max(1, self.keep - 1))
             if (room := _room(self.folder)) < needed:
                 stay = "; the newest stays until the next is complete" if self.keep == 1 else ""
@@ -145,9 +148,10 @@ class CheckpointWriter:
         return ""
 
     def _steps_of_run(self) -> Iterator[int]:
-        """The steps of the complete checkpoints that this run wrote, before it was resumed."""
+        """The steps of the complete checkpoints that this run wrote before it was resumed. The run's random identity
+        is asked, not its name: another run's checkpoints, or an import, are nobody's to prune."""
         for step, path in steps_in(self.folder):
-            with suppress(CheckpointError):  # a damaged one is kept: what it is, a person may want to know
+            with suppress(CheckpointError):  # a damaged one is kept: a person may want to look at it
                 if self.origin.run and read_manifest(path).origin.run == self.origin.run:
                     yield step
 
@@ -176,7 +180,9 @@ class CheckpointWriter:
                 self._publish(partial, progress)
         except Exception as error:  # whatever it is, the step that waits for this thread must hear of it
             removed = not partial.exists() and not self._step_folder(progress).exists()
-            self._failure = ABANDONED if removed else f"rank {self.mesh.rank}: {_described(error)}"
+            ours = isinstance(error, OSError | SafetensorError | MeshwrightError)  # whose words say enough
+            text = str(error) if ours else f"{type(error).__name__}: {error}"
+            self._failure = ABANDONED if removed else f"rank {self.mesh.rank}: {text}"
             with suppress(OSError):
                 self._remove(partial)  # half a checkpoint helps nobody, and the disk may be full
 
@@ -192,26 +198,23 @@ class CheckpointWriter:
         keys = [f"{piece.kind}/{piece.place.name}/{index}" for index, (piece, _) in enumerate(copies)]
         save_file({key: tensor for key, (_, tensor) in zip(keys, copies, strict=True)}, path)
         synced(path)
-        entries = [
-            StoredPart(
-                piece.place.name,
-                piece.kind,
-                piece.place.shape,
-                piece.place.box.offsets,
-                piece.place.box.lengths,
-                str(tensor.dtype).removeprefix("torch."),
-                path.name,
-                key,
-            )
-            for key, (piece, tensor) in zip(keys, copies, strict=True)
-        ]
+        entries = []
+        for key, (piece, tensor) in zip(keys, copies, strict=True):
+            place, dtype = piece.place, str(tensor.dtype).removeprefix("torch.")
+            box = (place.shape, place.box.offsets, place.box.lengths)
+            entries.append(StoredPart(place.name, piece.kind, *box, dtype, path.name, key))
         listing = Listing(stored_file(path), tuple(entries))
         draft = partial / f"rank-{self.mesh.rank}.draft"
         draft.write_bytes(_LISTING.dump_json(listing))
         draft.rename(draft.with_suffix(".json"))
 
     def _publish(self, partial: Path, progress: Progress) -> None:
-        listings = [self._listing(partial / f"rank-{rank}.json") for rank in range(self.mesh.grid.world_size)]
+        listings = []
+        for rank in range(self.mesh.grid.world_size):
+            path = partial / f"rank-{rank}.json"
+            self._await(path, self.mesh.timeout.wait)
+            listings.append(_LISTING.validate_json(path.read_bytes()))
+            path.unlink()
         files = [listing.file for listing in listings]
         entries = tuple(entry for listing in listings for entry in listing.entries)
         if self.tokenizer is not None:
@@ -230,33 +233,17 @@ class CheckpointWriter:
         self._prune(self.keep)
 
     def _await(self, path: Path, seconds: float) -> None:
-        """Return when another rank has made this file or folder."""
+        """Return when another rank has made this file or folder. Its parent is gone where somebody gave up."""
         deadline = time.monotonic() + seconds
         while not path.exists():
             if time.monotonic() > deadline or not path.parent.exists():
                 raise CheckpointError(f"{path} was never finished")
             time.sleep(0.005)
 
-    def _listing(self, path: Path) -> Listing:
-        """What a rank says of its shard, as soon as it has said it."""
-        self._await(path, self.mesh.timeout.wait)
-        listing = _LISTING.validate_json(path.read_bytes())
-        path.unlink()
-        return listing
-
 
 def _room(folder: Path) -> int:
     """The bytes that this user may still write there."""
     return shutil.disk_usage(folder).free
-
-
-def _described(error: Exception) -> str:
-    """The system's own words, or the exception's kind and text where it is a bug of ours."""
-    return (
-        str(error)
-        if isinstance(error, OSError | SafetensorError | MeshwrightError)
-        else f"{type(error).__name__}: {error}"
-    )
 
 
 def synced(path: Path) -> None:
