@@ -20,7 +20,7 @@ from benchmarks import ours, separate_heads
 from benchmarks.contender import Contender, Option
 from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
 from benchmarks.reference import REFERENCE
-from meshwright.tools.plan.counted_step import plan_step
+from tests.harness import counted_step
 
 HEAD_WIDTH = 64
 SEQUENCE = 32
@@ -80,7 +80,7 @@ def sent_megabytes(form: str, ranks: int, heads: int) -> tuple[float, float]:
     config = ours.reference_config(options_of(form, ranks, BATCH, heads))
     gradients = crossing = 0
     for rank in range(ranks):
-        by_axis = plan_step(config, rank).parts.mesh.ledger.sent_bytes()
+        by_axis = counted_step(config, rank).mesh.ledger.sent_bytes()
         crossing += by_axis.pop("branch", 0)
         gradients += sum(by_axis.values())
     return gradients / 1e6, crossing / 1e6

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.config import Config
-from meshwright.tools.plan.counted_step import plan_step
+from tests.harness import counted_step
 
 LAYOUTS: dict[str, Mapping[str, str | int | bool]] = {
     "[4,4,4]": {"kind": "tesseract", "q": 4, "d": 4},
@@ -34,7 +34,7 @@ BATCH = 16
 
 def sent_bytes(tensor: Mapping[str, str | int | bool], layers: int, sequence: int) -> dict[str, int]:
     """What rank 0 sends in a step, by axis."""
-    return plan_step(_config(tensor, layers, sequence)).parts.mesh.ledger.sent_bytes()
+    return counted_step(_config(tensor, layers, sequence)).mesh.ledger.sent_bytes()
 
 
 def _config(tensor: Mapping[str, str | int | bool], layers: int, sequence: int) -> Config:

@@ -10,9 +10,11 @@ from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.machine import Machine
 from meshwright.model import Batch, Scales
-from meshwright.parts import Parts
+from meshwright.parts import Parts, empty_batch
 from meshwright.parts import build as build_resolved
+from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import BuiltStages
 
 PLENTY = Machine(cores=1, memory=2**50, shared=False)
@@ -39,6 +41,19 @@ def resolved(config: Config) -> Config:
 def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     """`meshwright.parts.build` of a config that may say auto."""
     return build_resolved(resolved(config), mesh, folder)
+
+
+def counted_step(config: Config, rank: int = 0) -> Parts:
+    """A rank built on the meta device, whose ledger holds what a step sends before the norm and the step report."""
+    layout = config.layout
+    mesh = planned_mesh(Grid(layout.axes), rank, layout.token_axes)
+    parts = build(config, mesh)
+    mesh.ledger.traffic.clear()
+    batches = [empty_batch(config, parts.kit, parts.model.inside, mesh.device) for _ in range(config.num_microbatches)]
+    parts.pipeline.train(batches, dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
+    parts.strategy.finish()
+    parts.strategy.publish()
+    return parts
 
 
 def forward_and_backward(parts: Parts, batch: Batch, scales: Scales, *, final: bool = True) -> Tensor:

@@ -24,10 +24,9 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.ranks.topology import Topology, Volume, total
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
-from meshwright.tools.plan.counted_step import plan_step
 from meshwright.tools.verify.job import comparable
 from meshwright.training.step import backward
-from tests.harness import build
+from tests.harness import build, counted_step
 from tests.test_order import config_for
 from tests.workers import run_ranks
 
@@ -206,7 +205,7 @@ def test_a_run_sends_what_was_planned(order: str) -> None:
     """Every call, byte and peer of four ranks; stages that are close, branches that are not."""
     config = config_for(order)
     ran = run_ranks(real, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
-    planned = [plan_step(config, rank).traffic for rank in range(4)]
+    planned = [dict(counted_step(config, rank).mesh.ledger.traffic) for rank in range(4)]
     assert ran == planned
     counts = between(config, ran)
     if order == "branch-pipe":

@@ -10,7 +10,7 @@ import pytest
 from meshwright.config import Config, parse_config
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tools.plan.counted_step import plan_step
+from tests.harness import counted_step
 from tests.workers import run_ranks
 
 LAYERS, HIDDEN, SEQUENCE, BATCH = 3, 16, 6, 8
@@ -40,13 +40,13 @@ def config(size: int, common: str, branch: str, data: int = 1) -> Config:
 
 def of_rank(_mesh: Mesh, config: Config, rank: int) -> tuple[dict[str, int], int, int, int, int]:
     """Bytes sent by axis; elements of branches and of common layers that it holds; both of the whole model."""
-    plan = plan_step(config, rank)
-    cut = {name: any(axis == "branch" for _, axis in spec.cuts) for name, spec in plan.parts.specs.items()}
+    parts = counted_step(config, rank)
+    cut = {name: any(axis == "branch" for _, axis in spec.cuts) for name, spec in parts.specs.items()}
     held, whole = [0, 0], [0, 0]
-    for name, parameter in plan.parts.model.named_parameters():
+    for name, parameter in parts.model.named_parameters():
         held[cut[name]] += parameter.numel()
-        whole[cut[name]] += math.prod(plan.parts.specs[name].shape)
-    return plan.parts.mesh.ledger.sent_bytes(), held[1], held[0], whole[1], whole[0]
+        whole[cut[name]] += math.prod(parts.specs[name].shape)
+    return parts.mesh.ledger.sent_bytes(), held[1], held[0], whole[1], whole[0]
 
 
 @cache

@@ -21,7 +21,6 @@ import torch
 
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Policy
-from meshwright.errors import ConfigError
 from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
@@ -30,7 +29,7 @@ from meshwright.parts import bucket_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.registry import entries, load
+from meshwright.registry import load
 from meshwright.tools.plan.recorder import Program, Recorder
 from meshwright.tools.plan.recordings import Parameter
 
@@ -88,14 +87,7 @@ class Buckets:
     _programs: dict[Hashable, tuple[int, Program, Program]] = field(default_factory=dict)
 
     def of(self, config: Config, rank: int, parameters: Sequence[Parameter], tied: set[str]) -> list[PlannedBucket]:
-        """A rank's buckets, in the order in which they leave. `tied`: parameters that another stage holds too.
-
-        Raises ConfigError for strategies that are more than sums of buckets.
-        """
-        sync, unplanned = config.layout.data.sync, config.layout.data.strategy.unplanned
-        if unplanned:
-            planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
-            raise ConfigError.of("layout.data.sync", sync, f"is not planned: it {unplanned}", planned)
+        """A rank's buckets, in the order in which they leave. `tied`: parameters that another stage holds too."""
         recorder = Recorder()
         mesh = planned_mesh(Grid(config.layout.axes), rank, config.layout.token_axes, "cpu", recorder.started)
         specs = {
@@ -110,7 +102,7 @@ class Buckets:
             num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
             index = mesh.comm(*kind.sum_axes).index  # a root does more than the others
             summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
-            key = sync, kind.dtype, summed_in, kind.sum_axes, index, num_elements, config.layout.axes
+            key = config.layout.data.sync, kind.dtype, summed_in, kind.sum_axes, index, num_elements, config.layout.axes
             if key not in self._programs:
                 self._programs[key] = _programs(policy, kind, summed_in, num_elements, mesh, recorder)
             stepped, *programs = self._programs[key]

@@ -22,9 +22,8 @@ from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.ranks.mailbox import FURTHER, MESSAGE, Side
 from meshwright.tools.plan.buckets import Buckets, PlannedBucket
-from meshwright.tools.plan.cluster import Device
 from meshwright.tools.plan.recorder import Program
-from meshwright.tools.plan.recordings import Forms, Link, Parameter, Recordings, place, splits
+from meshwright.tools.plan.recordings import Forms, Link, Parameter, RecordedDevice, Recordings, place, splits
 
 Sent = dict[tuple[str, str], Traffic]
 Seconds = Callable[[Program], float]
@@ -141,7 +140,9 @@ class StagePlan:
         return costs
 
 
-def plan_stages(config: Config, device: Device, recordings: Recordings, partition: Sequence[int]) -> list[StagePlan]:
+def plan_stages(
+    config: Config, device: RecordedDevice, recordings: Recordings, partition: Sequence[int]
+) -> list[StagePlan]:
     """Every stage of a layout with so many layers a stage; each is given what the one before gives."""
     stages: list[StagePlan] = []
     outline, runs = recordings.outline(config), ranges_of(partition)
@@ -171,7 +172,7 @@ def _chunks(config: Config, chunk: Chunk) -> list[Chunk]:
     return chunks + ([Chunk(range(0), False, True)] if chunk.last else [])
 
 
-def _unit(config: Config, device: Device, recordings: Recordings, chunk: Chunk, incoming: Forms) -> Unit:
+def _unit(config: Config, device: RecordedDevice, recordings: Recordings, chunk: Chunk, incoming: Forms) -> Unit:
     count, layers = len(chunk.layers), chunk.layers
     alike = {recordings.outline(config).alike[layer] for layer in layers}
     if count <= 2 or len(alike) > 1:
@@ -184,7 +185,8 @@ def _unit(config: Config, device: Device, recordings: Recordings, chunk: Chunk, 
 
 class Composition:
     """A resolved run's stages with the buckets of their gradients. `like`: for each stage the first one that does and
-    holds the same; `buckets`: of these; `kinds`: of the tasks; `peers`: the axes of the ranks that share a stage."""
+    holds the same; `buckets`: of these; `tied`: the parameters on two stages; `kinds`: of the tasks; `peers`: the axes
+    of the ranks that share a stage."""
 
     def __init__(self, config: Config, stages: list[StagePlan], buckets: Buckets) -> None:
         self.config, self.stages = config, stages
@@ -193,7 +195,7 @@ class Composition:
         self.peers = "+".join(name for name, _ in self.grid.axes if name in dict(config.layout.tensor.axes))
         self.counts = microbatches_by_place(config.num_microbatches)
         names = [{parameter.name for parameter in stage.parameters} for stage in stages]
-        tied = names[0] & names[-1] if len(stages) > 1 else set()
+        self.tied = tied = names[0] & names[-1] if len(stages) > 1 else set()
         first: dict[Hashable, int] = {}
         self.like = [first.setdefault(_work(own, tied), stage) for stage, own in enumerate(stages)]
         self.buckets: dict[int, list[PlannedBucket]] = {

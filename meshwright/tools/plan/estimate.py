@@ -27,7 +27,7 @@ from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.buckets import Memory, Peak, memory_of, streams
 from meshwright.tools.plan.compose import StagePlan
-from meshwright.tools.plan.predict import Planner, Prediction, TimedRun
+from meshwright.tools.plan.predict import Planner, Prediction, TimedRun, check
 from meshwright.tools.plan.recorder import Event, Kernel, Program, Start
 from meshwright.tools.plan.recordings import Forms, Link, Parameter, parameters_in, splits
 
@@ -121,6 +121,7 @@ class Estimates:
         layout = config.layout
         key = layout.tensor, layout.data, self._partition(config), config.memory.offload, config.widens_gradients
         if key not in self._weights:
+            check(config)
             usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
             parameters, device = self._fullest_stage(usual), self.planner.cluster.device
             weights = sum(parameter.weight_bytes for parameter in parameters)

@@ -1,148 +1,275 @@
-"""`meshwright train --explain`: what a run's layout makes of the model, in tables. Nothing is trained (plan.py)."""
+"""`meshwright train --explain`: what a run's layout makes of the model, in tables. Nothing is trained.
+
+The run is composed of recordings as the planner composes it (compose.py). A pipeline's schedules are compared on the
+virtual clock, where a task takes its part of its stage's counted work, by which layers are shared out: F a third, B the
+rest where it is whole, a third each where B and W are split. Messages take no time, and recomputation is not counted.
+"""
 
 from __future__ import annotations
 
-import re
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from meshwright.config import Config
+from meshwright.decisions import resolve_layout
 from meshwright.errors import ConfigError
+from meshwright.machine import Machine
 from meshwright.model import Chunk
-from meshwright.parameters.shard import num_parameters
+from meshwright.models.chain import chain_of
+from meshwright.parameters.shard import ShardSpec
+from meshwright.parts import build_kit, build_model, rule_of
+from meshwright.pipeline.clock import simulate
+from meshwright.pipeline.partition import ranges_of
+from meshwright.pipeline.schedule import Rule
+from meshwright.pipeline.span import Timeline
+from meshwright.pipeline.task import Kind, Task
 from meshwright.pipeline.trace import write_trace
 from meshwright.ranks.grid import PIPE
+from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import MESSAGE
-from meshwright.ranks.topology import Volume, total
+from meshwright.ranks.planned import planned_mesh
+from meshwright.ranks.topology import Topology, Volume, total
+from meshwright.registry import entries
+from meshwright.stage_costs import shared_work
 from meshwright.tensor.tesseract import TesseractLinear
-from meshwright.tools.plan.counted_step import Plan, plan_every_stage, plan_step
-from meshwright.tools.plan.forecast import UNIT, Forecast, forecast
+from meshwright.tools.plan.buckets import Buckets
+from meshwright.tools.plan.compose import Composition, StagePlan, plan_stages
+from meshwright.tools.plan.predict import check_recorded
+from meshwright.tools.plan.recordings import Recordings
 from meshwright.training.timeline import draw_timelines
 
-_BLOCK = re.compile(r"blocks\.(\d+)\.")
+UNIT = "forward passes of a microbatch"
+"""The clock's second: a microbatch's forward pass through the whole model."""
+
+LAYER = "blocks.0."
+
+
+@dataclass(frozen=True)
+class AnyDevice:
+    """What is sent, and held of parameters, is the same on all devices."""
+
+    kind: str = "cpu"
+    attention: float | None = None
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A run's layout, composed. `layers`: of each stage; `machine`: on which it would start; `traffic`: what each
+    stage's first rank sends in a step by axis and verb."""
+
+    run: Composition
+    layers: tuple[range, ...]
+    machine: Machine
+    recordings: Recordings
+    traffic: tuple[dict[tuple[str, str], Traffic], ...]
+
+    @property
+    def topology(self) -> Topology:
+        """The job's nodes: of as many ranks as the layout says, else as this process's launcher has started here; all
+        of them without either."""
+        layout = self.run.config.layout
+        here = self.machine.ranks_here(layout.world_size)
+        return Topology(self.run.grid, here if layout.ranks_per_node == "auto" else layout.ranks_per_node)
+
+    def volumes(self, stage: int) -> dict[tuple[str, str], Volume]:
+        """Bytes and messages of the stage's first rank, inside of its node and between nodes, by axis and verb."""
+        return self.topology.volumes(self.run.rank(stage), self.traffic[stage])
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A pipeline on the virtual clock. `shares`: of each stage in the work; they add up to 1. `limits`: the most
+    microbatches that it holds. `timelines`: a step by schedule, in UNITs; `schedule`: the run's own, with its limit."""
+
+    schedule: str
+    shares: tuple[float, ...]
+    limits: tuple[int, ...]
+    timelines: dict[str, Timeline]
+
+    @property
+    def chosen(self) -> Timeline:
+        """The run's own."""
+        return self.timelines[self.schedule]
 
 
 def explain(config: Config, trace: Path | None = None) -> None:
     """Print what the layout makes of the run; where asked, write the trace of a pipeline's step on the virtual clock,
     and beside it a picture of all schedules.
 
-    Raises ConfigError where there is no pipeline to trace, and where plan_step does.
+    Raises ConfigError where there is no pipeline to trace, and where compose does.
     """
     stages = config.layout.pipeline.size
     if trace is not None and stages == 1:
         raise ConfigError.of("layout.pipeline.size", 1, "has no schedule to trace with --explain", "2 or more")
-    plan = plan_step(config)
-    render(plan)
+    explained = compose(config)
+    render(explained)
     if stages == 1:
         return
-    plans = plan_every_stage(plan)
-    made = forecast(plans)
-    render_stages(plans, made)
+    predicted = forecast(explained)
+    render_stages(explained, predicted)
     if trace is not None:
-        write_trace(made.chosen, trace)
-        draw_timelines(made.timelines, trace.with_suffix(".png"), UNIT)
+        write_trace(predicted.chosen, trace)
+        draw_timelines(predicted.timelines, trace.with_suffix(".png"), UNIT)
         Console(highlight=False).print(f"written: {trace}, {trace.with_suffix('.png')}", soft_wrap=True)
 
 
-def render(plan: Plan) -> None:
-    """Three tables: the run, the weights, the traffic."""
+def compose(config: Config) -> Explained:
+    """Resolve the run as it would be here, and compose it.
+
+    Raises ConfigError for fsdp, which torch alone lays out, and for O1: autocast does not know meta tensors.
+    """
+    check_recorded(config)
+    machine, recordings = Machine.here(), Recordings()
+    config = resolve_layout(config, machine).config
+    partition = config.layout.pipeline.partition
+    if isinstance(partition, str):  # of one stage nobody decides it
+        partition = (config.model.num_blocks,)
+    run = Composition(config, plan_stages(config, AnyDevice(), recordings, partition), Buckets())
+    traffic = (run.traffic(stage) for stage in range(len(run.stages)))
+    sent = ({key: entry for key, entry in ledger.items() if entry.calls} for ledger in traffic)
+    return Explained(run, ranges_of(partition), machine, recordings, tuple(sent))
+
+
+def forecast(explained: Explained) -> Forecast:
+    """A step of the pipeline under its own schedule and under the others, with the limits that they come with."""
+    config = explained.run.config
+    name, num_stages, count = config.layout.pipeline.schedule, len(explained.run.stages), config.num_microbatches
+    costs = shared_work(config, explained.recordings.outline(config).parameters)
+    work = [sum(costs.layers[layer] for layer in layers) for layers in explained.layers]
+    work[0] += costs.embedding
+    work[-1] += costs.head
+    shares = tuple(own / costs.total for own in work)
+
+    def timeline(rule: Rule) -> Timeline:
+        backward = 1 if rule.splits else 2
+
+        def seconds(stage: int, task: Task) -> float:
+            return shares[stage] * (backward if task.kind is Kind.BACKWARD else 1)
+
+        return simulate(num_stages, count, rule, seconds, lambda start, end, message: 0.0)
+
+    own = rule_of(config)
+    rules = {name: own} | {other: rule for other, rule in entries("schedules").items() if other != name}
+    limits = tuple(own.limit(stage, num_stages, count) for stage in range(num_stages))
+    return Forecast(name, shares, limits, {other: timeline(rule) for other, rule in rules.items()})
+
+
+def render(explained: Explained) -> None:
+    """Print three tables: the run, the weights, the traffic."""
     console = Console(highlight=False)
-    parts = plan.parts
-    config, specs = parts.config, parts.specs
-    held = sum(parameter.numel() for parameter in parts.model.parameters())
+    run, topology = explained.run, explained.topology
+    config = run.config
+    specs = {parameter.name: parameter.spec for stage in run.stages for parameter in stage.parameters}
     console.print(f"{config.layout.world_size} ranks: {config.layout.summary}; the innermost axis is the closest")
-    if plan.topology.num_nodes > 1:
-        console.print(f"{plan.topology.num_nodes} nodes of {plan.topology.ranks_per_node} ranks, neighbours together")
-    console.print(f"{num_parameters(list(specs.values())):,} parameters, {held:,} on a rank")
+    if topology.num_nodes > 1:
+        console.print(f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks, neighbours together")
+    console.print(f"{_num_elements(specs.values()):,} parameters, {_on_a_rank(run.stages[0]):,} on a rank")
     console.print(
         f"a step: {config.batch.global_} samples, {config.num_microbatches} microbatches of {config.micro} a replica, "
-        f"{plan.rows:,} tokens of each on a rank"
+        f"{_rows(run):,} tokens of each on a rank"
     )
-    console.print(_weights(plan))
-    if any(isinstance(module, TesseractLinear) for module in parts.model.modules()):
-        console.print(_products(plan))
-    if plan.traffic:
-        console.print(_traffic(plan))
+    console.print(_weights(run))
+    products = _products(explained)
+    if products.row_count:
+        console.print(products)
+    if explained.traffic[0]:
+        console.print(_traffic(explained))
 
 
-def render_stages(plans: list[Plan], made: Forecast) -> None:
-    """Two tables: what the stages hold and do, what each schedule would make of them."""
-    console = Console(highlight=False)
-    stages = Table(
+def render_stages(explained: Explained, predicted: Forecast) -> None:
+    """Print two tables: what the stages hold and do, what each schedule would make of them."""
+    console, stages = Console(highlight=False), explained.run.stages
+    table = Table(
         "stage", "holds", "parameters on a rank", "work", "microbatches held", "MB to neighbours", "to other nodes",
         "idle",
-        title=f"Stages (idle: on the virtual clock, {made.schedule})",
+        title=f"Stages (idle: on the virtual clock, {predicted.schedule})",
     )  # fmt: skip
-    for stage, (plan, idle) in enumerate(zip(plans, made.chosen.idle_shares, strict=True)):
-        held = sum(parameter.numel() for parameter in plan.parts.model.parameters())
-        sent = plan.volumes.get((PIPE, MESSAGE), Volume())
-        stages.add_row(
-            str(stage), _held(plan.parts.stages.chunks[stage]), f"{held:,}", f"{made.shares[stage]:.1%}",
-            str(made.limits[stage]), _megabytes(sent.bytes_inside + sent.bytes_between),
+    idle_shares = predicted.chosen.idle_shares
+    for stage, (plan, layers, idle) in enumerate(zip(stages, explained.layers, idle_shares, strict=True)):
+        words = ["embeddings"] if stage == 0 else []
+        words += [f"layers {layers[0]}-{layers[-1]}"] if layers else []
+        words += ["head"] if stage == len(stages) - 1 else []
+        sent = explained.volumes(stage).get((PIPE, MESSAGE), Volume())
+        table.add_row(
+            str(stage), ", ".join(words), f"{_on_a_rank(plan):,}", f"{predicted.shares[stage]:.1%}",
+            str(predicted.limits[stage]), _megabytes(sent.bytes_inside + sent.bytes_between),
             _megabytes(sent.bytes_between), f"{idle:.1%}",
         )  # fmt: skip
-    console.print(stages)
+    console.print(table)
     schedules = Table("schedule", UNIT, "idle", title="Schedules on the virtual clock: counted work, no latency")
-    for name, timeline in made.timelines.items():
-        mark = " (this run's)" if name == made.schedule else ""
+    for name, timeline in predicted.timelines.items():
+        mark = " (this run's)" if name == predicted.schedule else ""
         schedules.add_row(name + mark, f"{timeline.total_seconds:.2f}", f"{timeline.idle_share:.1%}")
     console.print(schedules)
 
 
-def _held(chunk: Chunk) -> str:
-    """`embeddings, layers 0-3`."""
-    layers = [f"layers {chunk.layers[0]}-{chunk.layers[-1]}"] if len(chunk.layers) else []
-    return ", ".join(["embeddings"] * chunk.first + layers + ["head"] * chunk.last)
+def _on_a_rank(stage: StagePlan) -> int:
+    return sum(parameter.num_elements for parameter in stage.parameters)
 
 
-def _weights(plan: Plan) -> Table:
-    """A block stands for all of them."""
+def _num_elements(specs: Iterable[ShardSpec]) -> int:
+    return sum(math.prod(spec.shape) for spec in specs)
+
+
+def _rows(run: Composition) -> int:
+    """Tokens of a microbatch that a rank computes between two pairs."""
+    config = run.config
+    tokens = config.micro * chain_of(config).tokens_per_sample(config)
+    return tokens // run.grid.size(*config.layout.tensor.batch_axes)
+
+
+def _weights(run: Composition) -> Table:
+    """Block 0 stands for all of them."""
     name = Column("parameter", overflow="fold")
     table = Table(
         name, "whole", "on a rank", "cut by", "gradient summed over", title="Parameters (block 0 as all blocks)"
     )
-    for full, parameter in plan.parts.model.named_parameters():
-        block = _BLOCK.search(full)
-        if block and block[1] != "0":
+    mesh = planned_mesh(run.grid, 0, run.config.layout.token_axes)
+    for parameter in run.stages[0].parameters:
+        if parameter.name.startswith("blocks.") and not parameter.name.startswith(LAYER):
             continue
-        spec = plan.parts.specs[full]
+        spec = replace(parameter.spec, tied=True) if parameter.name in run.tied else parameter.spec
         cut = ", ".join(f"dim {dim} over {axis}" for dim, axis in spec.cuts)
-        summed = ", ".join(spec.sum_axes(plan.parts.mesh))
-        table.add_row(full, _shape(spec.shape), _shape(parameter.shape), cut or "-", summed or "-")
+        summed = ", ".join(spec.sum_axes(mesh))
+        table.add_row(parameter.name, _shape(spec.shape), _shape(parameter.shape), cut or "-", summed or "-")
     return table
 
 
-def _products(plan: Plan) -> Table:
-    """What stays where it is in each 2-D product."""
-    form = next(module for module in plan.parts.model.modules() if isinstance(module, TesseractLinear)).weights.form
-    how = "streamed in panels" if form.streams else "gathered whole"
-    kept = ", weights kept over the step" if form.keeps else ""
-    name = Column("linear, Y = X W", overflow="fold")
-    table = Table(name, "forward", "dX = dY W'", "dW = X' dY", "elements sent", title=f"What stays ({how}{kept})")
-    for full, module in plan.parts.model.named_modules():
-        block = _BLOCK.search(full)
-        if not isinstance(module, TesseractLinear) or (block and block[1] != "0"):
-            continue
-        choice = module.choice(plan.rows)
-        sent = module.sizes(plan.rows).sent(choice, form)
+def _products(explained: Explained) -> Table:
+    """What stays where it is in each 2-D product; no row where there are none."""
+    run, config = explained.run, explained.run.config
+    mesh = planned_mesh(run.grid, 0, config.layout.token_axes)
+    chunk = Chunk(explained.layers[0][:1], True, len(run.stages) == 1)
+    model, rows = build_model(config, build_kit(config, mesh), mesh, chunk), _rows(run)
+    linears = {name: each for name, each in model.named_modules() if isinstance(each, TesseractLinear)}
+    table = Table(Column("linear, Y = X W", overflow="fold"), "forward", "dX = dY W'", "dW = X' dY", "elements sent")
+    for name, linear in linears.items():
+        form, choice = linear.weights.form, linear.choice(rows)
+        kept = ", weights kept over the step" if form.keeps else ""
+        table.title = f"What stays ({'streamed in panels' if form.streams else 'gathered whole'}{kept})"
         dy, dw = choice.dx.replace("Y", "dY"), choice.dw.replace("Y", "dY")
-        table.add_row(full, choice.forward, dy.replace("X", "dX"), dw.replace("W", "dW"), f"{sent:,}")
+        sent = linear.sizes(rows).sent(choice, form)
+        table.add_row(name, choice.forward, dy.replace("X", "dX"), dw.replace("W", "dW"), f"{sent:,}")
     return table
 
 
-def _traffic(plan: Plan) -> Table:
-    """Calls; bytes and messages (topology.py), of these those to other nodes."""
+def _traffic(explained: Explained) -> Table:
+    """Calls; bytes and messages (topology.py), and how many of these go to other nodes."""
     table = Table(
         "over", "verb", "calls", "MB", "to other nodes", "messages", "to other nodes",
         title="What rank 0 sends in a step (without the norm and the step report)",
     )  # fmt: skip
-    for (axis, verb), volume in sorted(plan.volumes.items()):
-        table.add_row(axis, verb, f"{plan.traffic[axis, verb].calls:,}", *_cells(volume))
+    traffic, volumes = explained.traffic[0], explained.volumes(0)
+    for (axis, verb), volume in sorted(volumes.items()):
+        table.add_row(axis, verb, f"{traffic[axis, verb].calls:,}", *_cells(volume))
     table.add_section()
-    calls = sum(entry.calls for entry in plan.traffic.values())
-    table.add_row("in all", "", f"{calls:,}", *_cells(total(list(plan.volumes.values()))))
+    calls = sum(entry.calls for entry in traffic.values())
+    table.add_row("in all", "", f"{calls:,}", *_cells(total(list(volumes.values()))))
     return table
 
 

@@ -20,6 +20,7 @@ from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import AHEAD
+from meshwright.registry import entries
 from meshwright.section import with_field
 from meshwright.stage_costs import BuiltStages, all_state_bytes, shared_work
 from meshwright.tools.plan.buckets import Buckets, Memory, PlannedBucket, memory_of, share_program, slots_of, streams
@@ -30,6 +31,8 @@ from meshwright.tools.plan.recorder import Kernel, Program
 from meshwright.tools.plan.recordings import Recordings
 from meshwright.tools.plan.step import Passes, Sum, finish, run_passes
 from meshwright.tools.plan.timing import Kernels, Timer
+
+SYNC = "layout.data.sync"
 
 
 @dataclass(frozen=True)
@@ -177,16 +180,23 @@ def predict(config: Config, cluster: Cluster, recordings: Recordings | None = No
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for what cannot be planned."""
-    data = config.layout.data
-    if data.strategy.whole:
-        rule = f"{data.strategy.unplanned}: it cannot be planned"
-        raise ConfigError.of("layout.data.sync", data.sync, rule, "another sync")
-    if config.precision.level == "O1":
-        raise ConfigError.of("precision.level", "O1", "casts by operator: it cannot be planned", "O0, O2")
+    """Raises ConfigError for what cannot be predicted."""
+    check_recorded(config)
+    if unplanned := config.layout.data.strategy.unplanned:
+        planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
+        raise ConfigError.of(SYNC, config.layout.data.sync, f"{unplanned}: it cannot be planned", planned)
     if config.layout.pipeline.partition == "measured":
         rule = "is known when the run begins: it cannot be planned"
         raise ConfigError.of("layout.pipeline.partition", "measured", rule, "auto, or layers a stage")
+
+
+def check_recorded(config: Config) -> None:
+    """Raises ConfigError for what cannot be recorded on meta tensors."""
+    data = config.layout.data
+    if data.strategy.whole:
+        raise ConfigError.of(SYNC, data.sync, f"{data.strategy.unplanned}: it cannot be planned", "another sync")
+    if config.precision.level == "O1":
+        raise ConfigError.of("precision.level", "O1", "casts by operator: it cannot be planned", "O0, O2")
 
 
 class TimedRun(Composition):

@@ -10,10 +10,13 @@ the last layer of a group need not be computed again to its end.
 
 from __future__ import annotations
 
+import math
 import re
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -26,15 +29,15 @@ from meshwright.parameters.bucket import gradient_dtype, gradient_views, make_bu
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
 from meshwright.parts import build_kit, build_model, empty_batch, recompute_in
-from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.stage import Stage, run_model
 from meshwright.pipeline.task import Kind
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh
+from meshwright.registry import load
 from meshwright.stage_costs import links, parameters_of
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.plan.cluster import Device
 from meshwright.tools.plan.recorder import AsOnDevice, Program, Recorder
 
 Forms = tuple[TensorMeta, ...]
@@ -46,14 +49,28 @@ _BLOCK = re.compile(r"^blocks\.(\d+)\.")
 _ALL = 2**60
 
 
+class RecordedDevice(Protocol):
+    """What a recording depends on of a device: its kind, and whether it has a fused attention."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def attention(self) -> float | None: ...
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """One of a link, as a rank holds it."""
+    """A parameter as a rank holds it. `shape`: of the rank's part."""
 
     name: str
-    num_elements: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
     spec: ShardSpec
+
+    @cached_property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def weight_bytes(self) -> int:
@@ -127,7 +144,7 @@ class Recordings:
             self._outlines[key] = _outline(config)
         return self._outlines[key]
 
-    def link(self, config: Config, device: Device, chunk: Chunk, incoming: Forms) -> Link:
+    def link(self, config: Config, device: RecordedDevice, chunk: Chunk, incoming: Forms) -> Link:
         """The beginning, the end, or some layers, which are recomputed together where any are. `incoming`: what it is
         given by the link before."""
         further = 0
@@ -147,19 +164,21 @@ def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
     """A link's, in the order of registration."""
     specs = shard_specs(model)
     return tuple(
-        Parameter(name, parameter.numel(), parameter.dtype, specs[name]) for name, parameter in model.named_parameters()
+        Parameter(name, tuple(parameter.shape), parameter.dtype, specs[name])
+        for name, parameter in model.named_parameters()
     )
 
 
 def _what_matters(config: Config) -> tuple[Hashable, ...]:
     """All of a config that changes a link's programs."""
     layout, recompute = config.layout, config.memory.recompute
+    replicas = layout.data if layout.data.strategy.unplanned else None  # whose forward passes wait for each other
     axes = tuple(axis for axis in layout.axes if axis[0] not in ("data", PIPE))
     groups = recompute if recompute in ("none", "selective") else "groups"
     microbatches = min(config.num_microbatches, DISTINCT)
     return (
         config.model, config.data, layout.tensor, axes, config.micro, config.precision.level, config.precision.dtype,
-        config.widens_gradients, groups, config.memory.summa, splits(config), microbatches,
+        config.widens_gradients, groups, config.memory.summa, splits(config), microbatches, replicas,
     )  # fmt: skip
 
 
@@ -191,10 +210,11 @@ def _moved(name: str, layers: int) -> str:
     return _BLOCK.sub(lambda match: f"blocks.{int(match[1]) + layers}.", name)
 
 
-def _record(config: Config, device: Device, chunk: Chunk, incoming: Forms) -> Link:
+def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Forms) -> Link:
     """Run a link's tasks for each place of a microbatch."""
     recorder, layout = Recorder(), config.layout
-    grid = Grid(tuple((name, 1 if name in ("data", PIPE) else size) for name, size in layout.axes))
+    alone = (PIPE,) if layout.data.strategy.unplanned else ("data", PIPE)
+    grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes))
     mesh = planned_mesh(grid, 0, layout.token_axes, device.kind, recorder.started)
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, chunk)
@@ -203,7 +223,10 @@ def _record(config: Config, device: Device, chunk: Chunk, incoming: Forms) -> Li
     buckets = make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients)
     gradients = Gradients(gradient_views(buckets))
     use_gradients(model, gradients)
-    stage = Stage(model, gradients)
+    sync = layout.data.strategy
+    strategy = load(sync.synchroniser)([], mesh, load(sync.policy)())
+    strategy.expect(False)
+    stage = Stage(model, gradients, run=strategy.forward if chunk.last else run_model)
     leads = layout.tensor.leading_ranks
     on_device = AsOnDevice(device.kind, fuses=device.attention is not None)
     programs: dict[Kind, list[Program]] = {Kind.FORWARD: [], Kind.BACKWARD: []}

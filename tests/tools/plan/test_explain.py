@@ -16,10 +16,9 @@ from meshwright.pipeline.trace import read_trace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.kit import rows_of_rank
-from meshwright.tools.plan.counted_step import plan_step
-from meshwright.tools.plan.explain import explain, render
+from meshwright.tools.plan.explain import compose, explain, render
 from tests.data_parallel.test_equality import config_for as data_config
-from tests.harness import build, forward_and_backward
+from tests.harness import build, counted_step, forward_and_backward
 from tests.pipeline.test_equality import pipelined
 from tests.pipeline.test_partition import laid_out
 from tests.tensor.test_equality import config_for
@@ -55,7 +54,7 @@ def measured(mesh: Mesh, config: Config) -> Counts:
 @pytest.mark.parametrize("tensor, data", LAYOUTS, ids=str)
 def test_planned_is_measured(tensor: dict[str, Any], data: int, model: str) -> None:
     config = config_for(model, tensor, data, batch={"global": 24 * data, "micro": 12}, memory={"summa": "gather"})
-    planned = {key: (entry.calls, entry.sent_bytes) for key, entry in plan_step(config).traffic.items()}
+    planned = {key: (entry.calls, entry.sent_bytes) for key, entry in compose(config).traffic[0].items()}
     ranks = run_ranks(measured, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
     assert ranks[0] == planned
 
@@ -63,15 +62,28 @@ def test_planned_is_measured(tensor: dict[str, Any], data: int, model: str) -> N
 def test_planned_is_measured_where_no_common_layer_is_held() -> None:
     tensor = {"kind": "subgraph", "size": 2, "common": "one", "branch": "attention-core"}
     config = config_for("bert", tensor)
-    planned = {key: (entry.calls, entry.sent_bytes) for key, entry in plan_step(config, 1).traffic.items()}
+    planned = {
+        key: (entry.calls, entry.sent_bytes) for key, entry in counted_step(config, 1).mesh.ledger.traffic.items()
+    }
     ranks = run_ranks(measured, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
     assert ranks[1] == planned
     assert ranks[0] != planned
 
 
+def test_workers_of_a_server_send_their_outputs() -> None:
+    """The forward pass of server-loss is the strategy's own: it is recorded, too."""
+    config = data_config("server-loss", 2)
+    ledger = counted_step(config).mesh.ledger.traffic
+    planned = compose(config).traffic[0]
+    assert {key: (entry.calls, entry.sent_bytes) for key, entry in planned.items()} == {
+        key: (entry.calls, entry.sent_bytes) for key, entry in ledger.items() if entry.calls
+    }
+    assert ("data", "scatter") in planned
+
+
 def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    render(plan_step(config_for("gpt2", {"kind": "tesseract", "q": 2, "d": 2})))
+    render(compose(config_for("gpt2", {"kind": "tesseract", "q": 2, "d": 2})))
     text = capsys.readouterr().out
     for words in (
         "8 ranks: data 1 (allreduce), depth 2, row 2, col 2",
@@ -124,7 +136,7 @@ def test_what_an_order_costs(capsys: pytest.CaptureFixture[str], monkeypatch: py
     monkeypatch.setenv("COLUMNS", "200")
     for order, crossing in ((["data", "branch"], 0), (["branch", "data"], 1)):
         config = on_nodes(order)
-        render(plan_step(config))
+        render(compose(config))
         text = capsys.readouterr().out
         assert f"8 ranks: {config.layout.summary}" in text
         assert "4 nodes of 2 ranks" in text
@@ -138,11 +150,11 @@ def test_what_an_order_costs(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_nodes_are_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_step(config_for("gpt2", {"kind": "megatron", "size": 4}))
-    assert plan.topology.num_nodes == 1
+    explained = compose(config_for("gpt2", {"kind": "megatron", "size": 4}))
+    assert explained.topology.num_nodes == 1
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    assert plan_step(config_for("gpt2", {"kind": "megatron", "size": 4})).topology.num_nodes == 2
+    assert compose(config_for("gpt2", {"kind": "megatron", "size": 4})).topology.num_nodes == 2
 
 
 def test_no_schedule_to_trace(tmp_path: Path) -> None:
@@ -153,11 +165,11 @@ def test_no_schedule_to_trace(tmp_path: Path) -> None:
 
 
 def test_fully_sharded_is_torch_s() -> None:
-    with pytest.raises(ConfigError, match="is laid out by torch: --explain cannot count it"):
-        plan_step(data_config("fsdp", 2))
+    with pytest.raises(ConfigError, match="is laid out by torch: it cannot be planned"):
+        compose(data_config("fsdp", 2))
 
 
 def test_autocast_needs_numbers() -> None:
     config = config_for("gpt2", {"kind": "none"}, precision={"level": "O1", "dtype": "bf16"})
-    with pytest.raises(ConfigError, match=r"precision\.level=O1 casts by operator: --explain cannot count it"):
-        plan_step(config)
+    with pytest.raises(ConfigError, match=r"precision\.level=O1 casts by operator: it cannot be planned"):
+        compose(config)

@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config
-from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh
-from meshwright.tools.plan.counted_step import plan_every_stage, plan_step
-from meshwright.tools.plan.forecast import Forecast, forecast
+from meshwright.tools.plan.explain import Forecast, compose, forecast
 from tests.pipeline.test_equality import WHOLE, pipelined
 from tests.pipeline.test_partition import laid_out
-from tests.workers import run_ranks
 
 
 def forecast_of(config: Config) -> Forecast:
-    return forecast(plan_every_stage(plan_step(config)))
+    return forecast(compose(config))
 
 
 def of(schedule: str, **pipeline: Any) -> Forecast:
@@ -53,17 +49,10 @@ def test_limits_are_the_run_s() -> None:
     assert alone.timelines["gpipe"] == of("gpipe").chosen
 
 
-def cuts_of(mesh: Mesh, config: Config) -> list[tuple[int, tuple[int, ...]]]:
-    """Each stage's rank, and how many layers its plan gives to each stage."""
-    plans = plan_every_stage(plan_step(config))
-    chunks = [(plan.parts.mesh.rank, plan.parts.stages.chunks) for plan in plans]
-    return [(rank, tuple(len(chunk.layers) for chunk in cut)) for rank, cut in chunks]
-
-
 def test_partition_is_measured_once() -> None:
     """Stages of a measured partition fit together, though no two measurements are alike."""
     config = laid_out(pipelined("gpt2", 3, "1f1b", WHOLE), {"partition": "measured"})
-    ((first, second, third),) = run_ranks(cuts_of, Grid((("data", 1),)), config)
-    assert (first[0], second[0], third[0]) == (0, 1, 2)
-    assert first[1] == second[1] == third[1]
-    assert sum(first[1]) == config.model.layers
+    explained = compose(config)
+    layers = tuple(map(len, explained.layers))
+    assert explained.run.config.layout.pipeline.partition == layers
+    assert sum(layers) == config.model.layers

@@ -8,9 +8,10 @@ import pytest
 
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
+from meshwright.ranks.grid import PIPE, Grid
 from meshwright.tools.plan.cluster import Cluster, Device, Level, Links
-from meshwright.tools.plan.counted_step import plan_every_stage, plan_step
 from meshwright.tools.plan.predict import Planner, predict
+from tests.harness import counted_step
 
 DEVICE = Device(
     kind="cpu",
@@ -68,14 +69,16 @@ def test_traffic_and_weights_are_those_of_the_whole_run(
 ) -> None:
     config = config_for(tensor, pipeline, recompute, sync=sync)
     made = predict(config, CLUSTER)
-    plans = plan_every_stage(plan_step(config)) if pipeline else [plan_step(config)]
-    for stage, plan in enumerate(plans):
-        assert sent(made.traffic[stage]) == sent(plan.traffic)
-        assert made.traffic[stage].keys() >= plan.traffic.keys()
-        for key, entry in plan.traffic.items():
+    grid = Grid(config.layout.axes)
+    for stage in range(config.layout.pipeline.size):
+        parts = counted_step(config, grid.rank(dict.fromkeys(grid.names, 0) | {PIPE: stage}))
+        traffic = parts.mesh.ledger.traffic
+        assert sent(made.traffic[stage]) == sent(traffic)
+        assert made.traffic[stage].keys() >= traffic.keys()
+        for key, entry in traffic.items():
             peers = {peer: part.sent_bytes for peer, part in entry.by_peer.items()}
             assert {peer: part.sent_bytes for peer, part in made.traffic[stage][key].by_peer.items()} == peers
-        buckets = plan.parts.strategy.buckets  # type: ignore[attr-defined]
+        buckets = parts.strategy.buckets  # type: ignore[attr-defined]
         assert made.memory[stage].weights == sum(bucket.values.nbytes for bucket in buckets)
         assert made.memory[stage].gradients == sum(bucket.gradients.nbytes for bucket in buckets)
 
@@ -83,8 +86,8 @@ def test_traffic_and_weights_are_those_of_the_whole_run(
 def test_groups_of_recomputed_layers_follow_from_small_ones() -> None:
     """Five layers at once, from one and two."""
     config = config_for({"kind": "megatron", "size": 2}, {}, 5)
-    made, plan = predict(config, CLUSTER), plan_step(config)
-    assert sent(made.traffic[0]) == sent(plan.traffic)
+    made, parts = predict(config, CLUSTER), counted_step(config)
+    assert sent(made.traffic[0]) == sent(parts.mesh.ledger.traffic)
     assert made.flops == pytest.approx(predict(config_for({"kind": "megatron", "size": 2}, {}, 1), CLUSTER).flops)
 
 
