@@ -107,7 +107,7 @@ class Origin:
     config: dict[str, Any]
     run: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
     data: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
-    """The fingerprint of the prepared data (data/packed.py)."""
+    """The fingerprint of the prepared data (data/section.py)."""
     resolved: dict[str, Any] = Field(default_factory=dict)
     """What `auto` in the config became, where deciding anew could change the run's bits."""
     version: str = __version__

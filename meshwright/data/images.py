@@ -38,7 +38,7 @@ from meshwright.models.section import ImageNetwork
 from meshwright.section import Positive, Section
 
 FORMAT: Literal[1] = 1
-HEADER = "images.json"
+HEADER = ImageData.header
 SPLIT_SEED, ORDER_SEED = 0, 1
 
 _REMEDY = "remove the folder and start again"

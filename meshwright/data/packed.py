@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,12 +150,6 @@ def document_ends(tokens: np.ndarray, end: int) -> np.ndarray:
     parts = range(0, len(tokens), _SCAN_TOKENS)
     found = [start + np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == end) for start in parts]
     return np.concatenate([np.empty(0, np.int64), *found])
-
-
-def fingerprint(folder: Path) -> str:
-    """The identity of a prepared folder of texts by its content: a hash of its header's checksums."""
-    sums = json.loads((folder / HEADER).read_text(encoding="utf-8"))["sha256"]
-    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def _read_header(folder: Path) -> Header:

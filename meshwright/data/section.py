@@ -13,6 +13,8 @@ A kind is added by a subclass of DataSection and its line in the registry (docs/
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,6 +66,8 @@ class DataSection(Section):
     """The source that is no path."""
     source_forms: ClassVar[str] = "a text, jsonl or parquet file, a folder of these, a prepared folder"
     reads_folders_alone: ClassVar[bool] = False
+    header: ClassVar[str] = PREPARED
+    """The file of a prepared folder that has the checksums of the others."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """What must fit together in its fields, and with the model and the layout; checked where the kind is chosen."""
 
@@ -93,6 +97,14 @@ class DataSection(Section):
     def open(self, config: Config, folder: Path) -> Opened:
         """The splits in a prepared folder. Raises DataError where they are too small."""
         raise NotImplementedError
+
+    def fingerprint(self, folder: Path) -> str:
+        """The identity of the prepared data, which checkpoints keep and ranks compare: a hash of its `contents`."""
+        return hashlib.sha256(json.dumps(self.contents(folder), sort_keys=True).encode()).hexdigest()
+
+    def contents(self, folder: Path) -> object:
+        """Words and numbers that tell this data from other: a folder's checksums, by the files that have them."""
+        return json.loads((folder / self.header).read_text(encoding="utf-8"))["sha256"]
 
 
 @rule("data.source", "model.family")
@@ -342,6 +354,7 @@ class ImageData(DataSection):
     source_name: ClassVar[str] = DIGITS
     source_forms: ClassVar[str] = "a folder of class folders of jpg and png files"
     reads_folders_alone: ClassVar[bool] = True
+    header: ClassVar[str] = "images.json"
     rules: ClassVar[tuple[Rule, ...]] = (source_exists,)
 
     def prepare(self, config: Config, progress: ShowProgress) -> Path:

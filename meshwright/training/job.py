@@ -16,7 +16,6 @@ from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config
 from meshwright.data.dataset import Opened
-from meshwright.data.packed import fingerprint
 from meshwright.data.progress import silent
 from meshwright.decisions import (
     FIELDS,
@@ -72,7 +71,9 @@ def train(
     with ExitStack() as stack:
         notes = stack.enter_context(folder.locked(out)) if environment.rank == 0 else []
         if environment.rank == 0 and goes_on:
-            notes += folder.go_on(out, config, fingerprint(data), resume_from, accept_changes=accept_changes)
+            notes += folder.go_on(
+                out, config, config.data.fingerprint(data), resume_from, accept_changes=accept_changes
+            )
         elif environment.rank == 0:
             folder.refuse_used(out)
             folder.begin(out, config)
@@ -130,7 +131,7 @@ def worker(
         config, notes = resolved.config, (*notes, *resolved.notes)
     opened = replace(opened, notes=(*notes, *opened.notes))
     dump = asked.model_dump(mode="json", by_alias=True)
-    origin = Origin(dump, name, fingerprint(data), resolved_fields(asked, config))
+    origin = Origin(dump, name, config.data.fingerprint(data), resolved_fields(asked, config))
     parts = build(config, mesh, out)
     _Run(parts, config, opened, out, frozenset(trace), origin).train(
         rank.stop, step, resume=resume, attempt=environment.attempt

@@ -21,7 +21,6 @@ import torch
 
 import meshwright
 from meshwright.config import Config
-from meshwright.data.packed import fingerprint
 from meshwright.errors import LaunchError
 from meshwright.ranks.agreement import all_texts, same_everywhere
 from meshwright.ranks.mesh import Mesh
@@ -38,7 +37,7 @@ def facts_of(config: Config, data: Path, **options: object) -> dict[str, str]:
     facts = _flat(config.model_dump(mode="json", by_alias=True))
     facts |= {f"--{name}": str(value) for name, value in options.items()}
     return facts | {
-        "data": fingerprint(data)[:16],
+        "data": config.data.fingerprint(data)[:16],
         "the source code of meshwright": _source_digest(),
         "the version of torch": str(torch.__version__),
         "the version of Python": platform.python_version(),

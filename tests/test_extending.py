@@ -1,0 +1,150 @@
+"""docs/extending.md: a strategy of each kind from another package, found by its entry point. The page's own code runs:
+it is installed into a folder, as pip would, and each run trains, verifies, is planned, is saved and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text()
+BLOCK = re.compile(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", re.DOTALL)
+TOML = re.compile(r"```toml\n(.*?)```", re.DOTALL)
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def install(folder: Path, points: dict[str, dict[str, str]], package: str = "meshwright-toys") -> None:
+    """A package's metadata, as pip leaves it."""
+    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    groups = (f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in names.items()) for group, names in points.items())
+    (info / "entry_points.txt").write_text("\n".join(groups))
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the page's modules, runs and entry points."""
+    folder = tmp_path_factory.mktemp("toys")
+    for name, text in BLOCK.findall(PAGE):
+        (folder / name).write_text(text)
+    (project,) = TOML.findall(PAGE)
+    install(folder, tomllib.loads(project)["project"]["entry-points"])
+    return folder
+
+
+def python(folder: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == status, f"{words}: {done.stdout}\n{done.stderr}"
+    return done
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_the_page_shows_all_six() -> None:
+    (project,) = TOML.findall(PAGE)
+    from meshwright.registry import OURS
+
+    points = tomllib.loads(project)["project"]["entry-points"]
+    assert set(points) == {f"meshwright.{group}" for group in OURS}
+    named = {value.partition(":")[0] for names in points.values() for value in names.values()}
+    assert named < {Path(name).stem for name, _ in BLOCK.findall(PAGE)}
+
+
+DRIVER = """
+import json, sys
+from pathlib import Path
+from meshwright.config import load_config
+from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.search import search
+from meshwright.tools.plan.space import Job, legal_layouts
+from meshwright.tools.verify.job import verify
+from meshwright.training.job import train
+
+if __name__ == "__main__":
+    run, fixed = sys.argv[1], sys.argv[2].split()
+    config, longer = load_config(run), load_config(run, ["steps=6"])
+    verify(config, steps=2).check()
+    train(config, Path("out") / run, resume=False)
+    train(longer, Path("out") / run, resume=True)
+    cluster, devices = load_cluster("two-cores"), config.layout.world_size
+    layouts = [layout.layout for layout in legal_layouts(Job(config, cluster, devices, fixed))]
+    tried = [[l.tensor.kind, l.pipeline.schedule, l.data.sync] for l in layouts]
+    (best, *_) = search(config, cluster, devices, fixed=[*fixed, *sys.argv[3].split()]).predictions
+    Path(f"{run}.json").write_text(json.dumps({"tried": tried, "best": best.config.layout.model_dump(mode="json")}))
+"""
+"""All of a run in one process, whose ranks are forked: what the page's commands do, one after the other."""
+
+RUNS = {
+    "cut": (
+        "layout.pipeline.size",
+        "layout.tensor memory batch.micro",
+        ["feed-forward", "message-driven", "allreduce"],
+    ),
+    "staged": (
+        "layout.tensor layout.data.size layout.order",
+        "layout.pipeline.schedule layout.data.sync memory batch.micro",
+        ["none", "depth-first", "gathered"],
+    ),
+}
+"""By run: fields that stay while layouts are sought, further ones while the best is, and what must be tried."""
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_they_train_verify_plan_and_go_on(run: str, toys: Path) -> None:
+    fixed, chosen, wanted = RUNS[run]
+    (toys / "driver.py").write_text(DRIVER)
+    python(toys, "driver.py", f"{run}.yaml", fixed, chosen)
+    planned, out = json.loads((toys / f"{run}.yaml.json").read_text()), toys / "out" / f"{run}.yaml"
+    layout = planned["best"]
+    assert wanted in planned["tried"]
+    assert [layout["tensor"]["kind"], layout["pipeline"]["schedule"], layout["data"]["sync"]] == wanted
+    trained = losses(out)
+    assert len(trained) == 6
+    assert trained[-1] < trained[0]
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-2", "step-4", "step-6"}
+
+
+def test_what_cannot_be_used_is_said_in_a_line(tmp_path: Path) -> None:
+    """The package, its entry point, the cause; where no strategy is used and the command would work, too."""
+    points = {
+        "meshwright.tensor": {"absent": "no_such_module:Kit", "megatron": "json:loads", "wrong": "json:loads"},
+        "meshwright.optimizers": {"raises": "raising:LION"},
+    }
+    install(tmp_path, points, "bad-toys")
+    (tmp_path / "raising.py").write_text("raise OSError('no licence')")
+    (tmp_path / "run.yaml").write_text("steps: 1")
+    told = python(tmp_path, "-m", "meshwright", "train", "run.yaml", status=1).stderr.strip()
+    assert told.splitlines() == [
+        "meshwright: "
+        "bad-toys: the entry point absent of meshwright.tensor, no_such_module:Kit, cannot be loaded: "
+        "ModuleNotFoundError: No module named 'no_such_module'; "
+        "bad-toys: the entry point megatron of meshwright.tensor, json:loads, has the name of another tensor entry; "
+        "bad-toys: the entry point wrong of meshwright.tensor, json:loads, is no TensorSection; "
+        "bad-toys: the entry point raises of meshwright.optimizers, raising:LION, cannot be loaded: "
+        "OSError: no licence"
+    ]
+
+
+def test_the_values_of_a_field_are_those_of_the_registry(toys: Path) -> None:
+    wrong = ["layout.tensor.kind=feed", "optimizer.name=lyon", "data.kind=count", "model.family=bigrams"]
+    told = python(toys, "-m", "meshwright", "verify", "staged.yaml", *wrong, status=2).stderr
+    assert "none, megatron, tesseract, subgraph, feed-forward" in told
+    assert "optimizer.name=lyon is none of the choices (did you mean lion?); valid: adamw, sgd, momentum, lion" in told
+
+
+def test_a_cut_that_is_not_equal_is_a_mistake_with_the_sizes_that_work(toys: Path) -> None:
+    told = python(toys, "-m", "meshwright", "verify", "cut.yaml", "layout.tensor.size=3", status=2).stderr
+    assert told == "meshwright: layout.tensor.size=3 does not divide model.inner=64; valid: 1, 2, 4, 8, 16, 32, 64\n"
