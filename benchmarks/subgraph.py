@@ -49,7 +49,7 @@ def options_of(form: str, ranks: int, batch: int, heads: int) -> dict[str, Optio
     )
     options: dict[str, Option] = {
         "model": model,
-        "data.objective": "pairs",
+        "data.kind": "pairs",
         "data.sequence": SEQUENCE,
         "batch.global": batch,
     }

@@ -217,6 +217,17 @@ def _parquet_documents(path: Path) -> Iterator[str]:
             raise DataError(f"{path}: is damaged behind row {row}: {error}") from error
 
 
+def _dataset_documents(folder: Path) -> Iterator[str]:
+    pyarrow, datasets = _library("pyarrow", folder), _library("datasets", folder)
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
+        raise DataError(f"{folder}: is no readable Hugging Face dataset: {error}") from error
+    _check_column(folder, list(dataset.column_names))
+    for row, record in enumerate(dataset.select_columns([TEXT_KEY])):
+        yield checked_text(record[TEXT_KEY], f"{folder} row {row}")
+
+
 def _only_split(folder: Path) -> Path:
     """The one split of a saved dataset dictionary. Which of several to train on is the user's to say."""
     try:
@@ -226,18 +237,6 @@ def _only_split(folder: Path) -> Path:
     if len(splits) != 1:
         raise DataError(f"{folder}: holds the splits {', '.join(splits)}: give one of them, as {folder}/{splits[0]}")
     return folder / splits[0]
-
-
-def _dataset_documents(folder: Path) -> Iterator[str]:
-    pyarrow = _library("pyarrow", folder)
-    datasets = _library("datasets", folder)
-    try:
-        dataset = datasets.load_from_disk(str(folder))
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
-        raise DataError(f"{folder}: is no readable Hugging Face dataset: {error}") from error
-    _check_column(folder, list(dataset.column_names))
-    for row, record in enumerate(dataset.select_columns([TEXT_KEY])):
-        yield checked_text(record[TEXT_KEY], f"{folder} row {row}")
 
 
 def _check_column(path: Path, columns: list[str]) -> None:

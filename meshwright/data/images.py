@@ -7,14 +7,14 @@
 | images.json | the facts below |
 
 The held-out share is drawn class by class with a seed of its own, so that runs of every seed hold out the same images.
-Images are stored in a seeded order: the first ones of a split are of all classes. A batch holds `images` [B, C, S, S]
-uint8 and `labels` [B, 1] int64.
+Images are stored in a seeded order: the first ones of a split are of all classes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,7 +28,7 @@ from meshwright.data.dataset import Opened, opened_splits
 from meshwright.data.files import file_sha256, folder_lock, staged_folder
 from meshwright.data.image_source import ImageSource, open_source
 from meshwright.data.progress import ShowProgress, silent
-from meshwright.data.sampler import Permutation, Sampler
+from meshwright.data.sampler import Permutation, ShuffledSamples
 from meshwright.data.section import ImageData
 from meshwright.data.split import SPLITS, Split
 from meshwright.environment import cache_folder
@@ -200,28 +200,14 @@ def _write(
     )
 
 
-class ImageSamples:
-    """One split of packed images."""
+class ImageSamples(ShuffledSamples):
+    """One split of packed images: `images` [B, C, S, S] uint8 and `labels` [B, 1] int64."""
 
     def __init__(self, packed: PackedImages, split: Split, seed: int) -> None:
-        self._images = packed.images(split)
-        self._labels = packed.labels(split)
-        self._order = Sampler(len(self._labels) + 1, 1, seed)  # an image is a window of one
+        self._images, self._labels = packed.images(split), packed.labels(split)
+        super().__init__(len(self._labels), seed)
 
-    def __len__(self) -> int:
-        """Images in the split."""
-        return len(self._labels)
-
-    def samples(self, first: int, count: int) -> Batch:
-        """`images` and `labels` of samples first ... first + count - 1 of the run, shuffled anew in each epoch."""
-        return self._read(self._order.rows(first, count))
-
-    def held_out(self, first: int, count: int) -> Batch:
-        """As `samples`, in the file's order."""
-        assert 0 <= first <= first + count <= len(self), (first, count, len(self))
-        return self._read(np.arange(first, first + count, dtype=np.int64))
-
-    def _read(self, rows: np.ndarray) -> Batch:
+    def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         images, labels = np.asarray(self._images[rows]), np.asarray(self._labels[rows])
         return {"images": torch.from_numpy(images), "labels": torch.from_numpy(labels).unsqueeze(1)}
 

@@ -12,19 +12,18 @@ for; of these 80 % are replaced by [MASK], 10 % by a random token, and 10 % are 
 | mask          | [B, T] | 1, in the padding 0                                        |
 | labels        | [B, T] | the token that was there, where it is asked for; else -100 |
 | next_sentence | [B, 1] | 0: B follows A; 1: it does not                             |
-
-All that is random about a sample comes from the seed and its number: every layout sees the same samples, and resuming
-needs the number alone. An epoch asks for other tokens than the one before.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from meshwright.config import Config
 from meshwright.data.packed import PackedCorpus, document_ends
-from meshwright.data.sampler import Sampler
+from meshwright.data.sampler import ShuffledSamples
 from meshwright.data.specials import Specials, specials_of
 from meshwright.data.split import Split
 from meshwright.errors import ConfigError, DataError
@@ -35,7 +34,7 @@ from meshwright.parameters.shard import seed_of
 ASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
 
 
-class MaskedSamples:
+class MaskedSamples(ShuffledSamples):
     """The samples of a stream of documents, each with an end token behind it (the last may lack it)."""
 
     def __init__(
@@ -52,25 +51,13 @@ class MaskedSamples:
         self._starts, self._lengths = runs(tokens, specials.end, least, longest)
         if len(self._starts) < least:
             raise DataError(f"{name}: has {len(tokens)} tokens, too few for BERT's samples; give more text")
-        self._order = Sampler(len(self._starts) + 1, 1, seed)  # a run is a window of one
         self._text = np.setdiff1d(np.arange(specials.vocabulary_size), sorted(specials.all))
+        super().__init__(len(self._starts), seed)
 
-    def __len__(self) -> int:
-        """Runs: samples an epoch."""
-        return len(self._starts)
-
-    def samples(self, first: int, count: int) -> Batch:
-        numbers = range(first, first + count)
-        places = self._order.rows(first, count).tolist()
-        return self._batch([self._sample(run, f"sample/{at}") for run, at in zip(places, numbers, strict=True)])
-
-    def held_out(self, first: int, count: int) -> Batch:
-        assert 0 <= first <= first + count <= len(self), (first, count, len(self))
-        return self._batch([self._sample(run, f"held out/{run}") for run in range(first, first + count)])
-
-    def _batch(self, rows: list[dict[str, np.ndarray]]) -> Batch:
-        names = [*rows[0], "next_sentence"] if self._next_sentence else list(rows[0])
-        return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in dict.fromkeys(names)}
+    def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+        samples = [self._sample(run, label) for run, label in zip(rows.tolist(), draws, strict=True)]
+        names = [*samples[0], "next_sentence"] if self._next_sentence else list(samples[0])
+        return {name: torch.from_numpy(np.stack([row[name] for row in samples])) for name in dict.fromkeys(names)}
 
     def _sample(self, run: int, label: str) -> dict[str, np.ndarray]:
         """One row of every entry, all int64."""

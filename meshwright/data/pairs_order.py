@@ -41,8 +41,7 @@ class PairOrder:
         bucket_of = np.searchsorted(self.edges, lengths)
         self._members = [np.flatnonzero(bucket_of == bucket) for bucket in range(len(self.edges))]
         self._streams = [
-            Sampler(len(members) + 1, 1, seed_of(f"{seed}/pairs/{bucket}"))  # a pair is a window of one
-            for bucket, members in enumerate(self._members)
+            Sampler(len(members), seed_of(f"{seed}/pairs/{bucket}")) for bucket, members in enumerate(self._members)
         ]
         self._batches = np.array([max(1, round(len(members) / batch)) for members in self._members])
         self._held_out, self._held_out_edges = self._in_buckets(bucket_of)

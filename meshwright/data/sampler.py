@@ -11,6 +11,7 @@ the same global batch, and resuming needs the number of samples seen, nothing el
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -64,57 +65,67 @@ def _scramble(values: np.ndarray) -> np.ndarray:
 
 
 class Sampler:
-    """The order of the windows: sample number -> window."""
+    """The order of things that are numbered 0 ... size - 1: sample number -> thing, shuffled anew in each epoch."""
 
-    def __init__(self, num_tokens: int, sequence: int, seed: int) -> None:
-        """Raises DataError if the tokens make no window."""
-        self.num_windows = (num_tokens - 1) // sequence
-        self._seed = seed
-        if self.num_windows < 1:
-            wanted = f"data.sequence={sequence} needs windows of {sequence + 1} tokens, and there are {num_tokens}"
-            raise DataError(f"{wanted}: take a shorter sequence (at most {max(num_tokens - 1, 1)}) or more text")
+    def __init__(self, size: int, seed: int) -> None:
+        self.size, self._seed = size, seed
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Windows [count] (int64) of the samples start, start + 1, ..., over as many epochs as these touch."""
+        """Things [count] (int64) of the samples start, start + 1, ..., over as many epochs as these touch."""
         samples = np.arange(start, start + count, dtype=np.int64)
-        epochs, positions = np.divmod(samples, self.num_windows)
-        windows = np.empty_like(samples)
+        epochs, positions = np.divmod(samples, self.size)
+        rows = np.empty_like(samples)
         for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
-            windows[of_epoch] = Permutation(self.num_windows, self._seed, epoch)(positions[of_epoch])
-        return windows
+            rows[of_epoch] = Permutation(self.size, self._seed, epoch)(positions[of_epoch])
+        return rows
 
 
-class TokenBatches:
-    """Batches of one split of a packed corpus."""
+class ShuffledSamples:
+    """Samples that are things of one split, each once an epoch; a subclass reads them.
+
+    All that is random about one comes from the seed and the name of its draws: every layout sees the same samples, and
+    an epoch draws others than the one before.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._order = Sampler(size, seed)
+
+    def __len__(self) -> int:
+        """Samples an epoch."""
+        return self._order.size
+
+    def samples(self, first: int, count: int) -> Batch:
+        """Samples first ... first + count - 1 of the run: a replica asks for its rows of a global batch."""
+        draws = [f"sample/{number}" for number in range(first, first + count)]
+        return self._read(self._order.rows(first, count), draws)
+
+    def held_out(self, first: int, count: int) -> Batch:
+        """As `samples`, in the file's order, each time the same."""
+        assert 0 <= first <= first + count <= len(self), (first, count, len(self))
+        rows = np.arange(first, first + count, dtype=np.int64)
+        return self._read(rows, [f"held out/{row}" for row in rows.tolist()])
+
+    def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+        """The batch of things [count], whose random draws have these names."""
+        raise NotImplementedError
+
+
+class TokenBatches(ShuffledSamples):
+    """Windows of one split of a packed corpus: `tokens` and `labels`, both int64 [B, T]."""
 
     def __init__(self, corpus: PackedCorpus, split: Split, sequence: int, seed: int) -> None:
         """`sequence`: tokens a row. Raises DataError if the split is shorter than one window."""
-        self._tokens = np.asarray(corpus.tokens(split))
-        self._sequence = sequence
-        try:
-            self._sampler = Sampler(len(self._tokens), sequence, seed)
-        except DataError as error:
-            raise DataError(f"the {split} split of {corpus.folder}: {error}") from error
+        self._tokens, self._sequence = np.asarray(corpus.tokens(split)), sequence
+        num_tokens = len(self._tokens)
+        num_windows = (num_tokens - 1) // sequence
+        if num_windows < 1:
+            wanted = f"data.sequence={sequence} needs windows of {sequence + 1} tokens, and there are {num_tokens}"
+            hint = f"take a shorter sequence (at most {max(num_tokens - 1, 1)}) or more text"
+            raise DataError(f"the {split} split of {corpus.folder}: {wanted}: {hint}")
+        super().__init__(num_windows, seed)
 
-    def __len__(self) -> int:
-        """Windows in the split: sequences an epoch."""
-        return self._sampler.num_windows
-
-    def windows(self, first: int, count: int) -> np.ndarray:
-        """Windows [count] of the samples first, first + 1, ...: a replica asks for its rows of a global batch."""
-        return self._sampler.rows(first, count)
-
-    def samples(self, first: int, count: int) -> Batch:
-        """`tokens` and `labels` of samples first ... first + count - 1 of the run, both int64 [count, T]."""
-        return self._read(self.windows(first, count))
-
-    def held_out(self, first: int, count: int) -> Batch:
-        """As `samples`, of the windows in the file's order."""
-        assert 0 <= first <= first + count <= len(self), (first, count, len(self))
-        return self._read(np.arange(first, first + count, dtype=np.int64))
-
-    def _read(self, windows: np.ndarray) -> Batch:
-        places = windows[:, None] * self._sequence + np.arange(self._sequence + 1)
-        rows = torch.from_numpy(self._tokens[places].astype(np.int64))
-        return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+    def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+        places = rows[:, None] * self._sequence + np.arange(self._sequence + 1)
+        windows = torch.from_numpy(self._tokens[places].astype(np.int64))
+        return {"tokens": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}

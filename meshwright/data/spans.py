@@ -13,19 +13,18 @@ sentinel and its span:
 
 (The paper's figure has one more sentinel behind the last span; T5's code has not, nor has ours: END says the same.)
 L is the largest for which source and target fit `data.sequence` (span_window.py).
-
-All that is random about a sample comes from the seed and its number: every layout sees the same samples, and resuming
-needs the number alone. An epoch cuts other spans than the one before.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from meshwright.config import Config
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.pairs_samples import sequence_batch
-from meshwright.data.sampler import Sampler
+from meshwright.data.sampler import ShuffledSamples
 from meshwright.data.section import Lengths
 from meshwright.data.span_window import window_of
 from meshwright.data.specials import SequenceSpecials, specials_for
@@ -35,7 +34,7 @@ from meshwright.model import Batch
 from meshwright.parameters.shard import seed_of
 
 
-class SpanSamples:
+class SpanSamples(ShuffledSamples):
     """The samples of a stream of documents."""
 
     def __init__(self, tokens: np.ndarray, specials: SequenceSpecials, lengths: Lengths, seed: int, name: str) -> None:
@@ -45,23 +44,10 @@ class SpanSamples:
         if len(tokens) < self._window.text:
             wanted = f"data.sequence={lengths.source} needs windows of {self._window.text}"
             raise DataError(f"{name}: has {len(tokens)} tokens, and {wanted}: take a shorter one, or more text")
-        self._order = Sampler(len(tokens) // self._window.text + 1, 1, seed)  # a window is one of these
+        super().__init__(len(tokens) // self._window.text, seed)
 
-    def __len__(self) -> int:
-        """Windows: samples an epoch."""
-        return self._order.num_windows
-
-    def samples(self, first: int, count: int) -> Batch:
-        numbers = range(first, first + count)
-        windows = self._order.rows(first, count).tolist()
-        return self._batch([(window, f"sample/{at}") for window, at in zip(windows, numbers, strict=True)])
-
-    def held_out(self, first: int, count: int) -> Batch:
-        assert 0 <= first <= first + count <= len(self), (first, count, len(self))
-        return self._batch([(window, f"held out/{window}") for window in range(first, first + count)])
-
-    def _batch(self, rows: list[tuple[int, str]]) -> Batch:
-        sides = [self._sample(window, label) for window, label in rows]
+    def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+        sides = [self._sample(window, label) for window, label in zip(rows.tolist(), draws, strict=True)]
         sources, targets = [source for source, _ in sides], [target for _, target in sides]
         return sequence_batch(sources, targets, self._specials, self._lengths)
 

@@ -125,32 +125,28 @@ def parse_tokenizer(text: str, where: str) -> Tokenizer:
     return Tokenizer(library, where)
 
 
-def bpe_size(kind: str) -> int | None:
-    """SIZE of `bpe:SIZE`, None for other kinds. Raises DataError where SIZE is no number of at least 257."""
-    if not kind.startswith(BPE_PREFIX):
-        return None
-    size = kind.removeprefix(BPE_PREFIX)
-    if not size.isdecimal() or int(size) < 257:
-        raise DataError(f"tokenizer {kind}: asks for a vocabulary of no size; valid: bpe:SIZE with SIZE >= 257")
-    return int(size)
-
-
 def tokenizer_kind(tokenizer: str) -> str:
     """The tokenizer's kind as headers name it. Raises DataError where there is no such tokenizer."""
-    if tokenizer == BYTES or bpe_size(tokenizer) is not None:
-        return tokenizer
-    if not Path(tokenizer).expanduser().is_file():
-        raise DataError(f"tokenizer {tokenizer}: no such file; valid: bytes, bpe:SIZE, or a tokenizer.json file")
-    return "file"
+    if tokenizer.startswith(BPE_PREFIX):
+        size = tokenizer.removeprefix(BPE_PREFIX)
+        if not size.isdecimal() or int(size) < 257:
+            raise DataError(
+                f"tokenizer {tokenizer}: asks for a vocabulary of no size; valid: bpe:SIZE with SIZE >= 257"
+            )
+    elif tokenizer != BYTES:
+        if not Path(tokenizer).expanduser().is_file():
+            raise DataError(f"tokenizer {tokenizer}: no such file; valid: bytes, bpe:SIZE, or a tokenizer.json file")
+        return "file"
+    return tokenizer
 
 
 def make_tokenizer(tokenizer: str, texts: Iterable[str], progress: ShowProgress) -> Tokenizer:
     """The tokenizer that a config names; only bpe:SIZE reads `texts`, to be trained on them."""
     if tokenizer == BYTES:
         return byte_tokenizer()
-    size = bpe_size(tokenizer)
-    if size is None:
+    if tokenizer_kind(tokenizer) == "file":
         return load_tokenizer(Path(tokenizer).expanduser())
+    size = int(tokenizer.removeprefix(BPE_PREFIX))
     progress(f"training a tokenizer of {size} tokens", None)
     return train_bpe(texts, size)
 

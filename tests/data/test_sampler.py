@@ -36,19 +36,19 @@ def batches(corpus: PackedCorpus) -> TokenBatches:
 def test_any_stretch_of_samples_is_the_same_read_at_once_or_one_by_one(
     num_windows: int, start: int, count: int
 ) -> None:
-    sampler = Sampler(num_windows * T + 1, T, seed=3)
-    assert sampler.num_windows == num_windows
+    sampler = Sampler(num_windows, seed=3)
+    assert sampler.size == num_windows
     one_by_one = [int(sampler.rows(sample, 1)[0]) for sample in range(start, start + count)]
     assert sampler.rows(start, count).tolist() == one_by_one
 
 
 def test_every_epoch_has_every_window_once_in_another_order() -> None:
-    sampler = Sampler(50 * T + 1, T, seed=1)
+    sampler = Sampler(50, seed=1)
     epochs = [sampler.rows(epoch * 50, 50).tolist() for epoch in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(50))
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert Sampler(50 * T + 1, T, seed=2).rows(0, 50).tolist() != epochs[0]
+    assert Sampler(50, seed=2).rows(0, 50).tolist() != epochs[0]
 
 
 def test_windows_are_the_tokens_and_labels_the_next_ones(corpus: PackedCorpus, batches: TokenBatches) -> None:
@@ -58,7 +58,7 @@ def test_windows_are_the_tokens_and_labels_the_next_ones(corpus: PackedCorpus, b
     assert inputs.shape == labels.shape == (len(batches), T)
     assert inputs.dtype == labels.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
-    for row, window in enumerate(batches.windows(0, len(batches)).tolist()):
+    for row, window in enumerate(Sampler(len(batches), seed=1).rows(0, len(batches)).tolist()):
         assert inputs[row].tolist() == tokens[window * T : window * T + T].tolist()
         assert labels[row].tolist() == tokens[window * T + 1 : window * T + T + 1].tolist()
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from meshwright.data.tokenizer import (
     END,
     Tokenizer,
-    bpe_size,
     byte_tokenizer,
     load_tokenizer,
     parse_tokenizer,
     pieces,
+    tokenizer_kind,
     train_bpe,
 )
 from meshwright.errors import DataError
@@ -94,11 +94,11 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 
 def test_sizes_of_bpe_are_checked() -> None:
-    assert bpe_size("bpe:4096") == 4096
-    assert bpe_size("bytes") is None
+    assert tokenizer_kind("bpe:4096") == "bpe:4096"
+    assert tokenizer_kind("bytes") == "bytes"
     for kind in ("bpe:", "bpe:many", "bpe:256"):
         with pytest.raises(DataError, match=f"tokenizer {kind}: .*SIZE >= 257"):
-            bpe_size(kind)
+            tokenizer_kind(kind)
     with pytest.raises(DataError, match=r"bpe:100: .*257 or more"):
         train_bpe(TEXTS, 100)
 

@@ -68,7 +68,7 @@ def config_for(model: str, tensor: dict[str, Any], dtype: str) -> Config:
     }  # fmt: skip
     tree = {
         "model": shape | MODELS[model],
-        "data": {"sequence": SEQUENCE} | ({"objective": "pairs"} if model == "t5" else {}),
+        "data": {"sequence": SEQUENCE} | ({"kind": "pairs"} if model == "t5" else {}),
         "batch": {"global": 2 * MICRO, "micro": MICRO},
         "layout": {"tensor": tensor},
         "precision": {"level": "O0", "dtype": dtype},
