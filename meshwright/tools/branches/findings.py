@@ -1,9 +1,11 @@
-"""All that `meshwright branches` says of a run: regions, like ones together, and what dealing them out could gain.
+"""The findings of `meshwright branches`: a run's regions, like ones together, and what assigning them could gain.
 
-How much faster g ranks could be than one, if sending took no time (Amdahl, 1967; SUPER, IPDPS 2021, section III).
+The run's model is traced: a microbatch of it forward, on the serial kit and on meta tensors. The kit notes which layers
+are pairs, so that what is in the graph by itself can be told from what a sub-graph layout cuts.
 
-C: work outside of the branches that are dealt; D_r: the most that a sub-grid gets of region r, dealt by cost
-(subgraph/deal.py). Regions come one after another, so that each ends with its slowest sub-grid.
+The bound is how much faster g ranks could be than one, if sending took no time (Amdahl, 1967; SUPER, IPDPS 2021,
+section III). C: work outside of the branches that are dealt; D_r: the most that a sub-grid gets of region r, dealt by
+cost (subgraph/branches.py). Regions come one after another, so that each ends with its slowest sub-grid.
 
 | layout                                                        | bound                         |
 |---------------------------------------------------------------|-------------------------------|
@@ -16,14 +18,114 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
+from meshwright.model import IGNORED
+from meshwright.models.chain import make_chain
+from meshwright.parameters.shard import Initial
+from meshwright.parts import empty_batch
+from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.subgraph.branches import deal
-from meshwright.tools.branches.model import Branch, TracedModel, trace_model
-from meshwright.tools.branches.operator_parts import find_operator_parts
-from meshwright.tools.branches.region import Region, find_split_joins
+from meshwright.tensor.head import HeadShape
+from meshwright.tensor.serial import SerialHead, SerialKit
+from meshwright.tools.branches.graph import OperatorGraph
+from meshwright.tools.branches.regions import Region, find_operator_parts, find_split_joins
+from meshwright.tools.branches.trace import trace
+
+_NUMBER = re.compile(r"\d+")
+
+Branch = Literal["attention-core", "attention", "block"]
+"""A value of layout.tensor.branch."""
+
+
+class TracedHead(SerialHead):
+    """Whole logits, and torch's cross entropy."""
+
+    def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None) -> None:
+        super().__init__(mesh, shape, tied, (), ())
+        self.smoothing = shape.smoothing
+
+    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+        logits = self.logits(h[:, : labels.shape[1]]).flatten(0, 1)  # [B·t, V]
+        smoothing = self.smoothing
+        losses = F.cross_entropy(logits, labels.flatten(), None, None, IGNORED, None, "sum", smoothing)
+        return losses * scale
+
+
+class TracedKit(SerialKit):
+    """The serial kit, which notes `pairs`: the linears that come in pairs, and where: those of `branches` apart."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.pairs: dict[nn.Module, Literal["branches", "slices"]] = {}
+
+    @property
+    def branches(self) -> TracedBranches:
+        return TracedBranches(self)
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        layer = super().expand(hidden, inner, initial, groups=groups, bias=bias)
+        self.pairs[layer] = "slices"
+        return layer
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        layer = super().contract(inner, hidden, initial, bias=bias)
+        self.pairs[layer] = "slices"
+        return layer
+
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
+        return TracedHead(self.mesh, shape, tied)
+
+
+class TracedBranches:
+    """The kit's `branches`."""
+
+    def __init__(self, kit: TracedKit) -> None:
+        self.kit = kit
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        return self._noted(self.kit.expand(hidden, inner, initial, groups=groups, bias=bias))
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return self._noted(self.kit.contract(inner, hidden, initial, bias=bias))
+
+    def _noted(self, layer: nn.Module) -> nn.Module:
+        self.kit.pairs[layer] = "branches"
+        return layer
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A traced microbatch of `rows` samples. `pairs`: the paths of the linears of pairs, and where the model asked for
+    them."""
+
+    rows: int
+    graph: OperatorGraph
+    pairs: dict[str, Literal["branches", "slices"]]
+
+    def cut_by(self, region: Region) -> tuple[Branch, ...]:
+        """The values of layout.tensor.branch under which a sub-graph layout deals out this region's branches."""
+        asked = {self.pairs.get(path) for path in region.linears}
+        if asked == {"branches"}:
+            return ("attention", "block") if region.cuts_linears else ("attention-core",)
+        return ("block",) if asked == {"slices"} else ()
+
+
+def trace_model(config: Config) -> TracedModel:
+    """The run's model and a microbatch of it, whatever the layout."""
+    kit = TracedKit(solo_mesh(torch.device("meta")))
+    model = make_chain(config, kit)
+    batch = empty_batch(config, kit, model.inside, kit.mesh.device)
+    graph = trace(model, batch, dict.fromkeys(model.labels, 1.0))
+    paths = {module: path for path, module in model.named_modules()}
+    return TracedModel(config.micro, graph, {paths[layer]: where for layer, where in kit.pairs.items()})
+
 
 Dealt = tuple[Sequence[float], int]
 """The costs of a region's branches, and how often the region is there."""
@@ -31,30 +133,27 @@ Dealt = tuple[Sequence[float], int]
 
 @dataclass(frozen=True)
 class Bound:
-    """Against one rank. `all_ranks`: common layers on all (D&SP); `one`: on one sub-grid (D&SP-cSub)."""
+    """Speed-ups against one rank. `all_ranks`: common layers on all (D&SP); `one`: on one sub-grid (D&SP-cSub)."""
 
     all_ranks: float
     one: float
 
 
 def bound(total: float, regions: Sequence[Dealt], num_subgrids: int) -> Bound:
-    """Of a model of `total` cost whose `regions`, which do not overlap, are dealt over sub-grids of one rank each."""
+    """The bound of a model of `total` cost; its `regions`, which do not overlap, are dealt to sub-grids of one rank."""
     common = total - sum(times * sum(costs) for costs, times in regions)
     slowest = sum(times * most_loaded(costs, num_subgrids) for costs, times in regions)
     return Bound(total / (common / num_subgrids + slowest), total / (common + slowest))
 
 
 def most_loaded(costs: Sequence[float], num_subgrids: int) -> float:
-    """What the sub-grid with the most to do has to do; with fewer branches than sub-grids some have nothing."""
-    hands = deal(costs, min(num_subgrids, len(costs)))
-    return max(sum(costs[branch] for branch in hand) for hand in hands)
-
-
-_NUMBER = re.compile(r"\d+")
+    """The cost of the sub-grid that has most; with fewer branches than sub-grids some have nothing."""
+    shares = deal(costs, min(num_subgrids, len(costs)))
+    return max(sum(costs[branch] for branch in share) for share in shares)
 
 
 @dataclass(frozen=True)
-class Group:
+class RegionGroup:
     """Regions that differ in nothing but the numbers in their paths. `region`: the first; `places`: where all are.
 
     `cut_by`: the values of layout.tensor.branch that deal them out. `bounds`: by sub-grids, of these regions alone.
@@ -72,7 +171,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Findings:
-    """Of a microbatch of `rows` samples, forward. `longest_flops`: of the longest chain of operators.
+    """A microbatch of `rows` samples, forward. `longest_flops`: of the most expensive chain of operators.
 
     `lone`: joins of a value with what one branch alone makes of it. `layouts`: bounds by value of layout.tensor.branch
     and sub-grids; none for a value that would cut nothing.
@@ -82,7 +181,7 @@ class Findings:
     total_flops: int
     longest_flops: int
     lone: int
-    groups: tuple[Group, ...]
+    groups: tuple[RegionGroup, ...]
     layouts: dict[Branch, dict[int, Bound]]
 
 
@@ -92,7 +191,7 @@ def find_branches(config: Config, grids: Sequence[int]) -> Findings:
 
 
 def findings_of(model: TracedModel, grids: Sequence[int]) -> Findings:
-    """What a traced model has."""
+    """The findings of a traced model."""
     joins = find_split_joins(model.graph)
     groups = _grouped(model, (*joins.regions, *find_operator_parts(model.graph)), grids)
     total = model.graph.total_flops
@@ -118,7 +217,7 @@ def unnumbered(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
-def _grouped(model: TracedModel, regions: Sequence[Region], grids: Sequence[int]) -> tuple[Group, ...]:
+def _grouped(model: TracedModel, regions: Sequence[Region], grids: Sequence[int]) -> tuple[RegionGroup, ...]:
     alike: dict[tuple[object, ...], list[Region]] = {}
     for region in regions:
         names = tuple(map(unnumbered, region.names))
@@ -129,5 +228,5 @@ def _grouped(model: TracedModel, regions: Sequence[Region], grids: Sequence[int]
     for same in alike.values():
         first, places = same[0], tuple(region.where for region in same)
         bounds = {size: bound(total, [(first.flops, len(places))], size) for size in grids}
-        groups.append(Group(first, places, model.cut_by(first), bounds))
+        groups.append(RegionGroup(first, places, model.cut_by(first), bounds))
     return tuple(groups)

@@ -1,4 +1,4 @@
-"""A model as a graph of operators, each with what it costs. No torch: what is found in it can be tested by hand.
+"""A model as a graph of operators, each with what it costs. No torch: graphs can be written by hand.
 
 Activations only: operators on weights alone, and masks, are beside the graph, and count in `beside_flops`. Operator 0
 is the batch. The others stand in an order in which each comes behind what it reads.
@@ -15,7 +15,7 @@ BATCH = 0
 """The number of the operator that stands for what the model is given."""
 
 
-class Kind(Enum):
+class OperatorKind(Enum):
     """What an operator means to branches that run through it, side by side along the channels."""
 
     LINEAR = "linear"
@@ -42,13 +42,13 @@ class Operator:
     path: str
     inputs: tuple[int, ...]
     flops: int
-    kind: Kind
+    kind: OperatorKind
     width: int = 0
 
 
 @dataclass(frozen=True)
-class Graph:
-    """`beside_flops`: of what no activation goes through."""
+class OperatorGraph:
+    """A model's operators. `beside_flops`: the flops of those that no activation goes through."""
 
     operators: tuple[Operator, ...]
     beside_flops: int = 0
@@ -58,21 +58,21 @@ class Graph:
         return self.flops_of(range(len(self.operators))) + self.beside_flops
 
     def flops_of(self, numbers: Iterable[int]) -> int:
-        """Of some operators together."""
+        """The flops of some operators together."""
         return sum(self.operators[number].flops for number in numbers)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """By operator: the numbers of those that read its result."""
-        found: list[list[int]] = [[] for _ in self.operators]
+        readers: list[list[int]] = [[] for _ in self.operators]
         for number, operator in enumerate(self.operators):
             for read in dict.fromkeys(operator.inputs):
-                found[read].append(number)
-        return tuple(map(tuple, found))
+                readers[read].append(number)
+        return tuple(map(tuple, readers))
 
     @cached_property
     def longest_flops(self) -> int:
-        """Of the most expensive chain in which each operator reads the one before: no more ranks make it shorter."""
+        """The flops of the most expensive chain of operators that read each other: no more ranks make it shorter."""
         ends: list[int] = []
         for operator in self.operators:
             ends.append(operator.flops + max((ends[read] for read in operator.inputs), default=0))
@@ -81,10 +81,10 @@ class Graph:
     @cached_property
     def dominators(self) -> tuple[int, ...]:
         """By operator: the nearest one that all ways from the batch to it go through; the batch's is itself."""
-        found = [BATCH]
+        dominators = [BATCH]
         for operator in self.operators[1:]:
-            found.append(_meeting(operator.inputs, found))
-        return tuple(found)
+            dominators.append(_meeting(operator.inputs, dominators))
+        return tuple(dominators)
 
     def dominator_of(self, numbers: Iterable[int]) -> int:
         """The nearest operator that all ways to all of these go through; perhaps one of them."""
@@ -92,7 +92,7 @@ class Graph:
 
 
 def _meeting(numbers: Iterable[int], dominators: Sequence[int]) -> int:
-    """Where the ways up the tree of dominators meet: a dominator's number is less than the number of what it rules."""
+    """Where the ways up the tree of dominators meet: a dominator's number is less than those of the operators below."""
     waiting = set(numbers)
     while len(waiting) > 1:
         highest = max(waiting)

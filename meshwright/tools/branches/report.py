@@ -1,4 +1,4 @@
-"""What was found, as tables for a terminal and as plain values for a script."""
+"""Findings as tables for a terminal and as plain values for a script."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import re
 
 from rich.table import Column, Table
 
-from meshwright.tools.branches.findings import Bound, Findings, Group, unnumbered
+from meshwright.tools.branches.findings import Bound, Findings, RegionGroup, unnumbered
 from meshwright.tools.report import table_console
 
 _FIRST_NUMBER = re.compile(r"\d+")
 
 
-def as_dict(found: Findings) -> dict[str, object]:
+def as_dict(findings: Findings) -> dict[str, object]:
     """For `--json`; flops are of one forward pass of a microbatch."""
     return {
-        "samples": found.rows,
-        "flops": found.total_flops,
-        "longest_chain_flops": found.longest_flops,
-        "residuals": found.lone,
-        "regions": [_group_dict(found, group) for group in found.groups],
-        "layouts": {value: _bounds_dict(bounds) for value, bounds in found.layouts.items()},
+        "samples": findings.rows,
+        "flops": findings.total_flops,
+        "longest_chain_flops": findings.longest_flops,
+        "residuals": findings.lone,
+        "regions": [_group_dict(findings, group) for group in findings.groups],
+        "layouts": {value: _bounds_dict(bounds) for value, bounds in findings.layouts.items()},
     }
 
 
-def _group_dict(found: Findings, group: Group) -> dict[str, object]:
+def _group_dict(findings: Findings, group: RegionGroup) -> dict[str, object]:
     region = group.region
     alike = region.form != "split/join"
     return {
@@ -35,7 +35,7 @@ def _group_dict(found: Findings, group: Group) -> dict[str, object]:
         "num_branches": len(region.flops),
         "branches": list(region.names),
         "flops": region.flops[0] if alike else list(region.flops),
-        "share": group.total_flops / found.total_flops,
+        "share": group.total_flops / findings.total_flops,
         "branch": list(group.cut_by),
         "bounds": _bounds_dict(group.bounds),
     }
@@ -45,30 +45,30 @@ def _bounds_dict(bounds: dict[int, Bound]) -> dict[str, dict[str, float]]:
     return {str(size): {"all": of.all_ranks, "one": of.one} for size, of in bounds.items()}
 
 
-def render(found: Findings) -> None:
+def render(findings: Findings) -> None:
     """Two tables, and what they leave out."""
     console = table_console()
     console.print(
-        f"{flops_text(found.total_flops)} FLOP: a microbatch of {found.rows} forward, without layout; products count 2 "
-        "a multiplication, other operators 1 an element"
+        f"{flops_text(findings.total_flops)} FLOP: a microbatch of {findings.rows} forward, without layout; "
+        "products count 2 a multiplication, other operators 1 an element"
     )
-    console.print(_regions(found))
-    gain = found.total_flops / found.longest_flops
+    console.print(_regions(findings))
+    gain = findings.total_flops / findings.longest_flops
     console.print(
-        f"Not listed: {found.lone} joins of a value with what one branch alone makes of it (residuals). The longest "
+        f"Not listed: {findings.lone} joins of a value with what one branch alone makes of it (residuals). The longest "
         f"chain of operators has {1 / gain:.1%} of the work: whole operators side by side gain {gain:.2f}x at most."
     )
-    if found.layouts:
-        console.print(_layouts(found))
+    if findings.layouts:
+        console.print(_layouts(findings))
     console.print(
         "Bounds: against one rank, as if sending took no time; dealt by cost, also where the sub-grids do not divide "
         "the branches and a layout would be refused."
     )
 
 
-def _regions(found: Findings) -> Table:
+def _regions(findings: Findings) -> Table:
     """A row a group of regions."""
-    sizes = " ".join(f"{size:>4}" for size in found.groups[0].bounds) if found.groups else ""
+    sizes = " ".join(f"{size:>4}" for size in findings.groups[0].bounds) if findings.groups else ""
     table = Table(
         Column("where", overflow="fold"),
         "enter, leave",
@@ -80,7 +80,7 @@ def _regions(found: Findings) -> Table:
         f"one\n{sizes}",
         title="Branches (bounds by sub-grids, of these regions alone: common layers on all ranks, or on one sub-grid)",
     )
-    for group in found.groups:
+    for group in findings.groups:
         region = group.region
         each = region.flops if region.form == "split/join" else region.flops[:1]
         table.add_row(
@@ -88,14 +88,14 @@ def _regions(found: Findings) -> Table:
             f"{region.enter}, {region.leave}",
             "\n".join(_names(group)),
             "\n".join(map(flops_text, each)),
-            f"{group.total_flops / found.total_flops:.1%}",
+            f"{group.total_flops / findings.total_flops:.1%}",
             ", ".join(group.cut_by) or "-",
             *_bounds_texts(group.bounds),
         )
     return table
 
 
-def _names(group: Group) -> list[str]:
+def _names(group: RegionGroup) -> list[str]:
     """A line a branch; of like ones one for all."""
     region = group.region
     if region.form != "split/join":
@@ -103,9 +103,9 @@ def _names(group: Group) -> list[str]:
     return [name if len(group.places) == 1 else unnumbered(name) for name in region.names]
 
 
-def _layouts(found: Findings) -> Table:
+def _layouts(findings: Findings) -> Table:
     """A row a value of layout.tensor.branch."""
-    sizes = " ".join(f"{size:>4}" for size in next(iter(found.layouts.values())))
+    sizes = " ".join(f"{size:>4}" for size in next(iter(findings.layouts.values())))
     table = Table(
         "branch:",
         Column("dealt out", justify="right"),
@@ -113,9 +113,9 @@ def _layouts(found: Findings) -> Table:
         f"common: one\n{sizes}",
         title="layout.tensor: {kind: subgraph, size: g}: bounds for the whole model",
     )
-    for value, bounds in found.layouts.items():
-        dealt = sum(group.total_flops for group in found.groups if value in group.cut_by)
-        table.add_row(value, f"{dealt / found.total_flops:.1%}", *_bounds_texts(bounds))
+    for value, bounds in findings.layouts.items():
+        dealt = sum(group.total_flops for group in findings.groups if value in group.cut_by)
+        table.add_row(value, f"{dealt / findings.total_flops:.1%}", *_bounds_texts(bounds))
     return table
 
 

@@ -22,24 +22,24 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.tools.branches.graph import BATCH, Graph, Kind, Operator
+from meshwright.tools.branches.graph import BATCH, Operator, OperatorGraph, OperatorKind
 
 COPIES = frozenset(
     {"embedding", "cat", "stack", "constant_pad_nd", "pad", "clone", "contiguous", "im2col", "repeat", "dropout"}
     | {"getitem", "index", "index_select", "_assert_tensor_metadata", "arange", "zeros", "ones", "full", "new_zeros"}
 )
-"""What computes nothing, besides views. Dropout: the module is traced as in evaluation."""
+"""Operators that compute nothing, besides views. Dropout: the module is traced as in evaluation."""
 
 MIXING_COPIES = frozenset({"embedding", "cat", "stack", "im2col", "repeat", "index", "index_select"})
-"""Those which change what is side by side along the channels."""
+"""Copies that change what is side by side along the channels."""
 
 WEIGHT_AT = {"mm": 1, "matmul": 1, "linear": 1, "addmm": 2}
 """Products of an activation and a weight: the weight's place among the arguments."""
 
-CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 
 
-def trace(module: nn.Module, *inputs: Any) -> Graph:
+def trace(module: nn.Module, *inputs: Any) -> OperatorGraph:
     """The graph of module(*inputs). The inputs are the batch: tensors, in lists and dicts, and plain numbers.
 
     Activations begin where a floating-point input is read, and where ids or images of another type meet a weight.
@@ -50,7 +50,7 @@ def trace(module: nn.Module, *inputs: Any) -> Graph:
 
 
 class _Builder:
-    """From an exported program to a graph: which nodes are activations, and what each is."""
+    """Builds the graph of an exported program: says which nodes are activations, and what each is."""
 
     def __init__(self, program: ExportedProgram) -> None:
         signature = program.graph_signature
@@ -61,10 +61,10 @@ class _Builder:
         self.of_weights = {node for node in self.nodes if node.op == "placeholder" and node.name in weights}
         self.numbers = {node: BATCH for node in self.of_batch if _is_floating(node)}
         self.products: dict[str, int] = {}
-        """Flops by operator and what it is given: layers repeat."""
+        """Flops by operator and arguments: layers repeat."""
 
-    def build(self) -> Graph:
-        operators = [Operator("batch", "", (), 0, Kind.OTHER)]
+    def build(self) -> OperatorGraph:
+        operators = [Operator("batch", "", (), 0, OperatorKind.OTHER)]
         beside = 0
         for node in self.nodes:
             if node.op == "placeholder":
@@ -76,44 +76,44 @@ class _Builder:
             if inputs and _is_floating(node):
                 self.numbers[node] = len(operators)
                 kind, width = self._kind(node)
-                operators.append(Operator(name_of(node), _path(node), inputs, self._flops(node), kind, width))
+                operators.append(Operator(operator_name(node), _path(node), inputs, self._flops(node), kind, width))
             else:
                 beside += self._flops(node)
-        return Graph(tuple(operators), beside)
+        return OperatorGraph(tuple(operators), beside)
 
     def _inputs(self, node: fx.Node) -> tuple[int, ...]:
-        """The activations that it reads; the batch's number where it makes the first of them; () for none."""
+        """The activations that a node reads; the batch's number where it makes the first of them; () for none."""
         reads = node.all_input_nodes
-        found = tuple(dict.fromkeys(self.numbers[read] for read in reads if read in self.numbers))
+        activations = tuple(dict.fromkeys(self.numbers[read] for read in reads if read in self.numbers))
         meets = any(read in self.of_batch for read in reads) and any(read in self.of_weights for read in reads)
-        makes = name_of(node) == "embedding" or self._product_flops(node) > 0
-        return found or ((BATCH,) if meets and makes else ())
+        makes = operator_name(node) == "embedding" or self._product_flops(node) > 0
+        return activations or ((BATCH,) if meets and makes else ())
 
-    def _kind(self, node: fx.Node) -> tuple[Kind, int]:
-        """What branches may do with it, and its width."""
-        name, arguments = name_of(node), node.args
+    def _kind(self, node: fx.Node) -> tuple[OperatorKind, int]:
+        """What branches may do with a node, and its width."""
+        name, arguments = operator_name(node), node.args
         if name == "scaled_dot_product_attention":
-            return Kind.HEADS, _shape(arguments[0])[-3]
-        if name in CONVOLUTIONS:
+            return OperatorKind.HEADS, _shape(arguments[0])[-3]
+        if name in _CONVOLUTIONS:
             groups = _argument(node, "groups")
-            return (Kind.GROUPS, groups) if groups > 1 else (Kind.LINEAR, _shape(arguments[1])[1])
+            return (OperatorKind.GROUPS, groups) if groups > 1 else (OperatorKind.LINEAR, _shape(arguments[1])[1])
         if name in WEIGHT_AT and arguments[WEIGHT_AT[name]] not in self.numbers:
-            return Kind.LINEAR, _shape(arguments[WEIGHT_AT[name] - 1])[-1]
+            return OperatorKind.LINEAR, _shape(arguments[WEIGHT_AT[name] - 1])[-1]
         if name == "group_norm":
-            return Kind.LOCAL, _argument(node, "num_groups")
-        return (Kind.LOCAL if _is_local(node) else Kind.OTHER), 0
+            return OperatorKind.LOCAL, _argument(node, "num_groups")
+        return (OperatorKind.LOCAL if _is_local(node) else OperatorKind.OTHER), 0
 
     def _flops(self, node: fx.Node) -> int:
-        if name_of(node) in COPIES or _is_view(node):
+        if operator_name(node) in COPIES or _is_view(node):
             return 0
         tensors = [*_tensors(node), *(x for read in node.all_input_nodes for x in _tensors(read))]
         return self._product_flops(node) or max((x.numel() for x in tensors), default=0)
 
     def _product_flops(self, node: fx.Node) -> int:
-        """What torch counts of it, on tensors without numbers; 0 where it is no product."""
+        """The flops that torch counts, on meta tensors; 0 where the node is no product."""
         if not isinstance(node.target, torch._ops.OpOverload) or _is_local(node):
             return 0
-        arguments = fx.node.map_arg((node.args, node.kwargs), _without_numbers)
+        arguments = fx.node.map_arg((node.args, node.kwargs), _on_meta)
         key = repr((node.target, arguments))
         if key not in self.products:
             args, kwargs = arguments
@@ -123,12 +123,12 @@ class _Builder:
         return self.products[key]
 
 
-def _without_numbers(node: fx.Node) -> Any:
+def _on_meta(node: fx.Node) -> Any:
     value = node.meta["val"]
     return torch.empty_like(value, device="meta") if torch.is_tensor(value) else value
 
 
-def name_of(node: fx.Node) -> str:
+def operator_name(node: fx.Node) -> str:
     """`add` of aten.add.Tensor."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.overloadpacket.__name__
@@ -158,7 +158,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_local(node: fx.Node) -> bool:
-    name = name_of(node)
+    name = operator_name(node)
     if name in COPIES | {"batch_norm"} or _is_view(node):
         return name not in MIXING_COPIES
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags

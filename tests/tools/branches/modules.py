@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.tools.branches.graph import Graph
+from meshwright.tools.branches.graph import OperatorGraph
 from meshwright.tools.branches.trace import trace
 
 ROWS = 6
@@ -22,7 +22,7 @@ def cost(inputs: int, outputs: int, rows: int = ROWS) -> int:
     return 2 * rows * inputs * outputs
 
 
-def graph_of(module: nn.Module, *shapes: tuple[int, ...]) -> Graph:
+def graph_of(module: nn.Module, *shapes: tuple[int, ...]) -> OperatorGraph:
     return trace(module, *(torch.empty(*shape, device="meta") for shape in shapes or ((ROWS, WIDTH),)))
 
 

@@ -14,9 +14,8 @@ from meshwright.cli import app
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
-from meshwright.tools.branches.findings import Findings, Group, findings_of, parse_grids
-from meshwright.tools.branches.model import TracedModel, trace_model
-from meshwright.tools.branches.operator_parts import find_operator_parts
+from meshwright.tools.branches.findings import Findings, RegionGroup, TracedModel, findings_of, parse_grids, trace_model
+from meshwright.tools.branches.regions import find_operator_parts
 from meshwright.tools.branches.report import flops_text, place_text, render
 
 B, T, H, N, V, LAYERS = 4, 128, 256, 1024, 20800, 2
@@ -41,7 +40,7 @@ def traced(name: str) -> TracedModel:
     return trace_model(config_of(name))
 
 
-def group_at(found: Findings, where: str, num_branches: int) -> Group:
+def group_at(found: Findings, where: str, num_branches: int) -> RegionGroup:
     (group,) = [g for g in found.groups if place_text(g.places) == where and len(g.region.flops) == num_branches]
     return group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.tools.branches.operator_parts import find_operator_parts
+from meshwright.tools.branches.regions import find_operator_parts
 from tests.tools.branches.modules import WIDTH, FeedForward, GroupedConvolution, Heads, cost, graph_of
 
 IMAGE = (2, 6, 5, 5)

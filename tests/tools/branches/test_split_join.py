@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.tools.branches.region import find_split_joins
+from meshwright.tools.branches.regions import find_split_joins
 from tests.tools.branches.modules import (
     ROWS,
     WIDTH,
