@@ -66,24 +66,20 @@ def test_the_page_shows_all_six() -> None:
 DRIVER = """
 import json, sys
 from pathlib import Path
-from meshwright.config import load_config
+import meshwright as mw
 from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.search import search
 from meshwright.tools.plan.space import Job, legal_layouts
-from meshwright.tools.verify.job import verify
-from meshwright.training.job import train
 
 if __name__ == "__main__":
     run, fixed = sys.argv[1], sys.argv[2].split()
-    config, longer = load_config(run), load_config(run, ["steps=6"])
-    verify(config, steps=2).check()
-    train(config, Path("out") / run, resume=False)
-    train(longer, Path("out") / run, resume=True)
-    cluster, devices = load_cluster("two-cores"), config.layout.world_size
-    layouts = [layout.layout for layout in legal_layouts(Job(config, cluster, devices, fixed))]
-    tried = [[l.tensor.kind, l.pipeline.schedule, l.data.sync] for l in layouts]
-    (best, *_) = search(config, cluster, devices, fixed=[*fixed, *sys.argv[3].split()]).predictions
-    Path(f"{run}.json").write_text(json.dumps({"tried": tried, "best": best.config.layout.model_dump(mode="json")}))
+    config, out = mw.load(run), Path("out") / run
+    mw.verify(config, steps=2).check()
+    mw.train(config, out)
+    mw.train(mw.load(run, ["steps=6"]), out, resume=True)
+    layouts = legal_layouts(Job(config, load_cluster("two-cores"), config.layout.world_size, fixed))
+    tried = [[l.layout.tensor.kind, l.layout.pipeline.schedule, l.layout.data.sync] for l in layouts]
+    best = mw.plan(config, "two-cores", fixed=[*fixed, *sys.argv[3].split()]).predictions[0].config.layout
+    Path(f"{run}.json").write_text(json.dumps({"tried": tried, "best": best.model_dump(mode="json")}))
 """
 """All of a run in one process, whose ranks are forked: what the page's commands do, one after the other."""
 
