@@ -2,7 +2,7 @@
 
 All-reduce: every rank sums all gradients and steps its own copy (Bai's DPS; torch's DistributedDataParallel).
 
-Sends 2(n-1)/n of the gradients' bytes a rank, under the backward pass.
+Sends 2(n-1)/n of the gradients' bytes a rank, under the backward pass (over MPI behind it: mpi.py).
 
 Horovod's ring all-reduce (Patarasuk and Yuan, 2009), written out over point-to-point messages.
 

@@ -84,7 +84,7 @@ class Synchroniser:
 
     Sends, a bucket a step: what its policy sends. Buckets start in one fixed order on every rank. A policy that blocks
     sums them behind the backward pass: inside it a last stage would wait, in the sum of a tied table, for the first,
-    and that one for the gradient which the last has yet to send.
+    and that one for the gradient which the last has yet to send. Nothing is lost: a sum that blocks hides nothing.
     """
 
     def __init__(self, buckets: list[Bucket], mesh: Mesh, policy: Policy) -> None:

@@ -6,9 +6,11 @@ parameters 4 · phi bytes, and 16 · bucket for the staging. A step, with pieces
     lane      fetch 0 | fetch 1 |        write back 0, fetch 2 |        write back 1, fetch 3 | ...
     device              widen, divide, step, round 0             widen, divide, step, round 1   ...
 
-The bits are those of the states in place: the same step on the same numbers, in pieces that end where the
-kernel's vectors end. Slots that are float32 on the device (norm layers') are stepped there; their moments travel.
-On a CPU a thread walks, so that a slot is stepped while the next one's sum is waited for; a GPU does so by itself.
+The bits are those of the states in place: the same step on the same numbers, in pieces that end where the kernel's
+vectors end (multiples of 64 elements). Slots that are float32 on the device (norm layers') are stepped there; their
+moments travel. On a CPU a thread walks, so that a slot is stepped while the next one's sum is waited for; a GPU does so
+by itself. Slots are stepped so only without clipping and loss scaling: with either, the norm must be known before the
+first write, and taking a step back would need the second copy of the states that offloading is there to save.
 """
 
 from __future__ import annotations

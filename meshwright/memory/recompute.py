@@ -4,7 +4,10 @@ Chen et al., arXiv 1604.06174. torch's own checkpoint, which gives the second pa
 that dropout masks are the same. In a stage of l of the network's N layers, groups of a cost about l/a inputs and the
 activations of a layers: least where a is near √N (AxoNN, arXiv 2110.13005, section 4.2).
 
-How much a forward pass keeps for its backward pass, counted on tensors without numbers.
+`kept_bytes` counts, on meta tensors, what a forward pass keeps for its backward pass.
+
+Not everything is worth it: GELU alone is never recomputed, since the next linear keeps its output anyway. Groups of one
+layer held half as much at the peak as the paper's in our measurements, at no more time (docs/memory.md).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 | host       | memory; pinned where there is a GPU | all of it                                          |
 | disk       | a file, mapped                      | what was touched and not given back by `give_back` |
 
-A file has its name for as long as it takes to map it: the file system takes the room back however the run ends.
+A file has its name only for as long as it takes to map it: the file system takes the room back however the run ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, each element counted once, from what the slots say they hold."""
+"""The norm of the whole gradient, each element counted once, from the slots' own account of what they hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from meshwright.ranks.grid import ENDS, PIPE
 from meshwright.ranks.mesh import Mesh
 
 PIECE = 2**20
-"""Elements of a gradient that are widened at once on a CPU, where torch makes a float64 copy of what it sums."""
+"""Elements of a gradient that are widened at once on a CPU, where torch makes a float64 copy of what it sums: 2^24 of
+them took 170 ms whole, 11.5 ms in pieces (in float32 2.4 ms, and 7e-4 off)."""
 
 
 def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:

@@ -1,4 +1,4 @@
-"""Facts that the ranks of a group share outside of the step: rows, texts, whether they hold the same bits."""
+"""Facts that the ranks of a group tell each other: rows, texts, whether they hold the same bits."""
 
 from __future__ import annotations
 

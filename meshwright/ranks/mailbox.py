@@ -3,7 +3,8 @@
 Receives are posted ahead and sends return at once, so that messages travel while the rank computes; it asks `poll` for
 what has come between two tasks, and sleeps in `wait` when it has nothing left to do (AxoNN, arXiv 2110.13005).
 
-Of an epoch, all messages to and from a side have the same forms, forward and backward alike. A message is one transfer:
+In an epoch all messages to and from a side have the same shapes and dtypes, forward and backward alike, so receives are
+posted without a handshake. A message is one transfer, since packing costs less than a second message:
 
 | bytes | holds |
 |---|---|
@@ -46,7 +47,7 @@ AHEAD = {"cpu": 4, "cuda": 1}
 
 @dataclass(frozen=True)
 class Message:
-    """What came from a side for the microbatch `index`."""
+    """The tensors that came from a side for the microbatch `index`."""
 
     side: Side
     index: int
@@ -55,7 +56,7 @@ class Message:
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor of a message, without its numbers."""
+    """A tensor's shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -66,7 +67,7 @@ class TensorMeta:
 
 
 MessageMeta = Mapping[Side, tuple[TensorMeta, ...]]
-"""Of the tensors in a message to or from a side; () where there is no neighbour."""
+"""The tensors in a message to or from a side; () where there is no neighbour."""
 
 
 def both_sides(*forms: TensorMeta) -> MessageMeta:
@@ -108,7 +109,7 @@ class Packing:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Of each tensor's first byte, and at last the size of the message."""
+        """The first byte of each tensor, and at last the size of the message."""
         offsets = [HEADER_BYTES]
         for form in self.forms:
             offsets.append(-(-(offsets[-1] + form.size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
@@ -151,7 +152,7 @@ class Packet:
 
 
 class PackedMailbox(ABC):
-    """What all transports share: packing, epochs, how many receives are posted, and the ledger."""
+    """The part that all transports share: packing, epochs, how many receives are posted, and the ledger."""
 
     def __init__(self, group: RankGroup, device: torch.device, ahead: int) -> None:
         self.axis, self.ledger, self.recorder = group.axis, group.ledger, group.recorder
@@ -201,7 +202,7 @@ class PackedMailbox(ABC):
         return messages
 
     def _call(self, verb: str, sides: Sequence[Side]) -> Call:
-        """What this rank waits in for messages from these sides, or until they have taken its own."""
+        """This rank's wait for messages from these sides, or until they have taken its own."""
         size = max((self._packings[side].size_bytes for side in sides), default=0)
         return Call(self.axis, verb, size, tuple(self.neighbours[side] for side in sides))
 

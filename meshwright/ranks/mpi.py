@@ -1,8 +1,9 @@
 """The verbs and the mailbox over MPI (mpi4py), on host memory. On one machine its shared memory beats gloo's sockets.
 
 An MPI library makes progress only inside its calls: a verb posted under the backward pass would not move before it is
-waited for. So every verb runs, in its blocking form, when it is waited for; and before a large one the ranks assemble
-asleep, where MPI would spin and take the core from a rank that still computes.
+waited for. So every verb runs, in its blocking form, when it is waited for: blocking in a bucket's hook would make all
+ranks wait for the slowest several times a step. Before a large one the ranks assemble asleep, where MPI would spin and
+take the core from a rank that still computes. (MPI moves host memory only: GPU-aware MPI was never at hand.)
 
 Large sums of more than two ranks go as an all-to-all of the pieces, a sum by each rank in rank order, and an
 all-gather: the bytes of a bandwidth-optimal all-reduce, in less time than Open MPI's (benchmarks/transports.py). MPI
@@ -30,6 +31,7 @@ from meshwright.ranks.mailbox import AHEAD, FURTHER, Mailbox, Packet, PolledMail
 HALF = (torch.float16, torch.bfloat16)
 
 LARGE_BYTES = 2**20
+"""From here on a sum goes by pieces, and the ranks assemble asleep before a verb."""
 
 MAILBOX_TAG = 2**14
 """Added to a group's tag: beyond every set of axes, and MPI promises tags up to 32767."""
@@ -60,12 +62,12 @@ class MpiComm(RecordedComm):
         return Later(self.comm.Barrier)
 
     def _later(self, payload: Tensor, run: Callable[[], object]) -> Work:
-        def together() -> None:
+        def assembled() -> None:
             if size_bytes(payload) >= LARGE_BYTES:
                 self._gather_asleep()
             run()
 
-        return Later(together)
+        return Later(assembled)
 
     def _assemble(self) -> Work:
         return Later(self._gather_asleep)
@@ -82,7 +84,7 @@ class MpiComm(RecordedComm):
         return self._later(x, lambda: self.comm.Allreduce(self.in_place, x.detach().numpy()))
 
     def _sum_by_pieces(self, x: Tensor) -> None:
-        """All-to-all of the pieces, each rank sums its own, all-gather."""
+        """All-to-all of the pieces, each rank sums its own, all-gather. MPI's reduce-scatter was slower than this."""
         whole = x
         if x.numel() % self.size:
             whole = x.new_zeros(-(-x.numel() // self.size) * self.size)

@@ -1,8 +1,9 @@
 """Head and cross entropy as one function that never holds whole logits, over a vocabulary that may be split over ranks.
 
 The gradient of the logits, softmax - target, needs nothing from above but a factor, so it is computed in the forward
-pass, chunk by chunk; only dh [B·T, H] and dW [V, H] are kept. A chunk's products are large enough for the matmul to be
-efficient; its element-wise work goes by slices that stay in a core's cache.
+pass, chunk by chunk; only dh [B·T, H] and dW [V, H] are kept. A loss that is multiplied later costs one pass over both.
+So a pipeline's last stage computes dW in F under every schedule: deferring it would keep logits. A chunk's products are
+large enough for the matmul to be efficient; its element-wise work goes by slices that stay in a core's cache.
 
 | symbol | local shape | meaning                                                             |
 |--------|-------------|---------------------------------------------------------------------|
@@ -11,11 +12,11 @@ efficient; its element-wise work goes by slices that stay in a core's cache.
 | logits | [C, V/p]    | of a chunk of C tokens                                              |
 
 Chunks end in a collective, so their length comes from what all ranks share: the V/p rows of their tables. How many of
-these are real classes differs from rank to rank.
+these are real classes differs from rank to rank. (Agreeing on a length would cost a collective, for nothing.)
 
-Sends, a chunk: one all-gather of [C, 3] (the greatest logit, the sum of exponentials, the label's logit). The gradient
-of h is this rank's part of a sum over the axis: whoever brought h here adds the parts up.
-(Vocabulary-parallel cross entropy: Megatron-LM, arXiv 1909.08053, section 3; there in three all-reduces.)
+Sends, a chunk: one all-gather of [C, 3] (the greatest logit, the sum of exponentials, the label's logit), whose parts
+every rank adds up itself. The gradient of h is this rank's part of a sum over the axis: whoever brought h here adds the
+parts up. (Vocabulary-parallel cross entropy: Megatron-LM, arXiv 1909.08053, section 3; there in three all-reduces.)
 
 Label smoothing (Szegedy et al., arXiv 1512.00567, section 7) with share e of V real classes: a token's target is
 (1 - e) onehot + e / V, so its loss is log-sum-exp less the target's product with the logits. This product takes the
@@ -34,6 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.model import IGNORED
 from meshwright.parameters.shard import WriteGradient
+from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.comm import Comm
 from meshwright.tensor.linear import autocast_dtype
 
@@ -69,14 +71,9 @@ class Classes:
         """The class of the table's first row."""
         return self.comm.index * table.shape[0]
 
-    def everyone(self, mine: Tensor) -> Tensor:
-        """Every rank's [C, n], in rank order: [p, C, n]."""
-        gathered = mine.new_empty(self.comm.size, *mine.shape)
-        self.comm.all_gather(gathered, mine)
-        return gathered
-
     def alike(self, ranges: Iterable[slice], x: Tensor) -> Iterator[slice]:
-        """The ranges; where x has no numbers one of each length, which counts for all."""
+        """The ranges; of a meta tensor one of each length, which counts for all: a plan of a large vocabulary on a CPU
+        has thousands."""
         if x.device.type != "meta":
             yield from ranges
             return
@@ -193,7 +190,7 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
                 picked[rows] += part.sum(1, keepdim=True).mul_(equal)
             top[rows] = part.amax(1, keepdim=True)
             sums[rows] = part.sub_(top[rows]).exp_().sum(1, keepdim=True)
-    tops, everyones_sums, everyones_picked = classes.everyone(statistics).split(1, 2)  # [p, C, 1] each
+    tops, everyones_sums, everyones_picked = all_rows(statistics, classes.comm).split(1, 2)  # [p, C, 1] each
     highest = tops.amax(0)
     total = (everyones_sums * (tops - highest).exp_()).sum(0)
     losses = total.log().add_(highest).sub_(everyones_picked.sum(0))
@@ -251,7 +248,7 @@ def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
         if held:
             values, columns = _logits(h[rows], table, offsets).max(1)
             best = torch.stack([values.double(), (columns + first).double()], 1)  # [C, 2]: the logit, its class
-        everyone = classes.everyone(best)  # [p, C, 2]
+        everyone = all_rows(best, classes.comm)  # [p, C, 2]
         winner = everyone[:, :, 0].argmax(0)
         likeliest = everyone[:, :, 1].gather(0, winner[None])[0].long()
         right += int((likeliest == labels[rows]).sum())

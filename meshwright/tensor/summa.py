@@ -26,6 +26,7 @@ from itertools import product, repeat
 import torch
 from torch import Tensor
 
+from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.collectives import Moving, here
 from meshwright.ranks.comm import Work
 from meshwright.ranks.mesh import Mesh
@@ -105,7 +106,11 @@ class Sizes:
 
 @cache
 def best_choice(sizes: Sizes, form: Form) -> Choice:
-    """The choice that sends least; of equals, the papers'."""
+    """The choice that sends least; of equals, the papers'.
+
+    It is made for the three products together, since what one gathered may serve the next. Only bytes are weighed, not
+    the number of calls: on a small model over gloo fewer calls would be worth more.
+    """
     choices = [Choice(*each) for each in product((Y, X, W), repeat=3)]
     return min(choices, key=lambda choice: sizes.sent(choice, form))
 
@@ -140,12 +145,10 @@ class Summa:
         return other
 
     def gather(self, who: str, stays: str, block: Tensor) -> Tensor:
-        """All panels of an input [q, ...]."""
+        """All panels of an input [q, ...], as they arrive: joining them first would copy every operand once more."""
         route = ROUTES[stays][who]
         mine = (self.transpose(block) if route.transposed else block).contiguous()
-        panels = mine.new_empty(self.q, *mine.shape)
-        self._comms[route.axis].all_gather(panels, mine)
-        return panels
+        return all_rows(mine, self._comms[route.axis])
 
     def panels(self, who: str, stays: str, block: Tensor) -> Panels:
         """An input on its way, in whichever form."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from meshwright.errors import DivergedError
 from meshwright.parameters.bucket import FlatWeights, Place
 from meshwright.parts import Parts
+from meshwright.ranks.agreement import all_rows
 from meshwright.training.step_report import StepReport
 
 REMEDY = "lower optimizer.lr, raise optimizer.schedule.warmup, or look at the data"
@@ -98,8 +99,7 @@ def _first_bad(parts: Parts, held: Iterable[FlatWeights], good: Callable[[Tensor
     order = {name: index for index, name in enumerate(names)}
     mine = {order[place.name] for flat in held if not good(flat.values) for place in _bad_places(flat, good)}
     told = torch.tensor([min(mine, default=len(names)), len(mine)], device=parts.mesh.device)
-    everyone = told.new_empty(parts.mesh.world.size, 2)
-    parts.mesh.world.all_gather(everyone, told)
+    everyone = all_rows(told, parts.mesh.world)
     rows = everyone.tolist()
     first, rank = min((first, rank) for rank, (first, _) in enumerate(rows))
     return None if first == len(names) else Bad(names[first], rank, max(count for _, count in rows))

@@ -23,6 +23,7 @@ from torch import Tensor
 from meshwright.errors import CorruptionError
 from meshwright.parameters.bucket import FlatWeights
 from meshwright.parts import Parts
+from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.grid import ENDS, PIPE, Grid
 from meshwright.ranks.mesh import Mesh
 
@@ -106,9 +107,7 @@ def _shared(grid: Grid, copy_axes: CopyAxes) -> CopyAxes:
 def gathered(mesh: Mesh, hashes: Sequence[int]) -> list[list[int]]:
     """Every rank's hashes, in rank order."""
     mine = torch.tensor(hashes, dtype=torch.int64, device=mesh.device)
-    everyone = mine.new_empty(mesh.world.size, mine.numel())
-    if hashes:
-        mesh.world.all_gather(everyone, mine)
+    everyone = all_rows(mine, mesh.world) if hashes else mine.new_empty(mesh.world.size, 0)
     rows: list[list[int]] = everyone.tolist()
     return rows
 
@@ -171,14 +170,11 @@ def _differing_parameters(parts: Parts, difference: Difference) -> str:
         for flat in parts.strategy.weights:
             if _shared(grid, flat.copy_axes) == difference.axes:
                 prints = [hash_bits(flat.values[place.start : place.stop]) for place in flat.places]
-                mine = torch.stack(prints)
-                everyone = mine.new_empty(comm.size, mine.numel())
-                comm.all_gather(everyone, mine)
+                everyone = all_rows(torch.stack(prints), comm)
                 unequal = (everyone != everyone[:1]).any(0).tolist()
                 found += [order.index(place.name) for place, bad in zip(flat.places, unequal, strict=True) if bad]
     told = torch.tensor([min(found, default=-1), len(set(found))], device=mesh.device)
-    everyone = told.new_empty(mesh.world.size, 2)
-    mesh.world.all_gather(everyone, told)
+    everyone = all_rows(told, mesh.world)
     first, count = everyone[difference.group[0]].tolist()
     return "" if count == 0 else order[first] + (f" and {count - 1} more" if count > 1 else "")
 
