@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +90,19 @@ ONES = Initial(0.0, 1.0)
 
 
 @dataclass(frozen=True)
+class Shard:
+    """An axis's ranks hold equal parts of a parameter along `dim`, in order."""
+
+    dim: int
+
+
+Placements = Mapping[str, Shard]
+"""By mesh axis; an axis that is not named holds copies, or the whole at one owner."""
+
+
+@dataclass(frozen=True)
 class ShardSpec:
-    """Which mesh axis cuts which dim of a parameter: `shape` is global, `cuts` holds (dim, axis) pairs.
+    """Which mesh axis shards which dim of a parameter of global `shape`, as DTensor writes it: {"row": Shard(0)}.
 
     `matrix`: takes part in matrix products, so that weight decay acts on it. `full_precision`: stays in
     float32 where O2 stores weights in half. `tied`: the first and the last pipeline stage have a copy each, and its
@@ -100,7 +111,7 @@ class ShardSpec:
     """
 
     shape: tuple[int, ...]
-    cuts: tuple[tuple[int, str], ...] = ()
+    placements: Placements = field(default_factory=dict)
     initial: Initial | None = ZEROS
     matrix: bool = True
     full_precision: bool = False
@@ -110,15 +121,15 @@ class ShardSpec:
     @property
     def axes(self) -> frozenset[str]:
         """The axes whose ranks hold different parts of this parameter."""
-        return frozenset([*(axis for _, axis in self.cuts), *([self.home[0]] if self.home else [])])
+        return frozenset([*self.placements, *([self.home[0]] if self.home else [])])
 
     def box(self, grid: Grid, rank: int) -> Box:
         """What the rank holds. Cut dims are divisible: the config's rules have seen to it."""
         offsets, lengths = [0] * len(self.shape), list(self.shape)
-        for dim, axis in self.cuts:
-            assert lengths[dim] % grid.size(axis) == 0, f"{self} is not divisible over {axis} of {grid}"
-            lengths[dim] //= grid.size(axis)
-            offsets[dim] += lengths[dim] * grid.index(rank, axis)
+        for axis, shard in self.placements.items():
+            assert lengths[shard.dim] % grid.size(axis) == 0, f"{self} is not divisible over {axis} of {grid}"
+            lengths[shard.dim] //= grid.size(axis)
+            offsets[shard.dim] += lengths[shard.dim] * grid.index(rank, axis)
         if self.home is not None and grid.index(rank, self.home[0]) != self.home[1]:
             lengths[0] = 0
         return Box(tuple(offsets), tuple(lengths))

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec
+from meshwright.parameters.shard import Initial, Shard, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.subgraph.common import (
     Absent,
@@ -110,13 +110,13 @@ class SubgraphKit:
         return self._settled(RmsNorm(self.mesh, hidden, epsilon), AbsentNorm)
 
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return self._settled(GroupNorm(self.mesh, channels, groups, epsilon), AbsentNorm)
+        return self._settled(GroupNorm(self.mesh, channels, groups, epsilon, {}), AbsentNorm)
 
     def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon, cuts=((0, "branch"),))
+        return GroupNorm(self.mesh, channels, groups, epsilon, {"branch": Shard(0)})
 
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
-        return Local(self.mesh, ShardSpec(shape, ((dim, "branch"),), initial, matrix=matrix))
+        return Local(self.mesh, ShardSpec(shape, {"branch": Shard(dim)}, initial, matrix=matrix))
 
     def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
         return self._slices.expand(hidden, inner, initial, groups=groups, bias=bias)
@@ -128,7 +128,7 @@ class SubgraphKit:
         return CommonLinear(self.segment, inputs, (outputs,), initial, bias=bias)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        return self._settled(SerialHead(self.mesh, shape, tied, (), ()), AbsentHead)
+        return self._settled(SerialHead(self.mesh, shape, tied, {}, {}), AbsentHead)
 
     def local_heads(self, heads: int) -> int:
         return heads // self.mesh.size("branch")

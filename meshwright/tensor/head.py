@@ -12,12 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.model import IGNORED
-from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec, WriteGradient
+from meshwright.parameters.shard import Initial, Placements, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_correct
-
-Cuts = tuple[tuple[int, str], ...]
-"""(dim, axis) pairs."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +36,19 @@ class TableHead(ShardedModule):
     """Logits of the rank's classes and the cross entropy over all, chunk by chunk: never whole logits."""
 
     def __init__(
-        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, table_cuts: Cuts, class_cuts: Cuts
+        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, table: Placements, classes: Placements
     ) -> None:
-        """`class_cuts`: how classes are cut where logits are made, and so the bias: over one axis or none."""
+        """`table`: placements of the table. `classes`: of the classes where logits are made, and so of the bias: over
+        one axis or none."""
         super().__init__(mesh)
-        comm = mesh.comm(*(axis for _, axis in class_cuts))
+        comm = mesh.comm(*classes)
         self.classes = Classes(shape.vocabulary, comm, shape.smoothing, mesh.device_type)
         if tied is None:
-            spec = ShardSpec((shape.padded, shape.hidden), table_cuts, shape.initial)
+            spec = ShardSpec((shape.padded, shape.hidden), table, shape.initial)
             self.weight = self.declare("weight", spec)
         else:
             self.tied = (tied,)  # in a tuple: the weight belongs to the embedding and is registered there once
-        spec = ShardSpec((shape.padded,), class_cuts, matrix=False)
+        spec = ShardSpec((shape.padded,), classes, matrix=False)
         self.bias = self.declare("bias", spec) if shape.bias else None
 
     @property

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec, seed_of
+from meshwright.parameters.shard import Initial, Shard, ShardedModule, ShardSpec, seed_of
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import CutSequence, Sequence, WholeSequence
 from meshwright.tensor.head import HeadShape, TableHead
@@ -40,7 +40,7 @@ class MegatronEmbedding(ShardedModule):
     def __init__(self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial, sequence: Sequence) -> None:
         super().__init__(mesh)
         self.sequence = sequence
-        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), ((0, "tensor"),), initial))
+        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), {"tensor": Shard(0)}, initial))
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids - self.mesh.index("tensor") * self.weight.shape[0]
@@ -65,7 +65,7 @@ class MegatronHead(TableHead):
     """Classes over the tensor axis."""
 
     def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, sequence: Sequence) -> None:
-        super().__init__(mesh, shape, tied, ((0, "tensor"),), ((0, "tensor"),))
+        super().__init__(mesh, shape, tied, {"tensor": Shard(0)}, {"tensor": Shard(0)})
         self.sequence = sequence
 
     def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,13 +94,13 @@ class MegatronKit:
         return RmsNorm(self.mesh, hidden, epsilon)
 
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon)
+        return GroupNorm(self.mesh, channels, groups, epsilon, {})
 
     def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon, cuts=((0, "tensor"),))
+        return GroupNorm(self.mesh, channels, groups, epsilon, {"tensor": Shard(0)})
 
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
-        return Local(self.mesh, ShardSpec(shape, ((dim, "tensor"),), initial, matrix=matrix))
+        return Local(self.mesh, ShardSpec(shape, {"tensor": Shard(dim)}, initial, matrix=matrix))
 
     def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
         outputs = (inner,) if groups == 1 else (groups, inner // groups)

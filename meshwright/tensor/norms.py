@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.parameters.shard import ONES, ZEROS, ShardedModule, ShardSpec
+from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.head import Cuts
 
 
 class RmsNorm(ShardedModule):
@@ -45,14 +44,16 @@ class RmsNorm(ShardedModule):
 class GroupNorm(ShardedModule):
     """The channels of `groups` groups, each group with its own mean and variance over all positions.
 
-    `cuts`: of the channels, which a rank holds whole groups of.
+    `placements`: of the channels, of which a rank holds whole groups.
     """
 
-    def __init__(self, mesh: Mesh, channels: int, groups: int, epsilon: float, cuts: Cuts = ()) -> None:
+    def __init__(self, mesh: Mesh, channels: int, groups: int, epsilon: float, placements: Placements) -> None:
         super().__init__(mesh)
-        self.groups, self.epsilon = groups // mesh.size(*(axis for _, axis in cuts)), epsilon
-        self.weight = self.declare("weight", ShardSpec((channels,), cuts, ONES, matrix=False, full_precision=True))
-        self.bias = self.declare("bias", ShardSpec((channels,), cuts, ZEROS, matrix=False, full_precision=True))
+        self.groups, self.epsilon = groups // mesh.size(*placements), epsilon
+        self.weight = self.declare(
+            "weight", ShardSpec((channels,), placements, ONES, matrix=False, full_precision=True)
+        )
+        self.bias = self.declare("bias", ShardSpec((channels,), placements, ZEROS, matrix=False, full_precision=True))
 
     def forward(self, h: Tensor) -> Tensor:
         x = h.to(self.weight.dtype).transpose(1, 2)  # [B, H, T]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.parameters.shard import ZEROS, Initial, ShardedModule, ShardSpec
+from meshwright.parameters.shard import ZEROS, Initial, Shard, ShardedModule, ShardSpec
 from meshwright.ranks.collectives import here
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
@@ -96,8 +96,8 @@ class CutExpand(ShardedModule):
         super().__init__(mesh)
         self.boundary = boundary
         last = len(outputs) - 1
-        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), ((last + 1, boundary.axis),), initial))
-        spec = ShardSpec(outputs, ((last, boundary.axis),), ZEROS, matrix=False)
+        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), {boundary.axis: Shard(last + 1)}, initial))
+        spec = ShardSpec(outputs, {boundary.axis: Shard(last)}, ZEROS, matrix=False)
         self.bias = self.declare("bias", spec) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class CutContract(ShardedModule):
     ) -> None:
         super().__init__(mesh)
         self.boundary = boundary
-        self.weight = self.declare("weight", ShardSpec((inputs, outputs), ((0, boundary.axis),), initial))
+        self.weight = self.declare("weight", ShardSpec((inputs, outputs), {boundary.axis: Shard(0)}, initial))
         self.bias = self.declare("bias", bias) if bias is not None else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -112,10 +112,10 @@ class SerialKit:
         return RmsNorm(self.mesh, hidden, epsilon)
 
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon)
+        return GroupNorm(self.mesh, channels, groups, epsilon, {})
 
     def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon)
+        return GroupNorm(self.mesh, channels, groups, epsilon, {})
 
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         return Local(self.mesh, ShardSpec(shape, initial=initial, matrix=matrix))
@@ -135,7 +135,7 @@ class SerialKit:
         return SerialLinear(self.mesh, inputs, (outputs,), initial, bias=bias)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        return SerialHead(self.mesh, shape, tied, (), ())
+        return SerialHead(self.mesh, shape, tied, {}, {})
 
     def local_heads(self, heads: int) -> int:
         return heads

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.parameters.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec, WriteGradient
+from meshwright.parameters.shard import ONES, ZEROS, Initial, Shard, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.collectives import cut_sum, enter, join, leave
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import give_to_autograd
@@ -87,8 +87,10 @@ class TesseractLinear(ShardedModule):
         super().__init__(mesh)
         self.weights = weights
         last = len(outputs) - 1
-        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), ((0, "row"), (last + 1, "col")), initial))
-        spec = ShardSpec(outputs, ((last, "col"),), ZEROS, matrix=False)
+        self.weight = self.declare(
+            "weight", ShardSpec((inputs, *outputs), {"row": Shard(0), "col": Shard(last + 1)}, initial)
+        )
+        spec = ShardSpec(outputs, {"col": Shard(last)}, ZEROS, matrix=False)
         self.bias = self.declare("bias", spec) if bias else None
         weights.blocks.append(self.weight)
 
@@ -119,7 +121,7 @@ class TesseractEmbedding(ShardedModule):
 
     def __init__(self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial) -> None:
         super().__init__(mesh)
-        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), ((0, "row"), (1, "col")), initial))
+        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), {"row": Shard(0), "col": Shard(1)}, initial))
 
     def forward(self, ids: Tensor) -> Tensor:
         everyones = join(ids, self.mesh, "row", 0)  # [B/depth, T]
@@ -135,9 +137,9 @@ class TesseractNorm(ShardedModule):
     def __init__(self, mesh: Mesh, hidden: int, epsilon: float) -> None:
         super().__init__(mesh)
         self.hidden, self.epsilon = hidden, epsilon
-        cuts = ((0, "col"),)
-        self.weight = self.declare("weight", ShardSpec((hidden,), cuts, ONES, matrix=False, full_precision=True))
-        self.bias = self.declare("bias", ShardSpec((hidden,), cuts, ZEROS, matrix=False, full_precision=True))
+        placements = {"col": Shard(0)}
+        self.weight = self.declare("weight", ShardSpec((hidden,), placements, ONES, matrix=False, full_precision=True))
+        self.bias = self.declare("bias", ShardSpec((hidden,), placements, ZEROS, matrix=False, full_precision=True))
 
     def forward(self, h: Tensor) -> Tensor:
         x = h.to(self.weight.dtype)
@@ -151,7 +153,7 @@ class TesseractRmsNorm(ShardedModule):
     def __init__(self, mesh: Mesh, hidden: int, epsilon: float) -> None:
         super().__init__(mesh)
         self.hidden, self.epsilon = hidden, epsilon
-        spec = ShardSpec((hidden,), ((0, "col"),), ONES, matrix=False, full_precision=True)
+        spec = ShardSpec((hidden,), {"col": Shard(0)}, ONES, matrix=False, full_precision=True)
         self.weight = self.declare("weight", spec)
 
     def forward(self, h: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ class TesseractPatches(ShardedModule):
 
     def __init__(self, mesh: Mesh, inputs: int, hidden: int, initial: Initial) -> None:
         super().__init__(mesh)
-        self.weight = self.declare("weight", ShardSpec((inputs, hidden), ((1, "col"),), initial))
+        self.weight = self.declare("weight", ShardSpec((inputs, hidden), {"col": Shard(1)}, initial))
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, None, self)
@@ -192,7 +194,7 @@ class TesseractHead(TableHead):
     """Classes over col: logits [b·T, V/col] stay where they are made."""
 
     def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None) -> None:
-        super().__init__(mesh, shape, tied, ((0, "row"), (1, "col")), ((0, "col"),))
+        super().__init__(mesh, shape, tied, {"row": Shard(0), "col": Shard(1)}, {"col": Shard(0)})
         self.summa = Summa(mesh, streams=False)
 
     def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
@@ -226,13 +228,13 @@ class TesseractKit:
         return TesseractRmsNorm(self.mesh, hidden, epsilon)
 
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon, cuts=((0, "col"),))
+        return GroupNorm(self.mesh, channels, groups, epsilon, {"col": Shard(0)})
 
     def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon, cuts=((0, "col"),))
+        return GroupNorm(self.mesh, channels, groups, epsilon, {"col": Shard(0)})
 
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
-        return Local(self.mesh, ShardSpec(shape, ((dim, "col"),), initial, matrix=matrix))
+        return Local(self.mesh, ShardSpec(shape, {"col": Shard(dim)}, initial, matrix=matrix))
 
     def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
         outputs = (inner,) if groups == 1 else (groups, inner // groups)

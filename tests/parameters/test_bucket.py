@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.parameters.bucket import Bucket, Place, make_buckets
-from meshwright.parameters.shard import Box, Initial, ShardedModule, ShardSpec, initialise, shard_specs
+from meshwright.parameters.shard import Box, Initial, Shard, ShardedModule, ShardSpec, initialise, shard_specs
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, SoloTransport
 
@@ -23,7 +23,7 @@ class Model(ShardedModule):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
         self.declare("first", ShardSpec((5, 4), initial=Initial(1.0)))
-        self.declare("cut", ShardSpec((3, 4), ((1, "col"),), initial=Initial(1.0)))
+        self.declare("cut", ShardSpec((3, 4), {"col": Shard(1)}, initial=Initial(1.0)))
         self.declare("gain", ShardSpec((7,), matrix=False, initial=Initial(1.0)))
         self.declare("last", ShardSpec((2, 4), initial=Initial(1.0)))
 

@@ -15,6 +15,7 @@ from meshwright.parameters.shard import (
     ONES,
     Box,
     Initial,
+    Shard,
     ShardedModule,
     ShardSpec,
     initialise,
@@ -90,13 +91,13 @@ def cut_specs(draw: st.DrawFn) -> tuple[Grid, ShardSpec]:
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     grid = Grid(tuple((f"axis{number}", size) for number, size in enumerate(sizes)))
     shape = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 3)))]
-    cuts = []
+    placements = {}
     for axis in draw(st.permutations(grid.names)):
         if draw(st.booleans()):
             dim = draw(st.integers(0, len(shape) - 1))
             shape[dim] *= grid.size(axis)
-            cuts.append((dim, axis))
-    return grid, ShardSpec(tuple(shape), tuple(cuts), Initial(1.0))
+            placements[axis] = Shard(dim)
+    return grid, ShardSpec(tuple(shape), placements, Initial(1.0))
 
 
 @given(cut_specs())
@@ -112,8 +113,8 @@ def test_boxes_tile_the_tensor(case: tuple[Grid, ShardSpec]) -> None:
 def test_gradients_are_summed_over_token_axes_that_do_not_cut() -> None:
     grid = Grid((("data", 2), ("row", 2), ("col", 2)))
     mesh = Mesh(grid, 0, CPU, SoloTransport(), token_axes=("row", "data"))
-    assert ShardSpec((4, 4), ((0, "row"), (1, "col"))).sum_axes(mesh) == ("data",)
-    assert ShardSpec((4,), ((0, "col"),)).sum_axes(mesh) == ("data", "row")
+    assert ShardSpec((4, 4), {"row": Shard(0), "col": Shard(1)}).sum_axes(mesh) == ("data",)
+    assert ShardSpec((4,), {"col": Shard(0)}).sum_axes(mesh) == ("data", "row")
     assert ShardSpec((4,)).sum_axes(mesh) == ("data", "row")
 
 
@@ -164,7 +165,7 @@ def test_specs_by_full_name() -> None:
 
 def test_an_undivisible_cut_is_our_own_bug() -> None:
     with pytest.raises(AssertionError, match="not divisible over data"):
-        ShardSpec((3,), ((0, "data"),)).box(Grid((("data", 2),)), 0)
+        ShardSpec((3,), {"data": Shard(0)}).box(Grid((("data", 2),)), 0)
 
 
 def test_seeds_are_the_same_on_every_machine() -> None:

@@ -41,7 +41,7 @@ def config(size: int, common: str, branch: str, data: int = 1) -> Config:
 def of_rank(_mesh: Mesh, config: Config, rank: int) -> tuple[dict[str, int], int, int, int, int]:
     """Bytes sent by axis; elements of branches and of common layers that it holds; both of the whole model."""
     parts = counted_step(config, rank)
-    cut = {name: any(axis == "branch" for _, axis in spec.cuts) for name, spec in parts.specs.items()}
+    cut = {name: "branch" in spec.placements for name, spec in parts.specs.items()}
     held, whole = [0, 0], [0, 0]
     for name, parameter in parts.model.named_parameters():
         held[cut[name]] += parameter.numel()

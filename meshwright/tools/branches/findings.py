@@ -48,7 +48,7 @@ class TracedHead(SerialHead):
     """Whole logits, and torch's cross entropy."""
 
     def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None) -> None:
-        super().__init__(mesh, shape, tied, (), ())
+        super().__init__(mesh, shape, tied, {}, {})
         self.smoothing = shape.smoothing
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:

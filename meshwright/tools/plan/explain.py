@@ -234,7 +234,7 @@ def _weights(run: Composition) -> Table:
         if parameter.name.startswith("blocks.") and not parameter.name.startswith(LAYER):
             continue
         spec = replace(parameter.spec, tied=True) if parameter.name in run.tied else parameter.spec
-        cut = ", ".join(f"dim {dim} over {axis}" for dim, axis in spec.cuts)
+        cut = ", ".join(f"dim {shard.dim} over {axis}" for axis, shard in spec.placements.items())
         summed = ", ".join(spec.sum_axes(mesh))
         table.add_row(parameter.name, _shape(spec.shape), _shape(parameter.shape), cut or "-", summed or "-")
     return table
