@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.data.packed import open_packed
@@ -14,7 +15,9 @@ from meshwright.data.section import TokenSection
 from meshwright.data.split import Split
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
-from meshwright.model import Samples
+
+if TYPE_CHECKING:  # the launcher prepares data without torch
+    from meshwright.model import Samples
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.split import Split
 from meshwright.errors import DataError
-from meshwright.model import Batch
+
+if TYPE_CHECKING:  # the launcher counts samples, and reads none: it needs no torch
+    from meshwright.model import Batch
 
 _NUM_ROUNDS = 4
 
@@ -126,6 +128,8 @@ class TokenBatches(ShuffledSamples):
         super().__init__(num_windows, seed)
 
     def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+        import torch
+
         places = rows[:, None] * self._sequence + np.arange(self._sequence + 1)
         windows = torch.from_numpy(self._tokens[places].astype(np.int64))
         return {"tokens": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}

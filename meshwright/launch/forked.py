@@ -18,9 +18,6 @@ from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from meshwright.environment import enter_local_rank
 from meshwright.errors import LaunchError
 from meshwright.launch.failure import Death, Failure, explain, read_reports
@@ -39,6 +36,8 @@ def run_forked(session: Session, num_ranks: int, attempt: int, threads: int) -> 
     try:
         make_fork_server_folder()
         ensure_running()
+        import torch.distributed as dist  # while the fork server, on another core, imports it too
+
         store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     except (OSError, RuntimeError) as error:
         raise LaunchError(f"no worker can be started: {error}") from error
@@ -61,6 +60,8 @@ def _work(rank: int, folder: str, num_ranks: int, attempt: int, port: int, threa
     if launcher.is_alive():
         enter_local_rank(rank, num_ranks, attempt, port)
         receive_output(Path(folder, SOCKET))
+        import torch  # which the fork server has imported
+
         torch.set_num_threads(threads)
         run_launched(Path(folder))
 

@@ -104,7 +104,7 @@ def run(function: Callable[..., Any] | str, ranks: Ranks | Config | int, **argum
     job = Job("meshwright.launch.function:call_on_rank", call, status, preload=(name,))
     if joined():
         return [run_worker(job, ranks.threads)]
-    load(name)  # a wrong name fails here, once, and not on every rank
+    find(name)  # a wrong name fails here, once, and not on every rank
     return launch(job, ranks.world_size, ranks.transport, restarts=ranks.restarts, threads=ranks.threads)
 
 
@@ -179,11 +179,25 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{Path(script).absolute()}:{name}"
 
 
-def load(name: str) -> Callable[..., Any]:
-    """The function of a name. Raises LaunchError where the name leads nowhere."""
+def find(name: str) -> None:
+    """Raises LaunchError where the name leads nowhere. A module that this process has not imported is not imported."""
     module_name, _, function_name = name.rpartition(":")
     if not module_name or not function_name:
         raise LaunchError(f"{name} is not of the form package.module:function")
+    if module_name in sys.modules or module_name.endswith(".py"):
+        load(name)
+        return
+    try:
+        there = importlib.util.find_spec(module_name) is not None
+    except ModuleNotFoundError:
+        there = False
+    if not there:
+        raise LaunchError(f"function {name} does not exist: No module named {module_name}")
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function of a name that `find` has found. Raises LaunchError where its module has none of that name."""
+    module_name, _, function_name = name.rpartition(":")
     try:
         module = _script(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
         function: Callable[..., Any] = vars(module)[function_name]

@@ -12,14 +12,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.pipeline.span import Span, Timeline
-from meshwright.pipeline.trace import write_trace
-from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.grid import PIPE
-from meshwright.ranks.mesh import Mesh
+
+if TYPE_CHECKING:  # the launcher reads --trace, and starts its ranks without torch
+    from meshwright.pipeline.span import Span
+    from meshwright.ranks.mesh import Mesh
 
 
 def traced_steps(words: Sequence[str], config: Config) -> tuple[int, ...]:
@@ -45,6 +46,8 @@ def write_step(spans: Sequence[Span], mesh: Mesh, step: int, folder: Path) -> No
     """Gather the spans that every rank has of a step; rank 0 writes trace-step-N.json and trace-step-N.png."""
     gathered = _gathered(spans, mesh)
     if mesh.rank == 0:
+        from meshwright.pipeline.span import Timeline
+        from meshwright.pipeline.trace import write_trace
         from meshwright.training.timeline import draw_timelines  # matplotlib: only a traced step needs it
 
         timeline = Timeline(mesh.size(PIPE), gathered)
@@ -55,5 +58,8 @@ def write_step(spans: Sequence[Span], mesh: Mesh, step: int, folder: Path) -> No
 
 def _gathered(spans: Sequence[Span], mesh: Mesh) -> tuple[Span, ...]:
     """The spans of all stages."""
+    from meshwright.pipeline.span import Span
+    from meshwright.ranks.agreement import all_texts
+
     texts = all_texts(json.dumps([astuple(span) for span in spans]), mesh.comm(PIPE), mesh.device)
     return tuple(Span(*fields) for row in texts for fields in json.loads(row))

@@ -19,7 +19,7 @@ from meshwright.checkpoint import writer
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.launch import Rank
 from meshwright.optim.optimizer import Optimizer
-from meshwright.training import job, loop
+from meshwright.training import loop, worker
 from meshwright.training.loop import Trainer
 from meshwright.training.metrics import MetricsWriter
 
@@ -56,7 +56,7 @@ def half_a_line(self: MetricsWriter, line: dict[str, Any]) -> list[str]:
 
 
 MOMENTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
-    "backward": (Trainer, "_backward", dies_at(5, Trainer._backward, after=True)),
+    "backward": (loop, "replica_backward", dies_at(5, loop.replica_backward, after=True)),
     "optimizer": (Optimizer, "step", dies_at(5, Optimizer.step, after=True)),
     "first step": (Optimizer, "step", dies_at(1, Optimizer.step, after=False)),
     "shard": (writer, "save_file", dies_at(2, writer.save_file, after=True)),
@@ -70,7 +70,7 @@ def killed(rank: Rank, *, moment: str, victim: int, **arguments: Any) -> None:
     owner, name, deed = MOMENTS[moment]
     doomed = rank.environment.rank == victim and rank.environment.attempt == 0
     with patch.object(owner, name, deed) if doomed else nullcontext():
-        job.worker(rank, **arguments)
+        worker.worker(rank, **arguments)
 
 
 def interrupting(rank: Rank, *, launcher: int, **arguments: Any) -> None:
@@ -85,13 +85,13 @@ def interrupting(rank: Rank, *, launcher: int, **arguments: Any) -> None:
         return turn(self, *words)
 
     with patch.object(Trainer, "turn", interrupt):
-        job.worker(rank, **arguments)
+        worker.worker(rank, **arguments)
 
 
 def counting_releases(rank: Rank, *, out: Path, **arguments: Any) -> None:
     """Leaves in `releases` how often free memory was given back."""
     with patch.object(loop, "release_free_memory", wraps=loop.release_free_memory) as release:
-        job.worker(rank, out=out, **arguments)
+        worker.worker(rank, out=out, **arguments)
     Path(out, f"releases-{rank.environment.rank}").write_text(str(release.call_count))
 
 
@@ -107,7 +107,7 @@ def names_modules(rank: Rank, *, out: Path, **arguments: Any) -> None:
         return result
 
     with patch.object(Trainer, "turn", named):
-        job.worker(rank, out=out, **arguments)
+        worker.worker(rank, out=out, **arguments)
 
 
 def corrupted(rank: Rank, *, victim: int, at: int, **arguments: Any) -> None:
@@ -139,16 +139,16 @@ def _damaged(
         return turn(self, *words)
 
     with patch.object(Trainer, "turn", damaging):
-        job.worker(rank, **arguments)
+        worker.worker(rank, **arguments)
 
 
 def straggles(rank: Rank, *, straggler: int, **arguments: Any) -> None:
     """A run of which one rank takes 60 ms longer for each of its backward passes."""
-    backward = Trainer._backward
+    backward = loop.replica_backward
 
-    def slow(self: Trainer, *parts: Any) -> Any:
+    def slow(*parts: Any) -> Any:
         time.sleep(0.06 if rank.environment.rank == straggler else 0.0)
-        return backward(self, *parts)
+        return backward(*parts)
 
-    with patch.object(Trainer, "_backward", slow):
-        job.worker(rank, **arguments)
+    with patch.object(loop, "replica_backward", slow):
+        worker.worker(rank, **arguments)

@@ -26,7 +26,7 @@ from meshwright.parameters.bucket import Place
 from meshwright.parameters.shard import Box
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.training import folder
+from meshwright.training import folder, resume
 from meshwright.training.job import train
 from tests.training.runs import config_for, make_corpus
 from tests.workers import run_ranks
@@ -76,7 +76,7 @@ def run_of(out: Path) -> str:
 
 
 def go_on(out: Path, config: Config, step: int | None = None, data: str = DATA, accept: bool = False) -> list[str]:
-    return folder.go_on(out, config, data, step, accept_changes=accept)
+    return resume.go_on(out, config, data, step, accept_changes=accept)
 
 
 def hold(out: Path, ready: Any) -> None:
@@ -146,7 +146,7 @@ def test_another_runs_checkpoint_is_not_gone_on_from(corpus: Path, used: Path) -
     with pytest.raises(CheckpointError, match=text):
         go_on(used, config_for(corpus))
     with pytest.raises(CheckpointError, match=text):  # what a restarted worker does
-        folder.checkpoint_of_run(used, resume=True)
+        resume.checkpoint_of_run(used, resume=True)
     (used / folder.IDENTITY).unlink()
     go_on(used, config_for(corpus))
     assert run_of(used) == "aaaa"
@@ -155,8 +155,8 @@ def test_another_runs_checkpoint_is_not_gone_on_from(corpus: Path, used: Path) -
 def test_identity_stays(corpus: Path, used: Path) -> None:
     run = run_of(used)
     assert go_on(used, config_for(corpus)) == []
-    assert folder.checkpoint_of_run(used, resume=True) == (run, 6)
-    assert folder.checkpoint_of_run(used, resume=False) == (run, None)
+    assert resume.checkpoint_of_run(used, resume=True) == (run, 6)
+    assert resume.checkpoint_of_run(used, resume=False) == (run, None)
 
 
 def test_damaged_one_is_refused_and_the_newest_whole_one_is_named(corpus: Path, used: Path) -> None:
@@ -166,7 +166,7 @@ def test_damaged_one_is_refused_and_the_newest_whole_one_is_named(corpus: Path, 
         go_on(used, config_for(corpus))
     notes = go_on(used, config_for(corpus), 3)
     assert notes == [f"step-6 is set aside as {manifest.parent.with_name('set-aside-step-6')}"]
-    assert folder.checkpoint_of_run(used, resume=True) == (run_of(used), 3)
+    assert resume.checkpoint_of_run(used, resume=True) == (run_of(used), 3)
 
 
 def test_damaged_shard_of_the_older_one_is_not_offered(corpus: Path, used: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from meshwright.machine import find_mpiexec
-from tests.training.runs import config_for, make_corpus, run_as
+from tests.training.runs import config_for, make_corpus, run_as, tree_for
 
 NEEDLESS = {
     "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy",  # 2 s of a core
@@ -23,3 +26,30 @@ def test_a_rank_imports_nothing_that_its_first_step_does_not_need(tmp_path: Path
     imported = set((out / "modules.txt").read_text().split())
     assert "meshwright.training.loop" in imported
     assert imported & NEEDLESS == set()
+
+
+LAUNCHER = """
+import sys
+import json
+import subprocess
+import sys
+from pathlib import Path
+from meshwright.launch import function
+import meshwright as mw
+
+def launch(*job, **how):
+    print("torch" in sys.modules, "meshwright.parts" in sys.modules)
+    return []
+
+function.launch = launch
+mw.train(mw.load("run.yaml"), "out")
+"""
+
+
+@pytest.mark.parametrize("transport", ["torch", "mpi"])
+def test_a_launcher_starts_its_ranks_before_anybody_has_imported_torch(tmp_path: Path, transport: str) -> None:
+    """Its two seconds pass beside those of the ranks, or never."""
+    tree = tree_for(make_corpus(tmp_path), layout={"data": {"size": 2}, "transport": transport})
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    ran = subprocess.run([sys.executable, "-c", LAUNCHER], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (ran.stdout, ran.stderr) == ("False False\n", "")

@@ -1,0 +1,120 @@
+"""What a start costs: the seconds until a command answers, until a run's first step begins, and of a core a rank.
+
+    python -m benchmarks.start [--rounds N]
+
+Each figure is the least of its rounds, since others' work on the machine only adds to it. A run is a GPT-2 of two small
+layers on prepared data. Wall seconds count from the command; a rank's processor seconds are its own process's before
+its first step, which of a forked rank leaves out what its fork server has imported once for all: that has a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+COMMANDS = {
+    "--help": ["--help"],
+    "plan --help": ["plan", "--help"],
+    "a config mistake": ["train", "run.yaml", "layout.data.sync=alreduce"],
+}
+RUNS = {"1 rank": (1, "torch"), "2 ranks, gloo": (2, "torch"), "2 ranks, MPI": (2, "mpi")}
+RUN = """
+model: {base: gpt2-small, layers: 2, hidden: 64, heads: 2, positions: 64, vocabulary: 300, vocabulary_multiple: 4}
+data: {source: text.txt, sequence: 64}
+batch: {global: 8}
+steps: 1
+device: cpu
+threads: 1
+metrics: {tensorboard: false}
+"""
+
+
+def worker(rank: Any, out: Path, **arguments: Any) -> None:
+    """A training rank that leaves what it has used when its first step begins, and when that is over."""
+    from meshwright.training import worker as training
+    from meshwright.training.loop import Trainer
+
+    turn = Trainer.turn
+
+    def timed(self: Trainer, *words: Any) -> Any:
+        begins = {"processor": time.process_time(), "begins": time.time()}
+        result = turn(self, *words)
+        Path(out, f"start-{rank.mesh.rank}.json").write_text(json.dumps(begins | {"ends": time.time()}))
+        return result
+
+    with patch.object(Trainer, "turn", timed):
+        training.worker(rank, out=out, **arguments)
+
+
+def train_once(ranks: int, transport: str, out: str) -> None:
+    """The launcher of a run whose ranks are `worker`: what `meshwright train` does."""
+    import meshwright as mw
+    from meshwright.training import job
+
+    with patch.object(job, "WORKER", "benchmarks.start:worker"):
+        mw.train(mw.load("run.yaml", [f"layout.data.size={ranks}", f"layout.transport={transport}"]), out)
+
+
+def first_step(folder: Path, ranks: int, transport: str, number: int) -> dict[str, float]:
+    out = folder / f"{ranks}-{transport}-{number}"
+    code = f"from benchmarks.start import train_once; train_once({ranks}, {transport!r}, {str(out)!r})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
+    started = time.time()
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    marks = [json.loads((out / f"start-{rank}.json").read_text()) for rank in range(ranks)]
+    return {
+        "until the first step begins": max(mark["begins"] for mark in marks) - started,
+        "until it is over": max(mark["ends"] for mark in marks) - started,
+        "processor, a rank": max(mark["processor"] for mark in marks),
+    }
+
+
+def answer(folder: Path, words: Sequence[str]) -> dict[str, float]:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "meshwright", *words], cwd=folder, capture_output=True)
+    wall = time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"wall": wall, "processor": used}
+
+
+def least(rounds: Sequence[dict[str, float]]) -> str:
+    return ", ".join(f"{name} {min(one[name] for one in rounds):.2f} s" for name in rounds[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = range(parser.parse_args().rounds)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "run.yaml").write_text(RUN)
+        (folder / "text.txt").write_text("a rank is a process, and a process is a rank.\n" * 2000)
+        for command, words in COMMANDS.items():
+            print(f"{command}: {least([answer(folder, words) for _ in rounds])}", flush=True)
+        imported = [answer_of("import meshwright.training.worker") for _ in rounds]
+        print(f"imports of a rank: {least(imported)}", flush=True)
+        for what, (ranks, transport) in RUNS.items():
+            print(f"{what}: {least([first_step(folder, ranks, transport, number) for number in rounds])}", flush=True)
+
+
+def answer_of(code: str) -> dict[str, float]:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"processor": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+
+
+if __name__ == "__main__":
+    main()

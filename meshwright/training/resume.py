@@ -1,0 +1,161 @@
+"""Going on with a run: from its own newest checkpoint, or an older one, with what it had decided then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.manifest import TOKENIZER_FILE
+from meshwright.checkpoint.reader import Checkpoint, newest_step, newest_whole, steps_in
+from meshwright.config import Config, dump_config
+from meshwright.decisions import as_before
+from meshwright.errors import CheckpointError, ConfigError, DamagedError, Problem
+from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, identity_of, write_whole
+
+_DECISIVE = ("seed", "model.", "data.", "batch.global")
+"""What a resumed run must have in common with the run that it goes on with, unless --accept-changes."""
+_FREE = ("model.dropout",)
+_OF_THE_SOURCE = ("data.source", "data.target", "data.languages", "data.tokenizer", "data.validation")
+"""What says where tokens come from: free where the prepared tokens are the same ones."""
+
+
+def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_changes: bool) -> list[str]:
+    """Make the folder ready for a run that goes on, from the newest checkpoint or that of `step`; what is to be said.
+
+    `data`: the fingerprint of the prepared data. Raises ConfigError where the config differs in what a run must keep;
+    CheckpointError where the checkpoint is damaged or another run's.
+    """
+    folder = out / CHECKPOINTS
+    if step is not None:
+        _find_step(folder, step)
+    run, checkpoint = _newest(out, step)
+    if checkpoint is None:
+        begin(out, config)
+        return []
+    notes = _differences(checkpoint, config, data, accept_changes=accept_changes)
+    for newer, path in steps_in(folder):
+        if newer > checkpoint.manifest.progress.step:
+            aside = path.with_name(f"set-aside-{path.name}")
+            path.rename(aside)
+            notes.append(f"{path.name} is set aside as {aside}")
+    write_whole(out, IDENTITY, json.dumps({"run": run}) + "\n")
+    return notes + _keep_config(out, config, checkpoint.manifest.progress.step)
+
+
+def checkpoint_of_run(out: Path, *, resume: bool) -> tuple[str, int | None]:
+    """The run's identity, and the step that it goes on from. Raises as `go_on`."""
+    if not resume:
+        return identity_of(out), None
+    run, checkpoint = _newest(out, None)
+    return run, None if checkpoint is None else checkpoint.manifest.progress.step
+
+
+def decided_before(config: Config, out: Path) -> Config:
+    """The config with what the run had decided when it wrote the checkpoint that it goes on from, if there is one."""
+    step = checkpoint_of_run(out, resume=True)[1]
+    if step is None:
+        return config
+    checkpoints = out / CHECKPOINTS
+    try:
+        origin = Checkpoint(checkpoints / f"step-{step}").manifest.origin
+    except DamagedError as error:
+        raise with_offer(error, checkpoints, step) from error
+    return as_before(config, origin.config, origin.resolved)
+
+
+def with_offer(error: DamagedError, folder: Path, step: int) -> DamagedError:
+    """The error, with the newest checkpoint that the run could go on from instead."""
+    older = newest_whole(folder, before=step)
+    offer = "no older one is whole: begin a new run in another folder"
+    if older is not None:
+        offer = (
+            f"the newest whole one is {older.name}: --resume-from {older.name.removeprefix('step-')} goes on from it"
+        )
+    return DamagedError(f"{error}; {offer}")
+
+
+def _newest(out: Path, step: int | None) -> tuple[str, Checkpoint | None]:
+    """The run's identity, and its newest checkpoint or that of `step`.
+
+    A folder without an identity takes its newest checkpoint's. One that names no run, an import or one of version
+    0.1.0, is anybody's.
+    """
+    folder = out / CHECKPOINTS
+    path = newest_step(folder) if step is None else folder / f"step-{step}"
+    run = identity_of(out)
+    if path is None:
+        return run, None
+    try:
+        checkpoint = Checkpoint(path)
+        checkpoint.file(TOKENIZER_FILE)
+        if path.name != f"step-{checkpoint.manifest.progress.step}":
+            raise DamagedError(f"{path} holds the checkpoint of step {checkpoint.manifest.progress.step}: name it so")
+    except DamagedError as error:
+        raise with_offer(error, folder, int(path.name.removeprefix("step-"))) from error
+    wrote = checkpoint.manifest.origin.run
+    if wrote and (out / IDENTITY).is_file() and wrote != run:
+        raise CheckpointError(
+            f"{path} is of another run ({wrote}) than {out} ({run}): move it away to go on with this run, or remove "
+            f"{out / IDENTITY} to go on with that one"
+        )
+    return wrote or run, checkpoint
+
+
+def _find_step(folder: Path, step: int) -> None:
+    steps = [str(found) for found, _ in steps_in(folder)]
+    if str(step) not in steps:
+        raise ConfigError.of(
+            "--resume-from", step, f"is no checkpoint in {folder}", ", ".join(steps) or "none is there"
+        )
+
+
+def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_changes: bool) -> list[str]:
+    """What differs between a checkpoint's config and the run's, a line each. Raises ConfigError where it may not."""
+    origin, progress = checkpoint.manifest.origin, checkpoint.manifest.progress
+    held, wanted = (_leaves(each.model_dump(mode="json", by_alias=True)) for each in (checkpoint.config, config))
+    changed = [key for key in wanted | held if held.get(key) != wanted.get(key)]
+    if not origin.run and progress.samples == 0:  # an import says what the model is, and nothing else
+        changed = [key for key in changed if key.startswith("model.")]
+    same_data = origin.data == data
+    refused = [
+        Problem(key, _shown(wanted, key), f"is {_shown(held, key)} in {checkpoint.folder}", "that, or --accept-changes")
+        for key in changed
+        if key.startswith(_DECISIVE) and key not in _FREE and not (same_data and key in _OF_THE_SOURCE)
+    ]
+    notes = [f"{key}: {_shown(held, key)} until step {progress.step}, now {_shown(wanted, key)}" for key in changed]
+    if origin.data and not same_data:
+        rule = f"holds other tokens or samples than those that {checkpoint.folder} was trained on"
+        refused.append(Problem("data.source", config.data.source, rule, "the same data, or --accept-changes"))
+        notes.append(f"data.source={config.data.source} {rule}")
+    if refused and not accept_changes:
+        raise ConfigError(refused)
+    if origin.torch not in ("unknown", str(torch.__version__)):
+        notes.append(f"{checkpoint.folder.name} was written with torch {origin.torch}, this is {torch.__version__}")
+    return notes
+
+
+def _leaves(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """The values of a nested dict by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _leaves(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+    return found
+
+
+def _shown(leaves: dict[str, Any], key: str) -> str:
+    return json.dumps(leaves[key]) if key in leaves else "absent"
+
+
+def _keep_config(out: Path, config: Config, step: int) -> list[str]:
+    """Write config.yaml; one that says something else is kept under the step until which it held."""
+    path, dump = out / CONFIG, dump_config(config)
+    kept = out / f"config-{step}.yaml"
+    notes = []
+    if path.is_file() and path.read_text(encoding="utf-8") != dump and not kept.exists():
+        path.rename(kept)
+        notes.append(f"config.yaml is new, the one until step {step} is {kept.name}")
+    write_whole(out, CONFIG, dump)
+    return notes
