@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import decisions
-from meshwright.config import Config, load_config, parse_config
+from meshwright.config import Config, parse_config, parse_run
+from meshwright.config.load import read_run
 
 if TYPE_CHECKING:
     from meshwright.parts import Parts
@@ -28,11 +29,12 @@ def load(run: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> 
     """
     if isinstance(run, Mapping):
         return parse_config(dict(run), overrides)
-    from meshwright.tools.plan.auto import AUTO, load_run, read_yaml
+    file, words = read_run(Path(run)), list(overrides)
+    if not file.auto:
+        return parse_run(file.tree, words)
+    from meshwright.tools.plan.auto import planned_config
 
-    if read_yaml(Path(run)).get("layout") == AUTO:
-        return load_run(Path(run), list(overrides))
-    return load_config(run, overrides)
+    return planned_config(file, words)
 
 
 def resolve(config: Config) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -11,7 +12,20 @@ import typer
 from typer import Argument, Option
 
 from meshwright.cli.app import AsJson, ClusterName, DeviceOption, Overrides, RunFile, app, print_result, progress
+from meshwright.config import Config, parse_run
+from meshwright.config.load import load_undecided, read_run
 from meshwright.errors import ConfigError
+
+
+def _load(run: Path, overrides: Sequence[str]) -> Config:
+    """The checked run. Only `layout: auto` goes to the planner, which reports how far its search is."""
+    file = read_run(run)
+    if not file.auto:
+        return parse_run(file.tree, overrides)
+    from meshwright.tools.plan.auto import planned_config
+
+    with progress() as show:
+        return planned_config(file, overrides, show)
 
 
 @app.command()
@@ -46,9 +60,7 @@ def train(
         raise ConfigError.of("--json", "true", "has no effect on training", "leave it out, or add --status OUT")
     if run is None:
         raise typer.BadParameter("Missing argument 'RUN.yaml' (or --status OUT).")
-    from meshwright.tools.plan.auto import load_run
-
-    config = load_run(run, overrides or (), progress)
+    config = _load(run, overrides or ())
     from meshwright.training.trace import planned_trace, traced_steps
 
     if explain:
@@ -100,9 +112,7 @@ def verify(
 
     Example: meshwright verify run.yaml layout.data.size=4 layout.data.sync=ring
     """
-    from meshwright.tools.plan.auto import load_run
-
-    config = load_run(run, overrides or (), progress)
+    config = _load(run, overrides or ())
     from meshwright.tools.verify import table
     from meshwright.tools.verify.job import verify as run_verification
 
@@ -151,9 +161,7 @@ def plan(
 
     Example: meshwright plan run.yaml layout.data.sync=zero1 --cluster dgx-a100 --devices 64 --out best.yaml
     """
-    from meshwright.tools.plan.auto import load_free
-
-    config = load_free(run, overrides or ())
+    config = load_undecided(run, overrides or ())
     from meshwright.tools.plan import report
     from meshwright.tools.plan.cluster import load_cluster
     from meshwright.tools.plan.search import search
@@ -189,9 +197,7 @@ def scale(
 
     Example: meshwright scale run.yaml --cluster dgx-a100 --devices 4,16,64,256 --mode weak --out out/weak
     """
-    from meshwright.tools.plan.auto import load_free
-
-    config = load_free(run, overrides or ())
+    config = load_undecided(run, overrides or ())
     from meshwright.tools.plan import report, scale
     from meshwright.tools.plan.cluster import load_cluster
     from meshwright.tools.plan.space import fixed_fields

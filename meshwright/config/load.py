@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Set
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from meshwright.errors import ConfigError, Problem
 from meshwright.registry import check_plugins
 from meshwright.section import shown
 
+DECIDED = ("layout", "batch.micro", "memory")
+"""What the planner decides where the layout is open, so that nobody knows what of it will have an effect."""
+
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 MAX_BYTES = 2**20
 
@@ -27,6 +31,31 @@ MAX_BYTES = 2**20
 def model_names() -> list[str]:
     """The models that can be named in a run."""
     return sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml"))
+
+
+@dataclass(frozen=True)
+class RunTree:
+    """A run file's keys. With `layout: auto` the planner finds the layout: `auto` is set, `tree` has no layout, and
+    `plan` is the section of that name, which no other run has."""
+
+    tree: dict[str, Any]
+    auto: bool = False
+    plan: Any = None
+
+
+def read_run(path: Path) -> RunTree:
+    """A run file, not checked yet. Raises ConfigError where it cannot be read."""
+    tree = read_yaml(path)
+    if tree.get("layout") != "auto":
+        return RunTree(tree)
+    return RunTree(
+        {key: value for key, value in tree.items() if key not in ("layout", "plan")}, True, tree.get("plan", {})
+    )
+
+
+def load_undecided(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """A run for who looks for layouts itself: `layout: auto` says nothing to it. Raises ConfigError as load_config."""
+    return parse_run(read_run(path).tree, overrides, undecided=DECIDED)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from meshwright.api import load
 from meshwright.config import Config, dump_config, dump_tree, load_config, parse_config, parse_run
 from meshwright.config.effects import EFFECTS, idle_fields
-from meshwright.config.load import CONFIGS
+from meshwright.config.load import CONFIGS, load_undecided
 from meshwright.errors import ConfigError
 from meshwright.section import Section
 from meshwright.tools.compare.layouts import from_files
-from meshwright.tools.plan.auto import load_free, load_run
 
 ALWAYS = {
     *("seed", "steps", "device", "threads", "restarts", "timeout.join", "timeout.wait"),
@@ -196,9 +196,9 @@ def test_files_are_held_to_it_and_programs_are_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^optimizer\.momentum=0\.9 has no effect with optimizer\.name=sgd"):
         load_config(path)
     with pytest.raises(ConfigError, match=r"^optimizer\.momentum=0\.9 has no effect"):
-        load_run(path)
+        load(path)
     with pytest.raises(ConfigError, match=r"^optimizer\.momentum=0\.9 has no effect"):
-        load_free(path)
+        load_undecided(path)
     layouts = tmp_path / "layouts.yaml"
     layouts.write_text("layouts: [{layout: {pipeline: {size: 1, schedule: 1f1b}}}]\n")
     run = tmp_path / "plain.yaml"

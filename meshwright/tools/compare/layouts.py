@@ -25,11 +25,10 @@ from typing import Any
 import torch
 
 from meshwright.config import Config, parse_config, parse_run
-from meshwright.config.load import read_yaml
+from meshwright.config.load import load_undecided, read_run, read_yaml
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
 from meshwright.machine import usable_cores
-from meshwright.tools.plan.auto import free_tree, load_free
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.search import search
 from meshwright.tools.plan.space import fixed_fields
@@ -85,7 +84,7 @@ def contenders_of(question: LayoutRequest, cluster: Cluster | None, report: Show
     if cluster is None:
         raise ConfigError.of("--top", top, "needs a cluster to plan for", "--cluster NAME or FILE, or --layouts")
     devices = devices or torch.cuda.device_count() or usable_cores()
-    plans = search(load_free(run, words), cluster, devices, top, fixed=fixed_fields(words), report=report)
+    plans = search(load_undecided(run, words), cluster, devices, top, fixed=fixed_fields(words), report=report)
     for place, prediction in enumerate(plans.predictions, 1):
         contenders.append(Contender(f"plan-{place}", prediction.config, "the planner"))
     return _numbered(contenders)
@@ -112,7 +111,7 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
 
     Raises ConfigError with every mistake of every file, each under its file's name.
     """
-    tree = free_tree(run)
+    tree = read_run(run).tree
     task = _task(_without_layout(run, overrides))
     contenders: list[Contender] = []
     problems: list[Problem] = []
@@ -135,7 +134,7 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
 
 def _without_layout(run: Path, overrides: Sequence[str]) -> Config:
     """The run without a layout, which all layouts compute. Raises ConfigError as load_config does."""
-    tree = {key: value for key, value in free_tree(run).items() if key not in OWN}
+    tree = {key: value for key, value in read_run(run).tree.items() if key not in OWN}
     if isinstance(tree.get("batch"), dict):
         tree["batch"] = {key: value for key, value in tree["batch"].items() if key != "micro"}
     kept = [word for word in overrides if word.partition("=")[0].partition(".")[0] not in OWN]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from meshwright.api import load
+from meshwright.config.load import load_undecided
 from meshwright.errors import ConfigError
-from meshwright.tools.plan.auto import load_free, load_run
 from tests.tools.plan.test_search import TREE
 
 WORDS = ("memory.recompute=none", "memory.offload.to=none", "layout.tensor.kind=none", "layout.pipeline.size=1")
@@ -23,7 +24,7 @@ def run_file(folder: Path, **changes: Any) -> Path:
 
 def test_a_layout_is_found_and_what_is_said_stays(tmp_path: Path) -> None:
     path = run_file(tmp_path, layout="auto", plan={"cluster": "hal", "devices": 2})
-    config = load_run(path, [*WORDS, "layout.data.sync=ring", "batch.micro=2"])
+    config = load(path, [*WORDS, "layout.data.sync=ring", "batch.micro=2"])
     layout = config.layout
     assert (layout.world_size, layout.data.size, layout.data.sync) == (2, 2, "ring")
     assert (config.batch.micro, layout.ranks_per_node) == (2, 2)
@@ -33,20 +34,20 @@ def test_the_launcher_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     path = run_file(tmp_path, layout="auto", plan={"cluster": "hal"})
-    config = load_run(path, [*WORDS, "batch.micro=2"])
+    config = load(path, [*WORDS, "batch.micro=2"])
     assert (config.layout.world_size, config.layout.ranks_per_node) == (4, 2)
 
 
 def test_who_looks_for_a_layout_reads_the_rest(tmp_path: Path) -> None:
     path = run_file(tmp_path, layout="auto", plan={"cluster": "hal"})
-    assert load_free(path, ["batch.micro=2"]).batch.micro == 2
-    assert load_free(path) == load_free(run_file(tmp_path))
+    assert load_undecided(path, ["batch.micro=2"]).batch.micro == 2
+    assert load_undecided(path) == load_undecided(run_file(tmp_path))
 
 
 def test_another_layout_is_left_alone(tmp_path: Path) -> None:
-    assert load_run(run_file(tmp_path, layout={"data": {"size": 4}})).layout.data.size == 4
+    assert load(run_file(tmp_path, layout={"data": {"size": 4}})).layout.data.size == 4
     with pytest.raises(ConfigError, match="plan"):
-        load_run(run_file(tmp_path, plan={"cluster": "hal"}))
+        load(run_file(tmp_path, plan={"cluster": "hal"}))
 
 
 @pytest.mark.parametrize(
@@ -62,4 +63,4 @@ def test_another_layout_is_left_alone(tmp_path: Path) -> None:
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Any, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        load_run(run_file(tmp_path, layout="auto", plan=plan))
+        load(run_file(tmp_path, layout="auto", plan=plan))
