@@ -1,8 +1,16 @@
-"""The rules of the house that a count can hold: the sizes of its two halves, the glossary's length."""
+"""The rules of the house that a program can hold: sizes, and strategies that are known in their own rooms alone."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from meshwright.config import Config
+from meshwright.registry import BASES, OURS, load
+from meshwright.section import Section
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,3 +24,96 @@ def test_core_and_tools_keep_to_their_budgets(house_lines: dict[str, tuple[int, 
 def test_the_glossary_is_short() -> None:
     rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")]
     assert len(rows) - 1 <= GLOSSARY_ROWS, f"{len(rows) - 1} coined words"
+
+
+PACKAGE = ROOT / "meshwright"
+
+ROOMS = {
+    "models": {"models"},
+    "tensor": {"tensor", "subgraph"},
+    "schedules": {"pipeline"},
+    "syncs": {"data_parallel"},
+    "optimizers": {"optim"},
+    "data": {"data"},
+}
+"""Where the strategies of a group may be told apart."""
+
+OTHER_WORDS = {
+    ("none", ""),  # of offload, recompute, the launcher: no tensor section
+    ("megatron", "models/bert.py"), ("megatron", "tools/convert/bert.py"),  # where BERT's norms are
+    ("ring", "tools/plan/network.py"),  # how a cluster's devices are linked
+    ("pairs", "tools/evaluate/pairs.py"), ("pairs", "cli/weights.py"),  # the records of a packed folder
+}  # fmt: skip
+"""Words that are a strategy's name as well, and the files that mean the other thing."""
+
+
+def strategy_names(source: str, file: str) -> Iterator[str]:
+    """The strategies' names that a file compares with, matches, or looks up by: in conditions and keys of mappings."""
+    room = file.split("/", maxsplit=1)[0].removesuffix(".py")
+    foreign = {name: group for group, names in OURS.items() if room not in ROOMS[group] for name in names}
+    for node in ast.walk(ast.parse(source)):
+        words: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            words = [inner for side in (node.left, *node.comparators) for inner in ast.walk(side)]
+        elif isinstance(node, ast.MatchValue):
+            words = [node.value]
+        elif isinstance(node, ast.Dict):  # a key of a batch, or of a result, may be called images
+            words = [key for key in node.keys if key is not None and foreign.get(getattr(key, "value", "")) != "data"]
+        for word in words:
+            name = word.value if isinstance(word, ast.Constant) else None
+            if isinstance(name, str) and name in foreign and not {(name, ""), (name, file)} & OTHER_WORDS:
+                yield f"{file}:{node.lineno}: {name}"
+
+
+def sections_of(base: type[Section]) -> Iterator[type[Section]]:
+    for section in base.__subclasses__():
+        yield section
+        yield from sections_of(section)
+
+
+def foreign_sections(source: str, file: str) -> Iterator[str]:
+    """The sections of a strategy that a file tells apart by isinstance, or match. An assert only says what is known."""
+    room = file.split("/", maxsplit=1)[0]
+    general = {load(base) for base in BASES.values()} | {Config}
+    foreign = {s.__name__ for s in sections_of(Section) if s not in general and s.__module__.split(".")[1] != room}
+    tree = ast.parse(source)
+    known = {id(node.test) for node in ast.walk(tree) if isinstance(node, ast.Assert)}
+    for node in ast.walk(tree):
+        classes: list[ast.AST] = []
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("isinstance", "issubclass")
+            and id(node) not in known
+        ):
+            classes = list(ast.walk(node.args[1]))
+        elif isinstance(node, ast.MatchClass):
+            classes = [node.cls]
+        yield from (f"{file}:{c.lineno}: {c.id}" for c in classes if isinstance(c, ast.Name) and c.id in foreign)
+
+
+FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.stem != "registry")
+
+
+def test_strategies_are_told_apart_in_their_own_rooms_alone() -> None:
+    """By the registry a strategy is found, by its own facts it is treated: so another package can bring one."""
+    sources = {file: (PACKAGE / file).read_text() for file in FILES}
+    assert [found for file, source in sources.items() for found in strategy_names(source, file)] == []
+    assert [found for file, source in sources.items() for found in foreign_sections(source, file)] == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        'if config.layout.data.sync == "fsdp": pass',
+        'if config.layout.pipeline.schedule in ("gpipe", "1f1b"): pass',
+        'match config.optimizer.name:\n  case "adamw": pass',
+        'KITS = {"tesseract": None}',
+        'if config.data.kind != "spans": pass',
+        "if isinstance(config.layout.tensor, Megatron): pass",
+        "if issubclass(section, T5 | Bert): pass",
+        "match config.layout.tensor:\n  case Subgraph(size=2): pass",
+    ],
+)
+def test_a_planted_comparison_is_seen(planted: str) -> None:
+    seen = [*strategy_names(planted, "tools/plan/space.py"), *foreign_sections(planted, "tools/plan/space.py")]
+    assert seen, planted

@@ -326,6 +326,11 @@ class PairData(TokenSection):
         named = data.get("target") is not None or data.get("languages") is not None
         return named or holds_pairs(str(data.get("source", STDLIB)))
 
+    @classmethod
+    def of(cls, data: DataSection) -> PairData | None:
+        """The section of a run that learns pairs."""
+        return data if isinstance(data, cls) else None
+
     @property
     def lengths(self) -> Lengths:
         return Lengths(self.sequence, self.sequence)

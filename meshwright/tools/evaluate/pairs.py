@@ -49,7 +49,7 @@ def _asked(loaded: LoadedSequence, data: str | None, target: str | None) -> Pair
 
     Raises ConfigError where `target` has no partner.
     """
-    learned = loaded.config.data if isinstance(loaded.config.data, PairData) else None
+    learned = PairData.of(loaded.config.data)
     if data is not None:
         given = (learned or PairData(kind="pairs")).model_copy(update={"source": data, "target": target})
         return given if learned or PairData.claims(given.model_dump()) else None
