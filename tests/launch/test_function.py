@@ -15,7 +15,7 @@ from meshwright.decisions import resolve, this_machine
 from meshwright.errors import LaunchError
 from meshwright.launch import Rank, Ranks, run
 from meshwright.launch.function import name_of
-from meshwright.launch.launcher import Transport
+from meshwright.launch.launcher import TransportName
 
 
 def describe(rank: Rank, config: Config, folder: Path, factor: int) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def describe(rank: Rank, config: Config, folder: Path, factor: int) -> dict[str,
     }  # fmt: skip
 
 
-def test_each_rank_answers(transport: Transport, tmp_path: Path) -> None:
+def test_each_rank_answers(transport: TransportName, tmp_path: Path) -> None:
     layout = {"data": {"size": 2}, "transport": transport}
     config = resolve(parse_config({"layout": layout, "threads": 1, "device": "cpu"}), this_machine()).config
     answers = run(describe, config, config=config, folder=tmp_path, factor=10)

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
-from meshwright.launch.launcher import Transport
+from meshwright.launch.launcher import TransportName
 from tests.launch.conftest import needs_mpi
 
 on_each = pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[needs_mpi, pytest.mark.long])])
@@ -21,7 +21,7 @@ NOTICED_SECONDS = 60
 """Far above what it takes, since the machine may be busy; and far below any timeout of a library."""
 
 
-def hung(tmp_path: Path, transport: Transport, how: str, num_ranks: int = 2, **arguments: float) -> str:
+def hung(tmp_path: Path, transport: TransportName, how: str, num_ranks: int = 2, **arguments: float) -> str:
     """The message of a job that hangs; nothing of it is left."""
     status = tmp_path / "status"
     given = {"transport": transport, "how": how, "out": str(tmp_path), **arguments}
@@ -35,7 +35,7 @@ def hung(tmp_path: Path, transport: Transport, how: str, num_ranks: int = 2, **a
     return str(caught.value)
 
 
-def test_a_stopped_rank_is_named(tmp_path: Path, transport: Transport) -> None:
+def test_a_stopped_rank_is_named(tmp_path: Path, transport: TransportName) -> None:
     message = hung(tmp_path, transport, "stand_still", num_ranks=3)
     first, *rest = message.splitlines()
     assert "rank 2 (" in first
@@ -44,7 +44,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path, transport: Transport) -> None:
 
 
 @on_each
-def test_a_rank_that_computes_for_ever_tells_where(tmp_path: Path, transport: Transport) -> None:
+def test_a_rank_that_computes_for_ever_tells_where(tmp_path: Path, transport: TransportName) -> None:
     message = hung(tmp_path, transport, "compute")
     assert "rank 1 (" in message
     assert "did not come to all_reduce #3 on axis data (4.0 kB); rank 0 waits" in message
@@ -54,7 +54,7 @@ def test_a_rank_that_computes_for_ever_tells_where(tmp_path: Path, transport: Tr
 
 
 @on_each
-def test_a_forgotten_collective_is_named(tmp_path: Path, transport: Transport) -> None:
+def test_a_forgotten_collective_is_named(tmp_path: Path, transport: TransportName) -> None:
     message = hung(tmp_path, transport, "skip", num_ranks=3)
     assert "all_reduce #3 on axis data (4.0 kB)" in message
     assert "rank 1 in barrier #3 on axis data" in message
@@ -62,7 +62,7 @@ def test_a_forgotten_collective_is_named(tmp_path: Path, transport: Transport) -
 
 
 @on_each
-def test_a_stage_that_never_sends_is_named(tmp_path: Path, transport: Transport) -> None:
+def test_a_stage_that_never_sends_is_named(tmp_path: Path, transport: TransportName) -> None:
     message = hung(tmp_path, transport, "say_nothing")
     assert "rank 0 (" in message
     assert "sent nothing on axis data; rank 1 waits" in message
@@ -76,13 +76,13 @@ def test_a_rank_that_has_left_is_named(tmp_path: Path) -> None:
     assert "did not come to barrier #3 on axis data; rank 0 waits" in message
 
 
-def test_a_rank_that_never_joins_is_named(tmp_path: Path, transport: Transport) -> None:
+def test_a_rank_that_never_joins_is_named(tmp_path: Path, transport: TransportName) -> None:
     message = hung(tmp_path, transport, "never_join", num_ranks=3)
     assert re.search(r"2 of 3 ranks came to .* within 3 s \(timeout.join\).*; missing: rank 1$", message)
 
 
 @on_each
-def test_a_hang_counts_as_a_lost_rank(tmp_path: Path, transport: Transport) -> None:
+def test_a_hang_counts_as_a_lost_rank(tmp_path: Path, transport: TransportName) -> None:
     arguments = {"transport": transport, "how": "stand_still", "out": str(tmp_path)}
     launch(Job("tests.launch.hang_entries:hang", arguments, None), 2, transport, restarts=1, threads=1)
     assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]

@@ -13,7 +13,7 @@ import torch
 
 from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
-from meshwright.launch.launcher import Transport
+from meshwright.launch.launcher import TransportName
 from meshwright.launch.session import make_fork_server_folder, sweep
 from tests.launch.conftest import needs_mpi
 
@@ -25,20 +25,20 @@ def read(out: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_every_rank_runs_once(tmp_path: Path, transport: Transport, num_ranks: int) -> None:
+def test_every_rank_runs_once(tmp_path: Path, transport: TransportName, num_ranks: int) -> None:
     launch(Job(f"{HERE}:note", {"out": str(tmp_path)}), num_ranks, transport, threads=1)
     name = "torchrun" if transport == "torch" else "mpi"
     assert read(tmp_path) == {f"0-{rank}": f"{rank}/{num_ranks} {rank} {name}" for rank in range(num_ranks)}
 
 
-def test_workers_write_to_the_launchers_streams(capfd: pytest.CaptureFixture[str], transport: Transport) -> None:
+def test_workers_write_to_the_launchers_streams(capfd: pytest.CaptureFixture[str], transport: TransportName) -> None:
     launch(Job(f"{HERE}:greet"), 2, transport, threads=1)
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["out 0 tty False", "out 1 tty False"]
     assert sorted(err.splitlines()) == ["err 0", "err 1"]
 
 
-def test_threads(tmp_path: Path, transport: Transport) -> None:
+def test_threads(tmp_path: Path, transport: TransportName) -> None:
     launch(Job(f"{HERE}:count_threads", {"out": str(tmp_path)}), 1, transport, threads=2)
     assert read(tmp_path) == {"0": "2"}
 
@@ -53,7 +53,7 @@ def test_threads(tmp_path: Path, transport: Transport) -> None:
     ],
 )
 def test_a_dying_rank_ends_the_job_with_one_message(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], transport: Transport, how: str, message: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], transport: TransportName, how: str, message: str
 ) -> None:
     with pytest.raises(LaunchError) as caught:
         launch(Job(f"{HERE}:fail", {"out": str(tmp_path), "how": how}), 2, transport, threads=1)
@@ -66,14 +66,14 @@ def test_a_dying_rank_ends_the_job_with_one_message(
     "first, message", [("killed", "rank 1 was killed by signal 9"), ("raised", "rank 1 failed: ValueError: the first")]
 )
 def test_the_first_cause_is_named_not_its_consequence(
-    tmp_path: Path, transport: Transport, first: str, message: str
+    tmp_path: Path, transport: TransportName, first: str, message: str
 ) -> None:
     with pytest.raises(LaunchError) as caught:
         launch(Job(f"{HERE}:fail_in_a_row", {"out": str(tmp_path), "first": first}), 2, transport, threads=1)
     assert str(caught.value).startswith(message)
 
 
-def test_a_lost_rank_restarts_the_job(tmp_path: Path, transport: Transport) -> None:
+def test_a_lost_rank_restarts_the_job(tmp_path: Path, transport: TransportName) -> None:
     launch(Job(f"{HERE}:fail_once", {"out": str(tmp_path)}), 2, transport, restarts=1, threads=1)
     assert sorted(read(tmp_path)) == ["1-0", "1-1"]
 
@@ -83,12 +83,12 @@ def test_a_process_group_restarts_over_the_launchers_store(tmp_path: Path) -> No
     assert read(tmp_path) == {"1-0": "0/2 0 torchrun 2", "1-1": "1/2 1 torchrun 2"}
 
 
-def test_restarts_run_out(tmp_path: Path, transport: Transport) -> None:
+def test_restarts_run_out(tmp_path: Path, transport: TransportName) -> None:
     with pytest.raises(LaunchError, match=r"(?s)rank 1 was killed by signal 9.*restarted 1 time\)"):
         launch(Job(f"{HERE}:fail", {"out": str(tmp_path), "how": "kill"}), 2, transport, restarts=1, threads=1)
 
 
-def test_a_users_mistake_is_not_tried_again(tmp_path: Path, transport: Transport) -> None:
+def test_a_users_mistake_is_not_tried_again(tmp_path: Path, transport: TransportName) -> None:
     with pytest.raises(LaunchError) as caught:
         launch(Job(f"{HERE}:fail", {"out": str(tmp_path), "how": "user"}), 2, transport, restarts=3, threads=1)
     assert str(caught.value) == "rank 1 failed: corpus.bin is damaged: build it again"

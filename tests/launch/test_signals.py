@@ -17,14 +17,14 @@ import pytest
 
 from meshwright.errors import LaunchError
 from meshwright.launch import Interrupted, Job, joined, launch, run_worker, signals
-from meshwright.launch.launcher import Transport
+from meshwright.launch.launcher import TransportName
 from meshwright.launch.session import open_session, sweep
 
 HERE = "tests.launch.entries"
 PATIENCE_SECONDS = 30.0
 
 
-def launch_and_tell(entry: str, out: Path, transport: Transport, grace_seconds: float) -> None:
+def launch_and_tell(entry: str, out: Path, transport: TransportName, grace_seconds: float) -> None:
     """A launcher in a process group of its own, like a shell's foreground job; leaves the outcome in `outcome`."""
     os.setpgid(0, 0)
     signals.GRACE_SECONDS = grace_seconds
@@ -39,7 +39,7 @@ def launch_and_tell(entry: str, out: Path, transport: Transport, grace_seconds: 
 
 
 def start(
-    entry: str, out: Path, transport: Transport, grace_seconds: float = PATIENCE_SECONDS
+    entry: str, out: Path, transport: TransportName, grace_seconds: float = PATIENCE_SECONDS
 ) -> tuple[BaseProcess, list[psutil.Process]]:
     """A launcher whose two workers run, and all processes below it."""
     # A forked launcher would share our fork server; that of mpiexec has none, and starts without importing torch.
@@ -82,7 +82,7 @@ def pid(process: BaseProcess) -> int:
     return process.pid
 
 
-def test_control_c_lets_the_workers_finish(tmp_path: Path, transport: Transport) -> None:
+def test_control_c_lets_the_workers_finish(tmp_path: Path, transport: TransportName) -> None:
     launcher, below = start("wait", tmp_path, transport)
     os.killpg(pid(launcher), signal.SIGINT)
     join(launcher)
@@ -91,7 +91,7 @@ def test_control_c_lets_the_workers_finish(tmp_path: Path, transport: Transport)
     assert_gone(below)
 
 
-def test_a_second_control_c_kills(tmp_path: Path, transport: Transport) -> None:
+def test_a_second_control_c_kills(tmp_path: Path, transport: TransportName) -> None:
     launcher, below = start("wait_deaf", tmp_path, transport)
     for _ in range(2):
         os.killpg(pid(launcher), signal.SIGINT)
@@ -101,7 +101,7 @@ def test_a_second_control_c_kills(tmp_path: Path, transport: Transport) -> None:
     assert_gone(below)
 
 
-def test_workers_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path, transport: Transport) -> None:
+def test_workers_that_do_not_listen_are_killed_after_the_grace(tmp_path: Path, transport: TransportName) -> None:
     launcher, below = start("wait_deaf", tmp_path, transport, grace_seconds=0.2)
     os.kill(pid(launcher), signal.SIGINT)
     join(launcher)
@@ -129,7 +129,7 @@ def in_shared_memory() -> set[str]:
 
 
 def test_a_killed_launcher_leaves_no_orphans_and_the_next_one_sweeps(
-    tmp_path: Path, transport: Transport, temporary: Path
+    tmp_path: Path, transport: TransportName, temporary: Path
 ) -> None:
     before = in_shared_memory()
     launcher, below = start("wait_deaf", tmp_path, transport)
@@ -183,7 +183,7 @@ def signal_all(launcher: BaseProcess, below: list[psutil.Process], number: signa
     os.kill(pid(launcher), number)
 
 
-def test_sigterm_to_the_whole_tree_lets_the_workers_finish(tmp_path: Path, transport: Transport) -> None:
+def test_sigterm_to_the_whole_tree_lets_the_workers_finish(tmp_path: Path, transport: TransportName) -> None:
     launcher, below = start("wait", tmp_path, transport)
     signal_all(launcher, below, signal.SIGTERM)
     os.kill(pid(launcher), signal.SIGTERM)  # `timeout` signals its child, then its child's group
@@ -193,7 +193,7 @@ def test_sigterm_to_the_whole_tree_lets_the_workers_finish(tmp_path: Path, trans
     assert_gone(below)
 
 
-def test_sigterm_before_the_first_step_ends_the_run_at_once(tmp_path: Path, transport: Transport) -> None:
+def test_sigterm_before_the_first_step_ends_the_run_at_once(tmp_path: Path, transport: TransportName) -> None:
     launcher, below = start("prepare", tmp_path, transport)
     signal_all(launcher, below, signal.SIGTERM)
     join(launcher)

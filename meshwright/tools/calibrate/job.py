@@ -17,7 +17,7 @@ import torch
 
 from meshwright.data.progress import ShowProgress, silent
 from meshwright.errors import ConfigError, LaunchError
-from meshwright.launch import Rank, Ranks, Transport, joined, run
+from meshwright.launch import Rank, Ranks, TransportName, joined, run
 from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
 from meshwright.ranks.grid import PIPE
 from meshwright.tools.calibrate.fit import device_of, links_of, merged, rounded
@@ -39,7 +39,7 @@ class Machine:
     kind: Kind
     devices: int
     ranks: tuple[int, ...]
-    backends: tuple[Transport, ...]
+    backends: tuple[TransportName, ...]
 
     @property
     def jobs(self) -> int:
@@ -55,7 +55,7 @@ def this_machine(ranks: str | None, device: str) -> Machine:
         raise ConfigError.of("--device", device, "finds no GPU", "cpu")
     if device == "cpu" or not gpus:
         mpi = find_spec("mpi4py") is not None and find_mpiexec() is not None
-        backends: tuple[Transport, ...] = ("torch", "mpi") if mpi else ("torch",)
+        backends: tuple[TransportName, ...] = ("torch", "mpi") if mpi else ("torch",)
         return Machine("cpu", usable_cores(), parse_ranks(ranks or "2,4"), backends)
     powers = [2**power for power in range(1, gpus.bit_length()) if 2**power <= gpus]
     counts = tuple(powers) if ranks is None else parse_ranks(ranks)
@@ -85,7 +85,7 @@ def calibrate(out: Path, machine: Machine, effort: Effort, report: ShowProgress 
         each = runs.launch("device", machine.devices, "torch")
         memory = memory_bytes() // machine.devices if machine.kind == "cpu" else each[0]["memory"]
         device = device_of(machine.kind, memory, merged([of["points"] for of in each]))
-        links: dict[Transport, Links] = {}
+        links: dict[TransportName, Links] = {}
         turns: list[tuple[float, float]] = []
         for backend in machine.backends:
             answers = {ranks: runs.launch("links", ranks, backend)[0] for ranks in machine.ranks}
@@ -120,7 +120,7 @@ class _Runs:
         self.report = report
         self.done = 0
 
-    def launch(self, what: str, ranks: int, backend: Transport) -> list[dict[str, Any]]:
+    def launch(self, what: str, ranks: int, backend: TransportName) -> list[dict[str, Any]]:
         """What each of the ranks has found out."""
         self.report(f"{what}, {backend}, {ranks} ranks", self.done / self.machine.jobs)
         function = measure_devices if what == "device" else measure_all_links

@@ -33,7 +33,6 @@ from meshwright.ranks.grid import PIPE
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import MESSAGE
 from meshwright.ranks.planned import planned_mesh
-from meshwright.ranks.topology import Topology, Volume, total
 from meshwright.registry import entries
 from meshwright.stage_costs import shared_work
 from meshwright.tensor.tesseract import TesseractLinear
@@ -41,6 +40,7 @@ from meshwright.tools.plan.buckets import Buckets
 from meshwright.tools.plan.compose import Composition, StagePlan, plan_stages
 from meshwright.tools.plan.predict import check_recorded
 from meshwright.tools.plan.recordings import Recordings
+from meshwright.tools.plan.topology import Topology, Volume, total
 from meshwright.training.timeline import draw_timelines
 
 UNIT = "forward passes of a microbatch"

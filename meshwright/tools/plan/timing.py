@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from meshwright.errors import ConfigError
-from meshwright.ranks.topology import FROM_ROOT, TO_ROOT
 from meshwright.tools.plan.cluster import Cluster, interpolated
 from meshwright.tools.plan.network import Network
 from meshwright.tools.plan.recorder import Kernel, Program, Start, Wait
+from meshwright.tools.plan.topology import FROM_ROOT, TO_ROOT
 
 
 class Kernels:

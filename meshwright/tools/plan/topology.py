@@ -38,7 +38,7 @@ TO_ONE = ("send", "message")
 
 @dataclass(frozen=True)
 class Volume:
-    """What was sent inside of nodes, and between them."""
+    """Messages and bytes inside of nodes, and between them."""
 
     messages_inside: int = 0
     messages_between: int = 0
@@ -69,11 +69,11 @@ class Topology:
         return rank // self.ranks_per_node
 
     def volumes(self, rank: int, traffic: Mapping[tuple[str, str], Traffic]) -> dict[tuple[str, str], Volume]:
-        """What a rank's ledger says it sent, by axis and verb."""
+        """A rank's ledger by axis and verb, split into inside and between."""
         return {(axis, verb): self._volume(rank, axis, verb, entry) for (axis, verb), entry in traffic.items()}
 
     def total(self, rank: int, traffic: Mapping[tuple[str, str], Traffic]) -> Volume:
-        """The same in all."""
+        """The sum over axes and verbs."""
         return total(list(self.volumes(rank, traffic).values()))
 
     def _volume(self, rank: int, axis: str, verb: str, entry: Traffic) -> Volume:

@@ -22,8 +22,8 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.ranks.topology import Topology, Volume, total
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
+from meshwright.tools.plan.topology import Topology, Volume, total
 from meshwright.tools.verify.job import comparable
 from meshwright.training.step import backward
 from tests.harness import build, counted_step
