@@ -1,17 +1,16 @@
-"""Collectives on tensors: parts joined and sums cut along a dim, under other work; and their differentiable verbs.
+"""Collectives on tensors: parts gathered and sums scattered along a dim, under other work; and differentiable verbs.
 
 A differentiable verb is always `verb(x, mesh, "axis")`, and its backward is the mirror verb.
 
-| verb         | forward                        | backward         |
-|--------------|--------------------------------|------------------|
-| gather       | rows of all ranks to the root  | scatter          |
-| enter        | identity                       | all-reduce       |
-| leave        | all-reduce                     | identity         |
-| join         | all-gather along a dim         | reduce-scatter   |
-| cut_sum      | reduce-scatter along a dim     | all-gather       |
-| trade        | all-to-all: a dim joined, another cut | all-to-all |
+| verb                | forward                    | backward       |
+|---------------------|----------------------------|----------------|
+| gather              | rows of all ranks to root  | scatter        |
+| all_reduce_gradient | identity                   | all-reduce     |
+| all_reduce          | all-reduce                 | identity       |
+| all_gather          | all-gather along a dim     | reduce-scatter |
+| reduce_scatter      | reduce-scatter along a dim | all-gather     |
 
-(enter and leave are Megatron-LM's f and g, arXiv 1909.08053, figure 3.)
+(all_reduce_gradient and all_reduce are Megatron-LM's f and g, arXiv 1909.08053, figure 3.)
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ def here(x: Tensor) -> Moving:
     return Moving(DONE, lambda: x)
 
 
-def start_sum(x: Tensor, comm: Comm) -> Moving:
+def start_all_reduce(x: Tensor, comm: Comm) -> Moving:
     """The sum of every rank's x, in place."""
     return Moving(comm.all_reduce(x, wait=False), lambda: x)
 
 
-def start_join(x: Tensor, comm: Comm, dim: int) -> Moving:
+def start_all_gather(x: Tensor, comm: Comm, dim: int) -> Moving:
     """Every rank's x side by side along `dim`."""
     dim %= x.dim()
     panels = x.new_empty(comm.size, *x.shape)
@@ -58,20 +57,20 @@ def start_join(x: Tensor, comm: Comm, dim: int) -> Moving:
     return Moving(work, lambda: panels.movedim(0, dim).flatten(dim, dim + 1))
 
 
-def start_cut_sum(x: Tensor, comm: Comm, dim: int) -> Moving:
+def start_reduce_scatter(x: Tensor, comm: Comm, dim: int) -> Moving:
     """This rank's part along `dim` of the sum of every rank's x."""
     panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()
     part = torch.empty_like(panels[0])
     return Moving(comm.reduce_scatter(part, panels, wait=False), lambda: part)
 
 
-def start_trade(x: Tensor, comm: Comm, join_dim: int, cut_dim: int) -> Moving:
-    """Every rank's x side by side along `join_dim`, of which this rank gets its part along `cut_dim`."""
-    join_dim %= x.dim()
-    panels = x.unflatten(cut_dim, (comm.size, -1)).movedim(cut_dim % x.dim(), 0).contiguous()
+def start_all_to_all(x: Tensor, comm: Comm, gather_dim: int, scatter_dim: int) -> Moving:
+    """Every rank's x side by side along `gather_dim`, of which this rank gets its part along `scatter_dim`."""
+    gather_dim %= x.dim()
+    panels = x.unflatten(scatter_dim, (comm.size, -1)).movedim(scatter_dim % x.dim(), 0).contiguous()
     received = torch.empty_like(panels)
     work = comm.all_to_all(received, panels, wait=False)
-    return Moving(work, lambda: received.movedim(0, join_dim).flatten(join_dim, join_dim + 1))
+    return Moving(work, lambda: received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1))
 
 
 class _Gather(torch.autograd.Function):
@@ -92,7 +91,7 @@ class _Gather(torch.autograd.Function):
         return part, None, None, None
 
 
-class _Enter(torch.autograd.Function):
+class _AllReduceGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
         ctx.comm = comm
@@ -101,13 +100,13 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return start_sum(gradient.contiguous(), ctx.comm).wait(), None
+        return start_all_reduce(gradient.contiguous(), ctx.comm).wait(), None
 
 
-class _Leave(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        return start_sum(x.clone(), comm).wait()
+        return start_all_reduce(x.clone(), comm).wait()
 
     @staticmethod
     @once_differentiable
@@ -115,40 +114,28 @@ class _Leave(torch.autograd.Function):
         return gradient, None
 
 
-class _Join(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, dim: int) -> Tensor:
         ctx.comm, ctx.dim = comm, dim
-        return start_join(x, comm, dim).wait()
+        return start_all_gather(x, comm, dim).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return start_cut_sum(gradient, ctx.comm, ctx.dim).wait(), None, None
+        return start_reduce_scatter(gradient, ctx.comm, ctx.dim).wait(), None, None
 
 
-class _CutSum(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, dim: int) -> Tensor:
         ctx.comm, ctx.dim = comm, dim
-        return start_cut_sum(x, comm, dim).wait()
+        return start_reduce_scatter(x, comm, dim).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return start_join(gradient, ctx.comm, ctx.dim).wait(), None, None
-
-
-class _Trade(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, join_dim: int, cut_dim: int) -> Tensor:
-        ctx.comm, ctx.dims = comm, (cut_dim, join_dim)
-        return start_trade(x, comm, join_dim, cut_dim).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return start_trade(gradient, ctx.comm, *ctx.dims).wait(), None, None, None
+        return start_all_gather(gradient, ctx.comm, ctx.dim).wait(), None, None
 
 
 def gather(x: Tensor, mesh: Mesh, axis: str, root: int = 0) -> Tensor:
@@ -157,31 +144,25 @@ def gather(x: Tensor, mesh: Mesh, axis: str, root: int = 0) -> Tensor:
     return result
 
 
-def enter(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+def all_reduce_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """x, of which every rank of the axis will use its own part of what follows. Backward: all-reduce."""
-    result: Tensor = _Enter.apply(x, mesh.comm(axis))
+    result: Tensor = _AllReduceGradient.apply(x, mesh.comm(axis))
     return result
 
 
-def leave(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+def all_reduce(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """The sum of every rank's x. Backward: identity, as all ranks go on with the same."""
-    result: Tensor = _Leave.apply(x, mesh.comm(axis))
+    result: Tensor = _AllReduce.apply(x, mesh.comm(axis))
     return result
 
 
-def join(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     """Every rank's x side by side along `dim`. Backward: reduce-scatter."""
-    result: Tensor = _Join.apply(x, mesh.comm(axis), dim)
+    result: Tensor = _AllGather.apply(x, mesh.comm(axis), dim)
     return result
 
 
-def cut_sum(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of every rank's x. Backward: all-gather."""
-    result: Tensor = _CutSum.apply(x, mesh.comm(axis), dim)
-    return result
-
-
-def trade(x: Tensor, mesh: Mesh, axis: str, join_dim: int, cut_dim: int) -> Tensor:
-    """Every rank's x side by side along `join_dim`, of which each gets its part along `cut_dim`. Backward: back."""
-    result: Tensor = _Trade.apply(x, mesh.comm(axis), join_dim, cut_dim)
+    result: Tensor = _ReduceScatter.apply(x, mesh.comm(axis), dim)
     return result

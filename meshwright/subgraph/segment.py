@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ranks.collectives import Moving, start_cut_sum, start_join, start_trade
+from meshwright.ranks.collectives import Moving, start_all_gather, start_all_to_all, start_reduce_scatter
 from meshwright.ranks.mesh import Mesh
 
 ROWS = 0
@@ -107,16 +107,16 @@ class AllCommon(Segment):
         super().__init__(mesh, axis)
 
     def start_enter(self, x: Tensor) -> Moving:
-        return start_join(x, self.mesh.comm(self.axis), ROWS)
+        return start_all_gather(x, self.mesh.comm(self.axis), ROWS)
 
     def start_leave(self, x: Tensor) -> Moving:
-        return start_cut_sum(x, self.mesh.comm(self.axis), ROWS)
+        return start_reduce_scatter(x, self.mesh.comm(self.axis), ROWS)
 
     def start_slice(self, x: Tensor, dim: int) -> Moving:
-        return start_trade(x, self.mesh.comm(self.axis), ROWS, dim)
+        return start_all_to_all(x, self.mesh.comm(self.axis), ROWS, dim)
 
     def start_concat(self, x: Tensor, dim: int) -> Moving:
-        return start_trade(x, self.mesh.comm(self.axis), dim, ROWS)
+        return start_all_to_all(x, self.mesh.comm(self.axis), dim, ROWS)
 
     def rows(self, x: Tensor) -> Tensor:
         return x.chunk(self.mesh.size(self.axis))[self.mesh.index(self.axis)]

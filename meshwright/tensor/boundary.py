@@ -18,12 +18,22 @@ from typing import Protocol
 
 from torch import Tensor
 
-from meshwright.ranks.collectives import Moving, cut_sum, enter, here, join, leave, start_cut_sum, start_join, start_sum
+from meshwright.ranks.collectives import (
+    Moving,
+    all_gather,
+    all_reduce,
+    all_reduce_gradient,
+    here,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from meshwright.ranks.mesh import Mesh
 
 
 class Boundary(Protocol):
-    """One of its forms: sequence.py for 1-D tensor parallelism, subgraph/segment.py for branches.
+    """What enters a pair and leaves it: Megatron's f and g. Here for 1-D, in subgraph/segment.py for branches.
 
     `start_*` are for layers that write their own backward, `enter` and `leave` for others. `axis`: cuts the pair.
     `keeps`: the whole activation is kept for the backward pass, where it would have to travel again.
@@ -74,13 +84,13 @@ class WholeSequence:
         return here(x)
 
     def start_leave(self, x: Tensor) -> Moving:
-        return start_sum(x, self.mesh.comm("tensor"))
+        return start_all_reduce(x, self.mesh.comm("tensor"))
 
     def enter(self, x: Tensor) -> Tensor:
-        return enter(x, self.mesh, "tensor")
+        return all_reduce_gradient(x, self.mesh, "tensor")
 
     def leave(self, x: Tensor) -> Tensor:
-        return leave(x, self.mesh, "tensor")
+        return all_reduce(x, self.mesh, "tensor")
 
     def part(self, x: Tensor) -> Tensor:
         return x
@@ -98,16 +108,16 @@ class CutSequence:
         self.mesh = mesh
 
     def start_enter(self, x: Tensor) -> Moving:
-        return start_join(x, self.mesh.comm("tensor"), SEQUENCE)
+        return start_all_gather(x, self.mesh.comm("tensor"), SEQUENCE)
 
     def start_leave(self, x: Tensor) -> Moving:
-        return start_cut_sum(x, self.mesh.comm("tensor"), SEQUENCE)
+        return start_reduce_scatter(x, self.mesh.comm("tensor"), SEQUENCE)
 
     def enter(self, x: Tensor) -> Tensor:
-        return join(x, self.mesh, "tensor", SEQUENCE)
+        return all_gather(x, self.mesh, "tensor", SEQUENCE)
 
     def leave(self, x: Tensor) -> Tensor:
-        return cut_sum(x, self.mesh, "tensor", SEQUENCE)
+        return reduce_scatter(x, self.mesh, "tensor", SEQUENCE)
 
     def part(self, x: Tensor) -> Tensor:
         return x.chunk(self.mesh.size("tensor"), SEQUENCE)[self.mesh.index("tensor")]

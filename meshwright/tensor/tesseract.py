@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.parameters.shard import ONES, ZEROS, Initial, Shard, ShardedModule, ShardSpec, WriteGradient
-from meshwright.ranks.collectives import cut_sum, enter, join, leave
+from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, reduce_scatter
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import give_to_autograd
 from meshwright.tensor.gathered import Weights
@@ -124,11 +124,11 @@ class TesseractEmbedding(ShardedModule):
         self.weight = self.declare("weight", ShardSpec((num_rows, hidden), {"row": Shard(0), "col": Shard(1)}, initial))
 
     def forward(self, ids: Tensor) -> Tensor:
-        everyones = join(ids, self.mesh, "row", 0)  # [B/depth, T]
+        everyones = all_gather(ids, self.mesh, "row", 0)  # [B/depth, T]
         rows = everyones - self.mesh.index("row") * self.weight.shape[0]
         mine = (rows >= 0) & (rows < self.weight.shape[0])
         part = lookup(torch.where(mine, rows, 0), self) * mine.unsqueeze(-1)
-        return cut_sum(part, self.mesh, "row", 0)  # [b, T, H/col]
+        return reduce_scatter(part, self.mesh, "row", 0)  # [b, T, H/col]
 
 
 class TesseractNorm(ShardedModule):
@@ -158,8 +158,8 @@ class TesseractRmsNorm(ShardedModule):
 
     def forward(self, h: Tensor) -> Tensor:
         x = h.to(self.weight.dtype)
-        squares = leave(x.square().sum(-1, keepdim=True), self.mesh, "col")
-        mean = enter(squares, self.mesh, "col") / self.hidden
+        squares = all_reduce(x.square().sum(-1, keepdim=True), self.mesh, "col")
+        mean = all_reduce_gradient(squares, self.mesh, "col") / self.hidden
         return (x * torch.rsqrt(mean + self.epsilon) * self.weight).to(h.dtype)
 
 
@@ -201,7 +201,7 @@ class TesseractHead(TableHead):
         return give_to_autograd(like, write)  # of the gathered table, whose backward pass brings it home
 
     def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return join(h, self.mesh, "col", -1), _Table.apply(self.block, self.summa)
+        return all_gather(h, self.mesh, "col", -1), _Table.apply(self.block, self.summa)
 
 
 class TesseractKit:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.decisions import affordable_products
 from meshwright.parameters.shard import Initial, initialise
-from meshwright.ranks.collectives import cut_sum, join
+from meshwright.ranks.collectives import all_gather, reduce_scatter
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.tensor.gathered import Weights
@@ -55,7 +55,7 @@ def products(mesh: Mesh) -> list[tuple[str, float]]:
         leaf = block(mesh, x).requires_grad_()
         y = layer(leaf)
         y.backward(block(mesh, above))
-        whole = join(join(layer.weight.detach(), mesh, "row", 0), mesh, "col", 1)
+        whole = all_gather(all_gather(layer.weight.detach(), mesh, "row", 0), mesh, "col", 1)
         assert layer.weight.grad is not None
         assert layer.bias.grad is not None
         assert leaf.grad is not None
@@ -176,10 +176,10 @@ def test_a_gathered_weight_is_kept_over_the_microbatches_of_a_step() -> None:
         assert told == (1, 1, 4)
 
 
-def test_cut_sum_mirrors_join() -> None:
+def test_reduce_scatter_mirrors_all_gather() -> None:
     def body(mesh: Mesh) -> list[Any]:
         x = torch.arange(12.0).view(2, 6).mul_(mesh.index("col") + 1).requires_grad_()
-        part = cut_sum(x, mesh, "col", 1)
+        part = reduce_scatter(x, mesh, "col", 1)
         part.backward(torch.full_like(part, float(mesh.index("col") + 1)))
         return [part.detach().tolist(), x.grad.tolist() if x.grad is not None else None]
 
