@@ -26,7 +26,7 @@ from meshwright.machine import usable_cores
 from meshwright.memory.offload import host_store_bytes, state_bytes
 from meshwright.memory.recompute import kept_bytes
 from meshwright.model import Chunk, Costs, Hidden
-from meshwright.models.chain import Chain, chain_of, make_chain
+from meshwright.models.chain import Chain, chain_of, make_chain, split_name
 from meshwright.parameters.bucket import gradient_dtype
 from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs
 from meshwright.parts import Parts, build, build_kit, build_model, empty_batch, plan_stages
@@ -115,7 +115,9 @@ def parameters_of(embedding: dict[str, ShardSpec], layers: dict[str, ShardSpec],
     """How many parameters the embeddings, each layer and the head have."""
     blocks: dict[int, list[ShardSpec]] = {}
     for name, spec in layers.items():
-        blocks.setdefault(int(name.split(".")[1]), []).append(spec)
+        layer, _ = split_name(name)
+        assert layer is not None, f"{name} is no layer's"
+        blocks.setdefault(layer, []).append(spec)
     own = tuple(num_parameters(blocks[layer]) for layer in sorted(blocks))
     return Costs(num_parameters(list(embedding.values())), own, num_parameters(list(head.values())))
 

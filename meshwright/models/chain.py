@@ -118,6 +118,13 @@ def make_chain(config: Config, kit: Kit, chunk: Chunk | None = None) -> Chain:
     return chain
 
 
+def split_name(name: str) -> tuple[int | None, str]:
+    """A parameter's or module's layer, and its name in there; of embeddings and head None, and the name."""
+    first, _, rest = name.partition(".")
+    layer, _, inner = rest.partition(".")
+    return (int(layer), inner) if first == "blocks" else (None, name)
+
+
 def blocks_of(chunk: Chunk, make_block: Callable[[int], nn.Module]) -> nn.ModuleDict:
     """The chunk's blocks, by their numbers."""
     return nn.ModuleDict({str(layer): make_block(layer) for layer in chunk.layers})

@@ -1,7 +1,7 @@
 """A run composed of recordings: what each stage's tasks cost, which parameters it holds, what its ranks send.
 
-Tasks run their links one after the other, forward from the first, backward from the last; memory is followed from link
-to link. What a link gives to the next stays in memory, since the next one's backward pass reads it; what it gives to
+Tasks run their parts one after the other, forward from the first, backward from the last; memory is followed from part
+to part. What a part gives to the next stays in memory, since the next one's backward pass reads it; what it gives to
 another stage leaves, and what came from one stays. Stages that do and hold the same are looked at once.
 """
 
@@ -23,7 +23,7 @@ from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.ranks.mailbox import FURTHER, MESSAGE, Side
 from meshwright.tools.plan.buckets import Buckets, PlannedBucket
 from meshwright.tools.plan.recorder import Program
-from meshwright.tools.plan.recordings import Forms, Link, Parameter, RecordedDevice, Recordings, place, splits
+from meshwright.tools.plan.recordings import Forms, Parameter, RecordedDevice, Recording, Recordings, place, splits
 
 Sent = dict[tuple[str, str], Traffic]
 Seconds = Callable[[Program], float]
@@ -72,30 +72,33 @@ class Cost:
 
 @dataclass(frozen=True)
 class Unit:
-    """Links that run at once: one; or a group of `layers` like ones that are recomputed together, of which groups of
+    """Parts that run at once: one; or a group of `layers` like ones that are recomputed together, of which groups of
     two and of one are recorded."""
 
-    link: Link
+    recording: Recording
     parameters: tuple[Parameter, ...]
-    smaller: Link | None = None
+    smaller: Recording | None = None
     layers: int = 1
 
     def cost(self, kind: Kind, which: int, seconds: Seconds) -> Cost:
-        cost = Cost.of(self.link.programs[kind][which], seconds)
+        cost = Cost.of(self.recording.programs[kind][which], seconds)
         if self.smaller is None:
             return cost
         return cost.extended(Cost.of(self.smaller.programs[kind][which], seconds), self.layers - 2)
 
     def include_sent(self, total: Sent, kind: Kind, which: int, times: int) -> None:
-        include(total, self.link.programs[kind][which].traffic, times * max(1, self.layers - 1))
+        include(total, self.recording.programs[kind][which].traffic, times * max(1, self.layers - 1))
         if self.smaller is not None:
             include(total, self.smaller.programs[kind][which].traffic, times * (2 - self.layers))
 
     def freed(self, kind: Kind, read_bytes: int) -> int:
         """After B, or where its W needs them after that: what it was given to read, so many bytes, and the gradient
-        that came back from the next link."""
-        gradient_bytes = sum(form.size_bytes for form in self.link.outgoing)
-        waits = min(read_bytes, self.link.kept_input_bytes), min(gradient_bytes, self.link.kept_gradient_bytes)
+        that came back from the next part."""
+        gradient_bytes = sum(form.size_bytes for form in self.recording.outgoing)
+        waits = (
+            min(read_bytes, self.recording.kept_input_bytes),
+            min(gradient_bytes, self.recording.kept_gradient_bytes),
+        )
         return sum(waits) if kind is Kind.WEIGHT else read_bytes + gradient_bytes - sum(waits)
 
 
@@ -125,13 +128,16 @@ class StagePlan:
         order = self.units if kind is Kind.FORWARD else self.units[::-1]
         costs = [unit.cost(kind, which, seconds) for unit in order]
         if kind is Kind.FORWARD:
-            costs[-1] = costs[-1].freeing(order[-1].link.output_bytes - self.incoming_bytes)
+            costs[-1] = costs[-1].freeing(order[-1].recording.output_bytes - self.incoming_bytes)
             dropped = [
                 0,
-                *(0 if unit.link.holds_input else before.link.output_bytes for before, unit in pairwise(order)),
+                *(
+                    0 if unit.recording.holds_input else before.recording.output_bytes
+                    for before, unit in pairwise(order)
+                ),
             ]
             return [cost.freeing(input_bytes) for cost, input_bytes in zip(costs, dropped, strict=True)]
-        given = [before.link.output_bytes if unit.link.holds_input else 0 for unit, before in pairwise(order)]
+        given = [before.recording.output_bytes if unit.recording.holds_input else 0 for unit, before in pairwise(order)]
         given.append(self.incoming_bytes)
         costs = [cost.freeing(unit.freed(kind, read)) for cost, unit, read in zip(costs, order, given, strict=True)]
         if kind is Kind.BACKWARD:
@@ -154,7 +160,7 @@ def plan_stages(
         last = stage == len(runs) - 1
         for chunk in _chunks(config, Chunk(layers, stage == 0, last)):
             unit = _unit(config, device, recordings, chunk, forms)
-            forms = unit.link.outgoing
+            forms = unit.recording.outgoing
             units.append(unit)
             parameters |= {parameter.name: parameter for parameter in unit.parameters}
         in_order = sorted(parameters.values(), key=lambda parameter: outline.order[parameter.name])
@@ -163,7 +169,7 @@ def plan_stages(
 
 
 def _chunks(config: Config, chunk: Chunk) -> list[Chunk]:
-    """The chunk's links: its beginning, its layers, in groups where they are recomputed, its end."""
+    """The chunk's parts: its beginning, its layers, in groups where they are recomputed, its end."""
     every = 1
     if config.memory.recompute not in ("none", "selective"):
         every = recomputed_group(config, len(chunk.layers))
@@ -176,10 +182,10 @@ def _unit(config: Config, device: RecordedDevice, recordings: Recordings, chunk:
     count, layers = len(chunk.layers), chunk.layers
     alike = {recordings.outline(config).alike[layer] for layer in layers}
     if count <= 2 or len(alike) > 1:
-        link = recordings.link(config, device, chunk, incoming)
-        return Unit(link, link.parameters)
-    ones = [recordings.link(config, device, Chunk(range(layer, layer + 1), False, False), incoming) for layer in layers]
-    two = recordings.link(config, device, Chunk(layers[:2], False, False), incoming)
+        recording = recordings.of(config, device, chunk, incoming)
+        return Unit(recording, recording.parameters)
+    ones = [recordings.of(config, device, Chunk(range(layer, layer + 1), False, False), incoming) for layer in layers]
+    two = recordings.of(config, device, Chunk(layers[:2], False, False), incoming)
     return Unit(two, tuple(parameter for one in ones for parameter in one.parameters), ones[0], count)
 
 
@@ -259,4 +265,4 @@ def microbatches_by_place(num_microbatches: int) -> list[int]:
 def _work(stage: StagePlan, tied: set[str]) -> Hashable:
     """What tells a stage's work from another's: programs, how often, and whether it has a tied parameter."""
     shared = any(parameter.name in tied for parameter in stage.parameters)
-    return tuple((id(unit.link.programs), unit.layers) for unit in stage.units), shared
+    return tuple((id(unit.recording.programs), unit.layers) for unit in stage.units), shared

@@ -2,13 +2,9 @@
 
 The memory is that of the real kit's parameters in the real buckets. The estimate is composed as a prediction is
 (predict.py), but of recordings at two sizes of microbatch, between and beyond which kernels and payloads are
-interpolated, and with a formula (`pipeline_seconds`) in place of the simulated pipeline.
+interpolated (interpolate.py), and with a formula (`pipeline_seconds`) in place of the simulated pipeline.
 
-The operations of a chunk of the model do not depend on the microbatch's size; the floating-point operations, bytes,
-elements and payload of each are those of its samples plus those of its weights, which two recordings tell apart. So are
-the repetitions of one that goes through samples in pieces. A product's side grows as the cube root of its operations.
-Where two recordings differ in more than that, the chunk is estimated at nothing. Recomputation is not recorded: it adds
-to a backward pass and takes from what is kept.
+Recomputation is not recorded: it adds to a backward pass and takes from what is kept.
 """
 
 from __future__ import annotations
@@ -27,9 +23,10 @@ from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.buckets import Memory, Peak, memory_of, streams
 from meshwright.tools.plan.compose import StagePlan
+from meshwright.tools.plan.interpolate import interpolated_program
 from meshwright.tools.plan.predict import Planner, Prediction, TimedRun, check
-from meshwright.tools.plan.recorder import Event, Kernel, Program, Start
-from meshwright.tools.plan.recordings import Forms, Link, Parameter, parameters_in, splits
+from meshwright.tools.plan.recorder import Program
+from meshwright.tools.plan.recordings import Forms, Parameter, Recording, parameters_in, splits
 
 SURE = 0.95
 """The part of an estimate that the search takes for certain."""
@@ -185,9 +182,9 @@ class Estimates:
             alone = _alone(config, SIZES[0] * smallest_micro(config))
             again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
             recordings, device = self.planner.recordings, self.planner.cluster.device
-            forms = recordings.link(alone, device, Chunk(range(0), True, False), ()).outgoing
+            forms = recordings.of(alone, device, Chunk(range(0), True, False), ()).outgoing
             kept, still = (
-                _kept(recordings.link(one, device, Chunk(range(1), False, False), forms)) for one in (alone, again)
+                _kept(recordings.of(one, device, Chunk(range(1), False, False), forms)) for one in (alone, again)
             )
             self._kept_shares[tensor] = still / kept
         return self._kept_shares[tensor]
@@ -287,14 +284,14 @@ class Estimates:
             }
         return self._parts[key]
 
-    def _record(self, config: Config) -> dict[int, Link]:
+    def _record(self, config: Config) -> dict[int, Recording]:
         """The chain's distinct parts."""
         forms: Forms = ()
-        links: dict[int, Link] = {}
+        recorded: dict[int, Recording] = {}
         for place, chunk in self._distinct(config):
-            links[place] = self.planner.recordings.link(config, self.planner.cluster.device, chunk, forms)
-            forms = links[place].outgoing
-        return links
+            recorded[place] = self.planner.recordings.of(config, self.planner.cluster.device, chunk, forms)
+            forms = recorded[place].outgoing
+        return recorded
 
 
 def pipeline_seconds(
@@ -363,12 +360,12 @@ def _alone(config: Config, micro: int) -> Config:
     return config.model_copy(update={"layout": config.layout.model_copy(update=one), "batch": batch, "memory": memory})
 
 
-def _kept(link: Link) -> int:
+def _kept(recording: Recording) -> int:
     """The bytes that its forward pass keeps."""
-    return link.programs[Kind.FORWARD][-1].kept_bytes
+    return recording.programs[Kind.FORWARD][-1].kept_bytes
 
 
-def _interpolated(small: Link, large: Link, share: float, *, is_layer: bool) -> _Part:
+def _interpolated(small: Recording, large: Recording, share: float, *, is_layer: bool) -> _Part:
     """A part for a microbatch at `share` of the way from the small recording's to the large one's, or beyond."""
 
     def between(one: float, other: float) -> float:
@@ -381,46 +378,5 @@ def _interpolated(small: Link, large: Link, share: float, *, is_layer: bool) -> 
         )
         for kind in (Kind.FORWARD, Kind.BACKWARD)
     }
-    outgoing = [sum(form.size_bytes for form in link.outgoing) for link in (small, large)]
+    outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
     return _Part(programs, max(0.0, between(_kept(small), _kept(large))), round(between(*outgoing)), is_layer)
-
-
-def interpolated_program(small: Program, large: Program, share: float) -> Program:
-    """The program at `share` of the way from the small one to the large one, or beyond; empty where they differ."""
-    if len(small.events) != len(large.events):
-        return Program()
-    events = []
-    for one, other in zip(small.events, large.events, strict=True):
-        event = _interpolated_event(one, other, share)
-        if event is None:
-            return Program()
-        events.append(event)
-    return Program(tuple(events))
-
-
-def _interpolated_event(one: Event, other: Event, share: float) -> Event | None:
-    """None for events of two kinds."""
-
-    def between(small: float, large: float) -> float:
-        return max(0.0, small + share * (large - small))
-
-    if type(one) is not type(other):
-        return None
-    if isinstance(one, Kernel) and isinstance(other, Kernel):
-        if (one.kind, one.dtype) != (other.kind, other.dtype):
-            return None
-        return Kernel(
-            one.kind,
-            between(one.flops, other.flops),
-            round(between(one.touched_bytes, other.touched_bytes)),
-            round(between(one.elements, other.elements)),
-            one.dtype,
-            between(one.side**3, other.side**3) ** (1 / 3),
-            max(1, round(between(one.times, other.times))),
-        )
-    if isinstance(one, Start) and isinstance(other, Start):
-        if (one.axes, one.verb) != (other.axes, other.verb):
-            return None
-        payload = round(between(one.payload_bytes, other.payload_bytes))
-        return Start(one.number, one.axes, one.verb, payload, one.root, max(1, round(between(one.times, other.times))))
-    return one

@@ -20,7 +20,7 @@ from meshwright.decisions import resolve_layout
 from meshwright.errors import ConfigError
 from meshwright.machine import Machine
 from meshwright.model import Chunk
-from meshwright.models.chain import chain_of
+from meshwright.models.chain import chain_of, split_name
 from meshwright.parameters.shard import ShardSpec
 from meshwright.parts import build_kit, build_model, rule_of
 from meshwright.pipeline.clock import simulate
@@ -45,8 +45,6 @@ from meshwright.training.timeline import draw_timelines
 
 UNIT = "forward passes of a microbatch"
 """The clock's second: a microbatch's forward pass through the whole model."""
-
-LAYER = "blocks.0."
 
 
 @dataclass(frozen=True)
@@ -231,7 +229,7 @@ def _weights(run: Composition) -> Table:
     )
     mesh = planned_mesh(run.grid, 0, run.config.layout.token_axes)
     for parameter in run.stages[0].parameters:
-        if parameter.name.startswith("blocks.") and not parameter.name.startswith(LAYER):
+        if split_name(parameter.name)[0] not in (None, 0):
             continue
         spec = replace(parameter.spec, tied=True) if parameter.name in run.tied else parameter.spec
         cut = ", ".join(f"dim {shard.dim} over {axis}" for axis, shard in spec.placements.items())

@@ -13,6 +13,7 @@ from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.errors import ConfigError
 from meshwright.machine import Machine
+from meshwright.models.chain import split_name
 from meshwright.pipeline.clock import undisturbed
 from meshwright.pipeline.partition import balanced
 from meshwright.pipeline.span import Timeline
@@ -153,7 +154,7 @@ class Planner:
             [
                 parameter.weight_bytes
                 for parameter in stage.parameters
-                if parameter.name.startswith("blocks.") and {"row", "col"} <= parameter.spec.axes
+                if split_name(parameter.name)[0] is not None and {"row", "col"} <= parameter.spec.axes
             ]
             for stage in self.stages(config)
         ]

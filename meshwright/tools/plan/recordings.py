@@ -1,8 +1,8 @@
-"""Recordings: the programs of a model's links, each run once on meta tensors by the real kits and the real stage.
+"""Recordings: the programs of a model's parts, each run once on meta tensors by the real kits and the real stage.
 
-The chain is begin, groups of layers, end (model.py). Layers that are alike are recorded once; so a model of a hundred
-layers costs as much as one of two. A link's programs differ with the place of the microbatch in the step: the first
-gathers weights that the others find, the last makes gradients whole.
+The parts are the embeddings, groups of layers, the head (model.py). Layers that are alike are recorded once; so a model
+of a hundred layers costs as much as one of two. A part's programs differ with the place of the microbatch in the step:
+the first gathers weights that the others find, the last makes gradients whole.
 
 A group of k layers that are recomputed together is k-1 times what a second layer adds to a group, and a group of one:
 the last layer of a group need not be computed again to its end.
@@ -11,7 +11,6 @@ the last layer of a group need not be computed again to its end.
 from __future__ import annotations
 
 import math
-import re
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from torch import nn
 from meshwright.config import Config
 from meshwright.memory.recompute import recomputed
 from meshwright.model import Chunk, Costs
-from meshwright.models.chain import chain_of, make_chain
+from meshwright.models.chain import chain_of, make_chain, split_name
 from meshwright.parameters.bucket import gradient_dtype, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
@@ -45,7 +44,6 @@ Forms = tuple[TensorMeta, ...]
 DISTINCT = 3
 """Places in a step that a microbatch can have: first, between, last."""
 
-_BLOCK = re.compile(r"^blocks\.(\d+)\.")
 _ALL = 2**60
 
 
@@ -81,11 +79,11 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Link:
+class Recording:
     """`programs`: of each task, by the microbatch's place in the step (`place`). `outgoing`: what it gives to the next
-    link; `output_bytes`: of that, what is freed when nobody reads it. `holds_input`: whether its backward pass reads
-    what the link was given, or only what was made of it. `kept_input_bytes`, `kept_gradient_bytes`: what W needs of
-    that, and of the gradient that the next link gave back; the rest is freed after B.
+    part; `output_bytes`: of that, what is freed when nobody reads it. `holds_input`: whether its backward pass reads
+    what the part was given, or only what was made of it. `kept_input_bytes`, `kept_gradient_bytes`: what W needs of
+    that, and of the gradient that the next part gave back; the rest is freed after B.
     """
 
     programs: dict[Kind, tuple[Program, ...]]
@@ -96,8 +94,8 @@ class Link:
     kept_input_bytes: int
     kept_gradient_bytes: int
 
-    def moved(self, layers: int) -> Link:
-        """The same link so many layers further on."""
+    def moved(self, layers: int) -> Recording:
+        """The same part so many layers further on."""
         if layers == 0:
             return self
         moved = (replace(parameter, name=_moved(parameter.name, layers)) for parameter in self.parameters)
@@ -107,7 +105,7 @@ class Link:
 @dataclass(frozen=True)
 class Outline:
     """What a model is made of, whatever the layout. `alike`: for each layer the first of its like neighbours;
-    `order`: the place of each parameter in the whole model, by name; `parameters`: how many each link has.
+    `order`: the place of each parameter in the whole model, by name; `parameters`: how many each part has.
     """
 
     alike: tuple[int, ...]
@@ -116,7 +114,7 @@ class Outline:
 
 
 def place(microbatch: int, num_microbatches: int) -> int:
-    """Which of a link's programs a microbatch runs."""
+    """Which of a part's programs a microbatch runs."""
     if microbatch == num_microbatches - 1:
         return min(num_microbatches, DISTINCT) - 1
     return min(microbatch, 1)
@@ -131,12 +129,12 @@ class Recordings:
     """Records what it is asked for, and remembers it."""
 
     def __init__(self) -> None:
-        self._links: dict[Hashable, Link] = {}
+        self._recorded: dict[Hashable, Recording] = {}
         self._outlines: dict[Hashable, Outline] = {}
 
     def __len__(self) -> int:
-        """How many links it knows."""
-        return len(self._links)
+        """How many parts it knows."""
+        return len(self._recorded)
 
     def outline(self, config: Config) -> Outline:
         key = config.model, config.data
@@ -144,9 +142,9 @@ class Recordings:
             self._outlines[key] = _outline(config)
         return self._outlines[key]
 
-    def link(self, config: Config, device: RecordedDevice, chunk: Chunk, incoming: Forms) -> Link:
+    def of(self, config: Config, device: RecordedDevice, chunk: Chunk, incoming: Forms) -> Recording:
         """The beginning, the end, or some layers, which are recomputed together where any are. `incoming`: what it is
-        given by the link before."""
+        given by the part before."""
         further = 0
         if chunk.layers:
             alike = self.outline(config).alike
@@ -155,13 +153,13 @@ class Recordings:
                 further = chunk.layers.start - first
                 chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
         key = (chunk, incoming, *_what_matters(config), device.kind, device.attention is None)
-        if key not in self._links:
-            self._links[key] = _record(config, device, chunk, incoming)
-        return self._links[key].moved(further)
+        if key not in self._recorded:
+            self._recorded[key] = _record(config, device, chunk, incoming)
+        return self._recorded[key].moved(further)
 
 
 def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
-    """A link's, in the order of registration."""
+    """A part's, in the order of registration."""
     specs = shard_specs(model)
     return tuple(
         Parameter(name, tuple(parameter.shape), parameter.dtype, specs[name])
@@ -170,7 +168,7 @@ def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
 
 
 def _what_matters(config: Config) -> tuple[Hashable, ...]:
-    """All of a config that changes a link's programs."""
+    """All of a config that changes a part's programs."""
     layout, recompute = config.layout, config.memory.recompute
     replicas = layout.data if layout.data.strategy.unplanned else None  # whose forward passes wait for each other
     axes = tuple(axis for axis in layout.axes if axis[0] not in ("data", PIPE))
@@ -188,9 +186,9 @@ def _outline(config: Config) -> Outline:
     parts: dict[int, list[Hashable]] = {layer: [cost] for layer, cost in enumerate(costs.layers)}
     names = [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():
-        block = _BLOCK.match(name)
-        if block:
-            parts[int(block[1])].append((name[block.end() :], tuple(parameter.shape)))
+        layer, inner = split_name(name)
+        if layer is not None:
+            parts[layer].append((inner, tuple(parameter.shape)))
     first: dict[Hashable, int] = {}
     alike = tuple(first.setdefault(tuple(part), layer) for layer, part in parts.items())
     specs = [shard_specs(make_chain(config, kit, link)) for link in links(config.model.num_blocks)]
@@ -207,11 +205,12 @@ def _contiguous(alike: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _moved(name: str, layers: int) -> str:
-    return _BLOCK.sub(lambda match: f"blocks.{int(match[1]) + layers}.", name)
+    layer, inner = split_name(name)
+    return name if layer is None else f"blocks.{layer + layers}.{inner}"
 
 
-def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Forms) -> Link:
-    """Run a link's tasks for each place of a microbatch."""
+def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Forms) -> Recording:
+    """Run a part's tasks for each place of a microbatch."""
     recorder, layout = Recorder(), config.layout
     alone = (PIPE,) if layout.data.strategy.unplanned else ("data", PIPE)
     grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes))
@@ -256,7 +255,7 @@ def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Form
                 stage.weights(index, final=index == count - 1)
             programs.setdefault(Kind.WEIGHT, []).append(replace(made(), leads=leads))
     made_by_kind = {kind: tuple(made) for kind, made in programs.items()}
-    return Link(made_by_kind, parameters_in(model), forms, output_bytes, holds_input, kept_input, kept_gradient)
+    return Recording(made_by_kind, parameters_in(model), forms, output_bytes, holds_input, kept_input, kept_gradient)
 
 
 def _seeing(saved: set[int]) -> torch.autograd.graph.saved_tensors_hooks:

@@ -27,7 +27,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import LedgerTransport
 from meshwright.tools.plan.cluster import Device
 from meshwright.tools.plan.recorder import Kernel, Program, Recorder
-from meshwright.tools.plan.recordings import Link, Recordings
+from meshwright.tools.plan.recordings import Recording, Recordings
 from tests.workers import run_ranks
 
 CPU = Device(
@@ -36,7 +36,7 @@ CPU = Device(
 )  # fmt: skip
 
 NOTHING = range(0)
-LINKS = (Chunk(NOTHING, True, False), Chunk(range(1), False, False), Chunk(NOTHING, False, True))
+CHUNKS = (Chunk(NOTHING, True, False), Chunk(range(1), False, False), Chunk(NOTHING, False, True))
 """Embeddings, a layer, head and loss."""
 
 GPT2: dict[str, object] = {
@@ -66,12 +66,12 @@ def config_for(tensor: dict[str, object], model: dict[str, object] | None = None
     })  # fmt: skip
 
 
-def links_of(config: Config) -> list[Link]:
+def recordings_of(config: Config) -> list[Recording]:
     """The programs of embeddings, a layer, head and loss."""
-    recordings, links = Recordings(), list[Link]()
-    for chunk in LINKS:
-        links.append(recordings.link(config, CPU, chunk, links[-1].outgoing if links else ()))
-    return links
+    known, recorded = Recordings(), list[Recording]()
+    for chunk in CHUNKS:
+        recorded.append(known.of(config, CPU, chunk, recorded[-1].outgoing if recorded else ()))
+    return recorded
 
 
 FEW_BYTES = 128
@@ -101,12 +101,12 @@ def added_product(_: torch.Size, first: torch.Size, second: torch.Size, **__: ob
 
 
 def run_for_real(config: Config) -> list[Ran]:
-    """The links one after another, recorded while they compute. What a lone rank sends itself is left out, as by a
+    """The parts one after another, recorded while they compute. What a lone rank sends itself is left out, as by a
     plan: there are no numbers to look at, but shapes."""
     mesh = Mesh(Grid(config.layout.axes), 0, torch.device("cpu"), LedgerTransport())
     ran: list[Ran] = []
     incoming: Hidden = ()
-    for chunk in LINKS:
+    for chunk in CHUNKS:
         kit, recorder = build_kit(config, mesh), Recorder()
         model = build_model(config, kit, mesh, chunk)
         buckets = make_buckets(model.named_parameters(), shard_specs(model), mesh, 2**30)
@@ -147,7 +147,7 @@ def ran() -> dict[str, list[Ran]]:
 
 @pytest.mark.parametrize("kit", SIZE_ONE)
 def test_planned_kernels_are_those_of_real_tensors(kit: str, ran: dict[str, list[Ran]]) -> None:
-    for chunk, planned, real in zip(LINKS, links_of(config_for(SIZE_ONE[kit])), ran[kit], strict=True):
+    for chunk, planned, real in zip(CHUNKS, recordings_of(config_for(SIZE_ONE[kit])), ran[kit], strict=True):
         for kind, [program] in planned.programs.items():
             counts = kernels_of(program)
             assert not real.kernels[kind] - counts, f"{chunk}, {kind}: not planned"
@@ -156,7 +156,7 @@ def test_planned_kernels_are_those_of_real_tensors(kit: str, ran: dict[str, list
 
 @pytest.mark.parametrize("kit", SIZE_ONE)
 def test_flops_of_products_are_what_torch_counts(kit: str, ran: dict[str, list[Ran]]) -> None:
-    for planned, real in zip(links_of(config_for(SIZE_ONE[kit])), ran[kit], strict=True):
+    for planned, real in zip(recordings_of(config_for(SIZE_ONE[kit])), ran[kit], strict=True):
         counted = sum(flops_of(program, "product") for [program] in planned.programs.values())
         assert counted == real.flops
 
@@ -167,7 +167,7 @@ def test_flops_of_a_step_are_six_times_the_products_of_the_family() -> None:
     config = config_for(SIZE_ONE["none"])
     assert isinstance(config.model, Gpt2)
     rows, sequence = config.micro, config.data.sequence
-    begin, layer, end = (sum(program.flops for [program] in link.programs.values()) for link in links_of(config))
+    begin, layer, end = (sum(program.flops for [program] in link.programs.values()) for link in recordings_of(config))
     again = 2 * rows * sequence**2 * config.model.hidden
     padding = 6 * rows * sequence * config.model.hidden * (config.model.padded_vocabulary - config.model.vocabulary)
     recorded = begin + config.model.layers * (layer - again) + end + padding
@@ -179,7 +179,7 @@ def test_a_product_has_the_side_of_one_matrix() -> None:
     assert isinstance(config.model, Gpt2)
     tokens, hidden = config.micro * config.data.sequence, config.model.hidden
     widths = {"queries, keys, values": 3 * hidden, "output": hidden, "feed-forward": 4 * hidden}
-    _, layer, _ = links_of(config)
+    _, layer, _ = recordings_of(config)
     products = [kernel for kernel in kernels_of(layer.programs[Kind.FORWARD][0]) if kernel.kind == "product"]
     expected = {round((tokens * hidden * width) ** (1 / 3), 6) for width in widths.values()}
     assert {round(kernel.side, 6) for kernel in products} == expected
@@ -188,7 +188,7 @@ def test_a_product_has_the_side_of_one_matrix() -> None:
 def test_a_look_up_touches_its_rows_and_not_the_table() -> None:
     config = config_for(SIZE_ONE["none"])
     assert isinstance(config.model, Gpt2)
-    begin, _, _ = links_of(config)
+    begin, _, _ = recordings_of(config)
     rows, table = config.micro * config.data.sequence, config.model.padded_vocabulary
     most = max(kernel.touched_bytes for kernel in kernels_of(begin.programs[Kind.FORWARD][0]))
     assert rows * config.model.hidden * 4 <= most < table * config.model.hidden * 4
