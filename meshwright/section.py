@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
@@ -115,16 +116,18 @@ def meet(fields: Collection[str], others: Collection[str]) -> bool:
 
 def field_of(section: Any, field: str) -> Any:
     """What a section, or its dump, holds under a dotted name."""
+    if not isinstance(section, dict):
+        return attrgetter(field)(section)
     name, _, rest = field.partition(".")
-    value = section[name] if isinstance(section, dict) else getattr(section, name)
-    return field_of(value, rest) if rest else value
+    return field_of(section[name], rest) if rest else section[name]
 
 
 def with_field(section: Any, field: str, value: object) -> Any:
     """The section, or its dump, with one field changed. Nothing is checked here: rules are, by who asks."""
     name, _, rest = field.partition(".")
-    changed = {name: with_field(field_of(section, name), rest, value) if rest else value}
-    return section | changed if isinstance(section, dict) else section.model_copy(update=changed)
+    if rest:
+        value = with_field(section[name] if isinstance(section, dict) else getattr(section, name), rest, value)
+    return section | {name: value} if isinstance(section, dict) else section.model_copy(update={name: value})
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
+from operator import attrgetter
 
 from meshwright.config.messages import nearest
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
 from meshwright.registry import entries
-from meshwright.section import Rule, divisors, field_of, listed, rule
+from meshwright.section import Rule, divisors, listed, rule
 
 BUCKET_MULTIPLE = 128
 """Two halves, each of whole vectors of the optimizer's kernels: so the bits are those of the optimizer in place."""
@@ -191,17 +192,11 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def _where_chosen(group: str, field: str) -> Iterator[Rule]:
-    """The rules that a group's strategies bring, each asked where one of its strategies is the run's.
-
-    `field`: the config's, which holds that one.
-    """
+    """The rules that a group's strategies bring, each asked where one of its strategies is the run's, at `field`."""
+    rules_of = attrgetter(f"{field}.rules")
 
     def bind(own: Rule) -> Rule:
-        def check(config: Config) -> Iterator[Problem]:
-            if own in field_of(config, field).rules:
-                yield from own.check(config)
-
-        return Rule((field, *own.reads), check)
+        return Rule((field, *own.reads), lambda config: own.check(config) if own in rules_of(config) else iter(()))
 
     yield from map(bind, dict.fromkeys(own for entry in entries(group).values() for own in entry.rules))
 
