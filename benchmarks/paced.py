@@ -158,9 +158,9 @@ class HeldMailbox:
         self._order = count()
         self._held: list[tuple[float, int, Message]] = []
 
-    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
+    def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
         assert not self._held, f"{len(self._held)} messages that nobody took"
-        self.mailbox.open(next(self._epochs), forms, before, after)
+        self.mailbox.open(next(self._epochs), meta, before, after)
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
         self.mailbox.send(to, index, tensors)

@@ -88,7 +88,7 @@ class Listing:
 
 @dataclass(frozen=True, config=_CLOSED)
 class Progress:
-    """Where a run stands: steps done, samples seen (the data cursor), optimizer steps applied, loss scaling.
+    """A run's progress: steps done, samples seen (the data cursor), optimizer steps applied, loss scaling.
 
     Random numbers need no state: every microbatch's generator is seeded by the run's seed, the step and its place.
     """
@@ -109,14 +109,14 @@ class Origin:
     data: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
     """The fingerprint of the prepared data (data/section.py)."""
     resolved: dict[str, Any] = Field(default_factory=dict)
-    """What `auto` in the config became, where deciding anew could change the run's bits."""
+    """The values that `auto` in the config became, where deciding anew could change the run's bits."""
     version: str = __version__
     torch: str = str(torch.__version__)
 
 
 @dataclass(frozen=True, config=_CLOSED)
 class Manifest:
-    """Everything about a checkpoint but the numbers."""
+    """Everything about a checkpoint but its tensors."""
 
     progress: Progress
     origin: Origin

@@ -52,7 +52,7 @@ def _writes(mesh: Mesh, slot: Slot) -> bool:
 
 
 def progress_of(parts: Parts, step: int, samples: int) -> Progress:
-    """Where the run stands after `step` steps."""
+    """The run's progress after `step` steps."""
     optimizer = parts.optimizer
     return Progress(step, samples, optimizer.steps_taken, optimizer.scaler.scale, optimizer.scaler.good_steps)
 
@@ -71,7 +71,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     for index, slot in enumerate(parts.strategy.slots):
         for kind, tensor in optimizer.states(index).items():
             if kind not in checkpoint.kinds:
-                continue  # every step so far overflowed: torch had made no states yet, and they are zero
+                continue  # every step so far overflowed: torch has no states yet, and they are zero
             for place in slot.places:
                 stored = checkpoint.read(place.name, kind, place.box)
                 tensor[place.start : place.stop] = stored.flatten().to(tensor)

@@ -33,8 +33,8 @@ def text_of_root(text: str, comm: Comm, device: torch.device, root: int = 0) -> 
     content = text.encode(errors="surrogatepass")
     length = torch.tensor([len(content)], device=device)
     comm.broadcast(length, root)
-    held = bytearray(content if comm.index == root else int(length))
-    row = torch.frombuffer(held, dtype=torch.uint8).to(device)
+    buffer = bytearray(content if comm.index == root else int(length))
+    row = torch.frombuffer(buffer, dtype=torch.uint8).to(device)
     comm.broadcast(row, root)
     return bytes(row.tolist()).decode(errors="surrogatepass")
 

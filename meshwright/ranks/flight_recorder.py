@@ -17,7 +17,7 @@ CONNECT = "connect"
 """The verb of a rank that waits before it can send anything: a group is made."""
 
 REMEMBERED = 8
-"""How many of the last collectives of each axis a rank can tell."""
+"""The last collectives of an axis that a rank can name."""
 
 
 @dataclass(eq=False, slots=True)  # not frozen: a frozen one takes a microsecond more to make, in every collective
@@ -76,7 +76,7 @@ class Whereabouts:
 
 @dataclass
 class FlightRecorder:
-    """`step`: the one being made, from 1; 0 before the first. `task`: of a pipeline; printed only when asked for.
+    """`step`: the current one, from 1; 0 before the first. `task`: a pipeline's; printed only when asked for.
 
     `waited_seconds`: how long this rank has waited for others so far.
     """

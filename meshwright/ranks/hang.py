@@ -76,7 +76,7 @@ _FAILED_TO = {
     "send": "received nothing",
     "exchange": "exchanged nothing",
 }
-"""What is said of who does not come, by the verb of who waits; all others are collectives."""
+"""The failure of a rank that does not come, by the verb of who waits for it; all other verbs are collectives."""
 
 MOST_LINES = 16
 """A message on a thousand ranks must be read, too: it names that many."""

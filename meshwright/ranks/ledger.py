@@ -39,7 +39,7 @@ class Traffic:
 
 @dataclass
 class Ledger:
-    """What this rank has sent, by axis and verb.
+    """This rank's sends by axis and verb.
 
     A library's collective is counted as its bandwidth-optimal form sends it, S being the whole payload: all-reduce
     2(n-1)/n S, reduce-scatter, all-gather and all-to-all (n-1)/n S, broadcast and scatter at the root, reduce and
@@ -48,7 +48,7 @@ class Ledger:
 
     traffic: defaultdict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     times: int = 1
-    """How often what happens now is to be counted."""
+    """Everything that happens now is counted so many times."""
 
     def record(self, axis: str, verb: str, sent_bytes: int, peer: int | None = None) -> None:
         """Count a call. `peer`: see `Traffic.by_peer`."""
@@ -59,7 +59,7 @@ class Ledger:
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """What happens inside stands for so many of its kind: a plan need not go through all of them."""
+        """One pass through the context stands for `times`: a plan need not go through all that are alike."""
         before, self.times = self.times, self.times * times
         try:
             yield

@@ -34,7 +34,7 @@ Side = Literal["before", "after"]
 
 SIDES: tuple[Side, Side] = ("before", "after")
 FURTHER: dict[Side, int] = {"before": -1, "after": 1}
-"""How many members of the axis further on a neighbour is."""
+"""A neighbour's distance on the axis."""
 
 MESSAGE = "message"
 """The mailboxes' verb in the ledger."""
@@ -70,29 +70,29 @@ MessageMeta = Mapping[Side, tuple[TensorMeta, ...]]
 """The tensors in a message to or from a side; () where there is no neighbour."""
 
 
-def both_sides(*forms: TensorMeta) -> MessageMeta:
-    """The same on both sides."""
-    return dict.fromkeys(SIDES, forms)
+def both_sides(*tensors: TensorMeta) -> MessageMeta:
+    """A message of these tensors to and from either side."""
+    return dict.fromkeys(SIDES, tensors)
 
 
 class Mailbox(Protocol):
     """Messages between this rank and its neighbours on one axis."""
 
-    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
+    def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
         """Begin an epoch (a step, an evaluation), in which so many messages come from the rank before and after.
 
         Epochs only grow, over the life of the mailbox, and neighbours number theirs alike. What an older epoch left
-        behind is dropped when it comes; it must have had forms of as many bytes on its side.
+        behind is dropped when it comes; its messages must have had as many bytes on their side.
         """
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
-        """Send tensors of the side's forms. Returns at once; they are copied, and may be changed afterwards."""
+        """Send tensors as `meta` says of the side. Returns at once; they are copied, and may be changed afterwards."""
 
     def poll(self) -> list[Message]:
-        """What has come since the last call, without waiting. The tensors are the caller's."""
+        """The messages that have come since the last call, without waiting. Their tensors are the caller's."""
 
     def wait(self) -> list[Message]:
-        """The same, but at least one message: asleep until it comes. ConnectionError where a neighbour is gone."""
+        """At least one message, asleep until it comes. Raises ConnectionError where a neighbour is gone."""
 
     def flush(self) -> None:
         """Return when all that was sent has left. Called when all that was to come has been taken."""
@@ -103,16 +103,16 @@ class Mailbox(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """Where in a message's bytes each tensor lies."""
+    """The places of a message's tensors in its bytes."""
 
-    forms: tuple[TensorMeta, ...] = ()
+    tensors: tuple[TensorMeta, ...] = ()
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """The first byte of each tensor, and at last the size of the message."""
         offsets = [HEADER_BYTES]
-        for form in self.forms:
-            offsets.append(-(-(offsets[-1] + form.size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        for meta in self.tensors:
+            offsets.append(-(-(offsets[-1] + meta.size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         return tuple(offsets)
 
     @property
@@ -122,7 +122,7 @@ class Packing:
     def pack(self, buffer: Tensor, epoch: int, index: int, tensors: Sequence[Tensor]) -> None:
         """Write header and tensors into the buffer, uint8 [size_bytes]."""
         given = tuple(TensorMeta(tuple(x.shape), x.dtype) for x in tensors)
-        assert given == self.forms, f"sent {given} in an epoch of {self.forms}"
+        assert given == self.tensors, f"sent {given} in an epoch of {self.tensors}"
         header = header_of(buffer)
         header[0].fill_(epoch)  # filled in place: a copy from the host would make a GPU wait
         header[1].fill_(index)
@@ -132,8 +132,8 @@ class Packing:
     def unpack(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """The tensors as views of the buffer."""
         return tuple(
-            buffer[offset : offset + form.size_bytes].view(form.dtype).view(form.shape)
-            for form, offset in zip(self.forms, self.offsets, strict=False)
+            buffer[offset : offset + meta.size_bytes].view(meta.dtype).view(meta.shape)
+            for meta, offset in zip(self.tensors, self.offsets, strict=False)
         )
 
 
@@ -166,9 +166,9 @@ class PackedMailbox(ABC):
         self._missing: dict[Side, int] = dict.fromkeys(SIDES, 0)
         self._posted: dict[Side, int] = dict.fromkeys(SIDES, 0)
 
-    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
+    def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
         assert epoch > self._epoch, f"epoch {epoch} after {self._epoch}: they only grow"
-        packings = {side: Packing(forms[side]) for side in SIDES}
+        packings = {side: Packing(meta[side]) for side in SIDES}
         for side, packing in packings.items():
             assert packing.size_bytes == self._packings[side].size_bytes or not self._posted[side], (
                 f"epoch {epoch} has other forms, and epoch {self._epoch} left receives posted: {self._posted}"
@@ -241,7 +241,8 @@ class PackedMailbox(ABC):
         """The receives that are done, oldest first, without waiting."""
 
     def _next_arrivals(self) -> list[Packet]:
-        """The same, but at least one: asleep until then. Here in naps, where a transport's own wait would spin."""
+        """At least one such receive, asleep until then. In naps: MPI's own wait would spin, and take the core from a
+        rank that computes."""
         arrivals = self._arrived()
         while not arrivals:
             time.sleep(NAP_SECONDS)
@@ -314,7 +315,7 @@ class SoloMailbox:
     def __init__(self, axis: str) -> None:
         self.axis = axis
 
-    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
+    def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
         assert before == after == 0, f"axis {self.axis} has one rank: {before} and {after} messages from nobody"
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:

@@ -97,7 +97,7 @@ class Mesh:
 
     @property
     def device_type(self) -> str:
-        """cpu or cuda, also of a plan, whose tensors have no numbers."""
+        """cpu or cuda, also of a plan, whose tensors are meta tensors."""
         return self.stands_for if self.device.type == "meta" else self.device.type
 
     @property

@@ -64,23 +64,22 @@ class LedgerComm(SoloComm):
 
 
 class PlannedMailbox(SoloMailbox):
-    """A job that does not run: messages without numbers. All from before have come at once, one from after comes for
-    each that is sent there; sends only write the ledger.
-    """
+    """Messages of meta tensors. All from before have come at once, one from after comes for each that is sent there;
+    sends only write the ledger."""
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group.axis)
         self.ledger = group.ledger
-        self._forms = both_sides()
+        self._meta = both_sides()
         self._answers = False
         self._come: list[Message] = []
 
-    def open(self, epoch: int, forms: MessageMeta, before: int, after: int) -> None:
-        self._forms, self._answers = forms, after > 0
+    def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
+        self._meta, self._answers = meta, after > 0
         self._come = [self._message("before", index) for index in range(before)]
 
     def _message(self, side: Side, index: int) -> Message:
-        tensors = (torch.empty(form.shape, dtype=form.dtype, device="meta") for form in self._forms[side])
+        tensors = (torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in self._meta[side])
         return Message(side, index, tuple(tensors))
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
@@ -116,7 +115,7 @@ class LedgerTransport:
 def planned_mesh(
     grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", observer: Observer = unobserved
 ) -> Mesh:
-    """A rank's mesh of a job that does not run: tensors have shapes and no numbers, comms only write the ledger.
+    """A rank's mesh of a job that does not run: its tensors are meta tensors, its comms only write the ledger.
 
     `stands_for`: the type of device that it is planned for. `observer`: is told of every collective.
     """

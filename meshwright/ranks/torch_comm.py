@@ -79,7 +79,7 @@ class TorchComm(RecordedComm):
 
 @dataclass(frozen=True)
 class TorchTransport:
-    """Groups of a process that has joined its job's process group. `timeout`: of the groups made of it."""
+    """Groups of a process that has joined its job's process group. `timeout`: torch's own, for every group."""
 
     timeout: timedelta
 
