@@ -126,7 +126,7 @@ def verify(
 def branches(
     run: RunFile,
     overrides: Overrides = None,
-    grids: Annotated[str, Option(help="Numbers of sub-grids to deal the branches over.")] = "2,4,8",
+    grids: Annotated[str, Option(help="Numbers of sub-grids to assign the branches to.")] = "2,4,8",
     as_json: AsJson = False,
 ) -> None:
     """Find what a sub-graph layout could cut: the model's branches, what each costs, and the most that dealing gains.

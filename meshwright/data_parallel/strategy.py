@@ -121,7 +121,7 @@ class Synchroniser:
 
     def expect(self, final: bool) -> None:
         self._final = final
-        # What has no elements here (its home is on other ranks) gets no gradient.
+        # What has no elements here (its owner is another rank) gets no gradient.
         self._missing = [{member for member in bucket.parameters if member.numel()} for bucket in self.buckets]
 
     def arrivals(self) -> Iterator[int]:

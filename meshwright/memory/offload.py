@@ -140,7 +140,7 @@ class Offloaded:
             self.slots[index].parameter.detach()[span].copy_(self._stored(index, WEIGHT)[span])
         self._give_back()
 
-    def adopt(self) -> None:
+    def update_masters(self) -> None:
         for index, span in self._half_spans():
             held = self.slots[index].parameter.detach()[span].cpu()
             master = self._stored(index, WEIGHT)[span]

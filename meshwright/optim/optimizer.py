@@ -166,7 +166,7 @@ class Optimizer:
 
     def make_replicas_equal(self) -> list[str]:
         """Compare, by hash, the states that replicas hold alike; broadcast the first's where they differ: which."""
-        self.held.adopt()
+        self.held.update_masters()
         differing = []
         for index, slot in enumerate(self.slots):
             comm = self.mesh.comm(*slot.copy_axes(self.mesh.grid))

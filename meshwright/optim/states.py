@@ -39,8 +39,8 @@ class States(Protocol):
     def refresh(self) -> None:
         """Copy the masters into the half-precision weights."""
 
-    def adopt(self) -> None:
-        """A master whose rounding is no longer the weight was left behind when the weight was mended: it takes it."""
+    def update_masters(self) -> None:
+        """Copy into a master the weight that is no longer its rounding, since the weight was mended."""
 
 
 StatesFactory = Callable[[Config, Sequence[Slot]], States]
@@ -103,7 +103,7 @@ class InPlace:
                 slot.parameter.data.copy_(master.data)
 
     @torch.no_grad()
-    def adopt(self) -> None:
+    def update_masters(self) -> None:
         for slot, master in zip(self.slots, self.masters, strict=True):
             if not torch.equal(master.to(slot.parameter.dtype), slot.parameter):
                 master.copy_(slot.parameter)

@@ -106,7 +106,7 @@ class ShardSpec:
 
     `matrix`: takes part in matrix products, so that weight decay acts on it. `full_precision`: stays in
     float32 where O2 stores weights in half. `tied`: the first and the last pipeline stage have a copy each, and its
-    gradient is the sum of both. `home`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
+    gradient is the sum of both. `owner`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
     row of it. `initial` None: the values that it was made with, which are the same on every rank.
     """
 
@@ -116,12 +116,12 @@ class ShardSpec:
     matrix: bool = True
     full_precision: bool = False
     tied: bool = False
-    home: tuple[str, int] | None = None
+    owner: tuple[str, int] | None = None
 
     @property
     def axes(self) -> frozenset[str]:
         """The axes whose ranks hold different parts of this parameter."""
-        return frozenset([*self.placements, *([self.home[0]] if self.home else [])])
+        return frozenset([*self.placements, *([self.owner[0]] if self.owner else [])])
 
     def box(self, grid: Grid, rank: int) -> Box:
         """What the rank holds. Cut dims are divisible: the config's rules have seen to it."""
@@ -130,7 +130,7 @@ class ShardSpec:
             assert lengths[shard.dim] % grid.size(axis) == 0, f"{self} is not divisible over {axis} of {grid}"
             lengths[shard.dim] //= grid.size(axis)
             offsets[shard.dim] += lengths[shard.dim] * grid.index(rank, axis)
-        if self.home is not None and grid.index(rank, self.home[0]) != self.home[1]:
+        if self.owner is not None and grid.index(rank, self.owner[0]) != self.owner[1]:
             lengths[0] = 0
         return Box(tuple(offsets), tuple(lengths))
 
@@ -164,12 +164,12 @@ class ShardedModule(nn.Module):
         self.specs[name] = spec
         return parameter
 
-    def settle(self, home: tuple[str, int] | None) -> None:
+    def set_owner(self, owner: tuple[str, int] | None) -> None:
         """Let the layer's parameters live whole at (axis, index) and nowhere else on the axis; None: everywhere."""
-        for name, spec in self.specs.items() if home is not None else ():
-            self.declare(name, replace(spec, home=home))
+        for name, spec in self.specs.items() if owner is not None else ():
+            self.declare(name, replace(spec, owner=owner))
 
-    def adopt(self, name: str, module: nn.Module, home: tuple[str, int] | None) -> None:
+    def add_owned(self, name: str, module: nn.Module, owner: tuple[str, int] | None) -> None:
         """Take in anyone's module, whose parameters live whole at (axis, index); None: everywhere.
 
         Parameters of plain modules keep the values that they have: every rank makes the same. Raises ConfigError for
@@ -178,14 +178,14 @@ class ShardedModule(nn.Module):
         self.add_module(name, module.to(self.mesh.device))
         layers = [layer for layer in module.modules() if isinstance(layer, ShardedModule)]
         for layer in layers:
-            layer.settle(home)
+            layer.set_owner(owner)
         declared = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
         for path, parameter in module.named_parameters(name):
             if id(parameter) in declared:
                 continue
             if parameter.dim() == 0:
                 raise ConfigError.of("branches", path, "is a parameter without a dim", "parameters of shape (1,)")
-            spec = ShardSpec(tuple(parameter.shape), initial=None, matrix=parameter.dim() > 1, home=home)
+            spec = ShardSpec(tuple(parameter.shape), initial=None, matrix=parameter.dim() > 1, owner=owner)
             parameter.data = parameter.data[spec.box(self.mesh.grid, self.mesh.rank).slices].clone()
             self.specs[path] = spec
 
@@ -228,7 +228,7 @@ def initialise(model: nn.Module, mesh: Mesh, seed: int) -> None:
         for name, parameter in model.named_parameters():
             spec = specs[name]
             if parameter.numel() == 0:
-                continue  # its home is elsewhere
+                continue  # its owner is another rank
             initial = spec.initial
             if initial is None:
                 continue

@@ -1,4 +1,4 @@
-"""Branches of a network, dealt over the sub-grids of an axis: D&SP for any modules (SUPER, IPDPS 2021, section IV).
+"""Branches of a network, assigned to the sub-grids of an axis: D&SP for any modules (SUPER, IPDPS 2021, section IV).
 
 g: ranks of the axis; B: rows of a replica's microbatch; b: those of them that a rank holds outside of branches, nearly
 evenly on the first m ranks. Rank c runs the branches of sub-grid c, and nobody else has their parameters.
@@ -14,9 +14,9 @@ evenly on the first m ranks. Rank c runs the branches of sub-grid c, and nobody 
 | one      | 1 | broadcast, reduce, scatter, gather                                         (D&SP-cSub)      |
 | a number | m | messages (translation.py); so do slice and concat where sub-grids have parts of unlike widths |
 
-Who runs which branch: branches of given costs dealt over sub-grids (SUPER, IPDPS 2021: D&SP).
+Who runs which branch: branches of given costs assigned to sub-grids (SUPER, IPDPS 2021: D&SP).
 
-Greedy, the dearest branch first to whom has the least to do (Graham, 1969: at most 4/3 of the best deal's time).
+Greedy: the most expensive branch first, to whom has the least to do (Graham, 1969: at most 4/3 of the best time).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.subgraph.segment import AllCommon, OneCommon
 from meshwright.subgraph.translation import Translated, nearly_even
 
-Deal = tuple[tuple[int, ...], ...]
+Assignment = tuple[tuple[int, ...], ...]
 """By sub-grid: the numbers of its branches, in order."""
 
 
-def deal(costs: Sequence[float], num_subgrids: int) -> Deal:
+def assign(costs: Sequence[float], num_subgrids: int) -> Assignment:
     """Every branch to one sub-grid, and to each sub-grid at least one branch.
 
-    `costs`: of the branches, in any unit. Branches of the same cost lie side by side: equal ones are dealt in runs,
+    `costs`: of the branches, in any unit. Branches of the same cost lie side by side: equal ones are assigned in runs,
     0 1 | 2 3. Raises ConfigError for fewer branches than sub-grids, and for costs that are no numbers from 0 up.
     """
     if len(costs) < num_subgrids:
-        rule = f"branches are fewer than the {num_subgrids} sub-grids they are dealt over"
+        rule = f"branches are fewer than the {num_subgrids} sub-grids they are assigned to"
         raise ConfigError.of("branches", len(costs), rule, f"{num_subgrids} or more")
     for cost in costs:
         if not (math.isfinite(cost) and cost >= 0):
@@ -109,7 +109,7 @@ class Branches(ShardedModule):
     ) -> None:
         """`modules`: the branches, made alike on every rank; `num_rows`: B.
 
-        `costs`: what they are dealt by; None: all the same. `widths`: of the parts of `dim` that branches get of a
+        `costs`: what they are assigned by; None: all the same. `widths`: of the parts of `dim` that branches get of a
         slice, `out_widths` those that they make for a concat; None: all the same. Every output depends on its input
         differentiably, else a rank would be missing in the backward pass.
 
@@ -124,9 +124,9 @@ class Branches(ShardedModule):
         self.axis, self.num_rows, self.dim = axis, num_rows, dim
         self.widths, self.out_widths = widths, out_widths
         size, count = mesh.size(axis), len(modules)
-        self.hands = deal([1.0] * count if costs is None else _one_each("costs", costs, count), size)
-        self.mine = self.hands[mesh.index(axis)]
-        self.dealt = tuple(chain(*self.hands))  # the branches in the order in which their parts lie on the axis
+        self.assignment = assign([1.0] * count if costs is None else _one_each("costs", costs, count), size)
+        self.mine = self.assignment[mesh.index(axis)]
+        self.order = tuple(chain(*self.assignment))  # the branches in the order in which their parts lie on the axis
         holders = range(_num_holders(common, size))
         self.held = nearly_even(num_rows, holders, size)[mesh.index(axis)]
         in_shares = [1] * count if widths is None else _widths("widths", widths, count)
@@ -134,14 +134,14 @@ class Branches(ShardedModule):
         self.slices, self.concats = enter == "slice", leave == "concat"
         self.entrance = self._crossing(holders, in_shares if self.slices else None)
         self.exit = self._crossing(holders, out_shares if self.concats else None)
-        homes = {branch: subgrid for subgrid, hand in enumerate(self.hands) for branch in hand}
+        owners = {branch: subgrid for subgrid, hand in enumerate(self.assignment) for branch in hand}
         for branch, module in enumerate(modules):
-            self.adopt(str(branch), module, (axis, homes[branch]))
+            self.add_owned(str(branch), module, (axis, owners[branch]))
 
     def _crossing(self, holders: range, shares: Sequence[int] | None) -> Crossing:
         """The segmented collectives where ranks' parts are equal. `shares`: by branch, its part of a dim."""
         size = self.mesh.size(self.axis)
-        by_rank = [1] * size if shares is None else [sum(shares[branch] for branch in hand) for hand in self.hands]
+        by_rank = [1] * size if shares is None else [sum(shares[branch] for branch in hand) for hand in self.assignment]
         if len(holders) not in (1, size) or len(set(by_rank)) > 1:
             return Translated(self.mesh, self.axis, self.num_rows, holders, by_rank)
         if len(holders) < size:
@@ -168,28 +168,28 @@ class Branches(ShardedModule):
 
     def _sliced(self, x: Tensor) -> Sequence[Tensor]:
         """This rank's branches' parts of x, of all rows."""
-        total, count = x.shape[self.dim], len(self.dealt)
+        total, count = x.shape[self.dim], len(self.order)
         widths = [total // count] * count if self.widths is None else list(self.widths)
         if sum(widths) != total:
             rule = f"is not the width {total} of dim {self.dim}, which falls to {count} branches"
             raise ConfigError.of("widths", sum(widths), rule, f"{count} widths, together {total}")
         if not self._in_order:
             parts = x.split(widths, self.dim)
-            x = torch.cat([parts[branch] for branch in self.dealt], self.dim)
+            x = torch.cat([parts[branch] for branch in self.order], self.dim)
         return self.entrance.slice(x, self.dim).split([widths[branch] for branch in self.mine], self.dim)
 
     def _joined(self, results: Sequence[Tensor]) -> Tensor:
         """All branches' results side by side in their order, of the rows that this rank holds."""
         made = [result.shape[self.dim] for result in results]
-        widths = made[:1] * len(self.dealt) if self.out_widths is None else self.out_widths
+        widths = made[:1] * len(self.order) if self.out_widths is None else self.out_widths
         if made != [widths[branch] for branch in self.mine]:
             rule = f"are not the widths of the outputs of branches {list(self.mine)}: {made}"
             raise ConfigError.of("out_widths", self.out_widths, rule, "one width for each branch, as it makes it")
         whole = self.exit.concat(_reached(torch.cat(list(results), self.dim)), self.dim)
         if self._in_order:
             return whole
-        parts = dict(zip(self.dealt, whole.split([widths[branch] for branch in self.dealt], self.dim), strict=True))
-        return torch.cat([parts[branch] for branch in sorted(self.dealt)], self.dim)
+        parts = dict(zip(self.order, whole.split([widths[branch] for branch in self.order], self.dim), strict=True))
+        return torch.cat([parts[branch] for branch in sorted(self.order)], self.dim)
 
     def _summed(self, results: Sequence[Tensor]) -> Tensor:
         total = results[0]
@@ -199,7 +199,7 @@ class Branches(ShardedModule):
 
     @property
     def _in_order(self) -> bool:
-        return list(self.dealt) == sorted(self.dealt)
+        return list(self.order) == sorted(self.order)
 
 
 def _reached(x: Tensor) -> Tensor:

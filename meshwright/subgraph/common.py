@@ -23,7 +23,7 @@ class CommonLinear(SerialLinear):
     ) -> None:
         super().__init__(segment.mesh, inputs, outputs, initial, bias=bias)
         self.segment = segment
-        self.settle(segment.home)
+        self.set_owner(segment.owner)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.segment.holds:
@@ -50,7 +50,7 @@ class Absent(ShardedModule):
     """A layer that lives elsewhere: of no rows it makes no rows."""
 
     def __init__(self, layer: ShardedModule) -> None:
-        """`layer`: settled in its home."""
+        """`layer`: whose owner is set."""
         super().__init__(layer.mesh)
         for name, spec in layer.specs.items():
             self.declare(name, spec)

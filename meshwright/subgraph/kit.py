@@ -1,4 +1,4 @@
-"""The sub-graph kit (SUPER, IPDPS 2021): branches dealt over the `branch` axis, everything else data-parallel along it.
+"""The sub-graph kit (SUPER, IPDPS 2021): branches assigned along the `branch` axis, the rest data-parallel along it.
 
 g: the axis's size; B: rows of a replica's microbatch; b: those that a rank holds outside of branches: B/g, or with
 `common: one` B on the first rank of a segment and 0 on the others (segment.py).
@@ -55,7 +55,7 @@ class CommonPair:
 
 
 class CorePair(CommonPair):
-    """Both linears common; what stands between them is dealt out."""
+    """Both linears common; what stands between them is assigned."""
 
     def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
         return SlicedLinear(self.segment, hidden, _grouped(inner, groups), initial, bias=bias)
@@ -71,7 +71,7 @@ class BranchPair(CommonPair):
         return CutExpand(self.segment.mesh, hidden, _grouped(inner, groups), initial, self.segment, bias=bias)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        spec = ShardSpec((hidden,), matrix=False, home=self.segment.home) if bias else None
+        spec = ShardSpec((hidden,), matrix=False, owner=self.segment.owner) if bias else None
         return CutContract(self.segment.mesh, inner, hidden, initial, self.segment, bias=spec)
 
 
@@ -91,26 +91,26 @@ class SubgraphKit:
         self.branches: Pair = (CorePair if settings.branch == "attention-core" else BranchPair)(self.segment)
         self._slices: Pair = (BranchPair if settings.branch == "block" else CommonPair)(self.segment)
 
-    def _settled(self, layer: ShardedModule, absent: Callable[[ShardedModule], Absent]) -> ShardedModule:
+    def _common(self, layer: ShardedModule, absent: Callable[[ShardedModule], Absent]) -> ShardedModule:
         """A common layer, or what stands for it where it does not live."""
-        layer.settle(self.segment.home)
+        layer.set_owner(self.segment.owner)
         return layer if self.segment.holds else absent(layer)
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         layer = SerialEmbedding(self.mesh, num_rows, hidden, initial)
-        return self._settled(layer, lambda layer: AbsentTable(layer, 2))
+        return self._common(layer, lambda layer: AbsentTable(layer, 2))
 
     def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
-        return self._settled(SerialPatches(self.mesh, inputs, hidden, initial), lambda layer: AbsentTable(layer, 2))
+        return self._common(SerialPatches(self.mesh, inputs, hidden, initial), lambda layer: AbsentTable(layer, 2))
 
     def norm(self, hidden: int, epsilon: float) -> nn.Module:
-        return self._settled(SerialNorm(self.mesh, hidden, epsilon), AbsentNorm)
+        return self._common(SerialNorm(self.mesh, hidden, epsilon), AbsentNorm)
 
     def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
-        return self._settled(RmsNorm(self.mesh, hidden, epsilon), AbsentNorm)
+        return self._common(RmsNorm(self.mesh, hidden, epsilon), AbsentNorm)
 
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return self._settled(GroupNorm(self.mesh, channels, groups, epsilon, {}), AbsentNorm)
+        return self._common(GroupNorm(self.mesh, channels, groups, epsilon, {}), AbsentNorm)
 
     def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return GroupNorm(self.mesh, channels, groups, epsilon, {"branch": Shard(0)})
@@ -128,7 +128,7 @@ class SubgraphKit:
         return CommonLinear(self.segment, inputs, (outputs,), initial, bias=bias)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        return self._settled(SerialHead(self.mesh, shape, tied, {}, {}), AbsentHead)
+        return self._common(SerialHead(self.mesh, shape, tied, {}, {}), AbsentHead)
 
     def local_heads(self, heads: int) -> int:
         return heads // self.mesh.size("branch")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Subgraph(TensorSection):
-    """D&SP: the branches of each block (heads, paths) dealt over `size` sub-grids, the layers between data-parallel.
+    """D&SP: the branches of each block (heads, paths) assigned to `size` sub-grids, the layers between data-parallel.
 
     `common`: all ranks compute the common layers, each on its share of the batch; one (D&SP-cSub): the first sub-grid
     alone. `branch`: what is cut along the heads: the attention core; the whole attention; block: the feed-forward too.

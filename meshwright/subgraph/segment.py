@@ -47,12 +47,12 @@ class _Cross(torch.autograd.Function):
 
 
 class Segment(ABC):
-    """A `Boundary` with slices; one of the two forms. `home`: where the common layers live."""
+    """A `Boundary` with slices; one of the two forms. `owner`: where the common layers live."""
 
     axis: str
     keeps = True
     holds: bool
-    home: tuple[str, int] | None
+    owner: tuple[str, int] | None
 
     def __init__(self, mesh: Mesh, axis: str) -> None:
         self.mesh = mesh
@@ -101,7 +101,7 @@ class AllCommon(Segment):
     """Every rank computes the common layers, on its share of the rows."""
 
     holds = True
-    home = None
+    owner = None
 
     def __init__(self, mesh: Mesh, axis: str = "branch") -> None:
         super().__init__(mesh, axis)
@@ -131,7 +131,7 @@ class OneCommon(Segment):
     def __init__(self, mesh: Mesh, num_rows: int, axis: str = "branch") -> None:
         super().__init__(mesh, axis)
         self.num_rows = num_rows
-        self.home = (axis, 0)
+        self.owner = (axis, 0)
         self.holds = mesh.index(axis) == 0
 
     def start_enter(self, x: Tensor) -> Moving:

@@ -46,7 +46,7 @@ def test_mistakes_are_named() -> None:
         assert told[:-1] == [
             f"num_rows=6 rows do not fall into equal parts for the 4 ranks of axis branch; {multiples}",
             "common=5 is no number of ranks of an axis of 4; valid: all, one, or 1 to 4",
-            "branches=3 branches are fewer than the 4 sub-grids they are dealt over; valid: 4 or more",
+            "branches=3 branches are fewer than the 4 sub-grids they are assigned to; valid: 4 or more",
             "costs=[1, 2] are 2 values for 4 branches; valid: 4 values",
             "widths=[0, 3, 3, 3] has a part without a width; valid: whole numbers from 1 up",
             "widths=13 is not the width 12 of dim -1, which falls to 4 branches; valid: 4 widths, together 12",

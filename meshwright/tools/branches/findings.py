@@ -4,7 +4,7 @@ The run's model is traced: a microbatch of it forward, on the serial kit and on 
 are pairs, so that what is in the graph by itself can be told from what a sub-graph layout cuts.
 
 The bound is how much faster g ranks could be than one, if sending took no time (Amdahl, 1967; SUPER, IPDPS 2021,
-section III). C: work outside of the branches that are dealt; D_r: the most that a sub-grid gets of region r, dealt by
+section III). C: work outside of the branches that are assigned; D_r: the most that a sub-grid gets of region r, by
 cost (subgraph/branches.py). Regions come one after another, so that each ends with its slowest sub-grid.
 
 | layout                                                        | bound                         |
@@ -31,7 +31,7 @@ from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import Initial
 from meshwright.parts import empty_batch
 from meshwright.ranks.mesh import Mesh, solo_mesh
-from meshwright.subgraph.branches import deal
+from meshwright.subgraph.branches import assign
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.serial import SerialHead, SerialKit
 from meshwright.tools.branches.graph import OperatorGraph
@@ -110,7 +110,7 @@ class TracedModel:
     pairs: dict[str, Literal["branches", "slices"]]
 
     def cut_by(self, region: Region) -> tuple[Branch, ...]:
-        """The values of layout.tensor.branch under which a sub-graph layout deals out this region's branches."""
+        """The values of layout.tensor.branch under which a sub-graph layout assigns this region's branches."""
         asked = {self.pairs.get(path) for path in region.linears}
         if asked == {"branches"}:
             return ("attention", "block") if region.cuts_linears else ("attention-core",)
@@ -140,7 +140,7 @@ class Bound:
 
 
 def bound(total: float, regions: Sequence[Dealt], num_subgrids: int) -> Bound:
-    """The bound of a model of `total` cost; its `regions`, which do not overlap, are dealt to sub-grids of one rank."""
+    """The bound of a model of `total` cost; its `regions` do not overlap and are assigned to sub-grids of one rank."""
     common = total - sum(times * sum(costs) for costs, times in regions)
     slowest = sum(times * most_loaded(costs, num_subgrids) for costs, times in regions)
     return Bound(total / (common / num_subgrids + slowest), total / (common + slowest))
@@ -148,7 +148,7 @@ def bound(total: float, regions: Sequence[Dealt], num_subgrids: int) -> Bound:
 
 def most_loaded(costs: Sequence[float], num_subgrids: int) -> float:
     """The cost of the sub-grid that has most; with fewer branches than sub-grids some have nothing."""
-    shares = deal(costs, min(num_subgrids, len(costs)))
+    shares = assign(costs, min(num_subgrids, len(costs)))
     return max(sum(costs[branch] for branch in share) for share in shares)
 
 
@@ -156,7 +156,7 @@ def most_loaded(costs: Sequence[float], num_subgrids: int) -> float:
 class RegionGroup:
     """Regions that differ in nothing but the numbers in their paths. `region`: the first; `places`: where all are.
 
-    `cut_by`: the values of layout.tensor.branch that deal them out. `bounds`: by sub-grids, of these regions alone.
+    `cut_by`: the values of layout.tensor.branch that assign them. `bounds`: by sub-grids, of these regions alone.
     """
 
     region: Region
@@ -197,9 +197,9 @@ def findings_of(model: TracedModel, grids: Sequence[int]) -> Findings:
     total = model.graph.total_flops
     layouts = {}
     for value in get_args(Branch):
-        dealt = [(group.region.flops, len(group.places)) for group in groups if value in group.cut_by]
-        if dealt:
-            layouts[value] = {size: bound(total, dealt, size) for size in grids}
+        assigned = [(group.region.flops, len(group.places)) for group in groups if value in group.cut_by]
+        if assigned:
+            layouts[value] = {size: bound(total, assigned, size) for size in grids}
     return Findings(model.rows, total, model.graph.longest_flops, joins.lone, groups, layouts)
 
 

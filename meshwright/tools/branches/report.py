@@ -61,8 +61,8 @@ def render(findings: Findings) -> None:
     if findings.layouts:
         console.print(_layouts(findings))
     console.print(
-        "Bounds: against one rank, as if sending took no time; dealt by cost, also where the sub-grids do not divide "
-        "the branches and a layout would be refused."
+        "Bounds: against one rank, as if sending took no time; assigned by cost, also where the sub-grids do not "
+        "divide the branches and a layout would be refused."
     )
 
 
@@ -108,14 +108,14 @@ def _layouts(findings: Findings) -> Table:
     sizes = " ".join(f"{size:>4}" for size in next(iter(findings.layouts.values())))
     table = Table(
         "branch:",
-        Column("dealt out", justify="right"),
+        Column("assigned", justify="right"),
         f"common: all\n{sizes}",
         f"common: one\n{sizes}",
         title="layout.tensor: {kind: subgraph, size: g}: bounds for the whole model",
     )
     for value, bounds in findings.layouts.items():
-        dealt = sum(group.total_flops for group in findings.groups if value in group.cut_by)
-        table.add_row(value, f"{dealt / findings.total_flops:.1%}", *_bounds_texts(bounds))
+        assigned = sum(group.total_flops for group in findings.groups if value in group.cut_by)
+        table.add_row(value, f"{assigned / findings.total_flops:.1%}", *_bounds_texts(bounds))
     return table
 
 

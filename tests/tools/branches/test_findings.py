@@ -67,11 +67,11 @@ def test_bounds_of_layouts_by_hand() -> None:
     found = findings_of(traced("gpt2-mini"), (2, 3))
     total = found.total_flops
     core, attention, feed_forward = (group.total_flops for group in found.groups)
-    dealt = {"attention-core": [core / 8], "attention": [attention / 8], "block": [attention / 8, feed_forward / N]}
+    assigned = {"attention-core": [core / 8], "attention": [attention / 8], "block": [attention / 8, feed_forward / N]}
     whole = {"attention-core": core, "attention": attention, "block": attention + feed_forward}
-    assert found.layouts.keys() == dealt.keys()
+    assert found.layouts.keys() == assigned.keys()
     for value, bounds in found.layouts.items():
-        halves, thirds = (sum(each * n for each, n in zip(dealt[value], most)) for most in ((4, N / 2), (3, 342)))
+        halves, thirds = (sum(each * n for each, n in zip(assigned[value], most)) for most in ((4, N / 2), (3, 342)))
         assert bounds[2].all_ranks == pytest.approx(2, rel=1e-12)
         assert bounds[2].one == pytest.approx(total / (total - whole[value] + halves), rel=1e-12)
         assert bounds[3].all_ranks == pytest.approx(total / ((total - whole[value]) / 3 + thirds), rel=1e-12)

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
-from meshwright.subgraph.branches import Deal, deal
+from meshwright.subgraph.branches import Assignment, assign
 
 COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 
-def longest(hands: Deal, costs: list[int]) -> int:
+def longest(hands: Assignment, costs: list[int]) -> int:
     return max(sum(costs[branch] for branch in hand) for hand in hands)
 
 
@@ -22,7 +22,7 @@ def longest(hands: Deal, costs: list[int]) -> int:
 def test_every_branch_once_and_no_sub_grid_without(costs: list[int], size: int) -> None:
     if len(costs) < size:
         return
-    hands = deal(costs, size)
+    hands = assign(costs, size)
     assert sorted(branch for hand in hands for branch in hand) == list(range(len(costs)))
     assert len(hands) == size
     assert all(hand and list(hand) == sorted(hand) for hand in hands)
@@ -34,21 +34,21 @@ def test_every_branch_once_and_no_sub_grid_without(costs: list[int], size: int) 
 
 
 def test_equal_branches_lie_side_by_side() -> None:
-    assert deal([1.0] * 4, 2) == ((0, 1), (2, 3))
-    assert deal([1.0] * 5, 2) == ((0, 1, 2), (3, 4))
-    assert deal([0.0] * 7, 4) == ((0, 1), (2, 3), (4, 5), (6,))
+    assert assign([1.0] * 4, 2) == ((0, 1), (2, 3))
+    assert assign([1.0] * 5, 2) == ((0, 1, 2), (3, 4))
+    assert assign([0.0] * 7, 4) == ((0, 1), (2, 3), (4, 5), (6,))
 
 
-def test_the_dearest_goes_to_the_least_loaded() -> None:
-    assert deal([1, 5, 2, 4], 2) == ((0, 1), (2, 3))
-    assert deal([2, 2, 9], 2) == ((2,), (0, 1))
-    assert deal([0, 0, 5], 2) == ((2,), (0, 1))
+def test_the_most_expensive_goes_to_the_least_loaded() -> None:
+    assert assign([1, 5, 2, 4], 2) == ((0, 1), (2, 3))
+    assert assign([2, 2, 9], 2) == ((2,), (0, 1))
+    assert assign([0, 0, 5], 2) == ((2,), (0, 1))
 
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match=r"branches=3 branches are fewer than the 4 sub-grids .*; valid: 4 or more"):
-        deal([1.0] * 3, 4)
+        assign([1.0] * 3, 4)
     with pytest.raises(ConfigError, match=r"costs=-1.0 is not the cost of a branch; valid: numbers from 0 up"):
-        deal([1.0, -1.0], 2)
+        assign([1.0, -1.0], 2)
     with pytest.raises(ConfigError, match=r"costs=nan"):
-        deal([1.0, float("nan")], 2)
+        assign([1.0, float("nan")], 2)
