@@ -1,5 +1,8 @@
 """torch's fully_shard (FSDP2) as a strategy: each block and the rest are units whose weights are gathered when needed.
 
+A rank holds 1/n of weights, gradients and states. It sends (n-1)/n of a block's weights forward and backward (of the
+rest's forward only), and (n-1)/n of the gradients in a reduce-scatter.
+
 A rank holds rows r·c..(r+1)·c of every parameter's first dim, c = ceil(rows / n), as torch.chunk cuts. Under O2 the
 sharded weights are the float32 masters, and torch casts what it gathers.
 """

@@ -1,24 +1,16 @@
-"""Policies in which every rank takes part alike: all-reduce, Horovod's ring, ZeRO-1.
+"""Policies in which every rank takes part alike.
 
-All-reduce: every rank sums all gradients and steps its own copy (Bai's DPS; torch's DistributedDataParallel).
+| sync      | gradients of S bytes          | the optimizer steps | then       | a rank sends             |
+|-----------|-------------------------------|---------------------|------------|--------------------------|
+| allreduce | the transport's all-reduce    | all, on every rank  | -          | 2(n-1)/n S               |
+| ring      | point-to-point round the ring | all, on every rank  | -          | 2(n-1)/n S               |
+| zero1     | reduce-scatter                | 1/n                 | all-gather | (n-1)/n S, as much again |
 
-Sends 2(n-1)/n of the gradients' bytes a rank, under the backward pass (over MPI behind it: mpi.py).
-
-Horovod's ring all-reduce (Patarasuk and Yuan, 2009), written out over point-to-point messages.
-
-Each rank cuts a bucket (the tensor fusion) into n blocks. In n-1 steps partial sums travel round the ring until rank r
-holds block r+1 whole; in n-1 more the whole blocks travel round. Each step sends one block: 2(n-1)/n of the bytes a
-rank.
-
-Sharded data parallelism: ZeRO-1 (arXiv 1910.02054, section 5.1) by us, the full sharding by torch's fully_shard.
-
-| sync  | a rank holds           | forward, backward                      | gradients      | then       |
-|-------|------------------------|----------------------------------------|----------------|------------|
-| zero1 | 1/n of the states      | -                                      | reduce-scatter | all-gather |
-| fsdp  | 1/n of everything      | all-gather of a block's weights, twice | reduce-scatter | -          |
-
-ZeRO-1 sends (n-1)/n of the gradients and as much of the parameters: an all-reduce's bytes, with the optimizer's work in
-between done once instead of n times.
+All-reduce is Bai's DPS and torch's DistributedDataParallel; it travels under the backward pass (over MPI behind it:
+ranks/mpi.py). The ring is Horovod's (Patarasuk and Yuan, 2009): a bucket, its tensor fusion, is cut into n blocks; in
+n-1 steps partial sums travel round until rank r holds block r+1 whole, in n-1 more the whole blocks travel round.
+ZeRO-1 (arXiv 1910.02054, section 5.1) sends an all-reduce's bytes, with the optimizer's work in between done once
+instead of n times; the full sharding is torch's own (fsdp.py).
 """
 
 from __future__ import annotations

@@ -32,7 +32,10 @@ from meshwright.ranks.mesh import Mesh
 
 
 def learning_rate(peak: float, schedule: Schedule, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then the decay to floor · peak."""
+    """The rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then the decay to floor · peak.
+
+    A pure function, not one of torch's schedulers: a resumed run has no state that could disagree with its step.
+    """
     if step < schedule.warmup:
         return peak * (step + 1) / schedule.warmup
     progress = min(1.0, (step - schedule.warmup) / max(1, steps - schedule.warmup))
