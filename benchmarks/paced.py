@@ -30,16 +30,16 @@ from meshwright.environment import read_environment, rendezvous
 from meshwright.model import Batch, Hidden, Scales
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.pipeline import Pipeline
-from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Rule
+from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
 from meshwright.pipeline.span import Span, Timeline, task_span
 from meshwright.pipeline.stage import Stage
-from meshwright.pipeline.task import Kind, Task
+from meshwright.pipeline.task import Task, TaskKind
 from meshwright.pipeline.trace import write_trace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh, open_mesh
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, ScheduleRule] = {
     "1f1b": ONE_F_ONE_B,
     "gpipe": GPIPE,
     "axonn": AXONN,
@@ -67,14 +67,14 @@ class Run:
     seed: int = 0
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> ScheduleRule:
         return RULES[self.schedule]
 
     def costs(self, stage: int, task: Task) -> float:
         """F, B and W take 1 each; an unsplit backward pass is B and W together."""
-        if self.rule.splits or task.kind is Kind.FORWARD:
+        if self.rule.splits or task.kind is TaskKind.FORWARD:
             return self._part(stage, task)
-        return self._part(stage, task) + self._part(stage, Task(Kind.WEIGHT, task.microbatch))
+        return self._part(stage, task) + self._part(stage, Task(TaskKind.WEIGHT, task.microbatch))
 
     def _part(self, stage: int, task: Task) -> float:
         if self.condition == "jitter":
@@ -123,15 +123,15 @@ class PacedStage(Stage):
         return self.index == self.run.num_stages - 1
 
     def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
-        end = self._work(Task(Kind.FORWARD, index))
-        return (torch.zeros(()),) if self.is_last else self._message(end, 1, Task(Kind.FORWARD, index))
+        end = self._work(Task(TaskKind.FORWARD, index))
+        return (torch.zeros(()),) if self.is_last else self._message(end, 1, Task(TaskKind.FORWARD, index))
 
     def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden:
-        end = self._work(Task(Kind.BACKWARD, index))
-        return () if self.is_first else self._message(end, -1, Task(Kind.BACKWARD, index))
+        end = self._work(Task(TaskKind.BACKWARD, index))
+        return () if self.is_first else self._message(end, -1, Task(TaskKind.BACKWARD, index))
 
     def weights(self, index: int, *, final: bool) -> None:
-        self._work(Task(Kind.WEIGHT, index))
+        self._work(Task(TaskKind.WEIGHT, index))
 
     def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
         raise AssertionError("a paced stage trains only")

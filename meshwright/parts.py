@@ -28,7 +28,7 @@ from meshwright.parameters.bucket import make_buckets
 from meshwright.parameters.shard import ShardSpec, initialise, shard_specs, use_gradients
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.pipeline import Pipeline
-from meshwright.pipeline.schedule import ONE_F_ONE_B, Rule
+from meshwright.pipeline.schedule import ONE_F_ONE_B, ScheduleRule
 from meshwright.pipeline.stage import Stage
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import MessageMeta, TensorMeta
@@ -192,7 +192,7 @@ def recomputed_group(config: Config, stage_layers: int) -> int:
     return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
 
 
-def rule_of(config: Config) -> Rule:
+def rule_of(config: Config) -> ScheduleRule:
     """The run's schedule with its limit. One stage goes back as soon as it has gone forward: nothing is gained by more
     microbatches in flight."""
     settings = config.layout.pipeline

@@ -5,7 +5,7 @@
 | models     | model.family           | a subclass of models/section.py's Network                         |
 | tensor     | layout.tensor.kind     | a subclass of tensor/section.py's TensorSection                   |
 | data       | data.kind              | a subclass of data/section.py's DataSection                       |
-| schedules  | layout.pipeline.schedule | a Rule of pipeline/schedule.py                                  |
+| schedules  | layout.pipeline.schedule | a ScheduleRule (pipeline/schedule.py)                                 |
 | syncs      | layout.data.sync       | a Sync of data_parallel/section.py                                |
 | optimizers | optimizer.name         | an Update of optim/section.py                                     |
 
@@ -71,7 +71,7 @@ BASES: Mapping[str, str] = {
     "models": "meshwright.models.section:Network",
     "tensor": "meshwright.tensor.section:TensorSection",
     "data": "meshwright.data.section:DataSection",
-    "schedules": "meshwright.pipeline.schedule:Rule",
+    "schedules": "meshwright.pipeline.schedule:ScheduleRule",
     "syncs": "meshwright.data_parallel.section:Sync",
     "optimizers": "meshwright.optim.section:Update",
 }

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.config import Config
 from meshwright.pipeline.span import Timeline, task_span
-from meshwright.pipeline.task import Kind, Task
+from meshwright.pipeline.task import Task, TaskKind
 from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.predict import Prediction
@@ -31,7 +31,7 @@ class QuickPlanner:
     cluster: Cluster
 
     def predict(self, config: Config) -> Prediction:
-        forward, backward = (task_span(0, Task(kind, 0), 0.0, 1.0) for kind in (Kind.FORWARD, Kind.BACKWARD))
+        forward, backward = (task_span(0, Task(kind, 0), 0.0, 1.0) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD))
         phases = dict.fromkeys((PIPELINE, DATA_PARALLEL, OPTIMIZER), 1.0)
         memory = (Memory(1, 1, 1, 1, 1, 1),) * config.layout.pipeline.size
         return Prediction(config, self.cluster, 3.0, phases, memory, (), Timeline(1, (forward, backward)), 1.0)

@@ -11,7 +11,7 @@ from meshwright.tensor.section import TensorSection, Whole
 
 if TYPE_CHECKING:
     from meshwright.data_parallel.section import Sync
-    from meshwright.pipeline.schedule import Rule as ScheduleRule
+    from meshwright.pipeline.schedule import ScheduleRule
 
     SyncName: TypeAlias = str
     ScheduleName: TypeAlias = str

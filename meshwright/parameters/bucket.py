@@ -111,7 +111,7 @@ class FlatWeights:
 
 
 @dataclass(frozen=True)
-class Kind:
+class BucketKey:
     """What the parameters of a bucket have in common."""
 
     dtype: torch.dtype
@@ -127,15 +127,15 @@ class Kind:
 
 def arranged(
     parameters: Iterable[tuple[str, int, torch.dtype]], specs: dict[str, ShardSpec], mesh: Mesh, bucket_bytes: int
-) -> list[tuple[Kind, list[str]]]:
+) -> list[tuple[BucketKey, list[str]]]:
     """Which parameters (name, elements on this rank, dtype) share a bucket of about `bucket_bytes`, in order of
     readiness: the reverse of the given order."""
-    open_groups: dict[Kind, list[str]] = {}
-    sizes: dict[Kind, int] = {}
-    full: list[tuple[Kind, list[str]]] = []
+    open_groups: dict[BucketKey, list[str]] = {}
+    sizes: dict[BucketKey, int] = {}
+    full: list[tuple[BucketKey, list[str]]] = []
     for name, num_elements, dtype in reversed(list(parameters)):
         spec = specs[name]
-        kind = Kind(dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes))
+        kind = BucketKey(dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes))
         open_groups.setdefault(kind, []).append(name)
         sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
         if sizes[kind] >= bucket_bytes:
@@ -176,7 +176,7 @@ def gradient_dtype(stored: torch.dtype, widens: bool) -> torch.dtype:
 
 
 def _make_bucket(
-    kind: Kind,
+    kind: BucketKey,
     group: list[tuple[str, nn.Parameter]],
     specs: dict[str, ShardSpec],
     mesh: Mesh,

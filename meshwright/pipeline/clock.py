@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.pipeline.engine import StageProcess, stage_process
-from meshwright.pipeline.schedule import Rule
+from meshwright.pipeline.schedule import ScheduleRule
 from meshwright.pipeline.span import Timeline, task_span
-from meshwright.pipeline.task import WAIT, Arrival, Kind, Task, Wait
+from meshwright.pipeline.task import WAIT, Arrival, Task, TaskKind, Wait
 
-Costs = Callable[[int, Task], float]
+TaskSeconds = Callable[[int, Task], float]
 """costs(stage, task): the seconds that the task takes there. Asked once for each task."""
 
-Latency = Callable[[int, int, Task], float]
+MessageSeconds = Callable[[int, int, Task], float]
 """latency(from, to, message): the seconds from the end of the task that sends it to its arrival. Asked once for each
 message."""
 
@@ -33,7 +33,12 @@ def undisturbed(busy: int) -> float:
 
 
 def simulate(
-    num_stages: int, num_microbatches: int, rule: Rule, costs: Costs, latency: Latency, pace: Pace = undisturbed
+    num_stages: int,
+    num_microbatches: int,
+    rule: ScheduleRule,
+    costs: TaskSeconds,
+    latency: MessageSeconds,
+    pace: Pace = undisturbed,
 ) -> Timeline:
     """The spans of one step. Sends never wait, and a link carries any number of messages at once; messages may
     overtake. A task's pace changes when other stages begin or end theirs.
@@ -70,7 +75,13 @@ class _Simulation:
     """The state of one run of the clock."""
 
     def __init__(
-        self, num_stages: int, num_microbatches: int, rule: Rule, costs: Costs, latency: Latency, pace: Pace
+        self,
+        num_stages: int,
+        num_microbatches: int,
+        rule: ScheduleRule,
+        costs: TaskSeconds,
+        latency: MessageSeconds,
+        pace: Pace,
     ) -> None:
         views = [rule.view(stage, num_stages, num_microbatches) for stage in range(num_stages)]
         self.stages = [_Stage(stage_process(view, rule.schedule)) for view in views]
@@ -115,9 +126,9 @@ class _Simulation:
 
     def send(self, time: float, index: int, task: Task) -> None:
         """What a task sends when it ends."""
-        if task.kind is Kind.WEIGHT:
+        if task.kind is TaskKind.WEIGHT:
             return
-        to = index + (1 if task.kind is Kind.FORWARD else -1)
+        to = index + (1 if task.kind is TaskKind.FORWARD else -1)
         if 0 <= to < len(self.stages):
             self.push(time + self.latency(index, to, task), to, task)
 

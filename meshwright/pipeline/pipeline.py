@@ -14,10 +14,10 @@ from torch import Tensor
 
 from meshwright.model import Batch, Hidden, Scales
 from meshwright.pipeline.engine import stage_process
-from meshwright.pipeline.schedule import FORWARD_ONLY, Rule, Schedule
+from meshwright.pipeline.schedule import FORWARD_ONLY, Schedule, ScheduleRule
 from meshwright.pipeline.span import Moment, Span, Watch, task_span
 from meshwright.pipeline.stage import Stage
-from meshwright.pipeline.task import Arrival, Kind, Task, View
+from meshwright.pipeline.task import Arrival, Task, TaskKind, View
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta
@@ -48,7 +48,7 @@ class Pipeline:
     def __init__(
         self,
         stage: Stage,
-        rule: Rule,
+        rule: ScheduleRule,
         mesh: Mesh,
         peers: Comm,
         mailbox: Mailbox,
@@ -85,14 +85,14 @@ class Pipeline:
         def act(task: Task) -> None:
             nonlocal total
             index = task.microbatch
-            if task.kind is Kind.FORWARD:
+            if task.kind is TaskKind.FORWARD:
                 seed(index)
                 outgoing = self.stage.forward(index, received.pop(task, ()), batches[index], scales)
                 if self.stage.is_last:
                     total += outgoing[0]
                 else:
                     self.mailbox.send("after", index, outgoing)
-            elif task.kind is Kind.BACKWARD:
+            elif task.kind is TaskKind.BACKWARD:
                 if index == last:
                     self.strategy.expect(True)
                 gradients = self.stage.backward(index, received.pop(task, ()), defers=self.rule.splits)
@@ -119,12 +119,12 @@ class Pipeline:
 
         self._drive(FORWARD_ONLY, len(batches), act, received)
 
-    def _drive(self, rule: Rule, num_batches: int, act: Callable[[Task], None], received: Received) -> None:
+    def _drive(self, rule: ScheduleRule, num_batches: int, act: Callable[[Task], None], received: Received) -> None:
         """Run the stage's engine to its end. What arrives lies in `received` until a task takes it."""
         recorder = self.mesh.recorder
         self._epoch += 1
         before = 0 if self.stage.is_first else num_batches
-        after = 0 if self.stage.is_last or Kind.BACKWARD not in rule.kinds else num_batches
+        after = 0 if self.stage.is_last or TaskKind.BACKWARD not in rule.kinds else num_batches
         self.mailbox.open(self._epoch, self.forms, before, after)
         self._done = []
         self._watch.start()
@@ -155,10 +155,10 @@ class Pipeline:
 
 
 def _arrival(message: Message) -> Arrival:
-    return Arrival(Kind.FORWARD if message.side == "before" else Kind.BACKWARD, message.index)
+    return Arrival(TaskKind.FORWARD if message.side == "before" else TaskKind.BACKWARD, message.index)
 
 
-def agreed(schedule: Schedule, kinds: tuple[Kind, ...], peers: Comm, device: torch.device) -> Schedule:
+def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, device: torch.device) -> Schedule:
     """The schedule as the first of a stage's ranks follows it: it tells the others what it decides, and they obey.
 
     Ranks that share layers meet in the layers' collectives, so they must do the same tasks in the same order, though

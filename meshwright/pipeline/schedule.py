@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from meshwright.pipeline.task import Kind, Task, View
+from meshwright.pipeline.task import Task, TaskKind, View
 
 Schedule = Callable[[View], Task | None]
 """The task to do next, which must be ready; None: wait for a message."""
@@ -33,7 +33,7 @@ def forward_first(view: View) -> Task | None:
     Limits must not rise from a stage to the next, or the stages wait for each other.
     """
     below = view.forwards < view.num_microbatches and view.in_flight < view.limit
-    kind = Kind.FORWARD if below else Kind.BACKWARD
+    kind = TaskKind.FORWARD if below else TaskKind.BACKWARD
     return view.next(kind) if view.ready(kind) else None
 
 
@@ -41,10 +41,10 @@ def axonn(view: View) -> Task | None:
     """The paper's: act on what came first. The first stage injects up to the limit, and one more after each backward
     pass; the last stage goes backward at once.
     """
-    if view.is_last and view.ready(Kind.BACKWARD):
-        return view.next(Kind.BACKWARD)
-    if view.is_first and view.ready(Kind.FORWARD):
-        return view.next(Kind.FORWARD)
+    if view.is_last and view.ready(TaskKind.BACKWARD):
+        return view.next(TaskKind.BACKWARD)
+    if view.is_first and view.ready(TaskKind.FORWARD):
+        return view.next(TaskKind.FORWARD)
     for kind in view.arrivals:
         if view.ready(kind):
             return view.next(kind)
@@ -55,7 +55,7 @@ def message_driven(view: View) -> Task | None:
     """Ours: the backward pass first, since a neighbour waits for it; then forward; weight gradients, which nobody
     waits for, fill every wait. Weight gradients also make room: a stage at its limit runs them before it sleeps.
     """
-    for kind in (Kind.BACKWARD, Kind.FORWARD, Kind.WEIGHT):
+    for kind in (TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.WEIGHT):
         if view.ready(kind):
             return view.next(kind)
     return None
@@ -63,11 +63,11 @@ def message_driven(view: View) -> Task | None:
 
 def forward_only(view: View) -> Task | None:
     """An evaluation: nothing comes back, and nothing is held."""
-    return view.next(Kind.FORWARD) if view.ready(Kind.FORWARD) else None
+    return view.next(TaskKind.FORWARD) if view.ready(TaskKind.FORWARD) else None
 
 
 @dataclass(frozen=True)
-class Rule:
+class ScheduleRule:
     """A schedule and what it goes with: the tasks of a microbatch, and the limit of each stage.
 
     `held`: the most microbatches that a stage holds of its limit, where nothing is late: it warms up with as many as
@@ -75,7 +75,7 @@ class Rule:
     """
 
     schedule: Schedule
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TaskKind, ...]
     limit: Limit
     held: Limit = lambda stage, num_stages, limit: min(limit, num_stages - stage)
     """held(stage, num_stages, limit)."""
@@ -87,29 +87,31 @@ class Rule:
     @property
     def splits(self) -> bool:
         """Whether weight gradients are tasks of their own."""
-        return Kind.WEIGHT in self.kinds
+        return TaskKind.WEIGHT in self.kinds
 
     def view(self, stage: int, num_stages: int, num_microbatches: int) -> View:
         """A stage before its first task."""
         limit = self.limit(stage, num_stages, num_microbatches)
         return View(stage, num_stages, num_microbatches, limit, self.kinds)
 
-    def limited(self, limit: int) -> Rule:
+    def limited(self, limit: int) -> ScheduleRule:
         """The same with `limit` microbatches in flight at every stage."""
         return replace(self, limit=lambda stage, num_stages, num_microbatches: limit)
 
 
-WHOLE = (Kind.FORWARD, Kind.BACKWARD)
-SPLIT = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+WHOLE = (TaskKind.FORWARD, TaskKind.BACKWARD)
+SPLIT = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT)
 
-GPIPE = Rule(
+GPIPE = ScheduleRule(
     forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_microbatches,
     held=lambda stage, num_stages, limit: limit, fixed=True,
 )  # fmt: skip
-ONE_F_ONE_B = Rule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_stages - stage, fixed=True)
-AXONN = Rule(axonn, WHOLE, lambda stage, num_stages, num_microbatches: num_stages)
-MESSAGE_DRIVEN = Rule(
+ONE_F_ONE_B = ScheduleRule(
+    forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_stages - stage, fixed=True
+)
+AXONN = ScheduleRule(axonn, WHOLE, lambda stage, num_stages, num_microbatches: num_stages)
+MESSAGE_DRIVEN = ScheduleRule(
     message_driven, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages,
     held=lambda stage, num_stages, limit: limit if stage == 0 else min(limit, num_stages - stage), by_memory=True,
 )  # fmt: skip
-FORWARD_ONLY = Rule(forward_only, (Kind.FORWARD,), lambda stage, num_stages, num_microbatches: 1)
+FORWARD_ONLY = ScheduleRule(forward_only, (TaskKind.FORWARD,), lambda stage, num_stages, num_microbatches: 1)

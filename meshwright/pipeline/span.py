@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.pipeline.task import Kind, Task
+from meshwright.pipeline.task import Task, TaskKind
 
 Moment = Callable[[], float]
 """When it was, in seconds since the epoch. On a GPU: waits until the device has passed it."""
@@ -51,7 +51,7 @@ class Watch:
         return event
 
 
-NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight"}
+CATEGORIES = {TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.WEIGHT: "weight"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Span:
 
 def task_span(stage: int, task: Task, start_seconds: float, end_seconds: float) -> Span:
     """The span of a task."""
-    return Span(stage, str(task), NAMES[task.kind], start_seconds, end_seconds, task.microbatch)
+    return Span(stage, str(task), CATEGORIES[task.kind], start_seconds, end_seconds, task.microbatch)
 
 
 def phase_span(stage: int, phase: str, start_seconds: float, end_seconds: float) -> Span:

@@ -23,7 +23,7 @@ from enum import Enum
 from typing import Any
 
 
-class Kind(Enum):
+class TaskKind(Enum):
     """A kind of task; prints as its letter."""
 
     FORWARD = "F"
@@ -38,7 +38,7 @@ class Kind(Enum):
 class Task:
     """One kind of work on one microbatch."""
 
-    kind: Kind
+    kind: TaskKind
     microbatch: int
 
     def __str__(self) -> str:
@@ -73,13 +73,13 @@ class View:
     num_stages: int
     num_microbatches: int
     limit: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TaskKind, ...]
     forwards: int = 0
     backwards: int = 0
     weights: int = 0
     activations: int = 0
     gradients: int = 0
-    arrivals: tuple[Kind, ...] = ()
+    arrivals: tuple[TaskKind, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 <= self.stage < self.num_stages, f"stage {self.stage} of {self.num_stages}"
@@ -97,13 +97,13 @@ class View:
     @property
     def splits(self) -> bool:
         """Whether weight gradients are tasks of their own."""
-        return Kind.WEIGHT in self.kinds
+        return TaskKind.WEIGHT in self.kinds
 
-    def num_done(self, kind: Kind) -> int:
+    def num_done(self, kind: TaskKind) -> int:
         """How many tasks of this kind are done."""
-        if kind is Kind.FORWARD:
+        if kind is TaskKind.FORWARD:
             return self.forwards
-        return self.backwards if kind is Kind.BACKWARD else self.weights
+        return self.backwards if kind is TaskKind.BACKWARD else self.weights
 
     @property
     def in_flight(self) -> int:
@@ -114,18 +114,18 @@ class View:
     def done(self) -> bool:
         return self.num_done(self.kinds[-1]) == self.num_microbatches
 
-    def next(self, kind: Kind) -> Task:
+    def next(self, kind: TaskKind) -> Task:
         """The only task of this kind whose turn it is."""
         return Task(kind, self.num_done(kind))
 
-    def ready(self, kind: Kind) -> bool:
+    def ready(self, kind: TaskKind) -> bool:
         """Whether the next task of this kind has all that it needs, and a forward pass room below the limit."""
         if kind not in self.kinds:
             return False
-        if kind is Kind.FORWARD:
+        if kind is TaskKind.FORWARD:
             given = self.num_microbatches if self.is_first else self.activations
             return self.forwards < given and self.in_flight < self.limit
-        if kind is Kind.BACKWARD:
+        if kind is TaskKind.BACKWARD:
             return self.backwards < (self.forwards if self.is_last else self.gradients)
         return self.weights < self.backwards
 
@@ -133,16 +133,16 @@ class View:
     def outstanding(self) -> int:
         """Messages that can still come while this stage does nothing."""
         activations = 0 if self.is_first else self.num_microbatches - self.activations
-        sends_back = Kind.BACKWARD in self.kinds and not self.is_last
+        sends_back = TaskKind.BACKWARD in self.kinds and not self.is_last
         return activations + (self.forwards - self.gradients if sends_back else 0)
 
     def after(self, task: Task) -> View:
         """The view when the task is done: its counter goes on, and the message that it took is gone."""
         assert self.ready(task.kind), f"{task} is not ready: {self}"
         assert task == self.next(task.kind), f"{task} out of turn: {self}"
-        if task.kind is Kind.FORWARD:
+        if task.kind is TaskKind.FORWARD:
             return self._with(forwards=self.forwards + 1, arrivals=self._without(task.kind))
-        if task.kind is Kind.BACKWARD:
+        if task.kind is TaskKind.BACKWARD:
             return self._with(backwards=self.backwards + 1, arrivals=self._without(task.kind))
         return self._with(weights=self.weights + 1)
 
@@ -153,25 +153,25 @@ class View:
         made.__dict__.update(changes)
         return made
 
-    def _without(self, kind: Kind) -> tuple[Kind, ...]:
+    def _without(self, kind: TaskKind) -> tuple[TaskKind, ...]:
         """The arrivals less the oldest of this kind, if any: the first stage's F and the last one's B take none."""
         if kind not in self.arrivals:
             return self.arrivals
         index = self.arrivals.index(kind)
         return self.arrivals[:index] + self.arrivals[index + 1 :]
 
-    def expects(self, kind: Kind) -> Arrival:
+    def expects(self, kind: TaskKind) -> Arrival:
         """The message of this kind whose turn it is."""
-        return Arrival(kind, self.activations if kind is Kind.FORWARD else self.gradients)
+        return Arrival(kind, self.activations if kind is TaskKind.FORWARD else self.gradients)
 
-    def with_arrival(self, kind: Kind) -> View:
+    def with_arrival(self, kind: TaskKind) -> View:
         """The view when the next message of this kind has come."""
         arrivals = (*self.arrivals, kind)
-        if kind is Kind.FORWARD:
+        if kind is TaskKind.FORWARD:
             assert not self.is_first, f"an activation at the first stage: {self}"
             assert self.activations < self.num_microbatches, f"one activation too many: {self}"
             return self._with(activations=self.activations + 1, arrivals=arrivals)
-        assert kind is Kind.BACKWARD, f"{kind} is no message"
+        assert kind is TaskKind.BACKWARD, f"{kind} is no message"
         assert not self.is_last, f"a gradient at the last stage: {self}"
         assert self.gradients < self.forwards, f"a gradient of a microbatch that was not sent on: {self}"
         return self._with(gradients=self.gradients + 1, arrivals=arrivals)

@@ -34,7 +34,7 @@ from meshwright.subgraph.common import (
 from meshwright.subgraph.section import Subgraph
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
 from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Pair
+from meshwright.tensor.kit import LinearPair
 from meshwright.tensor.linear import Local
 from meshwright.tensor.norms import GroupNorm, RmsNorm
 from meshwright.tensor.pair import CutContract, CutExpand
@@ -88,8 +88,8 @@ class SubgraphKit:
         """`num_rows`: of a replica's microbatch."""
         self.mesh = mesh
         self.segment: Segment = AllCommon(mesh) if settings.common == "all" else OneCommon(mesh, num_rows)
-        self.branches: Pair = (CorePair if settings.branch == "attention-core" else BranchPair)(self.segment)
-        self._slices: Pair = (BranchPair if settings.branch == "block" else CommonPair)(self.segment)
+        self.branches: LinearPair = (CorePair if settings.branch == "attention-core" else BranchPair)(self.segment)
+        self._slices: LinearPair = (BranchPair if settings.branch == "block" else CommonPair)(self.segment)
 
     def _common(self, layer: ShardedModule, absent: Callable[[ShardedModule], Absent]) -> ShardedModule:
         """A common layer, or what stands for it where it does not live."""

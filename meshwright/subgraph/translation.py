@@ -1,7 +1,7 @@
 """The general translation between two grids of ranks (SUPER, IPDPS 2021, section IV): point-to-point messages.
 
 Where no segmented collective fits: a tensor lies somehow on the ranks of an axis, and shall lie on them otherwise. Both
-are a `Layout`, the box of the tensor that each rank holds; a message is what a sender's and a receiver's box have in
+are a `RowLayout`, the box of the tensor that each rank holds; a message is what a sender's and a receiver's box have in
 common. What several ranks hold of the source are summands, what several want of the target are copies. So the reverse
 translation is the backward pass, and the paper's four steps are four pairs of layouts:
 
@@ -28,7 +28,7 @@ from meshwright.parameters.shard import Box
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
 
-Layout = tuple[Box, ...]
+RowLayout = tuple[Box, ...]
 """By rank of an axis: the box that it holds, of some dims of a tensor; of the others it holds all."""
 
 
@@ -41,7 +41,7 @@ class Transfer:
     box: Box
 
 
-def plan(source: Layout, target: Layout) -> tuple[Transfer, ...]:
+def plan_translation(source: RowLayout, target: RowLayout) -> tuple[Transfer, ...]:
     """Who sends what to whom, by receiver, then by sender."""
     return tuple(
         Transfer(sender, receiver, box)
@@ -63,19 +63,19 @@ def nearly_even(length: int, holders: range, size: int) -> tuple[range, ...]:
     return intervals([counts[rank - holders.start] if rank in holders else 0 for rank in range(size)])
 
 
-def rows_on(num_rows: int, holders: range, size: int) -> Layout:
+def rows_on(num_rows: int, holders: range, size: int) -> RowLayout:
     """The rows, nearly evenly on the ranks of an index range of an axis of `size` ranks."""
     return tuple(Box((rows.start,), (len(rows),)) for rows in nearly_even(num_rows, holders, size))
 
 
-def moved(x: Tensor, comm: Comm, source: Layout, target: Layout, dims: Sequence[int] = (0,)) -> Tensor:
+def moved(x: Tensor, comm: Comm, source: RowLayout, target: RowLayout, dims: Sequence[int] = (0,)) -> Tensor:
     """This rank's box of the target. `x`: its box of the source; `dims`: the dims of x that boxes speak of, in order.
 
     Ranks meet in pairs: in turn k, i and k - i modulo n, who both know what they have for each other. So one that waits
     waits for a turn that is not later than its own, and no cycle forms, however the transport sends.
     """
     mine, wanted = source[comm.index], target[comm.index]
-    messages = plan(source, target)
+    messages = plan_translation(source, target)
     sent = {message.receiver: message.box for message in messages if message.sender == comm.index}
     due = {message.sender: message.box for message in messages if message.receiver == comm.index}
     outgoing = {peer: _part(x, box.within(mine), dims).contiguous() for peer, box in sent.items()}
@@ -117,7 +117,7 @@ def _shape(x: Tensor, box: Box, dims: Sequence[int]) -> list[int]:
 
 class _Translate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, source: Layout, target: Layout, dims: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Comm, source: RowLayout, target: RowLayout, dims: tuple[int, ...]) -> Tensor:
         ctx.back = comm, target, source, dims
         return moved(x, comm, source, target, dims)
 
@@ -127,7 +127,9 @@ class _Translate(torch.autograd.Function):
         return moved(gradient, *ctx.back), None, None, None, None
 
 
-def translate(x: Tensor, mesh: Mesh, axis: str, source: Layout, target: Layout, dims: tuple[int, ...] = (0,)) -> Tensor:
+def translate(
+    x: Tensor, mesh: Mesh, axis: str, source: RowLayout, target: RowLayout, dims: tuple[int, ...] = (0,)
+) -> Tensor:
     """This rank's box of the target, of its box x of the source. Backward: the reverse translation."""
     result: Tensor = _Translate.apply(x, mesh.comm(axis), source, target, dims)
     return result
@@ -146,7 +148,7 @@ class Translated:
         self.num_rows = num_rows
         self.shares = tuple(shares)
         self.outside = rows_on(num_rows, holders, mesh.size(axis))
-        self.inside: Layout = (Box((0,), (num_rows,)),) * mesh.size(axis)
+        self.inside: RowLayout = (Box((0,), (num_rows,)),) * mesh.size(axis)
 
     def enter(self, x: Tensor) -> Tensor:
         """All rows of those that ranks hold: [b, ...] -> [B, ...]."""
@@ -166,7 +168,7 @@ class Translated:
         rows, parts = self._layouts(x.shape[dim] // self.shares[self.mesh.index(self.axis)])
         return translate(x, self.mesh, self.axis, parts, rows, (0, dim))
 
-    def _layouts(self, unit: int) -> tuple[Layout, Layout]:
+    def _layouts(self, unit: int) -> tuple[RowLayout, RowLayout]:
         """Rows of whole width; all rows of parts. `unit`: elements of a share."""
         widths = [share * unit for share in self.shares]
         rows = tuple(Box((*box.offsets, 0), (*box.lengths, sum(widths))) for box in self.outside)

@@ -42,7 +42,7 @@ class WholeHead(Head, Protocol):
         """[B, T, V], without the padding of the vocabulary. Without gradients."""
 
 
-class Pair(Protocol):
+class LinearPair(Protocol):
     """Where the first and second linear of a pair come from. `bias`: whether they add one."""
 
     def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
@@ -55,7 +55,7 @@ class Pair(Protocol):
         """[B, T, N] -> [B, T, H]."""
 
 
-class Kit(Pair, Protocol):
+class Kit(LinearPair, Protocol):
     """What a model may ask for. Each layer carries its parameters' ShardSpecs.
 
     `branches`: for a pair whose inside falls into branches that need nothing of each other: the heads of an attention,
@@ -69,7 +69,7 @@ class Kit(Pair, Protocol):
     split_axes: tuple[str, ...]
 
     @property
-    def branches(self) -> Pair: ...
+    def branches(self) -> LinearPair: ...
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         """ids [B, T] -> [B, T, H]."""

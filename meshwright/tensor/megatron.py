@@ -27,7 +27,7 @@ from meshwright.parameters.shard import Initial, Shard, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import CutSequence, Sequence, WholeSequence
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import Pair
+from meshwright.tensor.kit import LinearPair
 from meshwright.tensor.linear import Local, linear, lookup
 from meshwright.tensor.norms import GroupNorm, RmsNorm
 from meshwright.tensor.pair import CutContract, CutExpand
@@ -84,7 +84,7 @@ class MegatronKit:
         return MegatronEmbedding(self.mesh, num_rows, hidden, initial, self.sequence)
 
     @property
-    def branches(self) -> Pair:
+    def branches(self) -> LinearPair:
         return self
 
     def norm(self, hidden: int, epsilon: float) -> nn.Module:

@@ -22,7 +22,7 @@ from meshwright.parameters.shard import ONES, ZEROS, Initial, ShardedModule, Sha
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import chunked_token_losses
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import Pair
+from meshwright.tensor.kit import LinearPair
 from meshwright.tensor.linear import Local, linear, lookup
 from meshwright.tensor.norms import GroupNorm, RmsNorm
 
@@ -121,7 +121,7 @@ class SerialKit:
         return Local(self.mesh, ShardSpec(shape, initial=initial, matrix=matrix))
 
     @property
-    def branches(self) -> Pair:
+    def branches(self) -> LinearPair:
         return self
 
     def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:

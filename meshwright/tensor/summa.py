@@ -54,7 +54,7 @@ ROUTES = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class Stationary:
     """What stays in the forward product, in dX's and in dW's."""
 
     forward: str
@@ -89,7 +89,7 @@ class Sizes:
         block = {X: self.x, W: self.w, Y: self.y}[who]
         return block * (self.q - 1 + ROUTES[stays][who].transposed)
 
-    def sent(self, choice: Choice, form: Form) -> int:
+    def sent(self, choice: Stationary, form: Form) -> int:
         """Elements that a rank sends for the three products.
 
         What one product gathered may serve the next: the weight in dX where it is kept, dY in dW unless it streams.
@@ -105,13 +105,13 @@ class Sizes:
 
 
 @cache
-def best_choice(sizes: Sizes, form: Form) -> Choice:
+def best_stationary(sizes: Sizes, form: Form) -> Stationary:
     """The choice that sends least; of equals, the papers'.
 
     It is made for the three products together, since what one gathered may serve the next. Only bytes are weighed, not
     the number of calls: on a small model over gloo fewer calls would be worth more.
     """
-    choices = [Choice(*each) for each in product((Y, X, W), repeat=3)]
+    choices = [Stationary(*each) for each in product((Y, X, W), repeat=3)]
     return min(choices, key=lambda choice: sizes.sent(choice, form))
 
 

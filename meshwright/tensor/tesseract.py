@@ -32,10 +32,10 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import give_to_autograd
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import Pair
+from meshwright.tensor.kit import LinearPair
 from meshwright.tensor.linear import Local, bias_gradient, cast, linear, lookup, write_part
 from meshwright.tensor.norms import GroupNorm, split_layer_norm
-from meshwright.tensor.summa import Choice, Panels, Sizes, Summa, W, X, Y, best_choice
+from meshwright.tensor.summa import Panels, Sizes, Stationary, Summa, W, X, Y, best_stationary
 
 
 class _Linear(torch.autograd.Function):
@@ -98,8 +98,8 @@ class TesseractLinear(ShardedModule):
         """The blocks of the product with `rows` rows of x."""
         return Sizes.of(rows, self.weight.shape[0], self.weight[0].numel(), self.mesh.size("row"))
 
-    def choice(self, rows: int) -> Choice:
-        return best_choice(self.sizes(rows), self.weights.form)
+    def choice(self, rows: int) -> Stationary:
+        return best_stationary(self.sizes(rows), self.weights.form)
 
     def operands(self, stays: str, blocks: dict[str, Tensor]) -> dict[str, Panels | Tensor]:
         """The staying operand's block as it is, the others on their way."""
@@ -221,7 +221,7 @@ class TesseractKit:
         return TesseractNorm(self.mesh, hidden, epsilon)
 
     @property
-    def branches(self) -> Pair:
+    def branches(self) -> LinearPair:
         return self
 
     def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from benchmarks.paced import CONDITIONS, RULES, HeldMailbox, PacedPipeline, Run
 from benchmarks.pipeline import Measured, planned, scaled, summed_up
 from meshwright.pipeline.span import Timeline
-from meshwright.pipeline.task import Kind, Task
+from meshwright.pipeline.task import Task, TaskKind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import Message, SoloMailbox, TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh
@@ -45,10 +45,10 @@ def check_times(run: Run, timeline: Timeline) -> None:
     """A task takes at least what it costs, and begins when the message that it needs has arrived."""
     starts = {(span.stage, span.name): span.start_seconds for span in timeline.spans}
     for span in timeline.spans:
-        task = Task(Kind(span.name[0]), int(span.name[1:]))
+        task = Task(TaskKind(span.name[0]), int(span.name[1:]))
         cost = run.costs(span.stage, task)
         assert span.seconds >= cost - 1e-3
-        to = span.stage + {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: STAGES}[task.kind]
+        to = span.stage + {TaskKind.FORWARD: 1, TaskKind.BACKWARD: -1, TaskKind.WEIGHT: STAGES}[task.kind]
         if 0 <= to < STAGES:
             assert starts[to, span.name] >= span.start_seconds + cost + run.latency(span.stage, to, task) - 1e-3
 
@@ -96,7 +96,7 @@ def test_all_schedules_meet_the_same_troubles(condition: str) -> None:
     """B and W together take what the whole backward pass takes; and a link is as late."""
     whole, split = (Run(schedule, condition, 8, 16, seed=1) for schedule in SCHEDULES)
     for stage in range(8):
-        forward, backward, weight = (Task(kind, 5) for kind in Kind)
+        forward, backward, weight = (Task(kind, 5) for kind in TaskKind)
         assert whole.costs(stage, forward) == split.costs(stage, forward)
         assert whole.costs(stage, backward) == split.costs(stage, backward) + split.costs(stage, weight)
         assert whole.latency(stage, stage + 1, forward) == split.latency(stage, stage + 1, forward)

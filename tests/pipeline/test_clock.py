@@ -7,25 +7,25 @@ from collections.abc import Callable
 
 import pytest
 
-from meshwright.pipeline.clock import Costs, Latency, simulate
-from meshwright.pipeline.schedule import AXONN, FORWARD_ONLY, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, SPLIT, Rule
-from meshwright.pipeline.task import Kind, Task
+from meshwright.pipeline.clock import MessageSeconds, TaskSeconds, simulate
+from meshwright.pipeline.schedule import AXONN, FORWARD_ONLY, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, SPLIT, ScheduleRule
+from meshwright.pipeline.task import Task, TaskKind
 
 SLOW_STAGE = 3
 
 
-def work(split: bool, factor: Callable[[int, str], float]) -> Costs:
+def work(split: bool, factor: Callable[[int, str], float]) -> TaskSeconds:
     """F, B and W take one second each, times factor(stage, F3); an unsplit backward pass is B and W together."""
 
     def costs(stage: int, task: Task) -> float:
-        if split or task.kind is Kind.FORWARD:
+        if split or task.kind is TaskKind.FORWARD:
             return factor(stage, str(task))
         return factor(stage, f"B{task.microbatch}") + factor(stage, f"W{task.microbatch}")
 
     return costs
 
 
-def cell(name: str, split: bool, seed: int = 0) -> tuple[Costs, Latency]:
+def cell(name: str, split: bool, seed: int = 0) -> tuple[TaskSeconds, MessageSeconds]:
     """The benchmark's four conditions; the same seed gives every schedule the same troubles."""
 
     def uniform(*key: object) -> float:
@@ -45,7 +45,7 @@ def cell(name: str, split: bool, seed: int = 0) -> tuple[Costs, Latency]:
     }[name]
 
 
-def total(rule: Rule, name: str, num_microbatches: int) -> float:
+def total(rule: ScheduleRule, name: str, num_microbatches: int) -> float:
     return simulate(8, num_microbatches, rule, *cell(name, rule.splits)).total_seconds
 
 
@@ -74,7 +74,7 @@ def test_message_driven_with_the_memory_of_1f1b(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", [GPIPE, ONE_F_ONE_B, AXONN, MESSAGE_DRIVEN, FORWARD_ONLY])
-def test_no_total_below_the_work(rule: Rule) -> None:
+def test_no_total_below_the_work(rule: ScheduleRule) -> None:
     timeline = simulate(4, 6, rule, *cell("jitter", rule.splits))
     busy = [sum(span.seconds for span in timeline.spans if span.stage == stage) for stage in range(4)]
     assert max(busy) < timeline.total_seconds
@@ -89,7 +89,9 @@ def test_latency_counts_on_every_link() -> None:
 
 def test_weight_gradients_run_while_messages_are_under_way() -> None:
     """Two stages, two microbatches, links of 3 seconds: W0 of the first stage fills the wait for B1's gradient."""
-    timeline = simulate(2, 2, Rule(MESSAGE_DRIVEN.schedule, SPLIT, lambda *_: 2), lambda *_: 1.0, lambda *_: 3.0)
+    timeline = simulate(
+        2, 2, ScheduleRule(MESSAGE_DRIVEN.schedule, SPLIT, lambda *_: 2), lambda *_: 1.0, lambda *_: 3.0
+    )
     first = [(span.name, span.start_seconds) for span in timeline.spans if span.stage == 0]
     assert first == [("F0", 0), ("F1", 1), ("B0", 9), ("W0", 10), ("B1", 11), ("W1", 12)]
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.pipeline.engine import stage_process
-from meshwright.pipeline.schedule import AXONN, FORWARD_ONLY, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Rule, Schedule
-from meshwright.pipeline.task import WAIT, Arrival, Kind, Task, View
+from meshwright.pipeline.schedule import AXONN, FORWARD_ONLY, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Schedule, ScheduleRule
+from meshwright.pipeline.task import WAIT, Arrival, Task, TaskKind, View
 
 RULES = {
     "gpipe": GPIPE,
@@ -22,7 +22,7 @@ RULES = {
 }
 
 
-def middle(schedule: Schedule, num_microbatches: int = 4, rule: Rule = MESSAGE_DRIVEN) -> list[View]:
+def middle(schedule: Schedule, num_microbatches: int = 4, rule: ScheduleRule = MESSAGE_DRIVEN) -> list[View]:
     """Run the middle stage of three with all messages sent in order, one at a time; the views that its schedule saw."""
     views: list[View] = []
 
@@ -36,9 +36,11 @@ def middle(schedule: Schedule, num_microbatches: int = 4, rule: Rule = MESSAGE_D
     while True:
         if action is WAIT:
             message = (
-                Arrival(Kind.BACKWARD, gradients.pop(0)) if gradients else Arrival(Kind.FORWARD, next(activations))
+                Arrival(TaskKind.BACKWARD, gradients.pop(0))
+                if gradients
+                else Arrival(TaskKind.FORWARD, next(activations))
             )
-        elif action.kind is Kind.FORWARD:
+        elif action.kind is TaskKind.FORWARD:
             gradients.append(action.microbatch)
         try:
             action = process.send([message] if action is WAIT else [])
@@ -56,28 +58,28 @@ def test_a_stage_acts_and_waits() -> None:
 def test_an_overtaking_message_waits_for_its_turn() -> None:
     process = stage_process(FORWARD_ONLY.view(1, 2, 3), FORWARD_ONLY.schedule)
     assert next(process) is WAIT
-    assert process.send([Arrival(Kind.FORWARD, 2)]) is WAIT
-    assert process.send([Arrival(Kind.FORWARD, 1)]) is WAIT
-    assert process.send([Arrival(Kind.FORWARD, 0)]) == Task(Kind.FORWARD, 0)
-    assert process.send([]) == Task(Kind.FORWARD, 1)
-    assert process.send([]) == Task(Kind.FORWARD, 2)
+    assert process.send([Arrival(TaskKind.FORWARD, 2)]) is WAIT
+    assert process.send([Arrival(TaskKind.FORWARD, 1)]) is WAIT
+    assert process.send([Arrival(TaskKind.FORWARD, 0)]) == Task(TaskKind.FORWARD, 0)
+    assert process.send([]) == Task(TaskKind.FORWARD, 1)
+    assert process.send([]) == Task(TaskKind.FORWARD, 2)
     with pytest.raises(StopIteration):
         process.send([])
 
 
 def test_arrivals_are_seen_in_their_order() -> None:
-    view = MESSAGE_DRIVEN.view(1, 3, 3).with_arrival(Kind.FORWARD).with_arrival(Kind.FORWARD)
-    view = view.after(Task(Kind.FORWARD, 0)).with_arrival(Kind.BACKWARD).with_arrival(Kind.FORWARD)
-    assert view.arrivals == (Kind.FORWARD, Kind.BACKWARD, Kind.FORWARD)
-    assert view.after(Task(Kind.BACKWARD, 0)).arrivals == (Kind.FORWARD, Kind.FORWARD)
+    view = MESSAGE_DRIVEN.view(1, 3, 3).with_arrival(TaskKind.FORWARD).with_arrival(TaskKind.FORWARD)
+    view = view.after(Task(TaskKind.FORWARD, 0)).with_arrival(TaskKind.BACKWARD).with_arrival(TaskKind.FORWARD)
+    assert view.arrivals == (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.FORWARD)
+    assert view.after(Task(TaskKind.BACKWARD, 0)).arrivals == (TaskKind.FORWARD, TaskKind.FORWARD)
 
 
 def test_in_flight_counts_until_the_last_task_of_a_microbatch() -> None:
     split, whole = MESSAGE_DRIVEN.view(0, 1, 3), ONE_F_ONE_B.view(0, 1, 3)
-    for kind, held, held_whole in ((Kind.FORWARD, 1, 1), (Kind.BACKWARD, 1, 0)):
+    for kind, held, held_whole in ((TaskKind.FORWARD, 1, 1), (TaskKind.BACKWARD, 1, 0)):
         split, whole = split.after(Task(kind, 0)), whole.after(Task(kind, 0))
         assert (split.in_flight, whole.in_flight) == (held, held_whole)
-    assert split.after(Task(Kind.WEIGHT, 0)).in_flight == 0
+    assert split.after(Task(TaskKind.WEIGHT, 0)).in_flight == 0
 
 
 def test_a_schedule_that_waits_for_nothing_raises() -> None:
@@ -87,13 +89,13 @@ def test_a_schedule_that_waits_for_nothing_raises() -> None:
 
 
 def test_a_task_that_is_not_ready_raises() -> None:
-    process = stage_process(GPIPE.view(1, 2, 2), lambda view: Task(Kind.FORWARD, 0))
+    process = stage_process(GPIPE.view(1, 2, 2), lambda view: Task(TaskKind.FORWARD, 0))
     with pytest.raises(AssertionError, match="F0 is not ready"):
         next(process)
 
 
 def test_a_task_out_of_turn_raises() -> None:
-    process = stage_process(GPIPE.view(0, 2, 2), lambda view: Task(Kind.FORWARD, 1))
+    process = stage_process(GPIPE.view(0, 2, 2), lambda view: Task(TaskKind.FORWARD, 1))
     with pytest.raises(AssertionError, match="F1 out of turn"):
         next(process)
 
@@ -102,16 +104,16 @@ def test_a_task_out_of_turn_raises() -> None:
 def test_a_message_that_comes_twice_raises(again: int) -> None:
     process = stage_process(FORWARD_ONLY.view(1, 2, 4), lambda view: None)
     next(process)
-    process.send([Arrival(Kind.FORWARD, 0), Arrival(Kind.FORWARD, 2)])
+    process.send([Arrival(TaskKind.FORWARD, 0), Arrival(TaskKind.FORWARD, 2)])
     with pytest.raises(AssertionError, match=f"F{again} came twice"):
-        process.send([Arrival(Kind.FORWARD, again)])
+        process.send([Arrival(TaskKind.FORWARD, again)])
 
 
 def test_a_gradient_of_what_was_never_sent_raises() -> None:
     process = stage_process(MESSAGE_DRIVEN.view(0, 2, 4), MESSAGE_DRIVEN.schedule)
-    assert next(process) == Task(Kind.FORWARD, 0)
+    assert next(process) == Task(TaskKind.FORWARD, 0)
     with pytest.raises(AssertionError, match="a gradient of a microbatch that was not sent on"):
-        process.send([Arrival(Kind.BACKWARD, 0), Arrival(Kind.BACKWARD, 1)])
+        process.send([Arrival(TaskKind.BACKWARD, 0), Arrival(TaskKind.BACKWARD, 1)])
 
 
 def test_no_stage_begins_below_a_limit_of_one() -> None:
@@ -141,7 +143,7 @@ def test_any_order_of_arrival(rule: str, num_stages: int, num_microbatches: int,
         action = actions[stage]
         if isinstance(action, Task):
             done[stage].append(action)
-            to = stage + {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: 0}[action.kind]
+            to = stage + {TaskKind.FORWARD: 1, TaskKind.BACKWARD: -1, TaskKind.WEIGHT: 0}[action.kind]
             if to != stage and 0 <= to < num_stages:
                 under_way[to].append(action)
         draw.shuffle(under_way[stage])

@@ -18,11 +18,11 @@ from meshwright.pipeline.schedule import (
     MESSAGE_DRIVEN,
     ONE_F_ONE_B,
     WHOLE,
-    Rule,
+    ScheduleRule,
     forward_first,
 )
 from meshwright.pipeline.span import Span, Timeline
-from meshwright.pipeline.task import Kind, Task
+from meshwright.pipeline.task import Task, TaskKind
 
 LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
 
@@ -42,7 +42,7 @@ def unit(stage: int, task: Task) -> float:
 
 def unit_whole(stage: int, task: Task) -> float:
     """An unsplit backward pass two forward passes."""
-    return 2.0 if task.kind is Kind.BACKWARD else 1.0
+    return 2.0 if task.kind is TaskKind.BACKWARD else 1.0
 
 
 def at_once(a: int, b: int, message: Task) -> float:
@@ -67,13 +67,13 @@ def test_axonn() -> None:
 
 
 def test_axonn_acts_on_what_came_first() -> None:
-    view = AXONN.limited(3).view(1, 3, 3).with_arrival(Kind.FORWARD).with_arrival(Kind.FORWARD)
-    view = view.after(Task(Kind.FORWARD, 0)).with_arrival(Kind.BACKWARD)
-    assert AXONN.schedule(view) == Task(Kind.FORWARD, 1)
+    view = AXONN.limited(3).view(1, 3, 3).with_arrival(TaskKind.FORWARD).with_arrival(TaskKind.FORWARD)
+    view = view.after(Task(TaskKind.FORWARD, 0)).with_arrival(TaskKind.BACKWARD)
+    assert AXONN.schedule(view) == Task(TaskKind.FORWARD, 1)
     assert MESSAGE_DRIVEN.schedule(MESSAGE_DRIVEN.view(1, 3, 3)) is None
-    late = AXONN.limited(3).view(1, 3, 3).with_arrival(Kind.FORWARD).after(Task(Kind.FORWARD, 0))
-    late = late.with_arrival(Kind.BACKWARD).with_arrival(Kind.FORWARD)
-    assert AXONN.schedule(late) == Task(Kind.BACKWARD, 0)
+    late = AXONN.limited(3).view(1, 3, 3).with_arrival(TaskKind.FORWARD).after(Task(TaskKind.FORWARD, 0))
+    late = late.with_arrival(TaskKind.BACKWARD).with_arrival(TaskKind.FORWARD)
+    assert AXONN.schedule(late) == Task(TaskKind.BACKWARD, 0)
 
 
 def test_message_driven_fills_waits_with_weight_gradients() -> None:
@@ -96,7 +96,7 @@ def test_forward_only_holds_nothing() -> None:
 @pytest.mark.parametrize("rule", [GPIPE, ONE_F_ONE_B], ids=["gpipe", "1f1b"])
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8, 32])
-def test_textbook_bubble(rule: Rule, num_stages: int, num_microbatches: int) -> None:
+def test_textbook_bubble(rule: ScheduleRule, num_stages: int, num_microbatches: int) -> None:
     """Without latency a step takes (n + p - 1)(F + B), and a stage is idle for (p - 1) / (n + p - 1) of it."""
     timeline = simulate(num_stages, num_microbatches, rule, unit_whole, at_once)
     assert timeline.total_seconds == 3 * (num_microbatches + num_stages - 1)
@@ -117,12 +117,12 @@ def test_message_driven_has_only_the_bubble_of_the_first_forward(num_stages: int
 
 def test_rising_limits_deadlock_a_static_order() -> None:
     """Stage 0 waits for its first gradient, stage 1 for its second activation: found, not waited for."""
-    planted = Rule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: stage + 1)
+    planted = ScheduleRule(forward_first, WHOLE, lambda stage, num_stages, num_microbatches: stage + 1)
     with pytest.raises(AssertionError, match="deadlock: all wait, and no message is under way: stage 0, stage 1"):
         simulate(2, 3, planted, unit_whole, at_once)
 
 
-def check(timeline: Timeline, rule: Rule, num_microbatches: int) -> None:
+def check(timeline: Timeline, rule: ScheduleRule, num_microbatches: int) -> None:
     """Every task once, each kind in order, one at a time, after what it needs, and the limit kept."""
     ends = {(span.stage, span.name): span.end_seconds for span in timeline.spans}
     kinds = [str(kind) for kind in rule.kinds]
@@ -149,9 +149,9 @@ def check(timeline: Timeline, rule: Rule, num_microbatches: int) -> None:
         assert held == 0
 
 
-def message_driven_at(limits: list[int]) -> Rule:
+def message_driven_at(limits: list[int]) -> ScheduleRule:
     """Any limits, also rising and falling from stage to stage."""
-    return Rule(
+    return ScheduleRule(
         MESSAGE_DRIVEN.schedule,
         MESSAGE_DRIVEN.kinds,
         lambda stage, num_stages, num_microbatches: limits[stage % len(limits)],
@@ -174,7 +174,9 @@ ANY_RULE = st.one_of(
     seed=st.integers(0, 2**32),
     spread=st.sampled_from([0.0, 0.3, 3.0, 30.0]),
 )
-def test_any_pipeline_ends(rule: Rule, num_stages: int, num_microbatches: int, seed: int, spread: float) -> None:
+def test_any_pipeline_ends(
+    rule: ScheduleRule, num_stages: int, num_microbatches: int, seed: int, spread: float
+) -> None:
     """Any durations and latencies; with a wide spread messages overtake each other. Some tasks take no time at all."""
     draw = random.Random(seed)
 

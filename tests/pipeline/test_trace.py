@@ -13,7 +13,7 @@ from meshwright.errors import DataError, MeshwrightError
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.schedule import MESSAGE_DRIVEN
 from meshwright.pipeline.span import Span, Timeline, phase_span, task_span
-from meshwright.pipeline.task import Kind, Task
+from meshwright.pipeline.task import Task, TaskKind
 from meshwright.pipeline.trace import read_trace, write_trace
 
 
@@ -61,7 +61,7 @@ def test_a_process_a_stage_and_a_row_a_phase(tmp_path: Path) -> None:
 
 def test_times_count_from_the_first_span(tmp_path: Path) -> None:
     """A clock that runs counts from the machine's start."""
-    late = tuple(task_span(0, Task(kind, 0), 9e5 + index, 9e5 + index + 0.5) for index, kind in enumerate(Kind))
+    late = tuple(task_span(0, Task(kind, 0), 9e5 + index, 9e5 + index + 0.5) for index, kind in enumerate(TaskKind))
     write_trace(Timeline(1, late), tmp_path / "trace.json")
     assert [event["ts"] for event in events_of(tmp_path / "trace.json")] == [0, 1e6, 2e6]
 
@@ -86,9 +86,9 @@ def test_an_empty_step(tmp_path: Path) -> None:
 
 def test_idle_shares_are_of_the_pipeline_phase() -> None:
     """Stage 0 works 3 of 4 seconds, stage 1 two; what comes after is no idleness of the pipeline."""
-    tasks = [(0, Kind.FORWARD, 0.0, 1.0), (1, Kind.FORWARD, 1.0, 2.0), (1, Kind.BACKWARD, 2.0, 3.0)]
+    tasks = [(0, TaskKind.FORWARD, 0.0, 1.0), (1, TaskKind.FORWARD, 1.0, 2.0), (1, TaskKind.BACKWARD, 2.0, 3.0)]
     spans = [task_span(stage, Task(kind, 0), start, end) for stage, kind, start, end in tasks]
-    last = task_span(0, Task(Kind.BACKWARD, 0), 2.0, 4.0)
+    last = task_span(0, Task(TaskKind.BACKWARD, 0), 2.0, 4.0)
     timeline = Timeline(2, (*spans, last, phase_span(0, "optimizer", 4.0, 9.0)))
     assert timeline.total_seconds == 4.0
     assert timeline.idle_shares == (0.25, 0.5)

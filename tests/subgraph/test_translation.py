@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.parameters.shard import Box
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.subgraph.translation import Layout, intervals, nearly_even, plan, rows_on, translate
+from meshwright.subgraph.translation import RowLayout, intervals, nearly_even, plan_translation, rows_on, translate
 from tests.workers import run_ranks
 
 
@@ -26,14 +26,14 @@ def test_every_row_comes_once_from_who_has_it(data: st.DataObject, num_rows: int
     source = rows_on(num_rows, data.draw(holders(size)), size)
     target = rows_on(num_rows, data.draw(holders(size)), size)
     arrived: list[list[int]] = [[] for _ in range(size)]
-    for message in plan(source, target):
+    for message in plan_translation(source, target):
         assert message.box.num_elements > 0
         rows = range(num_rows)[message.box.slices[0]]
         assert set(rows) <= set(range(num_rows)[source[message.sender].slices[0]])
         arrived[message.receiver] += rows
     assert arrived == [list(range(num_rows)[box.slices[0]]) for box in target]
-    back = {(message.receiver, message.sender, message.box) for message in plan(target, source)}
-    assert back == {(message.sender, message.receiver, message.box) for message in plan(source, target)}
+    back = {(message.receiver, message.sender, message.box) for message in plan_translation(target, source)}
+    assert back == {(message.sender, message.receiver, message.box) for message in plan_translation(source, target)}
 
 
 @given(st.data(), st.integers(0, 20), st.integers(1, 6))
@@ -51,12 +51,12 @@ def test_intervals() -> None:
     assert intervals((2, 0, 3)) == (range(2), range(2, 2), range(2, 5))
 
 
-def layouts(size: int) -> dict[str, tuple[Layout, Layout]]:
+def layouts(size: int) -> dict[str, tuple[RowLayout, RowLayout]]:
     """Pairs of layouts of [7, 5] on the ranks of an axis."""
     everything = (Box((0, 0), (7, 5)),) * size
     columns = tuple(Box((0, part.start), (7, len(part))) for part in nearly_even(5, range(size), size))
 
-    def rows(ranks: range) -> Layout:
+    def rows(ranks: range) -> RowLayout:
         return tuple(Box((*box.offsets, 0), (*box.lengths, 5)) for box in rows_on(7, ranks, size))
 
     return {
@@ -94,7 +94,7 @@ def run_all(mesh: Mesh) -> dict[str, tuple[Tensor, Tensor, dict[tuple[str, str],
     return results
 
 
-def summed(source: Layout, target: Layout, index: int) -> Tensor:
+def summed(source: RowLayout, target: RowLayout, index: int) -> Tensor:
     """What the member `index` must get: of every element the sum of all who have it."""
     total = torch.zeros(7, 3, 5, dtype=torch.float64)
     for rank, box in enumerate(source):
@@ -110,5 +110,5 @@ def test_translate_and_back(size: int) -> None:
             y, gradient, calls = answer[name]
             assert torch.equal(y, summed(source, target, index)), f"{name} at {index}"
             assert torch.equal(gradient, summed(target, source, index)), f"{name} at {index}, backward"
-            others = [m for m in plan(source, target) if m.sender == index != m.receiver]
+            others = [m for m in plan_translation(source, target) if m.sender == index != m.receiver]
             assert calls == ({("branch", "send"): len(others)} if others else {})

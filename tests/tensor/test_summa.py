@@ -15,7 +15,7 @@ from meshwright.ranks.collectives import all_gather, reduce_scatter
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.tensor.gathered import Weights
-from meshwright.tensor.summa import ROUTES, Choice, Form, Sizes, best_choice
+from meshwright.tensor.summa import ROUTES, Form, Sizes, Stationary, best_stationary
 from meshwright.tensor.tesseract import TesseractLinear
 from tests.workers import run_ranks
 
@@ -27,7 +27,7 @@ KEPT, ANEW, STREAMED = (
     Form(streams=True, keeps=False),
 )
 FORMS = [KEPT, ANEW, STREAMED]
-CHOICES = [Choice(*each) for each in product("XWY", repeat=3)]
+CHOICES = [Stationary(*each) for each in product("XWY", repeat=3)]
 
 
 def block(mesh: Mesh, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def test_every_choice_multiplies(q: str) -> None:
             assert error < 1e-13, name
 
 
-def traffic(mesh: Mesh) -> list[tuple[Form, Choice, dict[tuple[str, str], tuple[int, int]]]]:
+def traffic(mesh: Mesh) -> list[tuple[Form, Stationary, dict[tuple[str, str], tuple[int, int]]]]:
     found = []
     for form, choice in product(FORMS, CHOICES):
         layer = layer_of(mesh, form)
@@ -114,7 +114,7 @@ def test_bytes_and_calls(q: str) -> None:
                 assert blocks.sent(choice, form) == sum(told.values()), name
 
 
-def expected(sizes: Sizes, choice: Choice, form: Form) -> tuple[dict[str, int], int]:
+def expected(sizes: Sizes, choice: Stationary, form: Form) -> tuple[dict[str, int], int]:
     """Elements sent over each axis, and exchanged with the mirror rank."""
     sent = {"row": 0, "col": 0}
     exchanged = 0
@@ -135,15 +135,15 @@ def expected(sizes: Sizes, choice: Choice, form: Form) -> tuple[dict[str, int], 
 
 def test_the_choice_follows_the_sizes() -> None:
     many_tokens = Sizes.of(4096, 256, 1024, 2)
-    assert best_choice(many_tokens, KEPT) == Choice("Y", "Y", "Y")  # W is small, and X smaller than Y
+    assert best_stationary(many_tokens, KEPT) == Stationary("Y", "Y", "Y")  # W is small, and X smaller than Y
     contract = Sizes.of(4096, 1024, 256, 2)
-    assert best_choice(contract, KEPT).forward == "X"  # W and the small Y travel
+    assert best_stationary(contract, KEPT).forward == "X"  # W and the small Y travel
     few_tokens = Sizes.of(4, 4096, 16384, 2)
-    assert best_choice(few_tokens, STREAMED) == Choice("W", "W", "W")  # the weight is the largest
+    assert best_stationary(few_tokens, STREAMED) == Stationary("W", "W", "W")  # the weight is the largest
     for sizes in (many_tokens, contract, few_tokens):
         for form in FORMS:
             least = min(sizes.sent(choice, form) for choice in CHOICES)
-            assert sizes.sent(best_choice(sizes, form), form) == least
+            assert sizes.sent(best_stationary(sizes, form), form) == least
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def gathers(mesh: Mesh) -> tuple[int, int, int]:
     counts = []
     for form in FORMS[:2]:
         layer = layer_of(mesh, form)
-        layer.choice = lambda rows: Choice("Y", "Y", "Y")  # type: ignore[method-assign]
+        layer.choice = lambda rows: Stationary("Y", "Y", "Y")  # type: ignore[method-assign]
         for _step in range(2):
             mesh.ledger.traffic.clear()
             for _ in range(2):

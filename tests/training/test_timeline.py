@@ -9,12 +9,12 @@ import pytest
 
 from meshwright.errors import DataError
 from meshwright.pipeline.clock import simulate
-from meshwright.pipeline.schedule import GPIPE, MESSAGE_DRIVEN, Rule
+from meshwright.pipeline.schedule import GPIPE, MESSAGE_DRIVEN, ScheduleRule
 from meshwright.pipeline.span import Timeline, phase_span
 from meshwright.training.timeline import draw_timelines
 
 
-def timeline(rule: Rule, num_stages: int = 3) -> Timeline:
+def timeline(rule: ScheduleRule, num_stages: int = 3) -> Timeline:
     return simulate(num_stages, 4, rule, lambda stage, task: 1.0, lambda a, b, message: 0.25)
 
 

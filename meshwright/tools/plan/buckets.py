@@ -24,7 +24,7 @@ from meshwright.data_parallel.strategy import Policy
 from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
-from meshwright.parameters.bucket import Bucket, Kind, arranged, gradient_dtype
+from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype
 from meshwright.parts import bucket_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -39,7 +39,7 @@ class PlannedBucket:
     """A bucket of gradients. `names`: its parameters'; `num_elements`: with its padding; `stepped_elements`: those that
     this rank's optimizer steps; `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type."""
 
-    kind: Kind
+    kind: BucketKey
     summed_in: torch.dtype
     names: tuple[str, ...]
     num_elements: int
@@ -128,7 +128,7 @@ def share_program(config: Config) -> Program:
 
 
 def _programs(
-    policy: Policy, kind: Kind, summed_in: torch.dtype, num_elements: int, mesh: Mesh, recorder: Recorder
+    policy: Policy, kind: BucketKey, summed_in: torch.dtype, num_elements: int, mesh: Mesh, recorder: Recorder
 ) -> tuple[int, Program, Program]:
     """How many elements this rank steps, and what it does to sum and to publish."""
     values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)

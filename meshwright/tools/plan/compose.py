@@ -17,7 +17,7 @@ from meshwright.memory.recompute import groups_of
 from meshwright.model import Chunk
 from meshwright.parts import recomputed_group
 from meshwright.pipeline.partition import ranges_of
-from meshwright.pipeline.task import Kind
+from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.ranks.mailbox import FURTHER, MESSAGE, Side
@@ -80,18 +80,18 @@ class Unit:
     smaller: Recording | None = None
     layers: int = 1
 
-    def cost(self, kind: Kind, which: int, seconds: Seconds) -> Cost:
+    def cost(self, kind: TaskKind, which: int, seconds: Seconds) -> Cost:
         cost = Cost.of(self.recording.programs[kind][which], seconds)
         if self.smaller is None:
             return cost
         return cost.extended(Cost.of(self.smaller.programs[kind][which], seconds), self.layers - 2)
 
-    def include_sent(self, total: Sent, kind: Kind, which: int, times: int) -> None:
+    def include_sent(self, total: Sent, kind: TaskKind, which: int, times: int) -> None:
         include(total, self.recording.programs[kind][which].traffic, times * max(1, self.layers - 1))
         if self.smaller is not None:
             include(total, self.smaller.programs[kind][which].traffic, times * (2 - self.layers))
 
-    def freed(self, kind: Kind, read_bytes: int) -> int:
+    def freed(self, kind: TaskKind, read_bytes: int) -> int:
         """After B, or where its W needs them after that: what it was given to read, so many bytes, and the gradient
         that came back from the next part."""
         gradient_bytes = sum(form.size_bytes for form in self.recording.outgoing)
@@ -99,7 +99,7 @@ class Unit:
             min(read_bytes, self.recording.kept_input_bytes),
             min(gradient_bytes, self.recording.kept_gradient_bytes),
         )
-        return sum(waits) if kind is Kind.WEIGHT else read_bytes + gradient_bytes - sum(waits)
+        return sum(waits) if kind is TaskKind.WEIGHT else read_bytes + gradient_bytes - sum(waits)
 
 
 @dataclass(frozen=True)
@@ -119,15 +119,15 @@ class StagePlan:
     def outgoing_bytes(self) -> int:
         return sum(form.size_bytes for form in self.outgoing)
 
-    def cost(self, kind: Kind, which: int, seconds: Seconds = no_seconds) -> Cost:
+    def cost(self, kind: TaskKind, which: int, seconds: Seconds = no_seconds) -> Cost:
         """The cost of a task of a microbatch at a place of the step (recordings.place)."""
         return reduce(Cost.then, self.costs(kind, which, seconds), Cost())
 
-    def costs(self, kind: Kind, which: int, seconds: Seconds) -> list[Cost]:
+    def costs(self, kind: TaskKind, which: int, seconds: Seconds) -> list[Cost]:
         """The same by unit, in the order in which they run; what comes and leaves counts at the ends."""
-        order = self.units if kind is Kind.FORWARD else self.units[::-1]
+        order = self.units if kind is TaskKind.FORWARD else self.units[::-1]
         costs = [unit.cost(kind, which, seconds) for unit in order]
-        if kind is Kind.FORWARD:
+        if kind is TaskKind.FORWARD:
             costs[-1] = costs[-1].freeing(order[-1].recording.output_bytes - self.incoming_bytes)
             dropped = [
                 0,
@@ -140,7 +140,7 @@ class StagePlan:
         given = [before.recording.output_bytes if unit.recording.holds_input else 0 for unit, before in pairwise(order)]
         given.append(self.incoming_bytes)
         costs = [cost.freeing(unit.freed(kind, read)) for cost, unit, read in zip(costs, order, given, strict=True)]
-        if kind is Kind.BACKWARD:
+        if kind is TaskKind.BACKWARD:
             costs[0] = costs[0].freeing(-self.outgoing_bytes)  # came with a message, and is counted there
             costs[-1] = costs[-1].freeing(self.incoming_bytes)  # made here, and sent
         return costs
@@ -197,7 +197,7 @@ class Composition:
     def __init__(self, config: Config, stages: list[StagePlan], buckets: Buckets) -> None:
         self.config, self.stages = config, stages
         self.grid = Grid(config.layout.axes)
-        self.kinds = (Kind.FORWARD, Kind.BACKWARD, *([Kind.WEIGHT] if splits(config) else []))
+        self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if splits(config) else []))
         self.peers = "+".join(name for name, _ in self.grid.axes if name in dict(config.layout.tensor.axes))
         self.counts = microbatches_by_place(config.num_microbatches)
         names = [{parameter.name for parameter in stage.parameters} for stage in stages]

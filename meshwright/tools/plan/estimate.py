@@ -18,7 +18,7 @@ from meshwright.config import Config
 from meshwright.model import Chunk
 from meshwright.parts import build_kit, build_model, recomputed_group, rule_of
 from meshwright.pipeline.partition import ranges_of
-from meshwright.pipeline.task import Kind
+from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.buckets import Memory, Peak, memory_of, streams
@@ -51,7 +51,7 @@ class _Part:
     """The embeddings, a layer, or the head, for a microbatch of one size: its programs, the bytes that a forward pass
     keeps, and those that it passes on."""
 
-    programs: dict[Kind, tuple[Program, ...]]
+    programs: dict[TaskKind, tuple[Program, ...]]
     kept_bytes: float
     outgoing_bytes: int
     is_layer: bool
@@ -264,9 +264,9 @@ class Estimates:
         timer, network = self.planner.timer(config), self.planner.network(config)
         forward, backward = (
             min((timer.seconds(program, network), place) for place, program in enumerate(part.programs[kind]))
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
+            for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         )
-        program = part.programs[Kind.BACKWARD][backward[1]]
+        program = part.programs[TaskKind.BACKWARD][backward[1]]
         weights = timer.computing(program) / 2
         return _TimedPart(part, forward[0], backward[0], timer.apart(program, network) - weights, weights)
 
@@ -362,7 +362,7 @@ def _alone(config: Config, micro: int) -> Config:
 
 def _kept(recording: Recording) -> int:
     """The bytes that its forward pass keeps."""
-    return recording.programs[Kind.FORWARD][-1].kept_bytes
+    return recording.programs[TaskKind.FORWARD][-1].kept_bytes
 
 
 def _interpolated(small: Recording, large: Recording, share: float, *, is_layer: bool) -> _Part:
@@ -376,7 +376,7 @@ def _interpolated(small: Recording, large: Recording, share: float, *, is_layer:
             interpolated_program(one, other, share)
             for one, other in zip(small.programs[kind], large.programs[kind], strict=True)
         )
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
     }
     outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
     return _Part(programs, max(0.0, between(_kept(small), _kept(large))), round(between(*outgoing)), is_layer)

@@ -25,9 +25,9 @@ from meshwright.parameters.shard import ShardSpec
 from meshwright.parts import build_kit, build_model, rule_of
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.partition import ranges_of
-from meshwright.pipeline.schedule import Rule
+from meshwright.pipeline.schedule import ScheduleRule
 from meshwright.pipeline.span import Timeline
-from meshwright.pipeline.task import Kind, Task
+from meshwright.pipeline.task import Task, TaskKind
 from meshwright.pipeline.trace import write_trace
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.ledger import Traffic
@@ -143,11 +143,11 @@ def forecast(explained: Explained) -> Forecast:
     work[-1] += costs.head
     shares = tuple(own / costs.total for own in work)
 
-    def timeline(rule: Rule) -> Timeline:
+    def timeline(rule: ScheduleRule) -> Timeline:
         backward = 1 if rule.splits else 2
 
         def seconds(stage: int, task: Task) -> float:
-            return shares[stage] * (backward if task.kind is Kind.BACKWARD else 1)
+            return shares[stage] * (backward if task.kind is TaskKind.BACKWARD else 1)
 
         return simulate(num_stages, count, rule, seconds, lambda start, end, message: 0.0)
 

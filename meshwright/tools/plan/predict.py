@@ -17,7 +17,7 @@ from meshwright.models.chain import split_name
 from meshwright.pipeline.clock import undisturbed
 from meshwright.pipeline.partition import balanced
 from meshwright.pipeline.span import Timeline
-from meshwright.pipeline.task import Kind
+from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import AHEAD
@@ -207,7 +207,7 @@ class TimedRun(Composition):
         super().__init__(config, stages, planner.buckets)
         self.cluster, self.known_passes = planner.cluster, planner.passes
         self.network, self.timer = planner.network(config), planner.timer(config)
-        self.costs: dict[tuple[int, Kind, int], Cost] = {}
+        self.costs: dict[tuple[int, TaskKind, int], Cost] = {}
 
     def seconds(self, program: Program) -> float:
         return self.timer.seconds(program, self.network)
@@ -239,7 +239,7 @@ class TimedRun(Composition):
             self.known_passes[key] = run_passes(config, self.cost, self.latency, pace)
         return self.known_passes[key]
 
-    def cost(self, stage: int, kind: Kind, which: int) -> Cost:
+    def cost(self, stage: int, kind: TaskKind, which: int) -> Cost:
         """A task's cost, with what its ranks tell each other before it."""
         key = self.like[stage], kind, which
         if key not in self.costs:

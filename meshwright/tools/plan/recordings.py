@@ -29,7 +29,7 @@ from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
 from meshwright.parts import build_kit, build_model, empty_batch, recompute_in
 from meshwright.pipeline.stage import Stage, run_model
-from meshwright.pipeline.task import Kind
+from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
@@ -86,7 +86,7 @@ class Recording:
     that, and of the gradient that the next part gave back; the rest is freed after B.
     """
 
-    programs: dict[Kind, tuple[Program, ...]]
+    programs: dict[TaskKind, tuple[Program, ...]]
     parameters: tuple[Parameter, ...]
     outgoing: Forms
     output_bytes: int
@@ -228,7 +228,7 @@ def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Form
     stage = Stage(model, gradients, run=strategy.forward if chunk.last else run_model)
     leads = layout.tensor.leading_ranks
     on_device = AsOnDevice(device.kind, fuses=device.attention is not None)
-    programs: dict[Kind, list[Program]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+    programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     scales, count = dict.fromkeys(model.labels, 1.0), min(config.num_microbatches, DISTINCT)
     for index in range(count):
         batch = empty_batch(config, kit, model.inside, mesh.device)
@@ -236,7 +236,7 @@ def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Form
         saved: set[int] = set()
         with on_device, _seeing(saved), recorder.program(mesh.ledger) as made:
             outgoing = stage.forward(index, given, batch, scales)
-        programs[Kind.FORWARD].append(replace(made(), leads=leads))
+        programs[TaskKind.FORWARD].append(replace(made(), leads=leads))
         forms = () if chunk.last else tuple(TensorMeta(tuple(x.shape), x.dtype) for x in outgoing)
         recomputes = model.run_group is recomputed and len(chunk.layers) > 0
         holds_input = recomputes or any(x.untyped_storage()._cdata in saved for x in given)
@@ -246,14 +246,14 @@ def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Form
         coming = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
         with on_device, recorder.program(mesh.ledger) as made:
             returned = stage.backward(index, coming, defers=splits(config))
-        programs[Kind.BACKWARD].append(replace(made(), leads=leads))
+        programs[TaskKind.BACKWARD].append(replace(made(), leads=leads))
         watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, coming)]
         del returned, coming, given
         kept_input, kept_gradient = (sum(_alive_bytes(ref()) for ref in refs) for refs in watched)
         if splits(config):
             with recorder.program(mesh.ledger) as made:
                 stage.weights(index, final=index == count - 1)
-            programs.setdefault(Kind.WEIGHT, []).append(replace(made(), leads=leads))
+            programs.setdefault(TaskKind.WEIGHT, []).append(replace(made(), leads=leads))
     made_by_kind = {kind: tuple(made) for kind, made in programs.items()}
     return Recording(made_by_kind, parameters_in(model), forms, output_bytes, holds_input, kept_input, kept_gradient)
 

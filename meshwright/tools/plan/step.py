@@ -18,9 +18,9 @@ from functools import cache
 from meshwright.config import Config
 from meshwright.parts import rule_of
 from meshwright.pipeline.clock import Pace, simulate, undisturbed
-from meshwright.pipeline.schedule import Rule
+from meshwright.pipeline.schedule import ScheduleRule
 from meshwright.pipeline.span import Span, Timeline, phase_span
-from meshwright.pipeline.task import Kind, Task
+from meshwright.pipeline.task import Task, TaskKind
 from meshwright.tools.plan.buckets import Peak
 from meshwright.tools.plan.compose import Cost
 from meshwright.tools.plan.recordings import place, splits
@@ -28,7 +28,7 @@ from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 
 MOST_TASKS = 8_000
 
-TaskCosts = Callable[[int, Kind, int], Cost]
+TaskCosts = Callable[[int, TaskKind, int], Cost]
 """costs(stage, kind, place): of a task of a microbatch at a place of the step (recordings.place)."""
 Latency = Callable[[int, int], float]
 """latency(from, to): seconds of a message between neighbouring stages."""
@@ -70,16 +70,18 @@ def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = 
     return _prolonged(longer, shorter, count - most, most - fewer, fills=fills)
 
 
-def _depth(rule: Rule, stages: int, count: int) -> int:
+def _depth(rule: ScheduleRule, stages: int, count: int) -> int:
     """How many microbatches pass before the middle of a step looks the same: as many as are in flight, of which a limit
     that grows with the step is no measure."""
     limit = rule.limit(0, stages, count)
     return stages if limit == count else max(limit, stages)
 
 
-def _run(rule: Rule, stages: int, some: int, count: int, costs: TaskCosts, latency: Latency, pace: Pace) -> Passes:
+def _run(
+    rule: ScheduleRule, stages: int, some: int, count: int, costs: TaskCosts, latency: Latency, pace: Pace
+) -> Passes:
     """So many microbatches, whose places are those of a step of `count`."""
-    known: dict[tuple[int, Kind, int], Cost] = {}
+    known: dict[tuple[int, TaskKind, int], Cost] = {}
     hop = cache(latency)
 
     def cost(stage: int, task: Task) -> Cost:
@@ -100,7 +102,7 @@ def _run(rule: Rule, stages: int, some: int, count: int, costs: TaskCosts, laten
     of_stage: list[list[Span]] = [[] for _ in range(stages)]
     for span in timeline.spans:  # in the order in which they begin
         of_stage[span.stage].append(span)
-    kinds = {str(kind): kind for kind in Kind}
+    kinds = {str(kind): kind for kind in TaskKind}
 
     def costs_of(stage: int) -> list[Cost]:
         return [cost(stage, Task(kinds[span.name[0]], span.microbatch or 0)) for span in of_stage[stage]]

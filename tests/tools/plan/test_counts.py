@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config
-from meshwright.pipeline.task import Kind
+from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.compose import StagePlan
@@ -164,6 +164,6 @@ def replayed(plan: StagePlan, config: Config, tasks: Sequence[str]) -> int:
     live = peak = 0
     for task in tasks:
         which = place(int(task[1:]), config.num_microbatches)
-        cost = plan.cost(Kind(task[0]), which, lambda program: 0.0)
+        cost = plan.cost(TaskKind(task[0]), which, lambda program: 0.0)
         live, peak = live + cost.kept_bytes, max(peak, live + cost.peak_bytes)
     return peak + min(AHEAD["cpu"], config.num_microbatches) * (plan.incoming_bytes + plan.outgoing_bytes)

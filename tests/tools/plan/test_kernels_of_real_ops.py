@@ -21,7 +21,7 @@ from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
 from meshwright.parts import build_kit, build_model, empty_batch
 from meshwright.pipeline.stage import Stage
-from meshwright.pipeline.task import Kind
+from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import LedgerTransport
@@ -91,7 +91,7 @@ def kernels_of(program: Program) -> Counter[Kernel]:
 class Ran:
     """A link's tasks on real tensors, and what torch counts of it: all products but those in attention."""
 
-    kernels: dict[Kind, Counter[Kernel]]
+    kernels: dict[TaskKind, Counter[Kernel]]
     flops: float
 
 
@@ -117,11 +117,11 @@ def run_for_real(config: Config) -> list[Ran]:
         with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product}) as counter:
             with recorder.program(mesh.ledger) as made:
                 outgoing = stage.forward(0, incoming, batch, scales)
-            kernels = {Kind.FORWARD: kernels_of(made())}
+            kernels = {TaskKind.FORWARD: kernels_of(made())}
             gradients = () if chunk.last else tuple(torch.ones_like(x) for x in outgoing)
             with recorder.program(mesh.ledger) as made:
                 stage.backward(0, gradients, defers=False)
-            kernels[Kind.BACKWARD] = kernels_of(made())
+            kernels[TaskKind.BACKWARD] = kernels_of(made())
         counted = counter.get_flop_counts().get("Global", {})  # no entry where nothing multiplies
         flops = sum(flops for op, flops in counted.items() if "attention" not in str(op))
         ran.append(Ran(kernels, flops))
@@ -180,7 +180,7 @@ def test_a_product_has_the_side_of_one_matrix() -> None:
     tokens, hidden = config.micro * config.data.sequence, config.model.hidden
     widths = {"queries, keys, values": 3 * hidden, "output": hidden, "feed-forward": 4 * hidden}
     _, layer, _ = recordings_of(config)
-    products = [kernel for kernel in kernels_of(layer.programs[Kind.FORWARD][0]) if kernel.kind == "product"]
+    products = [kernel for kernel in kernels_of(layer.programs[TaskKind.FORWARD][0]) if kernel.kind == "product"]
     expected = {round((tokens * hidden * width) ** (1 / 3), 6) for width in widths.values()}
     assert {round(kernel.side, 6) for kernel in products} == expected
 
@@ -190,7 +190,7 @@ def test_a_look_up_touches_its_rows_and_not_the_table() -> None:
     assert isinstance(config.model, Gpt2)
     begin, _, _ = recordings_of(config)
     rows, table = config.micro * config.data.sequence, config.model.padded_vocabulary
-    most = max(kernel.touched_bytes for kernel in kernels_of(begin.programs[Kind.FORWARD][0]))
+    most = max(kernel.touched_bytes for kernel in kernels_of(begin.programs[TaskKind.FORWARD][0]))
     assert rows * config.model.hidden * 4 <= most < table * config.model.hidden * 4
 
 

@@ -9,17 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.pipeline.span import Span, Timeline
-from meshwright.pipeline.task import Kind
+from meshwright.pipeline.task import TaskKind
 from meshwright.tools.plan import step
 from meshwright.tools.plan.compose import Cost
 from meshwright.tools.plan.step import Passes, Peak, Sum, finish, run_passes
 from tests.tools.plan.test_predict import config_for
 
 
-def costs(stage: int, kind: Kind, which: int) -> Cost:
+def costs(stage: int, kind: TaskKind, which: int) -> Cost:
     """Stage 1 is slower; the last microbatch has more to do."""
-    seconds = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.WEIGHT: 1.0}[kind] * (1.25 if stage == 1 else 1.0)
-    kept = {Kind.FORWARD: 10, Kind.BACKWARD: -10, Kind.WEIGHT: 0}[kind]
+    seconds = {TaskKind.FORWARD: 1.0, TaskKind.BACKWARD: 2.0, TaskKind.WEIGHT: 1.0}[kind] * (
+        1.25 if stage == 1 else 1.0
+    )
+    kept = {TaskKind.FORWARD: 10, TaskKind.BACKWARD: -10, TaskKind.WEIGHT: 0}[kind]
     return Cost(seconds + 0.5 * (which == 2), kept, max(kept, 0) + 3)
 
 
