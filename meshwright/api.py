@@ -1,4 +1,4 @@
-"""What a program does with runs: the commands as functions, on configs instead of files (docs/api.md).
+"""Runs from a program: the commands as functions, on configs instead of files (docs/api.md).
 
 Every function raises ConfigError for a mistake before any process starts, LaunchError where a rank dies, Interrupted
 where somebody stops it; all are MeshwrightErrors. Nothing is printed but by `train`.

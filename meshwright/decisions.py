@@ -45,7 +45,7 @@ PRODUCTS = ("gather", "whole", "stream")
 
 
 class StageSizes(Protocol):
-    """What decisions ask of a layout's stages, each answer by stage, for the stage's first rank, which holds the most.
+    """The sizes of a layout's stages that decisions rest on, by stage: those of its first rank, which holds the most.
 
     A run builds its stages on the meta device (stage_costs.py); the planner has recorded them (tools/plan).
     """

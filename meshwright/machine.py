@@ -1,4 +1,4 @@
-"""What this machine gives a process or a run: cores, memory, transports, the launcher. Linux, containers, macOS.
+"""The machine under a process or a run: cores, memory, transports, the launcher. Linux, containers, macOS.
 
 | question            | Linux                                               | elsewhere                              |
 |---------------------|-----------------------------------------------------|----------------------------------------|
@@ -42,7 +42,7 @@ RANK_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Machine:
-    """What decisions of a run ask of a machine: this one (`Machine.here`), or a cluster's (tools/plan/predict.py).
+    """The facts by which a run is resolved: of this machine (`Machine.here`), or a cluster's (tools/plan/predict.py).
 
     `memory`: bytes that the ranks of a node share where `shared`, as on a CPU; or that each of them has.
     `ranks_launched`, `world_size`: ranks of the job that another launcher has started, on this node and in all.

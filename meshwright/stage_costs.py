@@ -1,4 +1,4 @@
-"""What the stages of a layout cost and hold: counted on the meta device, or timed. `resolve` decides by it.
+"""Costs and memory of a layout's stages, counted on the meta device or timed; `resolve` decides by them.
 
 | question                  | answer                                                                                 |
 |---------------------------|----------------------------------------------------------------------------------------|

@@ -40,7 +40,7 @@ _OPEN_FILES_A_RANK = 8
 
 
 def memory_sentence(error: BaseException) -> str | None:
-    """What was asked for, what is free, what to set; None where the exception is not of memory that ended."""
+    """Say how much was asked for, how much is free and what to set; None for an exception that is not of memory."""
     text = str(error)
     if not isinstance(error, MemoryError) and not (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text)):
         return None
@@ -68,7 +68,7 @@ def _readable(number: float, unit: str) -> str:
 
 
 def open_files_sentence(error: BaseException) -> str | None:
-    """What to set; None where the exception is not of too many open files."""
+    """Say what to set; None for an exception that is not of too many open files."""
     if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -74,7 +74,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a function is given as its first argument. `stop`: says whether somebody asked the job to end."""
+    """A function's first argument: the grid as this rank sees it; `stop` says whether somebody asked the job to end."""
 
     mesh: Mesh
     environment: Environment

@@ -25,7 +25,7 @@ _PREFIX = "meshwright-"
 _LOCK = "launcher.lock"
 _SHARED_MEMORY = Path("/dev/shm")
 _FORK_SERVER_PREFIX = "pymp-"
-"""What multiprocessing calls the folder of its fork server's socket."""
+"""multiprocessing's name for the folder of its fork server's socket."""
 
 
 @dataclass(frozen=True)

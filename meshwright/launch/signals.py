@@ -28,7 +28,7 @@ LISTENING_FILE = "listening"
 JOINED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 STOPPED_EXIT_CODE = os.EX_TEMPFAIL
-"""Of a run that was asked to stop, finished its step and saved: 75, so that a batch script knows to queue it again."""
+"""A run that was asked to stop, finished its step and saved ends with 75: a batch script knows to queue it again."""
 
 ECHO_SECONDS = 1.0
 """A signal that comes again so soon is the same request: torchrun and srun forward what their workers got already."""
@@ -104,7 +104,7 @@ class SignalStop(StopRequest):
 
 
 def attempt_folder(folder: Path, attempt: int) -> Path:
-    """What the ranks of an attempt leave for the launcher."""
+    """The folder in which the ranks of an attempt leave reports and results for the launcher."""
     return folder / f"attempt-{attempt}"
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, a line now and then elsewhere."""
+"""A run's display: a progress bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 

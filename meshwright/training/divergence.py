@@ -94,7 +94,7 @@ def _bad_gradients(parts: Parts) -> Bad | None:
 
 
 def _first_bad(parts: Parts, held: Iterable[FlatWeights], good: Callable[[Tensor], bool]) -> Bad | None:
-    """What the ranks hold that is not good. Sends 16 bytes."""
+    """The model's first parameter that is not `good` on some rank, and how many are not. Sends 16 bytes."""
     names = list(parts.specs)
     order = {name: index for index, name in enumerate(names)}
     mine = {order[place.name] for flat in held if not good(flat.values) for place in _bad_places(flat, good)}

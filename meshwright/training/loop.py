@@ -66,7 +66,7 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
 
 
 def _sums(parts: Parts, h: Tensor, batch: Batch) -> Tensor:
-    """[3, labels]: of each label the summed loss, how many elements count, how many are predicted."""
+    """[3, labels]: each label's summed loss, valid elements, correctly predicted elements."""
     model, names = parts.model, parts.model.labels
     with parts.pipeline.stage.autocast():
         losses = [float(model.loss(h, batch, {other: float(other == name) for other in names})) for name in names]
@@ -190,7 +190,7 @@ class Trainer:
 
     @property
     def spans(self) -> list[Span]:
-        """What this rank did in the last step, and when: its tasks, and the phases after them."""
+        """This rank's last step: when it did each task, and the phases after them."""
         return [*self.parts.pipeline.spans, *self.phases.spans(self.parts.mesh.index(PIPE))]
 
     def _load(self, samples: int) -> Batch:

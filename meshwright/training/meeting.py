@@ -33,7 +33,7 @@ _MOST_SHOWN = 3
 
 
 def facts_of(config: Config, data: Path, **options: object) -> dict[str, str]:
-    """What must be the same on every rank, each fact under the name by which its owner would change it."""
+    """The facts that must be the same on every rank, each under the name by which its owner would change it."""
     facts = _flat(config.model_dump(mode="json", by_alias=True))
     facts |= {f"--{name}": str(value) for name, value in options.items()}
     return facts | {

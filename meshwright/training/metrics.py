@@ -97,13 +97,13 @@ class BusyClock:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What every step of a run computes. `flops`: of the model; `paper_flops`: as the paper counts them."""
+    """The work of every step of a run. `flops`: the model's; `paper_flops`: as the paper counts them."""
 
     tokens: int
     flops: float
     paper_flops: float
     peak_flops: float | None
-    """Of one device."""
+    """One device's."""
 
 
 def work_of(parts: Parts) -> StepWork:
@@ -117,7 +117,7 @@ def work_of(parts: Parts) -> StepWork:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the loop knows of a step beside the reports. `phase_seconds`: this rank's."""
+    """The loop's own facts of a step, beside the reports. `phase_seconds`: this rank's."""
 
     step: int
     result: StepResult
@@ -158,7 +158,7 @@ def metrics_line(facts: StepFacts, work: StepWork, reports: Sequence[StepReport]
 
 
 def _idle_shares(reports: Sequence[StepReport], grid: Grid) -> list[float]:
-    """Of each stage: the part of the longest rank's pipeline phase in which it did no task, the mean of its ranks."""
+    """Each stage's share of the longest pipeline phase in which it did no task, the mean of its ranks."""
     total = max(report.pipeline_seconds for report in reports)
     stages: list[list[float]] = [[] for _ in range(grid.size(PIPE))]
     for rank, report in enumerate(reports):

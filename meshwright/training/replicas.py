@@ -73,7 +73,7 @@ def copy_sets(grid: Grid) -> list[CopyAxes]:
 
 
 def weight_hashes(parts: Parts) -> list[int]:
-    """One hash for each of the grid's `copy_sets`: of the weights that this rank holds in common along it."""
+    """Hash the weights that this rank shares along each of the grid's `copy_sets`: one hash for each set."""
     return _hashes(parts.mesh, parts.strategy.weights)
 
 

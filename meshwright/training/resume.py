@@ -16,10 +16,10 @@ from meshwright.errors import CheckpointError, ConfigError, DamagedError, Proble
 from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, identity_of, write_whole
 
 _DECISIVE = ("seed", "model.", "data.", "batch.global")
-"""What a resumed run must have in common with the run that it goes on with, unless --accept-changes."""
+"""Fields that a resumed run shares with the run that it goes on with, unless --accept-changes."""
 _FREE = ("model.dropout",)
 _OF_THE_SOURCE = ("data.source", "data.target", "data.languages", "data.tokenizer", "data.validation")
-"""What says where tokens come from: free where the prepared tokens are the same ones."""
+"""Fields that say where tokens come from: free where the prepared tokens are the same ones."""
 
 
 def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_changes: bool) -> list[str]:
@@ -113,7 +113,7 @@ def _find_step(folder: Path, step: int) -> None:
 
 
 def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_changes: bool) -> list[str]:
-    """What differs between a checkpoint's config and the run's, a line each. Raises ConfigError where it may not."""
+    """Lines on the fields that differ between a checkpoint and the run. Raises ConfigError for one that may not."""
     origin, progress = checkpoint.manifest.origin, checkpoint.manifest.progress
     held, wanted = (_leaves(each.model_dump(mode="json", by_alias=True)) for each in (checkpoint.config, config))
     changed = [key for key in wanted | held if held.get(key) != wanted.get(key)]

@@ -94,7 +94,7 @@ def _state(records: Sequence[Record], renewed: set[int]) -> Literal["alive", "hu
 
 
 def _waits(records: Sequence[Record], renewed: set[int]) -> str | None:
-    """What the ranks would say if they gave up now; None where none has waited for long."""
+    """The message that the ranks would leave if they gave up now; None where none has waited for long."""
     waiting = [wait.seconds for record in records if record.rank in renewed for wait in record.where.waiting[:1]]
     if renewed and max(waiting, default=0.0) < LONG_SECONDS:
         return None

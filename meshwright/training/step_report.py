@@ -28,7 +28,7 @@ from meshwright.ranks.mesh import Mesh
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one rank says: its share of the loss, of the next step's counted labels, and how it fares.
+    """One rank's report: its share of the loss and of the next step's valid labels, and how it fares.
 
     `pipeline_seconds`: its forward and backward passes, and the waits between them; `task_seconds`: without the waits.
     `own_seconds`: since its last report, without its waits for others.
@@ -97,7 +97,7 @@ SLOW_STEPS = 8
 
 FACTOR = 1.5
 LEAST_SECONDS = 0.02
-"""What a straggler costs in a step; below, rank 0's writing of metrics would count."""
+"""The least that a straggler costs in a step; below, rank 0's writing of metrics would count."""
 
 
 class OwnClock:
