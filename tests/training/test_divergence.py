@@ -13,6 +13,7 @@ import torch
 from meshwright.config import Config
 from meshwright.errors import CorruptionError, DivergedError, LaunchError
 from meshwright.ranks.mesh import Mesh
+from meshwright.training import loop
 from meshwright.training.loop import Trainer
 from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.training.test_replicas import EXPAND, NORM, config_of, run_layout, trainer_of
@@ -82,13 +83,13 @@ def test_without_a_comparison_the_rank_is_named_all_the_same() -> None:
 
 def nan_loss(mesh: Mesh, config: Config) -> tuple[int, str, str]:
     trainer = trainer_of(mesh, config)
-    backward = Trainer._backward
+    backward = loop.replica_backward
 
-    def spoiling(self: Trainer, *arguments: Any) -> float:
-        loss = backward(self, *arguments)
-        return math.nan if mesh.rank == 1 and self.step == 2 else loss
+    def spoiling(*arguments: Any) -> float:
+        loss = backward(*arguments)
+        return math.nan if mesh.rank == 1 and trainer.step == 2 else loss
 
-    with patch.object(Trainer, "_backward", spoiling):
+    with patch.object(loop, "replica_backward", spoiling):
         return ended(trainer, 4)
 
 

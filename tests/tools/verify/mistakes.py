@@ -4,7 +4,7 @@ so that two runs of ours would agree on them. Each patches what it breaks, and n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +23,7 @@ from meshwright.parameters.bucket import Bucket
 from meshwright.parts import Parts
 from meshwright.ranks.comm import DONE, Comm, Work
 from meshwright.tensor import cross_entropy, linear, serial
-from meshwright.training.loop import Loaded, Trainer
+from meshwright.training import loop
 from tests.tools.verify.cases import Plant
 
 
@@ -101,14 +101,13 @@ def wrong_bias_correction() -> None:
 
 def local_counts() -> None:
     """Each replica takes the mean over its own labels, and the means are averaged."""
-    right = Trainer._backward
+    right = loop.replica_backward
 
-    def wrong(self: Trainer, loaded: Loaded, scale: float) -> float:
-        mine = counts_of(loaded.batch, self.parts.model.labels)
-        everyone = [count * self.parts.mesh.size("data") for count in mine]
-        return right(self, replace(loaded, counts=everyone), scale)
+    def wrong(parts: Parts, rows: Batch, counts: list[int], samples: int) -> float:
+        everyone = [count * parts.mesh.size("data") for count in counts_of(rows, parts.model.labels)]
+        return right(parts, rows, everyone, samples)
 
-    Trainer._backward = wrong  # type: ignore[method-assign]
+    loop.replica_backward = wrong
 
 
 def _microbatches(change: Callable[[list[Batch]], list[Batch]]) -> None:
