@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from meshwright import parts
 from meshwright.data_parallel.policies import AllReduce
-from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.model import Batch, counts_of
 from meshwright.models import gpt
 from meshwright.optim import optimizer
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
 from meshwright.parameters.bucket import Bucket
+from meshwright.parameters.gradients import Gradients
 from meshwright.parts import Parts
 from meshwright.ranks.comm import DONE, Comm, Work
 from meshwright.tensor import cross_entropy, linear, serial
@@ -169,14 +169,14 @@ def lost_bias_gradient() -> None:
 
 def half_sums() -> None:
     """Gradients of microbatches are added up in half precision."""
-    right = Synchroniser._accumulated
+    right = Gradients._accumulated
 
-    def wrong(self: Synchroniser, parameter: nn.Parameter) -> None:
+    def wrong(self: Gradients, parameter: nn.Parameter) -> None:
         if parameter.grad is not None:
             parameter.grad.copy_(parameter.grad.bfloat16())
         right(self, parameter)
 
-    Synchroniser._accumulated = wrong  # type: ignore[method-assign]
+    Gradients._accumulated = wrong  # type: ignore[method-assign]
 
 
 def wrong_cut() -> None:
