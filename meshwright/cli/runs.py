@@ -228,10 +228,10 @@ def calibrate(
     """
     from meshwright.tools.calibrate import report
     from meshwright.tools.calibrate.job import calibrate as run_calibration
-    from meshwright.tools.calibrate.job import this_machine
+    from meshwright.tools.calibrate.job import measured_machine
     from meshwright.tools.calibrate.timing import effort_of
 
-    machine = this_machine(ranks, device)
+    machine = measured_machine(ranks, device)
     with progress() as show:
         cluster = run_calibration(out, machine, effort_of(machine.kind, quick=quick), show)
     if as_json:

@@ -13,10 +13,10 @@ from meshwright.tools.calibrate.timing import Points
 from meshwright.tools.plan.cluster import Device, Level, Links, Measured, interpolated
 
 LEAST_PART = 1 / 50
-"""Of a call's time at least this much is not the launch: for the smallest calls the difference drowns in noise."""
+"""At least this part of a call's time is not the launch: for the smallest calls the difference drowns in noise."""
 
 SPECIAL_BYTES = 8
-"""That an element of a special or random kernel takes of reading and writing."""
+"""Bytes that a special or random kernel reads and writes for an element."""
 
 DIGITS = 4
 
@@ -33,9 +33,9 @@ def merged(ranks: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
     }
 
 
-def device_of(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, Points]) -> Device:
-    """A device from the points of measure_device. The curve is that of the dtype with the most points; the peaks of
-    others are what gives their rates by the same curve.
+def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, Points]) -> Device:
+    """A device from the points of measure_device. The curve is that of the dtype with the most points; other
+    dtypes have the peaks that give their rates by the same curve.
     """
     launch = points["launch"][0][1]
     products = {name.removeprefix("product "): _rates(name, points) for name in points if name.startswith("product ")}
@@ -72,27 +72,27 @@ def _beyond(seconds: float, launch: float) -> float:
 
 
 def _element_seconds(name: str, points: Mapping[str, Points], bandwidth: Sequence[tuple[float, float]]) -> float:
-    """The mean over the kernels of a kind of what an element takes on top of launch and bytes."""
-    left = []
+    """Seconds that an element takes on top of launch and bytes: the mean over the kernels of a kind."""
+    extra = []
     for elements, seconds in points[name]:
         touched = elements * SPECIAL_BYTES
         beyond = seconds - points["tiny"][0][1] - touched / interpolated(tuple(bandwidth), touched)
-        left.append(max(0.0, beyond / elements))
-    return rounded(statistics.mean(left))
+        extra.append(max(0.0, beyond / elements))
+    return rounded(statistics.mean(extra))
 
 
-def links_of(measured: Mapping[int, Mapping[str, Points]], overlaps: float) -> Links:
-    """Links from the points of measure_links, by number of ranks. The one level is what a send says of them."""
+def fit_links(measured: Mapping[int, Mapping[str, Points]], overlaps: float) -> Links:
+    """Links from the points of measure_links, by number of ranks. The one level is fitted to sends."""
     fewest = min(measured)
     rows = [
         Measured(verb=verb, ranks=ranks, points=tuple((size, rounded(seconds)) for size, seconds in points))
         for ranks, verbs in sorted(measured.items())
         for verb, points in verbs.items()
     ]
-    return Links(levels=(level_of(measured[fewest]["send"]),), measured=tuple(rows), overlaps=rounded(overlaps))
+    return Links(levels=(fit_level(measured[fewest]["send"]),), measured=tuple(rows), overlaps=rounded(overlaps))
 
 
-def level_of(points: Points) -> Level:
+def fit_level(points: Points) -> Level:
     """The line seconds = latency + bytes / bandwidth with the least relative errors, neither of them below zero."""
     weights = [1 / seconds**2 for _, seconds in points]
     sums = [
@@ -108,5 +108,5 @@ def level_of(points: Points) -> Level:
 
 
 def rounded(value: float) -> float:
-    """To as many digits as a measurement has."""
+    """The value with as many digits as a measurement has."""
     return float(f"{value:.{DIGITS}g}")

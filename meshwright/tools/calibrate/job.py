@@ -1,4 +1,4 @@
-"""`meshwright calibrate`: jobs of ranks that measure, one after another, and the cluster that comes of it.
+"""`meshwright calibrate`: jobs of ranks that measure, one after another; the cluster file is made of their answers.
 
 Ranks are started by the launcher that starts a run's, with one thread each. The first job has a rank on every device;
 then one for each backend and each number of ranks times the links.
@@ -20,23 +20,22 @@ from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, TransportName, joined, run
 from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
 from meshwright.ranks.grid import PIPE
-from meshwright.tools.calibrate.fit import device_of, links_of, merged, rounded
+from meshwright.tools.calibrate.fit import fit_device, fit_links, merged, rounded
 from meshwright.tools.calibrate.kernels import measure_device
 from meshwright.tools.calibrate.links import measure_links, measure_overlap, measure_turns
 from meshwright.tools.calibrate.report import writer_of
-from meshwright.tools.calibrate.timing import Effort, Timer, meeting
+from meshwright.tools.calibrate.timing import CallTimer, Effort, meeting
 from meshwright.tools.plan.cluster import Cluster, Level, Links
-
-Kind = Literal["cpu", "cuda"]
 
 CPU_FACTS = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What is to be measured: `devices` of a `kind` by one rank each, links by each of `backends` among `ranks`."""
+class MeasuredMachine:
+    """The part of a machine to measure: `devices` of a `kind` by one rank each, links by each of `backends` among
+    `ranks`."""
 
-    kind: Kind
+    kind: Literal["cpu", "cuda"]
     devices: int
     ranks: tuple[int, ...]
     backends: tuple[TransportName, ...]
@@ -46,7 +45,7 @@ class Machine:
         return 1 + len(self.backends) * len(self.ranks)
 
 
-def this_machine(ranks: str | None, device: str) -> Machine:
+def measured_machine(ranks: str | None, device: str) -> MeasuredMachine:
     """`ranks`: `2,4`; None: 2 and 4 on CPUs, powers of two up to all GPUs. Raises ConfigError for what is not here."""
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError.of("--device", device, "is no kind of device", "auto, cpu, cuda")
@@ -56,12 +55,12 @@ def this_machine(ranks: str | None, device: str) -> Machine:
     if device == "cpu" or not gpus:
         mpi = find_spec("mpi4py") is not None and find_mpiexec() is not None
         backends: tuple[TransportName, ...] = ("torch", "mpi") if mpi else ("torch",)
-        return Machine("cpu", usable_cores(), parse_ranks(ranks or "2,4"), backends)
+        return MeasuredMachine("cpu", usable_cores(), parse_ranks(ranks or "2,4"), backends)
     powers = [2**power for power in range(1, gpus.bit_length()) if 2**power <= gpus]
     counts = tuple(powers) if ranks is None else parse_ranks(ranks)
     if any(count > gpus for count in counts):
         raise ConfigError.of("--ranks", ranks, f"is more than the {gpus} GPUs here", f"up to {gpus}")
-    return Machine("cuda", gpus, counts, ("torch",))
+    return MeasuredMachine("cuda", gpus, counts, ("torch",))
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -73,7 +72,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, words))))
 
 
-def calibrate(out: Path, machine: Machine, effort: Effort, report: ShowProgress = silent) -> Cluster:
+def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowProgress = silent) -> Cluster:
     """Measure the machine and write `out`.
 
     Raises ConfigError, before anything is measured, where `out` cannot be written; LaunchError; Interrupted.
@@ -84,15 +83,15 @@ def calibrate(out: Path, machine: Machine, effort: Effort, report: ShowProgress 
         runs = _Runs(out.absolute().parent, machine, effort, report)
         each = runs.launch("device", machine.devices, "torch")
         memory = memory_bytes() // machine.devices if machine.kind == "cpu" else each[0]["memory"]
-        device = device_of(machine.kind, memory, merged([of["points"] for of in each]))
+        device = fit_device(machine.kind, memory, merged([of["points"] for of in each]))
         links: dict[TransportName, Links] = {}
         turns: list[tuple[float, float]] = []
         for backend in machine.backends:
             answers = {ranks: runs.launch("links", ranks, backend)[0] for ranks in machine.ranks}
-            if machine.kind == "cpu":  # of the last one, which a run takes by itself
+            if machine.kind == "cpu":  # the last backend's, which a run takes by itself
                 turns = [(float(ranks), rounded(answer["turns"])) for ranks, answer in sorted(answers.items())]
             if answers:
-                links[backend] = links_of(
+                links[backend] = fit_links(
                     {ranks: answer["points"] for ranks, answer in answers.items()}, answers[min(answers)]["overlaps"]
                 )
             else:  # a lone GPU: another one would be reached through the host
@@ -111,9 +110,9 @@ def calibrate(out: Path, machine: Machine, effort: Effort, report: ShowProgress 
 
 
 class _Runs:
-    """The jobs of a calibration, as they are started."""
+    """Starts the jobs of a calibration, and reports how many are done."""
 
-    def __init__(self, disk: Path, machine: Machine, effort: Effort, report: ShowProgress) -> None:
+    def __init__(self, disk: Path, machine: MeasuredMachine, effort: Effort, report: ShowProgress) -> None:
         self.disk = disk
         self.machine = machine
         self.effort = effort
@@ -121,7 +120,7 @@ class _Runs:
         self.done = 0
 
     def launch(self, what: str, ranks: int, backend: TransportName) -> list[dict[str, Any]]:
-        """What each of the ranks has found out."""
+        """The answers of the ranks of one job."""
         self.report(f"{what}, {backend}, {ranks} ranks", self.done / self.machine.jobs)
         function = measure_devices if what == "device" else measure_all_links
         job = Ranks(((PIPE, ranks),), backend, self.machine.kind, name="calibrate")
@@ -136,7 +135,7 @@ class _Runs:
 def measure_devices(rank: Rank, effort: Mapping[str, Any], disk: Path) -> dict[str, Any]:
     """A rank that measures its device beside the others of the machine."""
     where, asked = rank.mesh.device, Effort(**effort)
-    timer = Timer(where, asked.point_seconds, meeting(rank.mesh.world, where, rank.stop))
+    timer = CallTimer(where, asked.point_seconds, meeting(rank.mesh.world, where, rank.stop))
     memory = torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else 0
     return {"points": measure_device(asked, timer, disk), "memory": memory}
 
@@ -151,8 +150,8 @@ def measure_all_links(rank: Rank, effort: Mapping[str, Any], overlap: bool) -> d
     }
 
 
-def source_of(machine: Machine) -> str:
-    """What was measured, with what and when."""
+def source_of(machine: MeasuredMachine) -> str:
+    """The sentence of the file that says what was measured, with what and when."""
     device = torch.cuda.get_device_name() if machine.kind == "cuda" else _cpu_name()
     day = datetime.now(UTC).date().isoformat()
     text = f"meshwright calibrate, {day}: {machine.devices} x {device}, torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""What a device does, timed by a rank of its own while all others of the machine do the same: cores share their
+"""Kernels of a device, timed by a rank of its own while all others of the machine do the same: cores share their
 memory and their clock, GPUs their host.
 
 | points    | x                                     | seconds of                                                      |
@@ -11,9 +11,9 @@ memory and their clock, GPUs their host.
 | random    | elements                              | a draw of random numbers                                        |
 | host link | bytes                                 | a copy between the device's memory and the host's               |
 | disk      | bytes, written and read               | a file written, made durable, and read from the disk            |
-| reserved  | bytes that a rank holds of itself     | (none)                                                          |
+| reserved  | bytes of a rank without tensors       | (none)                                                          |
 
-Special and random kernels are timed out of autograd: `tiny` is what such a call takes of itself. Products are so large,
+Special and random kernels are timed out of autograd: `tiny` is such a call of a few elements. Products are so large,
 or so many in a batch, that their launch does not show.
 """
 
@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend
 
 from meshwright.machine import forget_cached, peak_resident_bytes
 from meshwright.parts import DTYPES
-from meshwright.tools.calibrate.timing import Effort, Points, Timer
+from meshwright.tools.calibrate.timing import CallTimer, Effort, Points
 
 BATCH_FLOPS = {"cpu": 2**22, "cuda": 2**32}
 """Products of less are timed in a batch of so much, beside which a launch is nothing."""
@@ -45,16 +45,16 @@ ATTENTION_HEADS = (8, 8)
 ATTENTION_WIDTHS = (32, 64)
 SPECIAL_ELEMENTS = 2**18
 
-SPECIAL: tuple[Callable[[Tensor], Tensor], ...] = (
+_SPECIAL: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.exp,
     torch.sigmoid,
     F.gelu,
     lambda x: F.log_softmax(x, -1),
 )
-"""What a model's activations, softmaxes and losses are made of."""
+"""Kernels that a model's activations, softmaxes and losses are made of."""
 
 
-def measure_device(effort: Effort, timer: Timer, folder: Path) -> dict[str, Points]:
+def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, Points]:
     """All points of this rank's device. `folder`: whose disk is measured."""
     device = timer.device
     curve = curve_dtype(device)
@@ -71,7 +71,7 @@ def measure_device(effort: Effort, timer: Timer, folder: Path) -> dict[str, Poin
     points["attention"] = list(_attentions(effort, timer, DTYPES[curve]))
     points["stream"] = [(size, _chain_seconds(timer, size // 12)) for size in effort.stream_bytes]
     x = torch.randn(SPECIAL_ELEMENTS // 256, 256, device=device)
-    points["special"] = [(x.numel(), timer.seconds(lambda f=f: f(x))) for f in SPECIAL]  # type: ignore[misc]
+    points["special"] = [(x.numel(), timer.seconds(lambda f=f: f(x))) for f in _SPECIAL]  # type: ignore[misc]
     points["random"] = [(x.numel(), timer.seconds(lambda: torch.empty_like(x).bernoulli_(0.9)))]
     points["host link"] = [_host_copy(effort, timer)]
     points["disk"] = [_disk(effort, timer, folder)]
@@ -79,36 +79,36 @@ def measure_device(effort: Effort, timer: Timer, folder: Path) -> dict[str, Poin
 
 
 def curve_dtype(device: torch.device) -> str:
-    """In which products of all sides are timed: what runs on such a device mostly compute in."""
+    """The dtype in which products of all sides are timed: the one that runs on such a device mostly compute in."""
     if device.type == "cpu":
         return "float32"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def _chain_seconds(timer: Timer, num_elements: int) -> float:
-    """A kernel of a chain y = y b, forward or backward: it reads two tensors of [num_elements] and writes one. What the
-    forward pass made is kept to the end, as activations are."""
+def _chain_seconds(timer: CallTimer, num_elements: int) -> float:
+    """A kernel of a chain y = y b, forward or backward: it reads two tensors of [num_elements] and writes one. The
+    results of the forward pass are kept to the end, as activations are."""
     length = max(2, min(CHAIN, KEPT_BYTES // (4 * num_elements)))
     x, b, dy = (torch.ones(num_elements, device=timer.device) for _ in range(3))
     x.requires_grad_()
 
     def chain() -> None:
-        kept = [x]
+        activations = [x]
         for _ in range(length):
-            kept.append(kept[-1] * b)
-        torch.autograd.grad(kept[-1], x, dy)
+            activations.append(activations[-1] * b)
+        torch.autograd.grad(activations[-1], x, dy)
 
     return timer.seconds(chain) / (2 * length)
 
 
-def _product_seconds(timer: Timer, side: int, dtype: torch.dtype) -> float:
+def _product_seconds(timer: CallTimer, side: int, dtype: torch.dtype) -> float:
     """Mean seconds of a product with mnk = side³, over three shapes and a linear's three products of each."""
     shapes = ((side, side, side), (4 * side, side // 2, side // 2), (2 * side, side // 4, 2 * side))
     batch = max(1, BATCH_FLOPS[timer.device.type] // (2 * side**3))
     return sum(_linear_seconds(timer, batch, shape, dtype) for shape in shapes) / (len(shapes) * 3 * batch)
 
 
-def _linear_seconds(timer: Timer, batch: int, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+def _linear_seconds(timer: CallTimer, batch: int, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
     """A linear's product forward, its input's gradient and its weight's: `batch` times x [M, K], w [N, K], y [M, N]."""
     rows, columns, inner = shape
     lead = (batch,) if batch > 1 else ()
@@ -123,8 +123,8 @@ def _linear_seconds(timer: Timer, batch: int, shape: tuple[int, int, int], dtype
     return timer.seconds(linear)
 
 
-def _attentions(effort: Effort, timer: Timer, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
-    """Nothing where torch has no fused attention for the device."""
+def _attentions(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    """Points of a fused attention; none where torch has no such attention for the device."""
     for length in effort.lengths:
         for width in ATTENTION_WIDTHS:
             shape = (*ATTENTION_HEADS, length, width)
@@ -140,15 +140,15 @@ def _attentions(effort: Effort, timer: Timer, dtype: torch.dtype) -> Iterator[tu
             yield products * 2.0 * q.numel() * length, timer.seconds(attend)
 
 
-def _host_copy(effort: Effort, timer: Timer) -> tuple[float, float]:
+def _host_copy(effort: Effort, timer: CallTimer) -> tuple[float, float]:
     on_gpu = timer.device.type == "cuda"
     host = torch.zeros(effort.copy_bytes // 4, pin_memory=on_gpu)
-    there = torch.zeros_like(host, device=timer.device)
-    return effort.copy_bytes, timer.seconds(lambda: there.copy_(host, non_blocking=True))
+    device = torch.zeros_like(host, device=timer.device)
+    return effort.copy_bytes, timer.seconds(lambda: device.copy_(host, non_blocking=True))
 
 
-def _disk(effort: Effort, timer: Timer, folder: Path) -> tuple[float, float]:
-    """All ranks at once: they share the disk, and each is given its part of it."""
+def _disk(effort: Effort, timer: CallTimer, folder: Path) -> tuple[float, float]:
+    """A file written and read by all ranks at once: they share the disk, and each gets its part of the rate."""
     content = os.urandom(effort.copy_bytes)
     timer.meet()
     with TemporaryFile(dir=folder) as file:
@@ -163,7 +163,7 @@ def _disk(effort: Effort, timer: Timer, folder: Path) -> tuple[float, float]:
 
 
 def _reserved_bytes(device: torch.device) -> int:
-    """What a rank holds before it has any tensor to speak of: code, libraries; on a GPU its context."""
+    """Bytes of a rank before it has any tensor to speak of: code, libraries; on a GPU its context."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free - torch.cuda.memory_reserved(device)

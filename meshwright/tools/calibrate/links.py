@@ -1,11 +1,11 @@
-"""What the links between ranks do: every verb of a Comm and a mailbox's messages, timed as a job's ranks meet them.
+"""The links between ranks: every verb of a Comm and a mailbox's messages, timed as a job's ranks meet them.
 
 | verb                                                    | payload, bytes of                |
 |---------------------------------------------------------|----------------------------------|
 | all_reduce, broadcast, reduce                           | the tensor                       |
 | reduce_scatter, all_gather, all_to_all, gather, scatter | all members' parts together      |
-| send                                                    | what each sends to the next one  |
-| message                                                 | what goes to a neighbour         |
+| send                                                    | the tensor sent to the next rank |
+| message                                                 | the message to a neighbour       |
 
 Rooted verbs take another root at each call, so that none begins before the last one has arrived. Where there are more
 ranks than cores, the times have in them that ranks take turns.
@@ -26,16 +26,16 @@ from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import Mailbox, Side, TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh
-from meshwright.tools.calibrate.timing import Effort, Points, finish, undisturbed
+from meshwright.tools.calibrate.timing import Effort, Points, lower_quartile, wait_for_device
 
 ROUNDS = 5
 MOST_CALLS = 1000
-ELEMENT_BYTES = 4
+_ELEMENT_BYTES = 4
 WORK_SECONDS = 5e-3
 MEETING_BYTES = 2**20
-"""About what a rank computes between two collectives of tensor parallelism, and what they sum."""
+"""About as much as a rank computes between two collectives of tensor parallelism, and as much as they sum."""
 TURNS_ROUNDS = 10
-"""Points' time that is spent on how ranks take turns: how cores are dealt out changes from call to call."""
+"""How many points' time is spent on oversubscription: how cores are shared changes from call to call."""
 
 TimedCall = Callable[[int], object]
 """The i-th call of a row of calls."""
@@ -54,7 +54,7 @@ class Conversation:
         """Seconds of a call in an undisturbed round, as this rank sees them."""
         self._round(call, 2)  # connections, buffers
         calls = self.agreed(self._round(call, 2))
-        return undisturbed([self._round(call, calls) for _ in range(ROUNDS)])
+        return lower_quartile([self._round(call, calls) for _ in range(ROUNDS)])
 
     def agreed(self, once: float) -> int:
         """How many calls of about `once` seconds make a round. Ends the rank where the job is to stop."""
@@ -67,11 +67,11 @@ class Conversation:
 
     def _round(self, call: TimedCall, calls: int) -> float:
         self.comm.barrier()
-        finish(self.device)
+        wait_for_device(self.device)
         start = time.perf_counter()
         for index in range(calls):
             call(index)
-        finish(self.device)
+        wait_for_device(self.device)
         return (time.perf_counter() - start) / calls
 
 
@@ -91,7 +91,7 @@ def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
     """The part of a sum of `overlap_bytes` that goes on while this rank multiplies matrices for twice its time."""
     comm = mesh.comm(PIPE)
     conversation = Conversation(comm, mesh.device, effort.point_seconds * ROUNDS, stop)
-    x = torch.zeros(effort.overlap_bytes // ELEMENT_BYTES, device=mesh.device)
+    x = torch.zeros(effort.overlap_bytes // _ELEMENT_BYTES, device=mesh.device)
     a, b = (torch.randn(effort.dtype_side, effort.dtype_side, device=mesh.device) for _ in range(2))
     alone = conversation.seconds(lambda _: comm.all_reduce(x))
     product = conversation.seconds(lambda _: torch.matmul(a, b))
@@ -113,12 +113,13 @@ def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
 
 
 def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
-    """How many times as long a rank's work takes among all of them as its own processor time, where they sum
-    MEETING_BYTES after every WORK_SECONDS of it: cores are dealt out unevenly, and all wait for the last. For CPUs.
+    """Oversubscription: how many times as long a rank's work takes among all of them as its own processor time, where
+    they sum
+    MEETING_BYTES after every WORK_SECONDS of it: cores are shared unevenly, and all wait for the last. For CPUs.
     """
     comm = mesh.comm(PIPE)
     conversation = Conversation(comm, mesh.device, TURNS_ROUNDS * effort.point_seconds, stop)
-    x = torch.zeros(MEETING_BYTES // ELEMENT_BYTES)
+    x = torch.zeros(MEETING_BYTES // _ELEMENT_BYTES)
     a, b = (torch.randn(effort.dtype_side, effort.dtype_side) for _ in range(2))
 
     def processor_seconds(products: int) -> float:
@@ -136,7 +137,7 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
             torch.matmul(a, b)
         comm.all_reduce(x)
 
-    own = undisturbed([processor_seconds(products) for _ in range(TURNS_ROUNDS)])
+    own = lower_quartile([processor_seconds(products) for _ in range(TURNS_ROUNDS)])
     meeting = conversation.seconds(lambda _: comm.all_reduce(x))
     return max(1.0, (conversation.seconds(work_and_meet) - meeting) / (products * own))
 
@@ -144,8 +145,8 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
 def _verbs(comm: Comm, device: torch.device, wanted_bytes: int) -> Iterator[tuple[str, int, TimedCall]]:
     """(verb, bytes of its payload, a call) of all verbs; payloads are whole parts for every rank."""
     size, index = comm.size, comm.index
-    whole = torch.zeros(size, max(1, wanted_bytes // ELEMENT_BYTES // size), device=device)
-    payload = whole.numel() * ELEMENT_BYTES
+    whole = torch.zeros(size, max(1, wanted_bytes // _ELEMENT_BYTES // size), device=device)
+    payload = whole.numel() * _ELEMENT_BYTES
     mine, other, apart = whole[index], torch.zeros_like(whole), torch.zeros_like(whole[0])
     after, before = (index + 1) % size, (index - 1) % size
     calls: dict[str, TimedCall] = {
@@ -173,10 +174,10 @@ class Exchange:
         self.epoch = 0
 
     def seconds(self, conversation: Conversation, payload: int) -> float:
-        """Of one way, in an undisturbed round."""
+        """Seconds of one way, in an undisturbed round."""
         self._there_and_back(conversation, payload, 2)
         calls = conversation.agreed(self._there_and_back(conversation, payload, 2))
-        return undisturbed([self._there_and_back(conversation, payload, calls) for _ in range(ROUNDS)]) / 2
+        return lower_quartile([self._there_and_back(conversation, payload, calls) for _ in range(ROUNDS)]) / 2
 
     def _there_and_back(self, conversation: Conversation, payload: int, calls: int) -> float:
         x = torch.zeros(payload, dtype=torch.uint8, device=conversation.device)
@@ -194,5 +195,5 @@ class Exchange:
                 self.mailbox.wait()
                 self.mailbox.send("before", index, (x,))
         self.mailbox.flush()
-        finish(conversation.device)
+        wait_for_device(conversation.device)
         return (time.perf_counter() - start) / calls

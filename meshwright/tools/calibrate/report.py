@@ -13,13 +13,13 @@ from meshwright.errors import ConfigError
 from meshwright.tools.plan.cluster import Cluster, Links, interpolated
 from meshwright.tools.report import table_console
 
-COLUMNS = 4
+_COLUMNS = 4
 """Payloads that are shown of those that were measured."""
 
 
 @contextmanager
 def writer_of(out: Path) -> Iterator[Callable[[Cluster], None]]:
-    """What writes the file, whole or not at all. Raises ConfigError at once where it could not."""
+    """A function that writes the file, whole or not at all. Raises ConfigError at once where it could not."""
     valid = "a .yaml file in a folder that you may write to"
     if out.suffix not in (".yaml", ".yml") or out.is_dir():
         raise ConfigError.of("--out", out, "is no name of a YAML file", valid)
@@ -31,7 +31,7 @@ def writer_of(out: Path) -> Iterator[Callable[[Cluster], None]]:
         raise ConfigError.of("--out", out, f"cannot be written ({error.strerror})", valid) from error
 
     def write(cluster: Cluster) -> None:
-        partial.write_text(text_of(cluster), encoding="utf-8")
+        partial.write_text(yaml_text(cluster), encoding="utf-8")
         partial.rename(out)
 
     try:
@@ -40,8 +40,8 @@ def writer_of(out: Path) -> Iterator[Callable[[Cluster], None]]:
         partial.unlink(missing_ok=True)
 
 
-def text_of(cluster: Cluster) -> str:
-    """The file's text."""
+def yaml_text(cluster: Cluster) -> str:
+    """The text of the file."""
     tree = cluster.model_dump(exclude_none=True)
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True)
 
@@ -64,7 +64,7 @@ def as_dict(cluster: Cluster, out: Path) -> dict[str, object]:
 
 
 def render(cluster: Cluster, out: Path) -> None:
-    """The device, and the verbs of each backend."""
+    """Print the device, and the verbs of each backend."""
     console = table_console()
     device = cluster.device
     peaks = ", ".join(f"{dtype} {rate / 1e9:,.1f}" for dtype, rate in device.peak.items())
@@ -90,7 +90,7 @@ def _table(backend: str, links: Links) -> Table:
     title = f"{backend}: {level.latency * 1e6:,.0f} us + bytes / {level.bandwidth / 1e9:.2f} GB/s; "
     title += f"{links.overlaps:.0%} of a sum is hidden under computation"
     payloads = [size for size, _ in links.measured[0].points]
-    shown = payloads[:: -(-len(payloads) // COLUMNS)]
+    shown = payloads[:: -(-len(payloads) // _COLUMNS)]
     table = Table("verb", "ranks", *(Column(f"{_size(size)}, us", justify="right") for size in shown), title=title)
     for row in links.measured:
         times = (f"{interpolated(row.points, size) * 1e6:,.0f}" for size in shown)

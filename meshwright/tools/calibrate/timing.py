@@ -1,4 +1,4 @@
-"""How long a call takes, and how much time may go into finding out."""
+"""Timing of calls, and how much time may go into it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured, and for how long: `point_seconds` at each point. `sides`: of products; `dtype_side`: of those
-    in the other dtypes; `lengths`: of the attention's sequences; `stream_bytes`: what a kernel touches; `copy_bytes`:
-    what goes to the host and to the disk; `payloads`: bytes of what is sent; `overlap_bytes`: of the sum beside which
-    products run."""
+    """Points to measure, with `point_seconds` for each. `sides`: of products; `dtype_side`: of products in the other
+    dtypes; `lengths`: of the attention's sequences; `stream_bytes`: that a kernel touches; `copy_bytes`: to the host
+    and to the disk; `payloads`: bytes sent; `overlap_bytes`: of the sum beside which products run."""
 
     point_seconds: float
     sides: Sequence[int]
@@ -41,7 +40,7 @@ class Effort:
 
 
 def effort_of(kind: str, *, quick: bool) -> Effort:
-    """For a `kind` of device, cpu or cuda. A GPU's products are larger before they reach its peak."""
+    """The effort for a `kind` of device, cpu or cuda. A GPU's products are larger before they reach its peak."""
     larger = 4 if kind == "cuda" else 1
     if quick:
         return Effort(
@@ -67,7 +66,7 @@ def effort_of(kind: str, *, quick: bool) -> Effort:
 
 
 @dataclass(frozen=True)
-class Timer:
+class CallTimer:
     """Times calls of this rank alone, which compute and do not wait: on a CPU it counts what the rank has of its core,
     not what another process takes of it. `meet`: returns when all ranks are there, and ends them if they are to stop.
     """
@@ -89,31 +88,31 @@ class Timer:
         end = time.perf_counter() + self.point_seconds
         while not samples or time.perf_counter() < end:
             samples.append(self._sample(call, repeats))
-        return undisturbed(samples)
+        return lower_quartile(samples)
 
     def _sample(self, call: Callable[[], object], repeats: int) -> float:
         clock = time.perf_counter if self.device.type == "cuda" else time.thread_time
-        finish(self.device)
+        wait_for_device(self.device)
         start = clock()
         for _ in range(repeats):
             call()
-        finish(self.device)
+        wait_for_device(self.device)
         return (clock() - start) / repeats
 
 
-def undisturbed(samples: Sequence[float]) -> float:
+def lower_quartile(samples: Sequence[float]) -> float:
     """The lower quartile: what else goes on on a machine only ever adds, and to some samples more than to others."""
     return sorted(samples)[len(samples) // 4]
 
 
-def finish(device: torch.device) -> None:
-    """Return when the device has done what it was given."""
+def wait_for_device(device: torch.device) -> None:
+    """Return when the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def meeting(comm: Comm, device: torch.device, stop: StopRequest) -> Callable[[], None]:
-    """A place where all ranks wait for each other; where any of them was asked to stop, all leave the job."""
+    """A function in which all ranks wait for each other; where any of them was asked to stop, all leave the job."""
 
     def meet() -> None:
         asked = torch.tensor([float(stop.requested)], device=device)

@@ -11,9 +11,9 @@ from meshwright.config.load import read_yaml
 from meshwright.errors import ConfigError
 from meshwright.launch import TransportName
 from meshwright.machine import find_mpiexec
-from meshwright.tools.calibrate.job import Machine, calibrate, parse_ranks, this_machine
-from meshwright.tools.calibrate.report import render, text_of
-from meshwright.tools.calibrate.timing import Effort, Timer, effort_of, undisturbed
+from meshwright.tools.calibrate.job import MeasuredMachine, calibrate, measured_machine, parse_ranks
+from meshwright.tools.calibrate.report import render, yaml_text
+from meshwright.tools.calibrate.timing import CallTimer, Effort, effort_of, lower_quartile
 from meshwright.tools.plan.cluster import Cluster, load_cluster
 
 VERBS = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send"}
@@ -39,7 +39,9 @@ def check(cluster: Cluster, backend: TransportName, ranks: int) -> None:
 
 def test_what_is_written_is_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "here.yaml"
-    made = calibrate(out, Machine("cpu", 2, (3,), ("torch",)), TINY)  # of 3 ranks one has no neighbour left to talk to
+    made = calibrate(
+        out, MeasuredMachine("cpu", 2, (3,), ("torch",)), TINY
+    )  # of 3 ranks one has no neighbour left to talk to
     assert load_cluster(str(out)) == made
     assert [path.name for path in out.parent.iterdir()] == ["here.yaml"]
     assert (made.name, made.devices_per_node, made.cores) == ("here", 2, 2)
@@ -57,12 +59,12 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.long  # ranks of MPI spin while they wait
 @needs_mpi
 def test_mpi_is_measured_as_well(tmp_path: Path) -> None:
-    check(calibrate(tmp_path / "here.yaml", Machine("cpu", 1, (2,), ("torch", "mpi")), TINY), "mpi", 2)
+    check(calibrate(tmp_path / "here.yaml", MeasuredMachine("cpu", 1, (2,), ("torch", "mpi")), TINY), "mpi", 2)
 
 
 def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    machine = Machine("cpu", 10**6, (), ())  # measuring would not end well
+    machine = MeasuredMachine("cpu", 10**6, (), ())  # measuring would not end well
     for name, rule in (("file/a.yaml", "cannot be written"), ("here.txt", "is no name of a YAML file")):
         with pytest.raises(ConfigError, match=rule):
             calibrate(tmp_path / name, machine, TINY)
@@ -81,15 +83,15 @@ def test_ranks_are_counted_once() -> None:
 
 def test_a_device_that_is_not_here() -> None:
     with pytest.raises(ConfigError, match="is no kind of device; valid: auto, cpu, cuda"):
-        this_machine(None, "tpu")
+        measured_machine(None, "tpu")
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="finds no GPU"):
-            this_machine(None, "cuda")
+            measured_machine(None, "cuda")
 
 
 def test_curves_stand_on_a_line_each() -> None:
     cluster = Cluster.model_validate(read_yaml(Path(__file__).parent / "small.yaml"))
-    lines = text_of(cluster).splitlines()
+    lines = yaml_text(cluster).splitlines()
     assert "  efficiency: [[64.0, 0.5], [256.0, 1.0]]" in lines
     assert not [line for line in lines if "null" in line]
 
@@ -104,14 +106,14 @@ def test_a_quick_calibration_measures_less(kind: str) -> None:
 
 
 def test_what_disturbs_some_samples_does_not_show() -> None:
-    assert undisturbed([5.0, 1.0, 9.0, 1.1, 1.2, 30.0, 2.0, 1.3]) == 1.2
-    assert undisturbed([7.0]) == 7.0
+    assert lower_quartile([5.0, 1.0, 9.0, 1.1, 1.2, 30.0, 2.0, 1.3]) == 1.2
+    assert lower_quartile([7.0]) == 7.0
 
 
 def test_a_timer_warms_up_and_repeats_short_calls() -> None:
     met: list[int] = []
     calls: list[int] = []
-    timer = Timer(torch.device("cpu"), 0.01, lambda: met.append(len(calls)))
+    timer = CallTimer(torch.device("cpu"), 0.01, lambda: met.append(len(calls)))
     seconds = timer.seconds(lambda: calls.append(1))
     assert met == [0]
     assert len(calls) > 100

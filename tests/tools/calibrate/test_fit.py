@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.tools.calibrate.fit import device_of, level_of, links_of, merged
+from meshwright.tools.calibrate.fit import fit_device, fit_level, fit_links, merged
 from meshwright.tools.calibrate.timing import Points
 from meshwright.tools.plan.cluster import interpolated
 
@@ -16,7 +16,7 @@ def line(latency: float, bandwidth: float) -> Points:
 
 
 def test_a_line_is_found_again() -> None:
-    level = level_of(line(20e-6, 3e9))
+    level = fit_level(line(20e-6, 3e9))
     assert level.latency == pytest.approx(20e-6, rel=1e-3)
     assert level.bandwidth == pytest.approx(3e9, rel=1e-3)
 
@@ -25,12 +25,12 @@ def test_small_payloads_count_as_much_as_large_ones() -> None:
     """A tenth more on the largest payload must not move the latency, a thousandth of its time, by more than a tenth."""
     points = line(1e-6, 4e9)
     points[-1] = (points[-1][0], points[-1][1] * 1.1)
-    assert level_of(points).latency == pytest.approx(1e-6, rel=0.1)
+    assert fit_level(points).latency == pytest.approx(1e-6, rel=0.1)
 
 
 @pytest.mark.parametrize("points", [[(1024, 2e-5), (4096, 1e-5)], [(1024, 1e-6), (4096, 8e-6)], [(1024, 1e-5)]])
 def test_no_latency_and_no_bandwidth_below_zero(points: Points) -> None:
-    level = level_of(points)
+    level = fit_level(points)
     assert level.latency >= 0
     assert 0 < level.bandwidth < 1e12
 
@@ -63,7 +63,7 @@ def device_points() -> dict[str, Points]:
 
 
 def test_a_device_is_found_again() -> None:
-    device = device_of("cpu", 2**30, device_points())
+    device = fit_device("cpu", 2**30, device_points())
     assert device.peak == {"float32": 5e10, "float64": 2.5e10, "bf16": pytest.approx(1e11, rel=1e-3)}
     assert dict(device.efficiency) == EFFICIENCY
     assert device.attention == pytest.approx(0.55, rel=1e-3)
@@ -75,15 +75,15 @@ def test_a_device_is_found_again() -> None:
 
 def test_kernels_that_are_lost_in_their_launch_have_a_bandwidth_all_the_same() -> None:
     points = device_points() | {"stream": [(64, 0.9 * LAUNCH), (2**24, LAUNCH + 2**24 / BANDWIDTH)]}
-    assert all(rate > 0 for _, rate in device_of("cpu", 2**30, points).bandwidth)
+    assert all(rate > 0 for _, rate in fit_device("cpu", 2**30, points).bandwidth)
 
 
 def test_a_machine_without_fused_attention_says_so() -> None:
-    assert device_of("cpu", 2**30, device_points() | {"attention": []}).attention is None
+    assert fit_device("cpu", 2**30, device_points() | {"attention": []}).attention is None
 
 
 def test_links_keep_what_was_timed() -> None:
-    links = links_of({4: {"send": line(9e-6, 1e9)}, 2: {"send": line(5e-6, 2e9), "all_reduce": line(7e-6, 1e9)}}, 0.25)
+    links = fit_links({4: {"send": line(9e-6, 1e9)}, 2: {"send": line(5e-6, 2e9), "all_reduce": line(7e-6, 1e9)}}, 0.25)
     assert links.overlaps == 0.25
     assert [(row.verb, row.ranks) for row in links.measured] == [("send", 2), ("all_reduce", 2), ("send", 4)]
     assert interpolated(links.measured[1].points, 2**18) == pytest.approx(7e-6 + 2**18 / 1e9, rel=1e-3)
