@@ -1,4 +1,4 @@
-"""Which kind of data a run reads: decided once, when the config is read, from the family of its model and the source.
+"""The kind of data that a run reads: decided once, when the config is read, by the model's family and the source.
 
 A run need not write `data.kind`: each family reads one form of batches and has a kind of its own, and a source that can
 be nothing else (a tsv file is pairs) decides for itself. `data.objective: pairs | spans`, the name until 0.1.0, still
@@ -26,7 +26,7 @@ def data_for(model: Network, **fields: Any) -> DataSection:
 
 
 def with_kind(data: object, model: object) -> object:
-    """What was written of `data` with its kind, and without the fields of other kinds; sections are left as they are.
+    """The fields written of `data` with its kind, and without those of other kinds; a section is left as it is.
 
     `model`: the model's section, or what was written of it.
     """
@@ -43,7 +43,7 @@ def with_kind(data: object, model: object) -> object:
 
 
 def release_kind(tree: dict[str, Any], words: Collection[str]) -> None:
-    """Where words on top of the file give it another model, its kind is decided anew if the model does not read it."""
+    """Let the kind be decided anew where words on top of the file give it a model that does not read the file's."""
     data = tree.get("data")
     if not isinstance(data, dict) or meet(["data.kind"], words):
         return

@@ -1,4 +1,4 @@
-"""What is read to be packed: records of one text (documents), or of two (pairs: pairs.py).
+"""The corpora that are packed: records of one text (documents), or of two (pairs: pairs.py).
 
 Documents come out of the standard library's source, text, jsonl, parquet, a folder of these, or a Hugging Face dataset
 folder. A document is a non-empty string. The order is the same on every machine that has the same files: folders are
@@ -41,7 +41,7 @@ class Corpus:
     name: str
     """A short name that has no path of this machine in it."""
     identity: list[object]
-    """What changes when the source changes, found without reading it."""
+    """Facts that change when the source does, known without reading it."""
     read: Callable[[], Iterator[tuple[str, ...]]]
     """Every record, in the same order each time."""
 
@@ -61,11 +61,11 @@ def documents(source: str) -> Iterator[str]:
     Raises DataError naming the file, the line (jsonl) or row (parquet), and the key that is missing.
     """
     if source == STDLIB:
-        found = _stdlib_documents()
+        texts = _stdlib_documents()
     else:
         path = _existing(source)
-        found = _folder_documents(path) if path.is_dir() else _file_documents(path)
-    return (document for document in found if document.strip())
+        texts = _folder_documents(path) if path.is_dir() else _file_documents(path)
+    return (document for document in texts if document.strip())
 
 
 def source_name(source: str) -> str:
@@ -74,7 +74,7 @@ def source_name(source: str) -> str:
 
 
 def source_identity(source: str) -> list[object]:
-    """What changes when the source changes, found without reading it: names, sizes and, for paths, times of change."""
+    """Facts that change when the source does, known without reading it: names, sizes and, of paths, times of change."""
     if source == STDLIB:
         root = _stdlib_root()
         listed = [(str(path.relative_to(root)), path.stat().st_size) for path in _stdlib_files()]
@@ -127,13 +127,13 @@ def _folder_documents(folder: Path) -> Iterator[str]:
 
 
 def _folder_files(folder: Path) -> list[Path]:
-    found = [path for path in folder.rglob("*") if not any(map(_is_hidden, path.relative_to(folder).parts))]
-    for path in found:
+    entries = [path for path in folder.rglob("*") if not any(map(_is_hidden, path.relative_to(folder).parts))]
+    for path in entries:
         if path.is_dir() and path.is_symlink():  # it may lead back to where it lies
             raise DataError(f"{path}: is a link to a folder, which is not followed; put the folder in its place")
         if not path.is_dir() and not path.is_file():
             raise DataError(f"{path}: is a pipe, a device or a link to nothing; move it out of the source")
-    files = (path for path in found if path.is_file())
+    files = (path for path in entries if path.is_file())
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 

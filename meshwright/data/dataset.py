@@ -61,9 +61,9 @@ def open_corpus(data: TokenSection, config: Config, folder: Path) -> Opened:
     notes: list[str] = []
 
     def samples(split: Split) -> Samples:
-        found, note = data.samples(config, corpus, split)
+        split_samples, note = data.samples(config, corpus, split)
         notes.extend([f"{split}: {note}"] if note else [])
-        return found
+        return split_samples
 
     train, held_out = opened_splits(config, samples)
     return Opened(train, held_out, corpus.tokenizer.to_json(), tuple(notes))

@@ -148,17 +148,17 @@ def check_once(
 
 def check_file(path: Path, wanted: str, regions: Sequence[str], inspect: Inspect = lambda *_: None) -> None:
     """Compare a file with its checksum. Raises DataError as `check_once`."""
-    found, wrong, complaint = FileSum(), [], None
+    total, wrong, complaint = FileSum(), [], None
     try:
         with path.open("rb") as file:
             for number, data in enumerate(iter(lambda: file.read(REGION_BYTES), b"")):
-                found.update(data)
+                total.update(data)
                 if number < len(regions) and f"{crc32(data):08x}" != regions[number]:
                     wrong.append(number)
                 complaint = complaint or inspect(path.name, number * REGION_BYTES, data)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; {REMEDY}") from error
-    if found.sha256 != wanted:
+    if total.sha256 != wanted:
         begin, more = (wrong[0] * REGION_BYTES, len(wrong) - 1) if wrong else (0, 0)
         where = f", bytes {begin} to {begin + REGION_BYTES - 1}" if wrong else ""
         others = f" and {more} more regions" if more else ""

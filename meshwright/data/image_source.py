@@ -1,4 +1,4 @@
-"""Where images come from: scikit-learn's digits, or a folder of class folders. Decoded by Pillow, square, uint8.
+"""The sources of images: scikit-learn's digits, or a folder of class folders. Decoded by Pillow, square, uint8.
 
 | source | holds | held out |
 |---|---|---|
@@ -73,12 +73,12 @@ def _folder(folder: Path) -> ImageSource:
     image = _library("PIL.Image", "pillow")
     splits = [folder / TRAIN, folder / VALIDATION]
     given = all(path.is_dir() for path in splits)
-    found = [_class_files(path) for path in (splits if given else [folder])]
-    classes = tuple(found[0])
-    if given and (unknown := set(found[1]) - set(classes)):
+    by_split = [_class_files(path) for path in (splits if given else [folder])]
+    classes = tuple(by_split[0])
+    if given and (unknown := set(by_split[1]) - set(classes)):
         raise DataError(f"{splits[1] / min(unknown)}: is a class that {splits[0]} has not")
     files, labels, held_out = [], [], []
-    for split, by_class in enumerate(found):
+    for split, by_class in enumerate(by_split):
         for name, paths in by_class.items():
             files += paths
             labels += [classes.index(name)] * len(paths)
@@ -98,7 +98,7 @@ def _class_files(folder: Path) -> dict[str, list[Path]]:
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
         raise DataError(f"{folder}: holds no class folders (FOLDER/CLASS/IMAGE.jpg, jpeg or png)")
-    found = {}
+    by_class = {}
     for path in classes:
         files = sorted(file for file in path.iterdir() if not file.name.startswith("."))
         for file in files:
@@ -106,8 +106,8 @@ def _class_files(folder: Path) -> dict[str, list[Path]]:
                 raise DataError(f"{file}: is no image; a class folder holds jpg, jpeg and png files alone")
         if not files:
             raise DataError(f"{path}: is a class without images")
-        found[path.name] = files
-    return found
+        by_class[path.name] = files
+    return by_class
 
 
 def _decoded(image: ModuleType, path: Path, size: int, channels: int) -> np.ndarray:

@@ -101,7 +101,7 @@ def labels_file(split: Split) -> str:
 
 
 def images_for(data: ImageData, model: ImageNetwork, cache: Path, progress: ShowProgress = silent) -> PackedImages:
-    """The packed images that a config asks for, made once in `cache`; a folder found there is checked whole.
+    """The packed images that a config asks for, made once in `cache`; a folder that is there is checked whole.
 
     Raises DataError where an image or the packed folder is damaged; ConfigError where the model has too few classes, or
     data.validation no effect.
@@ -163,7 +163,7 @@ def split_images(source: ImageSource, share: float) -> dict[Split, np.ndarray]:
 
 
 def _drawn(labels: np.ndarray, share: float) -> np.ndarray:
-    """Which images [n] are held out: of each class its share, to the nearest whole image."""
+    """The images [n] that are held out: of each class its share, to the nearest whole image."""
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)

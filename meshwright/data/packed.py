@@ -51,7 +51,7 @@ class Header(Section):
     """bytes, bpe:SIZE as asked for, or file."""
     source: str
     validation_share: float
-    """As asked for; the counts say what it became."""
+    """The share that was asked for; the counts say what it became."""
     corpus_sha256: str
     train: SplitFacts
     validation: SplitFacts
@@ -86,7 +86,7 @@ class PackedCorpus:
     def check_files(self, cache: Path) -> None:
         """Raises DataError where a file is not what was prepared, or holds ids beyond the vocabulary.
 
-        Costs nothing where `cache` says that this was found right before.
+        Costs nothing where `cache` remembers a check that passed.
         """
         check_once(self.folder, self.header.sha256, self.header.regions, cache, self._unknown_token)
 
@@ -148,8 +148,8 @@ def document_ends(tokens: np.ndarray, end: int) -> np.ndarray:
     Scanned in parts, so that a corpus larger than the memory stays on the disk.
     """
     parts = range(0, len(tokens), _SCAN_TOKENS)
-    found = [start + np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == end) for start in parts]
-    return np.concatenate([np.empty(0, np.int64), *found])
+    ends = [start + np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == end) for start in parts]
+    return np.concatenate([np.empty(0, np.int64), *ends])
 
 
 def _read_header(folder: Path) -> Header:

@@ -78,7 +78,7 @@ def pack(corpus: Corpus, tokenizer: str, out: Path, validation: float, progress:
 def corpus_for(data: TokenSection, cache: Path, progress: ShowProgress = silent) -> PackedCorpus:
     """The packed corpus that a config asks for: a prepared folder is opened, anything else is prepared once in `cache`.
 
-    Raises DataError if a prepared folder is damaged, of another kind, or was made with another tokenizer or share than
+    Raises DataError if a prepared folder is damaged, of another kind, or has another tokenizer or share than
     the config names.
     """
     source = Path(data.source).expanduser()
@@ -214,7 +214,7 @@ def _default(field: str) -> object:
 
 
 def _cache_key(data: TokenSection, corpus: Corpus) -> str:
-    """A name that changes with all that the prepared files depend on, found without reading the corpus."""
+    """A name that changes with all that the prepared files depend on, known without reading the corpus."""
     kind = tokenizer_kind(data.tokenizer)
     tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
     facts = [FORMAT, corpus.identity, tokenizer, data.validation]

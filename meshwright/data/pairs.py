@@ -26,17 +26,18 @@ from itertools import zip_longest
 from pathlib import Path
 
 from meshwright.data.corpus import STDLIB, Corpus, checked_text, documents, json_records, source_identity, source_name
-from meshwright.data.section import GZIP, PREPARED, PairData, suffix
+from meshwright.data.section import PREPARED, PairData
 from meshwright.errors import DataError
 
 Pair = tuple[str, str]
 """A source, which is read, and its target, which is to be written."""
 
+GZIP = ".gz"
 KEYS = ("source", "target")
 TRANSLATION = "translation"
 
 MOST_CHARACTERS = 4096
-"""Of a function's source: longer ones are left out, they are no more than a few in a hundred."""
+"""Functions with a longer source are left out; they are no more than a few in a hundred."""
 
 
 def pair_corpus(data: PairData) -> Corpus:
@@ -71,6 +72,11 @@ def _reader(data: PairData) -> Callable[[], Iterable[Pair]]:
         case ".jsonl":
             return lambda: _records(source, data.languages)
     raise DataError(f"{source}: is a text without its partner: name that as data.target, or give a tsv or jsonl file")
+
+
+def suffix(source: str) -> str:
+    """The form that a file's name tells: .tsv for wmt.tsv.gz."""
+    return Path(source.removesuffix(GZIP)).suffix.lower()
 
 
 def holds_pairs(source: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which pairs make up which global batch, and how long its rows are. Nothing here has state.
+"""The order of pairs: which make up which global batch, and how long its rows are. Nothing here has state.
 
 Pairs of like length share a bucket. A global batch is of one bucket, and its rows are padded to the bucket's edge: the
 length of its longest pair up to the next multiple of 8, at most `sequence`. The edges cut the pairs, sorted by their
@@ -48,18 +48,18 @@ class PairOrder:
 
     def samples(self, first: int, count: int) -> tuple[np.ndarray, int]:
         """(pairs [count], length) of samples first ... first + count - 1; of many batches: the longest one's length."""
-        found, length, number = np.empty(count, dtype=np.int64), 0, first
+        pairs, length, number = np.empty(count, dtype=np.int64), 0, first
         while number < first + count:
             batch, offset = divmod(number, self._batch)
             taken = min(self._batch - offset, first + count - number)
             bucket, nth = self._bucket_batch(batch)
             members = self._members[bucket]
-            found[number - first : number - first + taken] = members[
+            pairs[number - first : number - first + taken] = members[
                 self._streams[bucket].rows(nth * self._batch + offset, taken)
             ]
             length = max(length, int(self.edges[bucket]))
             number += taken
-        return found, length
+        return pairs, length
 
     def held_out(self, first: int, count: int) -> tuple[np.ndarray, int]:
         """As `samples`; every pair once, the same order each time, and a batch of all lengths among the first few."""

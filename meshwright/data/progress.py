@@ -1,4 +1,4 @@
-"""How long work reports: a text, and the share done (0 to 1, None where unknown). The caller draws it."""
+"""The reports of long work: a text, and the share done (0 to 1, None where unknown). The caller draws it."""
 
 from __future__ import annotations
 

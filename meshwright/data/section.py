@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 STDLIB, DIGITS = "stdlib", "digits"
 """Sources that are names: the text of Python's standard library, scikit-learn's images of digits."""
 
-GZIP = ".gz"
 PREPARED = "header.json"
 """The file that makes a folder a prepared one."""
 
@@ -69,7 +68,7 @@ class DataSection(Section):
     header: ClassVar[str] = PREPARED
     """The file of a prepared folder that has the checksums of the others."""
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """What must fit together in its fields, and with the model and the layout; checked where the kind is chosen."""
+    """Rules of its fields, and of these with the model and the layout; checked where the kind is chosen."""
 
     source: str = STDLIB
     validation: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
@@ -167,6 +166,8 @@ class TokenSection(DataSection):
     """
 
     rules: ClassVar[tuple[Rule, ...]] = (sequence_fits_positions, source_exists, tokenizer_fits)
+    packs: ClassVar[Literal["text", "pairs"]] = "text"
+    """The records of its corpus: documents, or pairs of texts."""
 
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (trained on the source), or a tokenizer.json file. A prepared folder brings its own."""
@@ -175,11 +176,6 @@ class TokenSection(DataSection):
     @property
     def lengths(self) -> Lengths:
         return Lengths(self.sequence, 0)
-
-    @property
-    def packs(self) -> Literal["text", "pairs"]:
-        """The records of its corpus: documents, or pairs of texts."""
-        return "text"
 
     def corpus(self) -> Corpus:
         """The records to pack. Raises DataError where there are none."""
@@ -248,10 +244,16 @@ class SpanData(TokenSection):
         return span_samples(config, packed, split), ""
 
 
+def _pairs(config: Config) -> PairData:
+    assert isinstance(config.data, PairData), config.data
+    return config.data
+
+
 @rule("model.family", "data.kind", "data.source", "data.target", "data.languages")
 def pairs_have_a_form(config: Config) -> Iterator[Problem]:
-    data = config.data
-    assert isinstance(data, PairData), data
+    from meshwright.data.pairs import suffix
+
+    data = _pairs(config)
     if data.source == DIGITS:
         return
     form = STDLIB if data.source == STDLIB else suffix(data.source)
@@ -272,8 +274,7 @@ def pairs_have_a_form(config: Config) -> Iterator[Problem]:
 
 @rule("data.buckets", "data.sequence")
 def buckets_differ_in_length(config: Config) -> Iterator[Problem]:
-    data = config.data
-    assert isinstance(data, PairData), data
+    data = _pairs(config)
     most = math.ceil(data.sequence / BUCKET_MULTIPLE)
     if data.buckets > most:
         rule_text = f"is more than the multiples of {BUCKET_MULTIPLE} up to data.sequence={data.sequence}"
@@ -282,8 +283,7 @@ def buckets_differ_in_length(config: Config) -> Iterator[Problem]:
 
 @rule("data.buckets", "layout.pipeline.size")
 def stages_send_one_shape(config: Config) -> Iterator[Problem]:
-    data, size = config.data, config.layout.pipeline.size
-    assert isinstance(data, PairData), data
+    data, size = _pairs(config), config.layout.pipeline.size
     if data.buckets > 1 and size > 1:
         rule_text = f"makes batches of many lengths, and layout.pipeline.size={size} stages send messages of one"
         yield Problem("data.buckets", data.buckets, rule_text, "1, or layout.pipeline.size=1")
@@ -291,8 +291,7 @@ def stages_send_one_shape(config: Config) -> Iterator[Problem]:
 
 @rule("data.buckets", "layout.tensor", "data.sequence")
 def buckets_are_cut_evenly(config: Config) -> Iterator[Problem]:
-    data = config.data
-    assert isinstance(data, PairData), data
+    data = _pairs(config)
     for cut in config.layout.tensor.cuts(config) if data.buckets > 1 else ():
         if cut.field == "data.sequence" and BUCKET_MULTIPLE % cut.parts:
             rule_text = f"does not divide the lengths of data.buckets={data.buckets}, as sequence_parallel asks"
@@ -304,12 +303,10 @@ class PairData(TokenSection):
 
     kind: Literal["pairs"]
     gives: ClassVar[str] = "sequences"
+    packs: ClassVar[Literal["text", "pairs"]] = "pairs"
     rules: ClassVar[tuple[Rule, ...]] = (
-        *TokenSection.rules,
-        pairs_have_a_form,
-        buckets_differ_in_length,
-        stages_send_one_shape,
-        buckets_are_cut_evenly,
+        *(*TokenSection.rules, pairs_have_a_form),
+        *(buckets_differ_in_length, stages_send_one_shape, buckets_are_cut_evenly),
     )
 
     target: str | None = None
@@ -334,10 +331,6 @@ class PairData(TokenSection):
     @property
     def lengths(self) -> Lengths:
         return Lengths(self.sequence, self.sequence)
-
-    @property
-    def packs(self) -> Literal["text", "pairs"]:
-        return "pairs"
 
     def corpus(self) -> Corpus:
         from meshwright.data.pairs import pair_corpus
@@ -371,8 +364,3 @@ class ImageData(DataSection):
         from meshwright.data.images import open_splits
 
         return open_splits(config, folder)
-
-
-def suffix(source: str) -> str:
-    """The form that a file's name tells: .tsv for wmt.tsv.gz."""
-    return Path(source.removesuffix(GZIP)).suffix.lower()

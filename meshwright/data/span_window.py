@@ -1,4 +1,4 @@
-"""How long the sources and targets are that come of a text by cutting spans out of it.
+"""The lengths of sources and targets that come of a text by cutting spans out of it.
 
 T5's spans (Raffel et al., 2020, section 3.3.3): of a window of L tokens 15 % are cut out, in spans of 3 on average. L
 is the largest for which source and target fit `data.sequence`; the target is then about a fifth as long as the source.

@@ -44,7 +44,7 @@ class Specials:
 
     @property
     def all(self) -> frozenset[int]:
-        """What is no text: never masked, never a random replacement."""
+        """Tokens that are no text: never masked, never a random replacement."""
         return frozenset((self.padding, self.first, self.separator, self.mask, self.end))
 
 
@@ -66,7 +66,7 @@ class SequenceSpecials:
     sentinels: tuple[int, ...]
     """Stand for spans cut out of a text, in their order."""
     vocabulary_size: int
-    """With the appended ones."""
+    """The tokenizer's size with the appended tokens."""
 
 
 def sequence_specials(tokenizer: Tokenizer, names: Sequence[str], sentinels: int) -> SequenceSpecials:
@@ -141,9 +141,9 @@ def _with_tokens(text: str, ids: Mapping[str, int], template: processors.PostPro
     if all(library.token_to_id(name) is not None for name in ids):
         return text
     library.add_special_tokens(list(ids))
-    found = [library.token_to_id(name) for name in ids]
-    if found != list(ids.values()):
+    given = [library.token_to_id(name) for name in ids]
+    if given != list(ids.values()):
         wanted = list(ids.values())
-        raise DataError(f"the tokenizer gives {', '.join(ids)} the ids {found}, and the model has them as {wanted}")
+        raise DataError(f"the tokenizer gives {', '.join(ids)} the ids {given}, and the model has them as {wanted}")
     library.post_processor = template
     return str(library.to_str(pretty=True)) + "\n"

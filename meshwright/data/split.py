@@ -1,4 +1,4 @@
-"""Which records are held out: decided by content, in one pass over the corpus, before anything is written.
+"""The records that are held out: chosen by content, in one pass over the corpus, before anything is written.
 
 Records are taken in the order of their hash until they make up the wanted share of the characters. So the split needs
 no seed, records of the same text fall on the same side, and the share is met however uneven they are. Where whole
@@ -27,7 +27,7 @@ _REPORT_EVERY = 256
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """Which records of a corpus are held out, and what one pass over it has counted."""
+    """The records of a corpus that are held out, and the counts of one pass over it."""
 
     num_records: int
     num_characters: int
@@ -106,7 +106,7 @@ def _choose(hashes: np.ndarray, lengths: np.ndarray, target: float) -> frozenset
 
 
 def _tail_start(source: str, text: str, tail: int) -> int:
-    """Where the held-out tail of about `tail` characters begins: at a line's start, both parts with words in them."""
+    """The start of the held-out tail of about `tail` characters: at a line's start, both parts with words in them."""
     wanted = max(len(text) - tail, len(text) // 2)
     before, after = text.rfind("\n", 0, wanted) + 1, text.find("\n", wanted) + 1
     for start in (before, after):

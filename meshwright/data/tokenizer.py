@@ -66,8 +66,8 @@ class Tokenizer:
 
     def id_of(self, name: str) -> int | None:
         """The id of a token by its spelling; None where there is no such token."""
-        found: int | None = self._library.token_to_id(name)
-        return found
+        token: int | None = self._library.token_to_id(name)
+        return token
 
     def to_json(self) -> str:
         """The tokenizer as Hugging Face's tokenizer.json. The same tokenizer always gives the same text."""
@@ -160,11 +160,11 @@ def pieces(text: str, characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
     start = 0
     boundary = re.compile(r"(?= \S)")
     while len(text) - start > characters:
-        found = boundary.search(text, start + characters)
-        if found is None:
+        space = boundary.search(text, start + characters)
+        if space is None:
             break
-        yield text[start : found.start()]
-        start = found.start()
+        yield text[start : space.start()]
+        start = space.start()
     yield text[start:]
 
 

@@ -31,7 +31,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Beam:
-    """How the answer is searched, by default as by Vaswani et al., section 6.1.
+    """The settings of the search, by default as by Vaswani et al., section 6.1.
 
     `length_penalty`: alpha; 0 prefers short answers, as probabilities do.
     """
@@ -86,7 +86,7 @@ class _Search:
     tokens: Tensor
     """[S, K, n], the start token first."""
     sums: Tensor
-    """Of log-probabilities [S, K]; -inf: no one lives here."""
+    """Sums of log-probabilities [S, K]; -inf: no one lives here."""
     open: Tensor
     """Places that no ended hypothesis has taken [S]."""
     best: Tensor
@@ -139,16 +139,16 @@ def _advanced(search: _Search, log_probabilities: Tensor) -> tuple[_Search, Tens
 
 
 def _collected(search: _Search, answers: list[Answer], end: int, beam: Beam) -> _Search:
-    """What has ended leaves its place and, where it is the best so far, becomes the answer; so does the best of what
-    lives at the limit, where nothing has ended."""
+    """A hypothesis that has ended leaves its place and, where it is the best so far, becomes the answer; so does the
+    best that lives at the limit, where none has ended."""
     length = search.tokens.shape[2] - 1
     scores = search.sums / beam.penalty(length)
     ended = (search.tokens[:, :, -1] == end) & (search.sums > -torch.inf)
-    found, place = scores.masked_fill(~ended, -torch.inf).max(1)
-    best = torch.maximum(search.best, found)
+    ended_best, place = scores.masked_fill(~ended, -torch.inf).max(1)
+    best = torch.maximum(search.best, ended_best)
     cut = (search.limits <= length) & (best == -torch.inf)
     place = torch.where(cut, scores.argmax(1), place)
-    for index in ((found > search.best) | cut).nonzero().flatten().tolist():
+    for index in ((ended_best > search.best) | cut).nonzero().flatten().tolist():
         tokens = search.tokens[index, place[index], 1:].tolist()
         score = float(scores[index, place[index]])
         answers[int(search.sources[index])] = (
@@ -159,7 +159,7 @@ def _collected(search: _Search, answers: list[Answer], end: int, beam: Beam) -> 
 
 
 def _going(search: _Search, beam: Beam) -> Tensor:
-    """Which sources [S] have a living hypothesis that may still grow, and win."""
+    """The sources [S] that have a living hypothesis that may still grow, and win."""
     length = search.tokens.shape[2] - 1
     within_reach = search.sums.amax(1) / beam.penalty(search.limits)
     return (length < search.limits) & (within_reach > search.best)

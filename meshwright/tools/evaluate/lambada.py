@@ -79,7 +79,7 @@ def _question(loaded: LoadedText, text: str, where: str) -> _Question:
 
 @torch.inference_mode()
 def _ask(loaded: LoadedText, batch: list[_Question]) -> tuple[int, float]:
-    """How many are right, and the summed loss of their targets."""
+    """The number that are right, and the summed loss of their targets."""
     longest = max(len(question.inputs) for question in batch)
     end = loaded.tokenizer.end  # padding to the right: nothing before it can see it
     inputs = torch.tensor([question.inputs + [end] * (longest - len(question.inputs)) for question in batch])

@@ -64,8 +64,8 @@ def pairs_for(
     """The pairs to measure. Raises DataError where they cannot be read, ConfigError where there are none of the run."""
     asked = _asked(loaded, data, target)
     if data is not None and not is_prepared(Path(data).expanduser()):
-        found = pair_corpus(asked or PairData(kind="pairs", source=data, target=target))
-        return _some(list(found.read()), found.where)
+        unpacked = pair_corpus(asked or PairData(kind="pairs", source=data, target=target))
+        return _some(list(unpacked.read()), unpacked.where)
     if data is not None:
         folder = Path(data).expanduser()
         return _held_out(open_packed(folder), loaded, f"validation split of {folder}")
@@ -121,16 +121,16 @@ def target_perplexity(
 
 
 _Read = tuple[str, int, int, Iterator[Batch]]
-"""What was read, its samples, how many more are left out, and all in batches."""
+"""The name of the data, its samples, how many more are left out, and all in batches."""
 
 
 def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:
-    found = pairs_for(loaded, data, target, progress)
+    given = pairs_for(loaded, data, target, progress)
     encode, end = loaded.tokenizer.encode, [loaded.specials.end]
-    sides = [[np.array(encode(text) + end) for text in pair] for pair in found.pairs]
+    sides = [[np.array(encode(text) + end) for text in pair] for pair in given.pairs]
     short = sorted((pair for pair in sides if _longer(pair) <= loaded.context), key=_longer)
     if not short:
-        raise DataError(f"{found.name}: has no pair of at most {loaded.context} tokens a side; see --context")
+        raise DataError(f"{given.name}: has no pair of at most {loaded.context} tokens a side; see --context")
     rows = max(1, BATCH_TOKENS // _longer(short[-1]))
 
     def batches() -> Iterator[Batch]:
@@ -139,7 +139,7 @@ def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, 
             sources, targets = zip(*part, strict=True)
             yield sequence_batch(sources, targets, loaded.specials, Lengths(_longer(part[-1]), _longer(part[-1])))
 
-    return found.name, len(short), len(sides) - len(short), batches()
+    return given.name, len(short), len(sides) - len(short), batches()
 
 
 def _longer(pair: list[np.ndarray]) -> int:
@@ -177,7 +177,7 @@ def bleu(
     read = [ids if len(ids) <= loaded.context else [*ids[: loaded.context - 1], ids[-1]] for ids in whole]
     texts = [text_of(loaded, answer.tokens) for answer in answers(loaded, read, beam, progress=progress)]
     metric = BLEU()
-    found = metric.corpus_score(texts, [[target for _, target in pairs]])
+    scored = metric.corpus_score(texts, [[target for _, target in pairs]])
     cut = sum(len(ids) > loaded.context for ids in whole)
     return {
         "data": held_out.name,
@@ -186,7 +186,7 @@ def bleu(
         "context": loaded.context,
         "beams": beam.beams,
         "length_penalty": beam.length_penalty,
-        "bleu": found.score,
-        "brevity_penalty": found.bp,
+        "bleu": scored.score,
+        "brevity_penalty": scored.bp,
         "signature": str(metric.get_signature()),
     }

@@ -35,7 +35,7 @@ class TokenStream:
     words: int
     """White-space separated words of the original text."""
     name: str
-    """What was read, for the reader of the result."""
+    """The name of the data, for the reader of the result."""
 
 
 def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = silent) -> TokenStream:
@@ -89,10 +89,10 @@ def _encoded(source: str, tokenizer: Tokenizer, progress: ShowProgress) -> Token
                 words += len(part.split())  # exact: pieces are cut in front of a space
                 yield np.array(tokenizer.encode(part), dtype=np.int64)
 
-    found = list(parts())
-    if not found:
+    encoded = list(parts())
+    if not encoded:
         raise DataError(f"{source}: holds no text")
-    return TokenStream(np.concatenate(found), words, source)
+    return TokenStream(np.concatenate(encoded), words, source)
 
 
 def windows(num_targets: int, context: int, stride: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -38,12 +38,12 @@ def source_ids(loaded: LoadedSequence, text: str) -> list[int]:
 
 
 def text_of(loaded: LoadedSequence, ids: Sequence[int]) -> str:
-    """What an answer says; sentinels as <extra_id_0>."""
+    """The text of an answer; sentinels as <extra_id_0>."""
     numbers = {sentinel: number for number, sentinel in enumerate(loaded.specials.sentinels)}
     texts = []
     for is_sentinel, group in groupby(ids, lambda token: token in numbers):
-        found = list(group)
-        texts += [SENTINEL.format(numbers[i]) for i in found] if is_sentinel else [loaded.tokenizer.decode(found)]
+        run = list(group)
+        texts += [SENTINEL.format(numbers[i]) for i in run] if is_sentinel else [loaded.tokenizer.decode(run)]
     return "".join(texts)
 
 
@@ -60,9 +60,9 @@ def answers(
     """The answer to each source, ids with the end token. `most` tokens; by default MORE than the source's, within the
     context. `batch_tokens`: about so many go through the encoder at once, for all places of the beam."""
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))  # little padding
-    found: dict[int, Answer] = {}
-    while len(found) < len(sources):
-        first = len(found)
+    answered: dict[int, Answer] = {}
+    while len(answered) < len(sources):
+        first = len(answered)
         rows = max(1, batch_tokens // (len(sources[order[first]]) * beam.beams))
         chosen = order[first : first + rows]
         read = [np.array(sources[index]) for index in chosen]
@@ -71,9 +71,9 @@ def answers(
         limits = torch.tensor([most or min(len(ids) + MORE, loaded.context) for ids in read], device=loaded.device)
         step = _Decoder(loaded, batch)
         given = beam_search(step, loaded.specials.start, loaded.specials.end, limits, beam)
-        found |= dict(zip(chosen, given, strict=True))
-        progress("answers", len(found) / len(sources))
-    return [found[index] for index in range(len(sources))]
+        answered |= dict(zip(chosen, given, strict=True))
+        progress("answers", len(answered) / len(sources))
+    return [answered[index] for index in range(len(sources))]
 
 
 class _Decoder:

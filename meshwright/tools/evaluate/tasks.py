@@ -22,7 +22,7 @@ Fact = str | int | float | None
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked for; None: not given."""
+    """The options that were given; None: not given."""
 
     checkpoint: Path
     device: str
