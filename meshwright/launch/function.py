@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.config import Config
 from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, rendezvous
-from meshwright.errors import LaunchError
+from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch.launcher import launch
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.worker import Job, joined, run_worker
@@ -54,15 +54,14 @@ class Ranks:
 
     @classmethod
     def of(cls, config: Config, name: str = "", status: Path | None = None) -> Ranks:
-        """The ranks of a resolved config's layout."""
-        layout = config.layout
-        assert layout.transport != "auto", "resolve() decides the transport before ranks are started"
-        assert config.device != "auto", "resolve() decides the device before ranks are started"
-        assert config.threads != "auto", "resolve() decides the threads before ranks are started"
+        """The ranks of a resolved config's layout. Raises ConfigError for a config that still says auto."""
+        layout, transport, device, threads = config.layout, config.layout.transport, config.device, config.threads
+        if transport == "auto" or device == "auto" or threads == "auto":
+            rule = "is no machine's: ranks are started with a config in which every auto is a value"
+            raise ConfigError.of("ranks", "a config that says auto", rule, "mw.resolve(config)")
         return cls(
-            layout.axes, layout.transport, config.device, config.threads, config.restarts, layout.token_axes,
-            config.timeout, status, name,
-        )  # fmt: skip
+            layout.axes, transport, device, threads, config.restarts, layout.token_axes, config.timeout, status, name
+        )
 
     @property
     def world_size(self) -> int:

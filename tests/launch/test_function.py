@@ -12,7 +12,7 @@ import torch
 
 from meshwright.config import Config, parse_config
 from meshwright.decisions import resolve, this_machine
-from meshwright.errors import LaunchError
+from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, run
 from meshwright.launch.function import name_of
 from meshwright.launch.launcher import TransportName
@@ -68,6 +68,11 @@ def test_a_function_inside_of_another_has_no_name() -> None:
     with pytest.raises(LaunchError, match="ranks import what they run by its name"):
         run(lambda rank: 1, Ranks((("data", 2),)))
     assert name_of(describe) == f"{__name__}:describe"
+
+
+def test_a_config_is_resolved_first() -> None:
+    with pytest.raises(ConfigError, match=r"a config that says auto is no machine's: .*; valid: mw\.resolve\(config\)"):
+        run(describe, parse_config({}))
 
 
 SCRIPT = """
