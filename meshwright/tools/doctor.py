@@ -1,4 +1,4 @@
-"""`meshwright doctor`: what this machine has, what is missing, and the one command that adds it.
+"""`meshwright doctor`: the software and hardware of this machine, what is missing, and the one command that adds it.
 
 Versions come from the installed packages' metadata, so that nothing heavy is imported but torch. MPI is asked in a
 process of its own: an MPI library that cannot be loaded may end the process that tries.
@@ -42,7 +42,7 @@ LIBRARIES = {
     "pillow": "meshwright[images]",
     "sacrebleu": "meshwright[translation]",
 }
-"""What is looked for, and what to ask pip for where it is missing."""
+"""Libraries, and the package to ask pip for where one is missing."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,18 @@ def render(report: Diagnosis, width: int | None = None) -> None:
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     section = ""
     for finding in report.findings:
-        shown, section = (finding.section if finding.section != section else ""), finding.section
+        heading, section = (finding.section if finding.section != section else ""), finding.section
         style = "yellow" if finding.missing else ""
         name = finding.name.removesuffix("_bytes").replace("_", " ")
-        table.add_row(Text(shown, style="bold"), Text(name), Text(finding.text, style=style))
+        table.add_row(Text(heading, style="bold"), Text(name), Text(finding.text, style=style))
     if not report.missing:
         console.print(table, Text("\nNothing is missing.", style="green"), sep="\n")
         return
     commands: dict[str, list[str]] = {}
     for finding in report.missing:
         commands.setdefault(finding.command, []).append(finding.name)
-    wanted = [Text(f"\nMissing: {', '.join(names)}\n  {command}") for command, names in commands.items()]
-    console.print(table, *wanted, sep="\n")
+    remedies = [Text(f"\nMissing: {', '.join(names)}\n  {command}") for command, names in commands.items()]
+    console.print(table, *remedies, sep="\n")
 
 
 def size_text(num_bytes: int) -> str:

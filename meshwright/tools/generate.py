@@ -50,7 +50,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a checkpoint; None: not given. `sampling` is a GPT-2's, the next two an encoder-decoder's."""
+    """A request to a checkpoint; None: not given. `sampling` is a GPT-2's, the next two an encoder-decoder's."""
 
     prompt: str
     tokens: int | None = None
@@ -62,8 +62,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Generated:
-    """`folder`: the step folder; `begun`: what the text goes on from, empty where it is an answer; its parts, each as
-    soon as it is there."""
+    """A text that is generated. `folder`: the step folder; `begun`: the text that it goes on from, empty where it is an
+    answer; `parts`: each as soon as it is there."""
 
     folder: Path
     begun: str
@@ -71,7 +71,8 @@ class Generated:
 
 
 def generate(checkpoint: Path, request: Request, device: str = "auto", context: int | None = None) -> Generated:
-    """Raises ConfigError on options that cannot be or have no effect on the checkpoint's family; as the loaders."""
+    """Go on from a prompt, or answer it. Raises ConfigError on options that cannot be or have no effect on the
+    checkpoint's family; and as the loaders do."""
     sampling = request.sampling
     sampling.check()
     if request.tokens is not None and request.tokens < 1:
@@ -79,20 +80,20 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
     model = config_at(checkpoint).model
     family = model.family
     if model.reads == "sequences":
-        given = {"--temperature": sampling.temperature or None, "--top-k": sampling.top_k, "--seed": sampling.seed}
-        _refuse(given, family, "which searches its likeliest answer", "--beams, --length-penalty")
+        options = {"--temperature": sampling.temperature or None, "--top-k": sampling.top_k, "--seed": sampling.seed}
+        _refuse(options, family, "which searches its likeliest answer", "--beams, --length-penalty")
         beam = beam_of(request.beams, request.length_penalty)
         answering = load_sequence(checkpoint, device, context)
         return Generated(answering.folder, "", iter([answer_text(answering, request.prompt, beam, request.tokens)]))
-    given = {"--beams": request.beams, "--length-penalty": request.length_penalty}
-    _refuse(given, family, "which goes on token by token", "--temperature, --top-k, --seed")
+    options = {"--beams": request.beams, "--length-penalty": request.length_penalty}
+    _refuse(options, family, "which goes on token by token", "--temperature, --top-k, --seed")
     loaded = load_text(checkpoint, device, context)
     parts = generate_text(loaded, request.prompt, request.tokens or DEFAULT_TOKENS, sampling)
     return Generated(loaded.folder, request.prompt, parts)
 
 
-def _refuse(given: dict[str, float | None], family: str, how: str, valid: str) -> None:
-    for option, value in given.items():
+def _refuse(options: dict[str, float | None], family: str, how: str, valid: str) -> None:
+    for option, value in options.items():
         if value is not None:
             raise ConfigError.of(option, value, f"has no effect on a {family}, {how}", valid)
 
@@ -143,7 +144,7 @@ def generate_tokens(loaded: LoadedText, prompt: list[int], most: int, sampling: 
 
 
 def _kept(tokens: list[int], context: int) -> list[int]:
-    """What stays of a context that is full."""
+    """The tokens that stay of a context that is full."""
     return tokens[-max(1, context // 2) :]
 
 

@@ -1,4 +1,4 @@
-"""Layouts side by side: bars of what was measured and what was predicted, and the losses of their runs.
+"""Layouts side by side: bars of measured and predicted numbers, and the losses of their runs.
 
 a step | memory | sent        measured is filled, predicted is hatched; the line on a bar is the measured spread
 losses | their differences to the first layout's
@@ -25,7 +25,7 @@ _BAR, _EXACT = 0.36, 1e-16
 
 @dataclass(frozen=True)
 class Bar:
-    """A number measured, from `low` to `high` where it was measured often; what was predicted, where it was."""
+    """A measured number, from `low` to `high` where it was measured often; and the predicted one, if there is one."""
 
     measured: float
     predicted: float | None = None
@@ -43,7 +43,7 @@ class Panel:
 
 
 def draw_comparison(panels: Sequence[Panel], losses: Mapping[str, Sequence[float]], picture: Path) -> None:
-    """Draw a PNG. `losses`: of each layout, step by step; the first is the one that the others are held against.
+    """Draw a PNG. `losses`: of each layout, step by step; the others are compared with the first.
 
     Raises DataError where there is nothing to draw.
     """
