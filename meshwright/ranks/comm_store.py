@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import LaunchError
-from meshwright.ranks.hang import first_ranks
+from meshwright.ranks.hang import names_of
 
 _PAUSE_SECONDS = 0.1
 """Between two attempts to reach a store that is not open yet."""
@@ -131,8 +131,8 @@ class _Comer:
             store.wait([f"came/{rank}" for rank in ranks], timedelta(seconds=self.seconds))
         except dist.DistStoreError as error:
             came = [rank for rank in ranks if store.check([f"came/{rank}"])]
-            who = first_ranks(came, lambda rank: f"{rank} on {store.get(f'came/{rank}').decode()}")
-            missing = first_ranks([rank for rank in ranks if rank not in came])
+            who = names_of(came, lambda rank: f"{rank} on {store.get(f'came/{rank}').decode()}")
+            missing = names_of([rank for rank in ranks if rank not in came])
             within = f"within {self.seconds:g} s (timeout.join)"
             counts = f"{len(came)} of {len(ranks)} ranks came to {self.place} {within}: rank {who}"
             raise LaunchError(f"{counts}; missing: rank {missing}") from error

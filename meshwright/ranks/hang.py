@@ -82,7 +82,7 @@ MOST_LINES = 16
 """A message on a thousand ranks must be read, too: it names that many."""
 
 
-def first_ranks(ranks: Sequence[int], text: Callable[[int], str] = str) -> str:
+def names_of(ranks: Sequence[int], text: Callable[[int], str] = str) -> str:
     """The first ranks by name: 0, 1, 2, ..."""
     return ", ".join(map(text, ranks[:MOST_LINES])) + (", ..." if len(ranks) > MOST_LINES else "")
 
@@ -90,7 +90,7 @@ def first_ranks(ranks: Sequence[int], text: Callable[[int], str] = str) -> str:
 def absent(missing: Collection[int], world_size: int, seconds: float) -> str:
     """The message on ranks that have not come to the start of the job."""
     came = f"{world_size - len(missing)} of {world_size} ranks came to the start within {seconds:g} s (timeout.join)"
-    return f"{came}; missing: rank {first_ranks(sorted(missing))}"
+    return f"{came}; missing: rank {names_of(sorted(missing))}"
 
 
 def explain_hang(records: Sequence[Record]) -> str | None:
