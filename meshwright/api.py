@@ -18,7 +18,7 @@ from meshwright.config.load import read_run
 if TYPE_CHECKING:
     from meshwright.parts import Parts
     from meshwright.tools.compare.result import Comparison
-    from meshwright.tools.plan.search import Found
+    from meshwright.tools.plan.search import SearchResult
     from meshwright.tools.verify.job import Verdict
 
 
@@ -62,7 +62,7 @@ def verify(config: Config, *, steps: int = 5, as_configured: bool = False) -> Ve
 
 def plan(
     config: Config, cluster: str, devices: int | None = None, *, top: int = 5, fixed: Collection[str] = ()
-) -> Found:
+) -> SearchResult:
     """The fastest layouts of a run that fit on a cluster, by its name or file: `predictions`, the fastest first.
 
     `devices`: by default as many as the config's layout has ranks. `fixed`: fields that keep the config's values.

@@ -122,9 +122,9 @@ def share_program(config: Config) -> Program:
     def load_rows(first: int, count: int) -> Batch:
         return {name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}
 
-    with recorder.program(mesh.ledger) as made:
+    with recorder.program(mesh.ledger) as recorded:
         load(sync.synchroniser)([], mesh, load(sync.policy)()).share(load_rows, config.replica_batch)
-    return made()
+    return recorded()
 
 
 def _programs(
@@ -136,12 +136,12 @@ def _programs(
     bucket = Bucket(values, gradients, (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
     comm = mesh.comm(*kind.sum_axes)
     start, stop = policy.owned(bucket, comm)
-    with recorder.program(mesh.ledger) as made:
+    with recorder.program(mesh.ledger) as recorded:
         policy.reduce(bucket, comm).wait()
-    reduce = made()
-    with recorder.program(mesh.ledger) as made:
+    reduce = recorded()
+    with recorder.program(mesh.ledger) as recorded:
         policy.publish(bucket, comm).wait()
-    return stop - start, reduce, made()
+    return stop - start, reduce, recorded()
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Memory:
     @property
     def text(self) -> str:
         """`weights 1.20 GB, gradients 1.20 GB, ...`: the parts that there are."""
-        return ", ".join(f"{part} {held / 1e9:.2f} GB" for part, held in asdict(self).items() if held)
+        return ", ".join(f"{part} {size / 1e9:.2f} GB" for part, size in asdict(self).items() if size)
 
 
 def streams(config: Config) -> bool:

@@ -221,12 +221,12 @@ class Estimates:
         sizes[0] += size(-1)
         sizes[-1] += size(len(alike))  # a tied table of one stage is counted twice, and held once
         stage = sizes.index(max(sizes))
-        held = {each.name: each for each in parts[-1]} if stage == 0 else {}
+        own = {each.name: each for each in parts[-1]} if stage == 0 else {}
         for layer in runs[stage]:
-            held |= {f"{layer} {each.name}": replace(each, name=f"{layer} {each.name}") for each in parts[alike[layer]]}
+            own |= {f"{layer} {each.name}": replace(each, name=f"{layer} {each.name}") for each in parts[alike[layer]]}
         if stage == len(runs) - 1:
-            held |= {each.name: each for each in parts[len(alike)]}
-        return list(held.values())
+            own |= {each.name: each for each in parts[len(alike)]}
+        return list(own.values())
 
     def _partition(self, config: Config) -> tuple[int, ...]:
         key = config.layout.pipeline.size, config.layout.pipeline.partition, config.replica_batch

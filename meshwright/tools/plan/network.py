@@ -141,22 +141,22 @@ class Tiers:
 
 
 class _Group:
-    """A group's ranks, counted into units: `held[l]` of level l, and last in the one that holds all."""
+    """A group's ranks, counted into units: `counts[l]` of level l, and last in the one that holds all."""
 
     def __init__(self, tiers: Tiers, ranks: Sequence[int]) -> None:
         self._tiers, self._ranks = tiers, ranks
-        self.held = [Counter(tiers.unit(rank, level) for rank in ranks) for level in range(len(tiers.levels) + 1)]
+        self.counts = [Counter(tiers.unit(rank, level) for rank in ranks) for level in range(len(tiers.levels) + 1)]
         # By level: for each unit of the next, the units of this one in it.
         self._inner: list[dict[int, list[int]]] = []
         for level, size in enumerate(tiers.sizes):
             inner = defaultdict(list)
-            for unit in self.held[level]:
+            for unit in self.counts[level]:
                 inner[tiers.unit(unit * size, level + 1)].append(unit)
             self._inner.append(inner)
 
     def members(self, level: int) -> int:
         """Ranks in a unit, at most."""
-        return max(self.held[level].values())
+        return max(self.counts[level].values())
 
     @property
     def crossed(self) -> Iterator[tuple[int, int]]:
@@ -166,7 +166,8 @@ class _Group:
 
     def shape(self, sharing: Callable[[int, int], int]) -> Shape:
         """`sharing`: how many groups send out of a unit of a level."""
-        rings = [len(held) if len(held) > 1 else 0 for held in self.held]  # steps of a ring out of units of each level
+        # Steps of a ring that leave a unit, by level.
+        rings = [len(count) if len(count) > 1 else 0 for count in self.counts]
         crossed: defaultdict[int, list[int]] = defaultdict(list)
         for number, unit in self.crossed:
             crossed[number].append(unit)
@@ -174,7 +175,7 @@ class _Group:
             Span(
                 units=(num_units := max(map(len, self._inner[number].values()))),
                 members=self.members(number),
-                peers=self.members(number + 1) - min(self.held[number][unit] for unit in units),
+                peers=self.members(number + 1) - min(self.counts[number][unit] for unit in units),
                 hops=rings[number] - rings[number + 1],
                 latency=level.latency,
                 bandwidth=level.share(max(sharing(number, unit) for unit in units), num_units, self.members(number)),

@@ -109,24 +109,10 @@ ATTENTIONS = {
     "_scaled_dot_product_efficient_attention_backward": (1, 2.5),
 }
 """Fused attentions, at which argument the query is, and their products in those of a forward pass."""
-SPECIAL = frozenset(
-    [
-        "exp",
-        "exp_",
-        "log",
-        "log_",
-        "tanh",
-        "sigmoid",
-        "sigmoid_",
-        "gelu",
-        "gelu_backward",
-        "erf",
-        "_softmax",
-        "_safe_softmax",
-        "_log_softmax",
-        "logsumexp",
-    ]
-)
+SPECIAL = frozenset([
+    "exp", "exp_", "log", "log_", "tanh", "sigmoid", "sigmoid_", "gelu",
+    "gelu_backward", "erf", "_softmax", "_safe_softmax", "_log_softmax", "logsumexp",
+])  # fmt: skip
 RANDOM = frozenset(["bernoulli", "bernoulli_", "native_dropout", "uniform_", "normal_", "rand_like", "rand"])
 LOOKUPS = frozenset(["embedding", "gather", "index", "index_select"])
 """They read as much of their first tensor as they make."""
@@ -162,15 +148,15 @@ class Recorder(TorchDispatchMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = op(*args, **(kwargs or {}))
-        made = list(_tensors((result,)))
+        results = list(_tensors((result,)))
         given = [*_tensors(args), *_tensors(kwargs.values() if kwargs else ())]
         given_storages = {x.untyped_storage()._cdata for x in given}
-        new = [x for x in made if x.untyped_storage()._cdata not in given_storages]
+        new = [x for x in results if x.untyped_storage()._cdata not in given_storages]
         for x in new:
             self._follow(x)
         name, mutates = _facts(op)
-        if name not in NOTHING and (new or mutates or not made):
-            self._events.append(_kernel(name, args, given, made, self._ledger.times))
+        if name not in NOTHING and (new or mutates or not results):
+            self._events.append(_kernel(name, args, given, results, self._ledger.times))
         return result
 
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
@@ -272,22 +258,22 @@ def _facts(op: Any) -> tuple[str, bool]:
     return op._schema.name.removeprefix("aten::"), op._schema.is_mutable
 
 
-def _kernel(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor], times: int) -> Kernel:
-    moved = _moved(name, given, made)
+def _kernel(name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], times: int) -> Kernel:
+    moved = _moved(name, given, results)
     touched = sum(_size_bytes(x) for x in moved)
     largest = max((x.numel() for x in moved), default=0)
-    dtype = _DTYPES.get((made or given)[0].dtype, "float32") if made or given else "float32"
+    dtype = _DTYPES.get((results or given)[0].dtype, "float32") if results or given else "float32"
     flops, side = _products(name, args)
     return Kernel(_kind(name), flops, touched, largest, dtype, side, times)
 
 
-def _moved(name: str, given: list[Tensor], made: list[Tensor]) -> list[Tensor]:
+def _moved(name: str, given: list[Tensor], results: list[Tensor]) -> list[Tensor]:
     """What is read and written, as tensors of these sizes."""
     if name in LOOKUPS:
-        return [*given[1:], *made, *made]
+        return [*given[1:], *results, *results]
     if name in UPDATES:
         return [*given[1:], *given[-1:], *given[-1:]]
-    return [*given, *made]
+    return [*given, *results]
 
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -234,28 +234,28 @@ def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Form
         batch = empty_batch(config, kit, model.inside, mesh.device)
         given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)
         saved: set[int] = set()
-        with on_device, _seeing(saved), recorder.program(mesh.ledger) as made:
+        with on_device, _seeing(saved), recorder.program(mesh.ledger) as recorded:
             outgoing = stage.forward(index, given, batch, scales)
-        programs[TaskKind.FORWARD].append(replace(made(), leads=leads))
+        programs[TaskKind.FORWARD].append(replace(recorded(), leads=leads))
         forms = () if chunk.last else tuple(TensorMeta(tuple(x.shape), x.dtype) for x in outgoing)
         recomputes = model.run_group is recomputed and len(chunk.layers) > 0
         holds_input = recomputes or any(x.untyped_storage()._cdata in saved for x in given)
-        held = recorder.live_bytes
+        alive = recorder.live_bytes
         del outgoing
-        output_bytes = held - recorder.live_bytes
+        output_bytes = alive - recorder.live_bytes
         coming = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
-        with on_device, recorder.program(mesh.ledger) as made:
+        with on_device, recorder.program(mesh.ledger) as recorded:
             returned = stage.backward(index, coming, defers=splits(config))
-        programs[TaskKind.BACKWARD].append(replace(made(), leads=leads))
+        programs[TaskKind.BACKWARD].append(replace(recorded(), leads=leads))
         watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, coming)]
         del returned, coming, given
         kept_input, kept_gradient = (sum(_alive_bytes(ref()) for ref in refs) for refs in watched)
         if splits(config):
-            with recorder.program(mesh.ledger) as made:
+            with recorder.program(mesh.ledger) as recorded:
                 stage.weights(index, final=index == count - 1)
-            programs.setdefault(TaskKind.WEIGHT, []).append(replace(made(), leads=leads))
-    made_by_kind = {kind: tuple(made) for kind, made in programs.items()}
-    return Recording(made_by_kind, parameters_in(model), forms, output_bytes, holds_input, kept_input, kept_gradient)
+            programs.setdefault(TaskKind.WEIGHT, []).append(replace(recorded(), leads=leads))
+    by_kind = {kind: tuple(each) for kind, each in programs.items()}
+    return Recording(by_kind, parameters_in(model), forms, output_bytes, holds_input, kept_input, kept_gradient)
 
 
 def _seeing(saved: set[int]) -> torch.autograd.graph.saved_tensors_hooks:

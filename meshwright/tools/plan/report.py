@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
 from meshwright.pipeline.trace import write_trace
 from meshwright.tools.plan.predict import Prediction
-from meshwright.tools.plan.search import Found, Loser, layout_text
+from meshwright.tools.plan.search import Loser, SearchResult, layout_text
 from meshwright.training.phases import PHASES
 from meshwright.training.timeline import draw_timelines
 
@@ -64,9 +64,9 @@ def write_timeline(best: Prediction, path: Path) -> Path:
     return picture
 
 
-def as_dict(found: Found) -> dict[str, Any]:
+def as_dict(result: SearchResult) -> dict[str, Any]:
     """The search as plain values for a script: seconds, bytes, floating-point operations a second and device."""
-    best, job = found.predictions[0], found.job
+    best, job = result.predictions[0], result.job
     losers = [
         {
             "strategy": loser.strategy,
@@ -76,23 +76,23 @@ def as_dict(found: Found) -> dict[str, Any]:
             "why": why(loser, best),
             "config": _decided(loser.config),
         }
-        for loser in found.losers
+        for loser in result.losers
     ]
     return {
         "cluster": job.cluster.name,
         "devices": job.devices,
-        "counts": asdict(found.counts),
-        "layouts": [_figures(one) | {"config": _decided(one.config)} for one in found.predictions],
+        "counts": asdict(result.counts),
+        "layouts": [_figures(one) | {"config": _decided(one.config)} for one in result.predictions],
         "losers": losers,
-        "absent": {kind: str(problem) for kind, problem in found.absent.items()},
+        "absent": {kind: str(problem) for kind, problem in result.absent.items()},
     }
 
 
-def render(found: Found) -> None:
+def render(result: SearchResult) -> None:
     """Print what was searched, the fastest, and why other strategies lose."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    job, counts = found.job, found.counts
-    nodes = found.predictions[0].config.layout.ranks_per_node
+    job, counts = result.job, result.counts
+    nodes = result.predictions[0].config.layout.ranks_per_node
     console.print(
         f"{job.devices} devices of {job.cluster.name} ({nodes} of a node's {job.cluster.devices_per_node}), "
         f"{job.cluster.device.memory / 1e9:.1f} GB each; a step of {job.run.batch.global_} samples"
@@ -102,10 +102,10 @@ def render(found: Found) -> None:
         f"{counts.unfit:,} with all else; {counts.too_slow:,} too slow by their estimates, "
         f"{counts.dominated:,} recompute for nothing; {counts.predicted:,} predicted"
     )
-    console.print(_fastest(found))
-    if found.losers:
-        console.print(_losers(found))
-    for kind, problem in found.absent.items():
+    console.print(_fastest(result))
+    if result.losers:
+        console.print(_losers(result))
+    for kind, problem in result.absent.items():
         console.print(f"no legal layout of kind {kind}: {problem}")
 
 
@@ -126,7 +126,7 @@ def _figures(one: Prediction) -> dict[str, Any]:
     }
 
 
-def _fastest(found: Found) -> Table:
+def _fastest(result: SearchResult) -> Table:
     table = Table(
         "", Column("layout", overflow="fold"), Column("step", justify="right"), Column("tokens/s", justify="right"),
         Column("flop/s\na device", justify="right"), Column("of\npeak", justify="right"),
@@ -134,7 +134,7 @@ def _fastest(found: Found) -> Table:
         Column("of", justify="right"), Column("memory by part", overflow="fold"),
         title="The fastest that fit (predicted)",
     )  # fmt: skip
-    for place, one in enumerate(found.predictions, 1):
+    for place, one in enumerate(result.predictions, 1):
         figures, memory = _figures(one), one.fullest
         table.add_row(
             str(place), figures["layout"], seconds_text(one.seconds), f"{figures['tokens_per_second']:,.0f}",
@@ -145,15 +145,15 @@ def _fastest(found: Found) -> Table:
     return table
 
 
-def _losers(found: Found) -> Table:
+def _losers(result: SearchResult) -> Table:
     table = Table(
         "strategy", Column("its best", overflow="fold"), Column("step", justify="right"),
         Column("why", overflow="fold"),
         title="The best of each other strategy, and why it loses",
     )  # fmt: skip
-    for loser in found.losers:
+    for loser in result.losers:
         seconds = "-" if loser.prediction is None else seconds_text(loser.prediction.seconds)
-        table.add_row(loser.strategy, layout_text(loser.config), seconds, why(loser, found.predictions[0]))
+        table.add_row(loser.strategy, layout_text(loser.config), seconds, why(loser, result.predictions[0]))
     return table
 
 

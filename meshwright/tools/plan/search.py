@@ -79,7 +79,7 @@ class Loser:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """`predictions`: the fastest that fit, the fastest first; at least one. `losers`: of each other strategy. `absent`:
     kinds of tensor sections of which no layout is legal, with a rule that one breaks."""
 
@@ -118,7 +118,7 @@ def search(
     keep: Keep = lambda layout: True,
     models: Models | None = None,
     report: ShowProgress = silent,
-) -> Found:
+) -> SearchResult:
     """The `top` fastest layouts of a run on so many devices that fit, of those that `keep` lets pass.
 
     `fixed`: fields that keep the run's values (space.py). `models`: shared by searches for one cluster.
@@ -137,7 +137,7 @@ def search(
             raise hunt.nothing_fits()
         losers = hunt.losers()
     absent = {kind: problem for kind, problem in refused.items() if kind not in hunt.kinds}
-    return Found(job, tuple(hunt.best), losers, absent, hunt.counts)
+    return SearchResult(job, tuple(hunt.best), losers, absent, hunt.counts)
 
 
 @contextmanager

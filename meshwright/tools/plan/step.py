@@ -166,11 +166,11 @@ def finish(
     all_summed = max(passes.seconds, *ends)
     if streams:
         stepped = [_streamed(times, own, span) for times, own, span in zip(arrived, sums, passes.last, strict=True)]
-        begun = [min([*times, end]) for times, end in zip(arrived, ends, strict=True)]
+        starts = [min([*times, end]) for times, end in zip(arrived, ends, strict=True)]
         over = max(stepped) + norm_seconds
     else:
         begin = all_summed + norm_seconds
-        begun = [begin] * len(sums)
+        starts = [begin] * len(sums)
         stepped = [_walked(begin, own) for own in sums]
         over = max(stepped)
     published = [done + sum(one.publish for one in own) for done, own in zip(stepped, sums, strict=True)]
@@ -180,7 +180,7 @@ def finish(
         for stage, span in enumerate(passes.last)
         for name, start, end in (
             (DATA_PARALLEL, span.end_seconds, ends[stage]),
-            (OPTIMIZER, begun[stage], published[stage]),
+            (OPTIMIZER, starts[stage], published[stage]),
         )
         if end > start
     ]

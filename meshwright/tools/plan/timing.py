@@ -72,7 +72,7 @@ class Kernels:
 
 
 Lane = float | Start | Wait
-"""Seconds of kernels, or what is begun or waited for."""
+"""Seconds of kernels, or what begins or is waited for."""
 
 
 @dataclass

@@ -81,10 +81,10 @@ def _batch(config: Config) -> Batch:
 
 
 def _state_bytes(parts: Parts) -> int:
-    """Masters and moments on the device; of offloaded ones what they are staged in. Counts of steps are left out."""
+    """Masters and moments on the device; of offloaded ones what they are staged in."""
     held = parts.optimizer.held
     if parts.config.memory.offload.to != "none":
-        return held.tier.live_bytes - size_bytes(held._count)
+        return held.tier.live_bytes
     assert isinstance(held, InPlace)
     masters = [master for slot, master in zip(held.slots, held.masters, strict=True) if master is not slot.parameter]
     states = (held.tensors(index) for index in range(len(held.slots)))

@@ -19,7 +19,7 @@ from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimate, Estimates
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.report import as_dict, check_new, render, write_run
-from meshwright.tools.plan.search import Found, search, strategy_of
+from meshwright.tools.plan.search import SearchResult, search, strategy_of
 from meshwright.tools.plan.space import Job, fixed_fields, legal_layouts
 from tests.tools.plan.clusters import NODES
 
@@ -110,8 +110,11 @@ def few(layout: Layout) -> bool:
     return layout.tensor.kind == "none" or layout.tensor in (Megatron(kind="megatron", size=2),)
 
 
+Small = tuple[SearchResult, Estimates, tuple[str, ...]]
+
+
 @pytest.fixture(scope="module")
-def small() -> tuple[Found, Estimates, tuple[str, ...]]:
+def small() -> Small:
     """A search with the planner's own models, for two devices."""
     words = ("layout.pipeline.schedule=1f1b", "memory.offload.to=none", "memory.recompute=none", "batch.micro=2")
     estimates = Estimates(Planner(NODES))
@@ -123,7 +126,7 @@ def small() -> tuple[Found, Estimates, tuple[str, ...]]:
     return found, estimates, words
 
 
-def test_the_real_estimates_hold(small: tuple[Found, Estimates, tuple[str, ...]]) -> None:
+def test_the_real_estimates_hold(small: Small) -> None:
     found, estimates, _ = small
     all_of_them = []
     for config in legal_layouts(found.job):
@@ -139,7 +142,7 @@ def test_the_real_estimates_hold(small: tuple[Found, Estimates, tuple[str, ...]]
     assert [made.seconds for made in found.predictions] == pytest.approx(sorted(all_of_them)[:3])
 
 
-def test_what_is_written_is_the_run(small: tuple[Found, Estimates, tuple[str, ...]], tmp_path: Path) -> None:
+def test_what_is_written_is_the_run(small: Small, tmp_path: Path) -> None:
     found, estimates, _ = small
     best = found.predictions[0]
     write_run(best, tmp_path / "deep" / "plan.yaml")
@@ -150,7 +153,7 @@ def test_what_is_written_is_the_run(small: tuple[Found, Estimates, tuple[str, ..
         check_new(tmp_path / "deep" / "plan.yaml")
 
 
-def test_it_is_shown(small: tuple[Found, Estimates, tuple[str, ...]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_shown(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
     found, _, _ = small
     told = as_dict(found)
     assert told["layouts"][0]["seconds"] == found.predictions[0].seconds
