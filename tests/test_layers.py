@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,3 +128,14 @@ def test_models_know_no_axis(path: Path) -> None:
     assert set(rooms_imported(path)) <= allowed, "a model knows the kit, its config and initial values"
     words = re.findall(r"\b(mesh|comm|axis|all_reduce|gather)\b", path.read_text())
     assert not words, f"not a line about parallelism in a model: {words}"
+
+
+def test_the_page_on_extending_imports_what_there_is() -> None:
+    """Whoever renames what packages outside are written against sees it here, before tests/test_extending.py runs."""
+    page = (PACKAGE.parent / "docs/extending.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("meshwright."):
+                names = [alias.name for alias in node.names]
+                missing = [name for name in names if not hasattr(importlib.import_module(str(node.module)), name)]
+                assert not missing, f"{node.module} has no {missing}"
