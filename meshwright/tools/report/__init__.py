@@ -6,6 +6,9 @@ import sys
 
 from rich.console import Console
 
+LINE_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c36b5", "#e0a800", "#0c8599", "#c2255c", "#5c5f66")
+"""Colours of runs, layouts and strategies in pictures, in their order."""
+
 _COLUMNS = 140
 
 

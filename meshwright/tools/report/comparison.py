@@ -17,9 +17,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from meshwright.errors import DataError
+from meshwright.tools.report import LINE_COLOURS
 
 _INK, _FAINT, _GRID = "#1f2933", "#6b7785", "#e6e9ed"
-_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c36b5", "#e0a800", "#0c8599", "#c2255c", "#5c5f66")
 _BAR, _EXACT = 0.36, 1e-16
 
 
@@ -50,7 +50,7 @@ def draw_comparison(panels: Sequence[Panel], losses: Mapping[str, Sequence[float
     if not panels or not losses:
         raise DataError(f"no layouts to draw in {picture}")
     names = list(losses)
-    colours = {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
+    colours = {name: LINE_COLOURS[place % len(LINE_COLOURS)] for place, name in enumerate(names)}
     height = 1.5 + 0.52 * len(names)
     figure = Figure(figsize=(13, height + 4.1), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter, ScalarFormatter
 
 from meshwright.errors import DataError
+from meshwright.tools.report import LINE_COLOURS
 
 _INK, _GRID = "#333333", "#e4e4e4"
-_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c36b5", "#e0a800", "#0c8599", "#c2255c", "#5c5f66")
 _MARKS = "osD^vPX*"
 
 
@@ -46,7 +46,7 @@ def draw_scaling(lines: Mapping[str, Line], picture: Path, title: str) -> None:
     _frame(efficiency, everywhere, "efficiency")
     speed.set_yscale("log")
     for index, (name, line) in enumerate(lines.items()):
-        colour, mark = _COLOURS[index % len(_COLOURS)], _MARKS[index % len(_MARKS)]
+        colour, mark = LINE_COLOURS[index % len(LINE_COLOURS)], _MARKS[index % len(_MARKS)]
         label = name if line.devices else f"{name} (none)"
         width = max(1.3, 3.4 - 0.35 * index)  # lines that lie over each other stay visible
         look = {"color": colour, "marker": mark, "linewidth": width, "markersize": 4 + width, "mec": "white"}
