@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.machine import Machine
-from meshwright.model import Batch, Scales
+from meshwright.model import Batch, Costs, Scales
 from meshwright.parts import Parts, empty_batch
 from meshwright.parts import build as build_resolved
+from meshwright.pipeline.partition import balanced
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.stage_costs import BuiltStages
+from meshwright.stage_costs import BuiltStages, time_links
 
 PLENTY = Machine(cores=1, memory=2**50, shared=False)
 
 
 class Weightless(BuiltStages):
-    """Stages that take no memory: nothing is built to count it."""
+    """Stages that take no memory: nothing is built to count it. What says measured is timed in this process."""
+
+    def partition(self, config: Config) -> tuple[int, ...]:
+        if config.layout.pipeline.partition != "measured":
+            return super().partition(config)
+        embedding, *layers, head = time_links(config, torch.device("cpu"))
+        return balanced(Costs(embedding, tuple(layers), head), config.layout.pipeline.size)
 
     def fixed_bytes(self, config: Config) -> list[int]:
         return [0] * config.layout.pipeline.size
@@ -39,7 +47,7 @@ def resolved(config: Config) -> Config:
 
 
 def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
-    """`meshwright.parts.build` of a config that may say auto."""
+    """`meshwright.parts.build` of a config that may say auto. What says measured is resolved before ranks start."""
     return build_resolved(resolved(config), mesh, folder)
 
 

@@ -44,7 +44,7 @@ from meshwright.tools.verify.compare import TOLERANCES, compare_together, tolera
 from meshwright.tools.verify.reference import Outcome, Reference, reference_run
 from meshwright.training.loop import Trainer
 from tests.data_parallel.test_equality import BATCHES
-from tests.harness import build
+from tests.harness import build, resolved
 from tests.workers import run_ranks
 
 TIMEOUT_SECONDS = 100
@@ -179,6 +179,7 @@ def mistakes(config: Config, plant: Plant | None = None) -> list[str]:
     Ranks have two threads each in float32, so that what only shows with several is seen there; one in other precisions.
     """
     threads = 2 if config.precision.dtype == "float32" else 1
+    config = resolved(config)
     results = run_ranks(
         train,
         Grid(config.layout.axes),
