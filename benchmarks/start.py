@@ -53,15 +53,15 @@ def worker(rank: Any, out: Path, **arguments: Any) -> None:
         return result
 
     with patch.object(Trainer, "turn", timed):
-        training.worker(rank, out=out, **arguments)
+        training.train_rank(rank, out=out, **arguments)
 
 
 def train_once(ranks: int, transport: str, out: str) -> None:
-    """The launcher of a run whose ranks are `worker`: what `meshwright train` does."""
+    """The launcher of a run whose ranks are `train_rank`: what `meshwright train` does."""
     import meshwright as mw
     from meshwright.training import job
 
-    with patch.object(job, "WORKER", "benchmarks.start:worker"):
+    with patch.object(job, "TRAIN_WORKER", "benchmarks.start:worker"):
         mw.train(mw.load("run.yaml", [f"layout.data.size={ranks}", f"layout.transport={transport}"]), out)
 
 

@@ -82,7 +82,7 @@ def compare(
     where the configs differ in more than their layouts.
     """
     from meshwright.tools.compare.job import Order, cluster_of
-    from meshwright.tools.compare.job import compare as run_comparison
+    from meshwright.tools.compare.job import compare_layouts as run_comparison
     from meshwright.tools.compare.layouts import from_configs
 
     return run_comparison(from_configs(layouts), Order(Path(out).name, Path(out), steps, rounds), cluster_of(cluster))

@@ -34,7 +34,7 @@ from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.registry import load
+from meshwright.registry import load_entry
 from meshwright.tensor.kit import Kit, rows_of_rank
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -224,6 +224,6 @@ def _build_strategy(config: Config, mesh: Mesh, model: Chain, specs: dict[str, S
     if sync.whole:
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
         units = list(model.blocks.children())
-        return cast(Strategy, load(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients))
+        return cast(Strategy, load_entry(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients))
     buckets = make_buckets(model.named_parameters(), specs, mesh, bucket_bytes(config), widens=config.widens_gradients)
-    return cast(Strategy, load(sync.synchroniser)(buckets, mesh, load(sync.policy)()))
+    return cast(Strategy, load_entry(sync.synchroniser)(buckets, mesh, load_entry(sync.policy)()))

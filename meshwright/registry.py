@@ -99,8 +99,8 @@ def check_plugins() -> None:
 
 @cache
 def _group(group: str) -> Group:
-    base, failures = load(BASES[group]), []
-    known = {name: load(value) for name, value in OURS[group].items()}
+    base, failures = load_entry(BASES[group]), []
+    known = {name: load_entry(value) for name, value in OURS[group].items()}
     for point in metadata.entry_points(group=f"meshwright.{group}"):
         package = point.dist.name if point.dist is not None else "a package"
         where = f"{package}: the entry point {point.name} of {point.group}, {point.value},"
@@ -119,6 +119,6 @@ def _group(group: str) -> Group:
     return Group(known, tuple(failures))
 
 
-def load(value: str) -> Any:
+def load_entry(value: str) -> Any:
     """What `module:attribute` names."""
     return metadata.EntryPoint("", value, "").load()

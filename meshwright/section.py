@@ -109,7 +109,7 @@ def decides_nothing(value: object) -> bool:
     return value is None or value is False or value in ("auto", "none")
 
 
-def meet(fields: Collection[str], others: Collection[str]) -> bool:
+def fields_meet(fields: Collection[str], others: Collection[str]) -> bool:
     """Whether any field is one of the others, lies in one, or contains one."""
     return any((f"{a}.").startswith(f"{b}.") or (f"{b}.").startswith(f"{a}.") for a in fields for b in others)
 

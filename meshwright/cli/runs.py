@@ -204,7 +204,9 @@ def scale(
 
     names = tuple(scale.STRATEGIES) if strategies is None else scale.parse_strategies(strategies)
     described, fixed = load_cluster(cluster), fixed_fields(overrides or ())
-    question = scale.Question(config, described, scale.parse_devices(devices), scale.parse_mode(mode), names, fixed)
+    question = scale.ScalingQuestion(
+        config, described, scale.parse_devices(devices), scale.parse_mode(mode), names, fixed
+    )
     if out is not None:
         report.check_new(out)
     with progress() as show:
@@ -264,7 +266,7 @@ def compare(
     """
     from meshwright.tools.compare import report
     from meshwright.tools.compare.job import PAGE, Order, cluster_of, require_all
-    from meshwright.tools.compare.job import compare as run_comparison
+    from meshwright.tools.compare.job import compare_layouts as run_comparison
     from meshwright.tools.compare.layouts import LayoutRequest, contenders_of, split_words
 
     words, files = split_words(overrides or (), layouts or ())

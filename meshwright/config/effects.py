@@ -18,7 +18,7 @@ from meshwright.config.schema import Config
 from meshwright.errors import Problem
 from meshwright.optim.section import OWN_FIELDS
 from meshwright.registry import entries
-from meshwright.section import Section, decides_nothing, meet, shown
+from meshwright.section import Section, decides_nothing, fields_meet, shown
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ def _of_optimizers(field: str) -> Effect:
 
 
 TENSOR = "layout.tensor"
-SIZES = ("layout.data.size", "layout.pipeline.size", TENSOR)
+_SIZES = ("layout.data.size", "layout.pipeline.size", TENSOR)
 
 EFFECTS = (
     Effect(
         ("layout.data.sync",),
-        SIZES,
+        _SIZES,
         _sums_gradients,
         lambda config: "where no two ranks have parts of one gradient",
         "layout.data.size=2 or more",
@@ -100,7 +100,7 @@ EFFECTS = (
     ),
     Effect(
         ("layout.order",),
-        SIZES,
+        _SIZES,
         lambda config: _num_axes(config) > 1,
         lambda config: "on a layout that has one axis of more than one rank, or none",
         "auto",
@@ -166,11 +166,15 @@ def without_effect(
     """
     written = dict(_written(config))
     for effect in EFFECTS:
-        if effect.holds(config) or meet(effect.decided_by, mistaken) or meet(effect.decided_by, undecided):
+        if (
+            effect.holds(config)
+            or fields_meet(effect.decided_by, mistaken)
+            or fields_meet(effect.decided_by, undecided)
+        ):
             continue
-        switched = meet(effect.decided_by, words)
+        switched = fields_meet(effect.decided_by, words)
         for field in effect.fields:
-            excused = field in mistaken or (switched and not meet([field], words))
+            excused = field in mistaken or (switched and not fields_meet([field], words))
             if field in written and not decides_nothing(written[field]) and not excused:
                 valid = "leave it out" + (f", or {effect.instead}" if effect.instead else "")
                 yield Problem(field, shown(written[field]), f"has no effect {effect.because(config)}", valid)

@@ -14,7 +14,7 @@ from meshwright.data.section import DataSection
 from meshwright.errors import Problem
 from meshwright.models.section import Network
 from meshwright.registry import entries
-from meshwright.section import decides_nothing, meet, shown
+from meshwright.section import decides_nothing, fields_meet, shown
 
 DECISIVE = ("model.family", "data.kind", "data.objective", "data.source")
 
@@ -45,11 +45,11 @@ def with_kind(data: object, model: object) -> object:
 def release_kind(tree: dict[str, Any], words: Collection[str]) -> None:
     """Let the kind be decided anew where words on top of the file give it a model that does not read the file's."""
     data = tree.get("data")
-    if not isinstance(data, dict) or meet(["data.kind"], words):
+    if not isinstance(data, dict) or fields_meet(["data.kind"], words):
         return
-    if meet(["data.objective"], words):
+    if fields_meet(["data.objective"], words):
         data.pop("kind", None)
-    elif meet(["model"], words):
+    elif fields_meet(["model"], words):
         section, network = _section(data.get("kind", data.get("objective"))), _network(tree.get("model"))
         if section is not None and network is not None and section.gives != network.reads:
             tree["data"] = {key: value for key, value in data.items() if key not in ("kind", "objective")}
@@ -66,7 +66,7 @@ def foreign_fields(tree: Mapping[str, Any], words: Collection[str]) -> Iterator[
         return
     kind, section = kinded["kind"], _section(kinded["kind"])
     for key, value in data.items() if section is not None else ():
-        excused = meet(DECISIVE, words) and not meet([f"data.{key}"], words)
+        excused = fields_meet(DECISIVE, words) and not fields_meet([f"data.{key}"], words)
         if section is None or not _foreign(key, section) or decides_nothing(value) or excused:
             continue
         others = {name: other for name, other in entries("data").items() if key in other.model_fields}

@@ -40,7 +40,7 @@ class DataParallel(Section):
         return self.strategy.rules
 
 
-class Pipeline(Section):
+class PipelineSection(Section):
     """Stages of contiguous layers, one a rank of the `pipe` axis.
 
     `limit`: microbatches that a stage holds at once, where the schedule's order is not fixed; auto: axonn the number of
@@ -74,7 +74,7 @@ class Layout(Section):
     """
 
     data: DataParallel = DataParallel()
-    pipeline: Pipeline = Pipeline()
+    pipeline: PipelineSection = PipelineSection()
     tensor: TensorParallel = Whole()
     transport: Literal["auto", "torch", "mpi"] = "auto"
     order: tuple[str, ...] | Literal["auto"] = "auto"

@@ -17,11 +17,11 @@ from meshwright.errors import Problem
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, listed, rule
 
-BUCKET_MULTIPLE = 128
+OFFLOAD_MULTIPLE = 128
 """Two halves, each of whole vectors of the optimizer's kernels: so the bits are those of the optimizer in place."""
 
 
-SIZES = ("layout.data.size", "layout.pipeline.size", "layout.tensor")
+_SIZES = ("layout.data.size", "layout.pipeline.size", "layout.tensor")
 
 
 @rule("data.kind", "model.family")
@@ -157,13 +157,13 @@ def offload_leaves_half_precision(config: Config) -> Iterator[Problem]:
 @rule("memory.offload.to", "memory.offload.bucket")
 def offload_buckets_have_two_halves(config: Config) -> Iterator[Problem]:
     to, bucket = config.memory.offload.to, config.memory.offload.bucket
-    if to != "none" and bucket % BUCKET_MULTIPLE:
-        below = bucket // BUCKET_MULTIPLE * BUCKET_MULTIPLE
-        near = listed([*([below] if below else []), below + BUCKET_MULTIPLE])
-        yield Problem("memory.offload.bucket", bucket, f"is not a multiple of {BUCKET_MULTIPLE}", f"{near}, 1M")
+    if to != "none" and bucket % OFFLOAD_MULTIPLE:
+        below = bucket // OFFLOAD_MULTIPLE * OFFLOAD_MULTIPLE
+        near = listed([*([below] if below else []), below + OFFLOAD_MULTIPLE])
+        yield Problem("memory.offload.bucket", bucket, f"is not a multiple of {OFFLOAD_MULTIPLE}", f"{near}, 1M")
 
 
-@rule("layout.order", *SIZES)
+@rule("layout.order", *_SIZES)
 def order_names_every_axis_once(config: Config) -> Iterator[Problem]:
     order, sizes = config.layout.order, dict(config.layout.axes)
     if order == "auto":
@@ -179,7 +179,7 @@ def order_names_every_axis_once(config: Config) -> Iterator[Problem]:
         yield Problem("layout.order", _shown(order), " and ".join(wrong), valid)
 
 
-@rule("layout.ranks_per_node", *SIZES)
+@rule("layout.ranks_per_node", *_SIZES)
 def nodes_are_full(config: Config) -> Iterator[Problem]:
     here, ranks = config.layout.ranks_per_node, config.layout.world_size
     if here != "auto" and ranks % here:

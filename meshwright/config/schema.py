@@ -29,7 +29,7 @@ else:
     Data = union_of(entries("data"), "kind")
 
 
-class Batch(Section):
+class BatchSection(Section):
     """Samples (sequences, images): `global` a step, `micro` a microbatch of one replica (auto: all of its part)."""
 
     global_: Positive = Field(default=64, alias="global")
@@ -76,7 +76,7 @@ class Offload(Section):
     chunk: Positive = 4
 
 
-class Memory(Section):
+class MemorySection(Section):
     """`empty_cache_every`: give the allocator's free memory back every so many steps (0: never; costs time).
 
     `recompute` (activation checkpointing): none; auto: groups of as many layers as a factor of the stage's layers that
@@ -92,7 +92,7 @@ class Memory(Section):
     summa: Literal["auto", "gather", "whole", "stream"] = "auto"
 
 
-class Schedule(Section):
+class ScheduleSection(Section):
     """Learning rate: linear warm-up over `warmup` steps, then `decay` down to `floor` times the peak."""
 
     warmup: Count = 0
@@ -100,7 +100,7 @@ class Schedule(Section):
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
 
 
-class Optimizer(Section):
+class OptimizerSection(Section):
     """Which update, and with what. Weight decay acts on matrices only; `clip` bounds the global gradient norm."""
 
     name: OptimizerName = "adamw"
@@ -110,7 +110,7 @@ class Optimizer(Section):
     momentum: Share = 0.9
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     clip: Annotated[float, Field(gt=0)] | None = 1.0
-    schedule: Schedule = Schedule()
+    schedule: ScheduleSection = ScheduleSection()
 
     @property
     def update(self) -> Update:
@@ -119,7 +119,7 @@ class Optimizer(Section):
         return update
 
 
-class Checkpoint(Section):
+class CheckpointSection(Section):
     """A checkpoint every `every` steps and at the end; the newest `keep` stay. `every: 0`: only at the end."""
 
     every: Count = 0
@@ -161,13 +161,13 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1
     model: Model = Gpt2()
     data: Data = TextData()
-    batch: Batch = Batch()
+    batch: BatchSection = BatchSection()
     layout: Layout = Layout()
     precision: Precision = Precision()
-    memory: Memory = Memory()
-    optimizer: Optimizer = Optimizer()
+    memory: MemorySection = MemorySection()
+    optimizer: OptimizerSection = OptimizerSection()
     steps: Positive = 1000
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointSection = CheckpointSection()
     validation: Validation = Validation()
     check: Check = Check()
     metrics: Metrics = Metrics()

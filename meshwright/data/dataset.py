@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.config import Config
+from meshwright.data.files import ShowProgress
 from meshwright.data.packed import open_packed
 from meshwright.data.packing import corpus_for
-from meshwright.data.progress import ShowProgress
 from meshwright.data.section import TokenSection
 from meshwright.data.split import Split
 from meshwright.environment import cache_folder

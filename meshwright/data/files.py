@@ -7,6 +7,8 @@ hidden `.NAME.partial` behind, which nobody reads; the next one to hold the lock
 Checksums are checked once, not at every start: a check's result is kept in the cache under the file's path, with its
 size, times and inode, so the second run on the same files costs nothing. A disk that changes bits without touching the
 file's times is met at the next check only: remove the cache's `checked` folder to ask for one.
+
+`ShowProgress` is how long work reports: a text, and the share done (0 to 1, None where unknown). The caller draws it.
 """
 
 from __future__ import annotations
@@ -21,11 +23,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
 
-from meshwright.data.progress import ShowProgress
 from meshwright.errors import DataError
 
+ShowProgress = Callable[[str, float | None], None]
+
+
+def silent(text: str, done: float | None) -> None:
+    """Reports nothing."""
+
+
 REGION_BYTES = 2**20
-REMEDY = "remove the folder and prepare it again"
+DAMAGE_REMEDY = "remove the folder and prepare it again"
 
 Inspect = Callable[[str, int, bytes], str | None]
 """inspect(file, offset, bytes of a region): what is wrong with them, or None."""
@@ -157,11 +165,11 @@ def check_file(path: Path, wanted: str, regions: Sequence[str], inspect: Inspect
                     wrong.append(number)
                 complaint = complaint or inspect(path.name, number * REGION_BYTES, data)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; {REMEDY}") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {DAMAGE_REMEDY}") from error
     if total.sha256 != wanted:
         begin, more = (wrong[0] * REGION_BYTES, len(wrong) - 1) if wrong else (0, 0)
         where = f", bytes {begin} to {begin + REGION_BYTES - 1}" if wrong else ""
         others = f" and {more} more regions" if more else ""
-        raise DataError(f"{path}: is damaged (its checksum is not the header's){where}{others}; {REMEDY}")
+        raise DataError(f"{path}: is damaged (its checksum is not the header's){where}{others}; {DAMAGE_REMEDY}")
     if complaint is not None:
-        raise DataError(f"{path}: {complaint}; {REMEDY}")
+        raise DataError(f"{path}: {complaint}; {DAMAGE_REMEDY}")

@@ -25,9 +25,8 @@ from pydantic import ValidationError
 
 from meshwright.config import Config
 from meshwright.data.dataset import Opened, opened_splits
-from meshwright.data.files import file_sha256, folder_lock, staged_folder
+from meshwright.data.files import ShowProgress, file_sha256, folder_lock, silent, staged_folder
 from meshwright.data.image_source import ImageSource, open_source
-from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.sampler import Permutation, ShuffledSamples
 from meshwright.data.section import ImageData
 from meshwright.data.split import SPLITS, Split
@@ -37,7 +36,7 @@ from meshwright.model import Batch
 from meshwright.models.section import ImageNetwork
 from meshwright.section import Positive, Section
 
-FORMAT: Literal[1] = 1
+_FORMAT: Literal[1] = 1
 HEADER = ImageData.header
 SPLIT_SEED, ORDER_SEED = 0, 1
 
@@ -48,7 +47,7 @@ _REPORT_EVERY = 64
 class ImagesHeader(Section):
     """The content of images.json."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = _FORMAT
     source: str
     image: Positive
     channels: Positive
@@ -111,7 +110,7 @@ def images_for(data: ImageData, model: ImageNetwork, cache: Path, progress: Show
     if source.held_out is not None and data.validation != ImageData.model_fields["validation"].default:
         rule = f"has no effect: {data.source} has a validation folder"
         raise ConfigError.of("data.validation", data.validation, rule, "leave it out")
-    facts = [FORMAT, source.identity, model.image, model.channels, data.validation]
+    facts = [_FORMAT, source.identity, model.image, model.channels, data.validation]
     out = cache / f"images-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     try:
         with folder_lock(out, progress):

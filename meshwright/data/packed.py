@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from meshwright.data.files import REMEDY, check_file, check_once
+from meshwright.data.files import DAMAGE_REMEDY, check_file, check_once
 from meshwright.data.split import SPLITS, Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError
@@ -129,16 +129,16 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
         path = folder / token_file(split)
         wanted = header.facts(split).tokens * header.numpy_dtype.itemsize
         if not path.is_file():
-            raise DataError(f"{path}: is missing; {REMEDY}")
+            raise DataError(f"{path}: is missing; {DAMAGE_REMEDY}")
         if path.stat().st_size != wanted:
-            raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header says {wanted}; {REMEDY}")
+            raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header says {wanted}; {DAMAGE_REMEDY}")
     for name in sorted(header.sha256) if verify else [TOKENIZER]:
         if not (folder / name).is_file():
-            raise DataError(f"{folder / name}: is missing; {REMEDY}")
+            raise DataError(f"{folder / name}: is missing; {DAMAGE_REMEDY}")
         check_file(folder / name, header.sha256[name], header.regions.get(name, ()))
     tokenizer = load_tokenizer(folder / TOKENIZER)
     if (tokenizer.vocabulary_size, tokenizer.end) != (header.vocabulary_size, header.end):
-        raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER}; {REMEDY}")
+        raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER}; {DAMAGE_REMEDY}")
     return PackedCorpus(folder, header, tokenizer)
 
 
@@ -159,15 +159,17 @@ def _read_header(folder: Path) -> Header:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"{path}: is damaged ({error}); {REMEDY}") from error
+        raise DataError(f"{path}: is damaged ({error}); {DAMAGE_REMEDY}") from error
     if isinstance(tree, dict) and tree.get("format", FORMAT) != FORMAT:
-        raise DataError(f"{path}: has format {tree['format']}, this version reads {FORMAT}; {REMEDY}")
+        raise DataError(f"{path}: has format {tree['format']}, this version reads {FORMAT}; {DAMAGE_REMEDY}")
     try:
         header = Header.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise DataError(f"{path}: is no header of a prepared folder ({where}: {first['msg']}); {REMEDY}") from error
+        raise DataError(
+            f"{path}: is no header of a prepared folder ({where}: {first['msg']}); {DAMAGE_REMEDY}"
+        ) from error
     if header.sha256.keys() != {TOKENIZER, *map(token_file, SPLITS)}:
-        raise DataError(f"{path}: does not list the folder's files; {REMEDY}")
+        raise DataError(f"{path}: does not list the folder's files; {DAMAGE_REMEDY}")
     return header

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.corpus import Corpus, text_corpus
-from meshwright.data.files import FileSum, file_sha256, folder_lock, staged_folder
+from meshwright.data.files import FileSum, ShowProgress, file_sha256, folder_lock, silent, staged_folder
 from meshwright.data.packed import (
     FORMAT,
     HEADER,
@@ -28,7 +28,6 @@ from meshwright.data.packed import (
     open_packed,
     token_file,
 )
-from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.section import TokenSection
 from meshwright.data.split import SPLITS, SplitPlan, plan_split, split_records
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, pieces, tokenizer_kind

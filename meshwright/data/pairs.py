@@ -33,7 +33,7 @@ Pair = tuple[str, str]
 """A source, which is read, and its target, which is to be written."""
 
 GZIP = ".gz"
-KEYS = ("source", "target")
+_KEYS = ("source", "target")
 TRANSLATION = "translation"
 
 MOST_CHARACTERS = 4096
@@ -83,7 +83,7 @@ def holds_pairs(source: str) -> bool:
     """Whether a source can be nothing but pairs of texts, as far as its form tells."""
     path, form = Path(source).expanduser(), suffix(source)
     if form == ".jsonl":
-        return bool({*KEYS, TRANSLATION} & _first_keys(path))
+        return bool({*_KEYS, TRANSLATION} & _first_keys(path))
     header = path / PREPARED
     return form == ".tsv" or (header.is_file() and '"kind": "pairs"' in header.read_text(encoding="utf-8"))
 
@@ -118,7 +118,7 @@ def _columns(path: Path) -> Iterator[Pair]:
 
 
 def _records(path: Path, languages: tuple[str, str] | None) -> Iterator[Pair]:
-    keys = languages or KEYS
+    keys = languages or _KEYS
     wanted = f'{{"{keys[0]}": ..., "{keys[1]}": ...}}'
     for where, record in json_records(_lines(path), path, wanted):
         texts = record.get(TRANSLATION, record)

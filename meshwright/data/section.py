@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from meshwright.config import Config
     from meshwright.data.corpus import Corpus
     from meshwright.data.dataset import Opened
+    from meshwright.data.files import ShowProgress
     from meshwright.data.packed import PackedCorpus
-    from meshwright.data.progress import ShowProgress
     from meshwright.data.split import Split
     from meshwright.model import Samples
 

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from meshwright.data.corpus import Corpus
-from meshwright.data.progress import ShowProgress
+from meshwright.data.files import ShowProgress
 from meshwright.errors import DataError
 
 Split = Literal["train", "validation"]

@@ -18,7 +18,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from meshwright.data.progress import ShowProgress
+from meshwright.data.files import ShowProgress
 from meshwright.errors import DataError
 
 BYTES = "bytes"

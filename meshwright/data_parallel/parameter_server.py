@@ -23,7 +23,7 @@ from meshwright.parameters.bucket import Bucket
 from meshwright.ranks.collectives import gather
 from meshwright.ranks.comm import Comm, Work
 
-ROOT = 0
+_ROOT = 0
 
 
 class Rooted:
@@ -36,12 +36,12 @@ class Rooted:
         return whole(bucket)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        rows = comm.size if comm.index == ROOT else 0
+        rows = comm.size if comm.index == _ROOT else 0
         everyone = bucket.gradients.new_empty(rows, bucket.gradients.numel())
-        comm.gather(everyone, bucket.gradients, ROOT)
-        if comm.index == ROOT:
+        comm.gather(everyone, bucket.gradients, _ROOT)
+        if comm.index == _ROOT:
             torch.sum(everyone, 0, out=bucket.gradients)
-        return comm.broadcast(bucket.gradients, ROOT, wait=False)
+        return comm.broadcast(bucket.gradients, _ROOT, wait=False)
 
     def publish(self, bucket: Bucket, comm: Comm) -> Work:
         return nothing_to_publish(bucket, comm)
@@ -54,13 +54,13 @@ class Server:
     blocks = False
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
-        return (0, bucket.values.numel()) if comm.index == ROOT else (0, 0)
+        return (0, bucket.values.numel()) if comm.index == _ROOT else (0, 0)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        return comm.reduce(bucket.gradients, ROOT, wait=False)
+        return comm.reduce(bucket.gradients, _ROOT, wait=False)
 
     def publish(self, bucket: Bucket, comm: Comm) -> Work:
-        return comm.broadcast(bucket.values, ROOT, wait=False)
+        return comm.broadcast(bucket.values, _ROOT, wait=False)
 
 
 class ServerGradient(Synchroniser):
@@ -68,10 +68,10 @@ class ServerGradient(Synchroniser):
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         comm = self.mesh.comm("data")
-        everyone = load(0, replica_batch * (comm.size if comm.index == ROOT else 1))
+        everyone = load(0, replica_batch * (comm.size if comm.index == _ROOT else 1))
         mine = {name: torch.empty_like(x[:replica_batch]) for name, x in everyone.items()}
         for name, part in mine.items():
-            comm.scatter(part, everyone[name], ROOT)
+            comm.scatter(part, everyone[name], _ROOT)
         return mine
 
 
@@ -89,12 +89,12 @@ class ServerLoss(ServerGradient):
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         comm = self.mesh.comm("data")
         (own,) = model.hidden_states(batch, incoming)
-        outputs = gather(own, self.mesh, "data", ROOT)  # [n·B, T, H] on the server, [0, T, H] on a worker
+        outputs = gather(own, self.mesh, "data", _ROOT)  # [n·B, T, H] on the server, [0, T, H] on a worker
         outputs.register_hook(self._outputs_gradient_comes)
         labels = {name: batch[name].new_empty(outputs.shape[0], *batch[name].shape[1:]) for name in model.labels}
         for name, everyone in labels.items():
-            comm.gather(everyone, batch[name], ROOT)
-        if comm.index == ROOT:
+            comm.gather(everyone, batch[name], _ROOT)
+        if comm.index == _ROOT:
             return (model.loss(outputs, labels, scales),)
         return (outputs.sum(),)  # 0, whose backward pass waits for the server's scatter
 

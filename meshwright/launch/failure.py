@@ -1,7 +1,8 @@
 """Why a job died: what failed ranks wrote before they left, and which of them was the first cause.
 
 A rank that raises leaves a report with the time of its exception. A rank that is killed leaves none; only its parent
-knows its exit status. The others then often fail as well, because their connections break. `explain` names one cause.
+knows its exit status. The others then often fail as well, because their connections break. `explain_failure` names
+one cause.
 
 Where the machine ends: memory and open files, each in one sentence with what to set, instead of a stack of calls.
 """
@@ -207,7 +208,7 @@ def read_reports(folder: Path, attempt: int) -> list[Report]:
     return sorted(reports, key=lambda report: report.nanoseconds)
 
 
-def explain(death: Death, reports: list[Report]) -> Failure:
+def explain_failure(death: Death, reports: list[Report]) -> Failure:
     """Why a job failed whose first seen dead rank is `death`: that rank if it was killed, else the first exception.
 
     An abort is not taken for a cause where another rank has reported: communication libraries abort on a lost peer.

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from meshwright.environment import enter_local_rank
 from meshwright.errors import LaunchError
-from meshwright.launch.failure import Death, Failure, explain, read_reports
+from meshwright.launch.failure import Death, Failure, explain_failure, read_reports
 from meshwright.launch.output import SOCKET, receive_output
 from meshwright.launch.session import Session, make_fork_server_folder
 from meshwright.launch.tether import die_with_parent
@@ -49,7 +49,7 @@ def run_forked(session: Session, num_ranks: int, attempt: int, threads: int) -> 
         death = _watch(workers)
     finally:
         _end(workers)
-    return None if death is None else explain(death, read_reports(session.folder, attempt))
+    return None if death is None else explain_failure(death, read_reports(session.folder, attempt))
 
 
 def _work(rank: int, folder: str, num_ranks: int, attempt: int, port: int, threads: int) -> None:

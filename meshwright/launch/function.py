@@ -120,7 +120,7 @@ def call_on_rank(
         **ranks, "axes": tuple((name, size) for name, size in ranks["axes"]), "token_axes": tuple(ranks["token_axes"]),
         "timeout": Timeout.model_validate(ranks["timeout"]),
     })  # fmt: skip
-    entry = load(function)
+    entry = _load(function)
     with open_ranks(layout, environment, layout.name or function) as mesh:
         result = entry(Rank(mesh, environment, stop), **{key: _unpacked(value) for key, value in arguments.items()})
     try:
@@ -184,7 +184,7 @@ def find(name: str) -> None:
     if not module_name or not function_name:
         raise LaunchError(f"{name} is not of the form package.module:function")
     if module_name in sys.modules or module_name.endswith(".py"):
-        load(name)
+        _load(name)
         return
     try:
         there = importlib.util.find_spec(module_name) is not None
@@ -194,7 +194,7 @@ def find(name: str) -> None:
         raise LaunchError(f"function {name} does not exist: No module named {module_name}")
 
 
-def load(name: str) -> Callable[..., Any]:
+def _load(name: str) -> Callable[..., Any]:
     """The function of a name that `find` has found. Raises LaunchError where its module has none of that name."""
     module_name, _, function_name = name.rpartition(":")
     try:

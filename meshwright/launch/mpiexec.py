@@ -17,7 +17,7 @@ from pathlib import Path
 from meshwright.environment import mpi_worker_variables
 from meshwright.errors import LaunchError
 from meshwright.launch import tether
-from meshwright.launch.failure import Death, Failure, Report, explain, read_reports, signal_name
+from meshwright.launch.failure import Death, Failure, Report, explain_failure, read_reports, signal_name
 from meshwright.launch.session import Session
 from meshwright.machine import find_mpiexec
 
@@ -54,7 +54,7 @@ def run_mpi(session: Session, num_ranks: int, attempt: int, threads: int) -> Fai
 
 def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report]) -> Failure:
     if death := _death(chatter):
-        return explain(death, reports)
+        return explain_failure(death, reports)
     if reports:
         return reports[0].failure
     if match := _ABORTED.search(chatter):

@@ -29,7 +29,7 @@ from meshwright.memory.staging import GRADIENT, Lane, Staging, StreamLane, Threa
 from meshwright.memory.store import PAGE_ELEMENTS, DiskStore, HostStore, Store
 from meshwright.parameters.bucket import Slot
 from meshwright.ranks.comm import Work
-from meshwright.registry import load
+from meshwright.registry import load_entry
 
 WEIGHT = "weight"
 
@@ -86,7 +86,7 @@ class Offloaded:
     def __init__(self, config: Config, slots: Sequence[Slot], store: Store, lane: Lane, tier: Tier) -> None:
         self.settings = config.optimizer
         self._kinds = self.settings.update.states
-        self._update = load(self.settings.update.step)
+        self._update = load_entry(self.settings.update.step)
         self.slots = slots
         self.store = store
         self.lane = lane

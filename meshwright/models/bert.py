@@ -30,7 +30,7 @@ NUM_ANSWERS = 2
 """Of the question whether the second text follows the first: 0 yes, 1 no."""
 
 
-class Attention(nn.Module):
+class BertAttention(nn.Module):
     """Self-attention over this rank's heads; every token sees every real token."""
 
     def __init__(self, model: Bert, kit: Kit) -> None:
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         return self.output(self.core(query, key, value, seen, False).transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class BertFeedForward(nn.Module):
     """Two linears with an exact GELU between."""
 
     def __init__(self, model: Bert, kit: Kit) -> None:
@@ -58,16 +58,16 @@ class FeedForward(nn.Module):
         return self.contract(F.gelu(self.expand(h)))
 
 
-class Block(nn.Module):
+class BertBlock(nn.Module):
     """Attention and feed-forward, each with its norm behind the sum (original) or at its input (megatron)."""
 
     def __init__(self, model: Bert, kit: Kit) -> None:
         super().__init__()
         self.norm_first = model.norm_order == "megatron"
         self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
-        self.attention = Attention(model, kit)
+        self.attention = BertAttention(model, kit)
         self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon)
-        self.feed_forward = FeedForward(model, kit)
+        self.feed_forward = BertFeedForward(model, kit)
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(self, h: Tensor, seen: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class BERT(Chain):
             self.dropout = nn.Dropout(model.dropout)
         if chunk.last if self.norm_first else chunk.first:  # on the last hidden states, or on the embeddings
             self.norm = kit.norm(hidden, model.norm_epsilon)
-        self.blocks = blocks_of(chunk, lambda _: Block(model, kit))
+        self.blocks = blocks_of(chunk, lambda _: BertBlock(model, kit))
         if chunk.last:
             self.transform = kit.transform(hidden, hidden, initial)
             self.transform_norm = kit.norm(hidden, model.norm_epsilon)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
-from meshwright.registry import load
+from meshwright.registry import load_entry
 from meshwright.tensor.kit import Kit
 
 Run = Callable[..., Any]
@@ -109,12 +109,12 @@ class Chain(nn.Module, ABC):
 
 def chain_of(config: Config) -> type[Chain]:
     """The class of a run's model."""
-    return cast(type[Chain], load(config.model.chain))
+    return cast(type[Chain], load_entry(config.model.chain))
 
 
 def make_chain(config: Config, kit: Kit, chunk: Chunk | None = None) -> Chain:
     """A run's model, or a chunk of it, in the words of a kit; its parameters have no values yet."""
-    chain: Chain = load(config.model.chain)(config.model, kit, chunk)
+    chain: Chain = load_entry(config.model.chain)(config.model, kit, chunk)
     return chain
 
 

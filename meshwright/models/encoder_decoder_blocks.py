@@ -137,7 +137,7 @@ def _heads(x: Tensor, heads: int) -> tuple[Tensor, ...]:
     return x.unflatten(-1, (heads, -1)).transpose(1, 3).unbind(2)
 
 
-class FeedForward(nn.Module):
+class CoderFeedForward(nn.Module):
     """Two linears with a ReLU between."""
 
     def __init__(self, recipe: Recipe, kit: Kit) -> None:
@@ -156,7 +156,7 @@ class FeedForward(nn.Module):
         return self.contract(inner)
 
 
-class Block(nn.Module):
+class CoderBlock(nn.Module):
     """What the blocks of both halves have."""
 
     def __init__(self, recipe: Recipe, kit: Kit) -> None:
@@ -174,13 +174,13 @@ class Block(nn.Module):
         return normed
 
 
-class EncoderBlock(Block):
+class EncoderBlock(CoderBlock):
     """`last`: gives the memory."""
 
     def __init__(self, recipe: Recipe, kit: Kit, last: bool) -> None:
         super().__init__(recipe, kit)
         self.feed_forward_norm = recipe.norm()
-        self.feed_forward = FeedForward(recipe, kit)
+        self.feed_forward = CoderFeedForward(recipe, kit)
         self.final_norm = recipe.norm() if last and recipe.norm_first else None
 
     def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
@@ -195,7 +195,7 @@ class EncoderBlock(Block):
         return h if self.final_norm is None else self.dropout(self.final_norm(h))
 
 
-class DecoderBlock(Block):
+class DecoderBlock(CoderBlock):
     """`index`: among the decoder's blocks."""
 
     def __init__(self, recipe: Recipe, kit: Kit, index: int) -> None:
@@ -204,7 +204,7 @@ class DecoderBlock(Block):
         self.cross_norm = recipe.norm()
         self.cross = CrossAttention(recipe, kit)
         self.feed_forward_norm = recipe.norm()
-        self.feed_forward = FeedForward(recipe, kit)
+        self.feed_forward = CoderFeedForward(recipe, kit)
 
     def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
         """What passes from block to block."""

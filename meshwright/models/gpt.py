@@ -43,7 +43,7 @@ class KeyValueCache:
         return self.layers[layer]
 
 
-class Attention(nn.Module):
+class GptAttention(nn.Module):
     """Causal self-attention over this rank's heads."""
 
     def __init__(self, model: Gpt2, kit: Kit, layer: int) -> None:
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         return self.output(self.core(query, key, value, None, causal).transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class GptFeedForward(nn.Module):
     """Two linears with a GELU between."""
 
     def __init__(self, model: Gpt2, kit: Kit) -> None:
@@ -76,15 +76,15 @@ class FeedForward(nn.Module):
         return self.contract(gelu(self.expand(h)))
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     """h + attention(norm(h)), then h + feed_forward(norm(h))."""
 
     def __init__(self, model: Gpt2, kit: Kit, layer: int) -> None:
         super().__init__()
         self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
-        self.attention = Attention(model, kit, layer)
+        self.attention = GptAttention(model, kit, layer)
         self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon)
-        self.feed_forward = FeedForward(model, kit)
+        self.feed_forward = GptFeedForward(model, kit)
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(self, h: Tensor, cache: KeyValueCache | None = None) -> Tensor:
@@ -106,7 +106,7 @@ class GPT(Chain):
         if chunk.first:
             self.positions = kit.embedding(model.positions, hidden, initial)
             self.dropout = nn.Dropout(model.dropout)
-        self.blocks = blocks_of(chunk, lambda layer: Block(model, kit, layer))
+        self.blocks = blocks_of(chunk, lambda layer: GptBlock(model, kit, layer))
         if chunk.last:
             self.norm = kit.norm(hidden, model.norm_epsilon)
             tied = self.tokens if model.tied else None

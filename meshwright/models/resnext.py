@@ -141,7 +141,7 @@ class Shortcut(nn.Module):
         return normed.to(h.dtype)  # under autocast too, sums are made in the precision of what passes on
 
 
-class Block(nn.Module):
+class ResNeXtBlock(nn.Module):
     """ReLU of the paths' sum and the shortcut; this rank computes some of the paths."""
 
     def __init__(self, model: ResNeXt, kit: Kit, shape: BlockShape) -> None:
@@ -175,7 +175,7 @@ class ResNeXtModel(Chain):
         shapes = block_shapes(model)
         if chunk.first:
             self.stem = Stem(model, kit)
-        self.blocks = blocks_of(chunk, lambda index: Block(model, kit, shapes[index]))
+        self.blocks = blocks_of(chunk, lambda index: ResNeXtBlock(model, kit, shapes[index]))
         if chunk.last:
             self.dropout = nn.Dropout(model.dropout)
             channels, rows = shapes[-1].outputs, model.padded(model.classes)

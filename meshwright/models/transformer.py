@@ -26,7 +26,7 @@ LONGEST_WAVE = 10000
 """The wave lengths of positions go from 2 pi to this times 2 pi (section 3.5)."""
 
 
-class Transformer(EncoderDecoderChain):
+class TransformerModel(EncoderDecoderChain):
     """Source and target tokens to a loss with smoothed labels."""
 
     def __init__(self, model: Attentional, kit: Kit, chunk: Chunk | None = None) -> None:

@@ -31,7 +31,7 @@ from meshwright.tensor.kit import Head, Kit
 INITIAL = Initial(0.02)
 
 
-class Attention(nn.Module):
+class VitAttention(nn.Module):
     """Self-attention over this rank's heads: every token sees every other."""
 
     def __init__(self, model: Vit, kit: Kit) -> None:
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         return self.output(self.core(query, key, value, None, False).transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class VitFeedForward(nn.Module):
     """Two linears with a GELU between."""
 
     def __init__(self, model: Vit, kit: Kit) -> None:
@@ -59,15 +59,15 @@ class FeedForward(nn.Module):
         return self.contract(F.gelu(self.expand(h)))
 
 
-class Block(nn.Module):
+class VitBlock(nn.Module):
     """h + attention(norm(h)), then h + feed_forward(norm(h))."""
 
     def __init__(self, model: Vit, kit: Kit) -> None:
         super().__init__()
         self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
-        self.attention = Attention(model, kit)
+        self.attention = VitAttention(model, kit)
         self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon)
-        self.feed_forward = FeedForward(model, kit)
+        self.feed_forward = VitFeedForward(model, kit)
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(self, h: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class ViT(Chain):
             self.patches = kit.patches(patch_inputs(model), model.hidden, INITIAL)
             self.positions = kit.embedding(model.padded(model.positions), model.hidden, INITIAL)
             self.dropout = nn.Dropout(model.dropout)
-        self.blocks = blocks_of(chunk, lambda _: Block(model, kit))
+        self.blocks = blocks_of(chunk, lambda _: VitBlock(model, kit))
         if chunk.last:
             self.norm = kit.norm(model.hidden, model.norm_epsilon)
             rows = model.padded(model.classes)

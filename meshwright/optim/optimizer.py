@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meshwright.config import Config
-from meshwright.config.schema import Schedule
+from meshwright.config.schema import ScheduleSection
 from meshwright.errors import DivergedError
 from meshwright.optim.norm import norm_of_squares, square_of
 from meshwright.optim.states import InPlace, StatesFactory
@@ -31,7 +31,7 @@ from meshwright.ranks.agreement import same_everywhere
 from meshwright.ranks.mesh import Mesh
 
 
-def learning_rate(peak: float, schedule: Schedule, step: int, steps: int) -> float:
+def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int) -> float:
     """The rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then the decay to floor · peak.
 
     A pure function, not one of torch's schedulers: a resumed run has no state that could disagree with its step.

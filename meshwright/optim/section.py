@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.config.schema import Optimizer
+    from meshwright.config.schema import OptimizerSection
 
 OWN_FIELDS = ("betas", "epsilon", "momentum")
 """The fields of the optimizer section that only some optimizers read."""
@@ -34,7 +34,7 @@ class Update:
 
     step: str
     reference: str
-    arguments: Callable[[Optimizer], dict[str, Any]]
+    arguments: Callable[[OptimizerSection], dict[str, Any]]
     fields: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.parameters.bucket import Slot
-from meshwright.registry import load
+from meshwright.registry import load_entry
 
 
 class States(Protocol):
@@ -54,7 +54,7 @@ class InPlace:
     def __init__(self, config: Config, slots: Sequence[Slot]) -> None:
         self.settings = config.optimizer
         self._kinds = self.settings.update.states
-        self._update = load(self.settings.update.step)
+        self._update = load_entry(self.settings.update.step)
         self.slots = slots
         self.masters = [_master(slot.parameter) for slot in slots]
         self._moments: list[dict[str, Tensor]] = [{} for _ in slots]

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from meshwright.config.schema import Optimizer
+from meshwright.config.schema import OptimizerSection
 
 
 def adamw_step(
-    settings: Optimizer, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
+    settings: OptimizerSection, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
     weight_decay: float, steps_taken: int,
 ) -> None:  # fmt: skip
     """Decoupled weight decay (arXiv 1711.05101). `states`: a list by name, like `weights`; `steps_taken` before it."""
@@ -30,7 +30,7 @@ def adamw_step(
 
 
 def sgd_step(
-    settings: Optimizer, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
+    settings: OptimizerSection, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
     weight_decay: float, steps_taken: int,
 ) -> None:  # fmt: skip
     """SGD; with a state, of momentum."""

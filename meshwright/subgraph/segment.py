@@ -29,14 +29,14 @@ from meshwright.ranks.mesh import Mesh
 ROWS = 0
 """The dim of B."""
 
-Start = Callable[[Tensor], Moving]
+_Start = Callable[[Tensor], Moving]
 
 
 class _Cross(torch.autograd.Function):
     """There in the forward pass, back in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Start, back: Start) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: _Start, back: _Start) -> Tensor:
         ctx.back = back
         return there(x).wait()
 
@@ -157,7 +157,7 @@ class OneCommon(Segment):
         return x if self.holds else x[:0]
 
 
-def cross(x: Tensor, there: Start, back: Start) -> Tensor:
+def cross(x: Tensor, there: _Start, back: _Start) -> Tensor:
     """`there` of x, differentiable: the gradient goes `back`."""
     result: Tensor = _Cross.apply(x, there, back)
     return result

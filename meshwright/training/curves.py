@@ -28,7 +28,7 @@ _SMOOTHED_FROM = 60
 
 
 @dataclass(frozen=True)
-class Curve:
+class LossCurve:
     """The losses of one run, in nats per token, by step. Validation was measured at some of the steps."""
 
     steps: tuple[int, ...]
@@ -37,7 +37,7 @@ class Curve:
     validation_losses: tuple[float, ...]
 
 
-def read_curve(metrics_file: Path) -> Curve:
+def read_curve(metrics_file: Path) -> LossCurve:
     """Read a metrics.jsonl. A step that is there twice (the run was resumed) counts as written last.
 
     Raises DataError where the file is missing, damaged or without a step.
@@ -63,7 +63,7 @@ def read_curve(metrics_file: Path) -> Curve:
     if not losses:
         raise DataError(f"{metrics_file} holds no step yet")
     steps, held_out_steps = sorted(losses), sorted(validation)
-    return Curve(
+    return LossCurve(
         steps=tuple(steps),
         losses=tuple(losses[step] for step in steps),
         validation_steps=tuple(held_out_steps),
@@ -158,7 +158,7 @@ def _marker(steps: Sequence[int]) -> str:
     return "o" if len(steps) <= 20 else ""
 
 
-def _frame(axes: Axes, curves: Sequence[Curve]) -> None:
+def _frame(axes: Axes, curves: Sequence[LossCurve]) -> None:
     """Leave room for the last values at the right, and let a single spike not flatten all the rest."""
     first, last = min(curve.steps[0] for curve in curves), max(curve.steps[-1] for curve in curves)
     axes.set_xlim(first - 0.01 * (last - first) - 0.5, last + 0.01 * (last - first) + 0.5)

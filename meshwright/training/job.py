@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import Config
-from meshwright.data.progress import silent
+from meshwright.data.files import silent
 from meshwright.decisions import resolve, resolve_process, this_machine
 from meshwright.environment import read_environment
 from meshwright.launch import Ranks, run
 from meshwright.training import folder
 from meshwright.training.status import STATUS
 
-WORKER = "meshwright.training.worker:worker"
+TRAIN_WORKER = "meshwright.training.worker:train_rank"
 
 
 def train(
@@ -64,7 +64,7 @@ def train(
                 before = decided_before(config, out)
             resolved = resolve(before, machine)
         run(
-            WORKER,
+            TRAIN_WORKER,
             Ranks.of(resolved.config, str(out), out / STATUS),
             config=resolved.config,
             asked=config,

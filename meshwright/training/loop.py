@@ -75,7 +75,7 @@ def _sums(parts: Parts, h: Tensor, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class _Loaded:
     """A replica's rows of a step's batch, and how many elements of each label count in the global batch."""
 
     batch: Batch
@@ -99,7 +99,7 @@ class Trainer:
         batch = self._load(samples)
         mine = torch.tensor(counts_of(batch, parts.model.labels), dtype=torch.float64, device=parts.mesh.device)
         parts.mesh.comm("data").all_reduce(mine)
-        self._next = Loaded(batch, [int(count) for count in mine])
+        self._next = _Loaded(batch, [int(count) for count in mine])
 
     def turn(
         self, stop: StopRequest | None, observe: Callable[[], None] | None = None
@@ -131,7 +131,7 @@ class Trainer:
         result = self._apply(arrivals, reports)
         phases.pause()
         replicas = [reports[rank].next_counts for rank in parts.mesh.grid.group(parts.mesh.rank, "data")]
-        self._next = Loaded(following, [sum(counts) for counts in zip(*replicas, strict=True)])
+        self._next = _Loaded(following, [sum(counts) for counts in zip(*replicas, strict=True)])
         self.step += 1
         self._empty_cache()
         seconds = time.perf_counter() - started

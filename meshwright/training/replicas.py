@@ -30,7 +30,7 @@ from meshwright.ranks.mesh import Mesh
 COLUMNS = 2**10
 BLOCK_ROWS = {"cpu": 2**7, "cuda": 2**17}
 """Rows that are read at once: a CPU's cache holds 1 MiB for both sums, a GPU wants few kernels."""
-FACTOR = 0x9E3779B97F4A7C15 - 2**64
+_FACTOR = 0x9E3779B97F4A7C15 - 2**64
 """2^64 over the golden ratio, as a signed number: neighbours get factors far apart."""
 
 CopyAxes = tuple[str, ...]
@@ -45,8 +45,8 @@ def hash_bits(x: Tensor) -> Tensor:
     rows = torch.cat([*(block.sum(1) for block in blocks), rest.sum(0, keepdim=True)])
     columns = torch.stack([block.sum(0) for block in blocks]).sum(0) if whole else words.new_zeros(COLUMNS)
     columns[: rest.numel()] += rest
-    row_factors = torch.arange(1, rows.numel() + 1, device=x.device) * FACTOR * 2
-    column_factors = torch.arange(COLUMNS, device=x.device) * FACTOR | 1
+    row_factors = torch.arange(1, rows.numel() + 1, device=x.device) * _FACTOR * 2
+    column_factors = torch.arange(COLUMNS, device=x.device) * _FACTOR | 1
     return (rows * row_factors).sum() + (columns * column_factors).sum()
 
 
@@ -94,7 +94,7 @@ def _hashes(mesh: Mesh, held: Iterable[FlatWeights]) -> list[int]:
     for flat in held:
         axes = _shared(grid, flat.copy_axes)
         if axes:
-            hashes[axes] = hashes[axes] * FACTOR + hash_bits(flat.values).to(device)
+            hashes[axes] = hashes[axes] * _FACTOR + hash_bits(flat.values).to(device)
     return [int(value) for value in hashes.values()]
 
 

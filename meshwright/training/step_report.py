@@ -95,7 +95,7 @@ STEPS = 10
 SLOW_STEPS = 8
 """How many of them must be slow."""
 
-FACTOR = 1.5
+_FACTOR = 1.5
 LEAST_SECONDS = 0.02
 """The least that a straggler costs in a step; below, rank 0's writing of metrics would count."""
 
@@ -152,7 +152,7 @@ class StragglerWatch:
         if not self._peers[rank]:
             return None
         pairs = [(own[rank], statistics.median(own[peer] for peer in self._peers[rank])) for own in self._steps]
-        slow = [mine > FACTOR * theirs and mine - theirs > LEAST_SECONDS for mine, theirs in pairs]
+        slow = [mine > _FACTOR * theirs and mine - theirs > LEAST_SECONDS for mine, theirs in pairs]
         if sum(slow) < SLOW_STEPS:
             return None
         factor = statistics.median(mine / max(theirs, 1e-9) for mine, theirs in pairs)

@@ -32,7 +32,7 @@ from meshwright.training.resume import checkpoint_of_run, decided_before, with_o
 from meshwright.training.trace import write_step
 
 
-def worker(
+def train_rank(
     rank: Rank,
     config: Config,
     asked: Config,

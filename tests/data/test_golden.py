@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from meshwright.config import parse_config
-from meshwright.data.progress import silent
+from meshwright.data.files import silent
 
 WORDS = ["stage", "gradient", "ring", "naïve", "batch", "moments,", "a", "of", "tensor", "kit.", "日本", "depth"]
 TEXT_MODEL = {"family": "gpt2", "layers": 1, "hidden": 8, "heads": 2, "vocabulary": 500}

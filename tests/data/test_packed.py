@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from meshwright.data.corpus import documents, text_corpus
+from meshwright.data.files import silent
 from meshwright.data.packed import PackedCorpus, open_packed
 from meshwright.data.packing import corpus_for, prepare
-from meshwright.data.progress import silent
 from meshwright.data.section import TextData
 from meshwright.data.split import plan_split, split_records
 from meshwright.data.tokenizer import train_bpe

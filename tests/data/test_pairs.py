@@ -11,9 +11,9 @@ import torch
 
 from meshwright.config import Config, parse_config
 from meshwright.data.dataset import Opened
+from meshwright.data.files import silent
 from meshwright.data.packing import pack
 from meshwright.data.pairs import pair_corpus
-from meshwright.data.progress import silent
 from meshwright.data.section import PairData
 from meshwright.data.specials import SequenceSpecials, sequence_specials, specials_for
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.data.corpus import text_corpus
-from meshwright.data.progress import silent
+from meshwright.data.files import silent
 from meshwright.data.split import Split, plan_split, split_records
 from meshwright.errors import DataError
 

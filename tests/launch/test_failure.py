@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import DataError, DivergedError, MeshwrightError
-from meshwright.launch.failure import Death, Failure, Report, explain, read_reports
+from meshwright.launch.failure import Death, Failure, Report, explain_failure, read_reports
 
 
 def report(rank: int, nanoseconds: int, summary: str = "ValueError: x") -> Report:
@@ -40,7 +40,7 @@ def test_reports_come_back_in_the_order_of_time(tmp_path: Path) -> None:
     ],
 )
 def test_explain(death: Death, reports: list[Report], message: str) -> None:
-    assert explain(death, reports).text == message
+    assert explain_failure(death, reports).text == message
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from meshwright.config.schema import Schedule
+from meshwright.config.schema import ScheduleSection
 from meshwright.optim.optimizer import learning_rate
 
 
 def rates(decay: str, warmup: int, steps: int, floor: float = 0.1) -> list[float]:
-    schedule = Schedule.model_validate({"decay": decay, "warmup": warmup, "floor": floor})
+    schedule = ScheduleSection.model_validate({"decay": decay, "warmup": warmup, "floor": floor})
     return [learning_rate(2.0, schedule, step, steps) for step in range(steps)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.pipeline.stage import Stage
-from meshwright.tools.verify.job import worker
+from meshwright.tools.verify.job import verify_rank
 
 
 def dropped_work(*arguments: Any, **named: Any) -> None:
@@ -18,4 +18,4 @@ def dropped_work(*arguments: Any, **named: Any) -> None:
         right(self, index, final=final)
 
     Stage.weights = wrong  # type: ignore[method-assign]
-    worker(*arguments, **named)
+    verify_rank(*arguments, **named)

@@ -70,7 +70,7 @@ def killed(rank: Rank, *, moment: str, victim: int, **arguments: Any) -> None:
     owner, name, deed = MOMENTS[moment]
     doomed = rank.environment.rank == victim and rank.environment.attempt == 0
     with patch.object(owner, name, deed) if doomed else nullcontext():
-        worker.worker(rank, **arguments)
+        worker.train_rank(rank, **arguments)
 
 
 def interrupting(rank: Rank, *, launcher: int, **arguments: Any) -> None:
@@ -85,13 +85,13 @@ def interrupting(rank: Rank, *, launcher: int, **arguments: Any) -> None:
         return turn(self, *words)
 
     with patch.object(Trainer, "turn", interrupt):
-        worker.worker(rank, **arguments)
+        worker.train_rank(rank, **arguments)
 
 
 def counting_releases(rank: Rank, *, out: Path, **arguments: Any) -> None:
     """Leaves in `releases` how often free memory was given back."""
     with patch.object(loop, "release_free_memory", wraps=loop.release_free_memory) as release:
-        worker.worker(rank, out=out, **arguments)
+        worker.train_rank(rank, out=out, **arguments)
     Path(out, f"releases-{rank.environment.rank}").write_text(str(release.call_count))
 
 
@@ -107,7 +107,7 @@ def names_modules(rank: Rank, *, out: Path, **arguments: Any) -> None:
         return result
 
     with patch.object(Trainer, "turn", named):
-        worker.worker(rank, out=out, **arguments)
+        worker.train_rank(rank, out=out, **arguments)
 
 
 def corrupted(rank: Rank, *, victim: int, at: int, **arguments: Any) -> None:
@@ -139,7 +139,7 @@ def _damaged(
         return turn(self, *words)
 
     with patch.object(Trainer, "turn", damaging):
-        worker.worker(rank, **arguments)
+        worker.train_rank(rank, **arguments)
 
 
 def straggles(rank: Rank, *, straggler: int, **arguments: Any) -> None:
@@ -151,4 +151,4 @@ def straggles(rank: Rank, *, straggler: int, **arguments: Any) -> None:
         return backward(*parts)
 
     with patch.object(loop, "replica_backward", slow):
-        worker.worker(rank, **arguments)
+        worker.train_rank(rank, **arguments)

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, TransportName, joined, run
 from meshwright.machine import find_mpiexec, memory_bytes, usable_cores

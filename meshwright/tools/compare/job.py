@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.config import Config
-from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.files import ShowProgress, silent
 from meshwright.decisions import resolve_process, this_machine
 from meshwright.errors import ConfigError, LaunchError, Problem
 from meshwright.launch import Interrupted, joined
@@ -51,7 +51,7 @@ def cluster_of(name: str | None) -> Cluster | None:
     return load_cluster(name) if name is not None else None
 
 
-def compare(
+def compare_layouts(
     contenders: Sequence[Contender], order: Order, cluster: Cluster | None, report: ShowProgress = silent
 ) -> Comparison:
     """Run the layouts and write the results. A layout that dies is left out of later rounds, and says why. Without a

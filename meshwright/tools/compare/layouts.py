@@ -26,7 +26,7 @@ import torch
 
 from meshwright.config import Config, parse_config, parse_run
 from meshwright.config.load import load_undecided, read_run, read_yaml
-from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
 from meshwright.machine import usable_cores
 from meshwright.tools.plan.cluster import Cluster

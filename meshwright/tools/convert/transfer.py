@@ -27,8 +27,7 @@ from meshwright.checkpoint.manifest import TOKENIZER_FILE, Manifest, Origin, Pro
 from meshwright.config import Config
 from meshwright.config.kinds import data_for
 from meshwright.config.schema import Model, Precision
-from meshwright.data.files import folder_lock, staged_folder
-from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.files import ShowProgress, folder_lock, silent, staged_folder
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.parameters.shard import Box

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshwright.errors import ConfigError
 
-Step = Callable[[Tensor, Tensor], Tensor]
+_Step = Callable[[Tensor, Tensor], Tensor]
 """step(tokens [R, n], origins [R]): the log-probabilities [R, V] of what follows each row.
 
 `origins`: the row of the call before (at first: the source) that each row continues, for those who keep a cache.
@@ -97,7 +97,7 @@ class _Search:
         return _Search(*(value[which] for value in vars(self).values()))
 
 
-def beam_search(step: Step, start: int, end: int, limits: Tensor, beam: Beam) -> list[Answer]:
+def beam_search(step: _Step, start: int, end: int, limits: Tensor, beam: Beam) -> list[Answer]:
     """An answer to each source, of at most limits [number of sources] >= 1 tokens with the end token.
 
     One that has not ended at its limit counts only where none has.

@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from meshwright.data.files import ShowProgress, silent
 from meshwright.data.image_source import open_source
 from meshwright.data.images import check_classes, split_images
-from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.section import STDLIB
 from meshwright.errors import ConfigError
 from meshwright.models.section import ImageNetwork

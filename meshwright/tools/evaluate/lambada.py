@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.data.corpus import documents
-from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import DataError
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, exponential
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.data.files import ShowProgress, silent
 from meshwright.data.masked import MaskedSamples
-from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.specials import specials_of
 from meshwright.errors import CheckpointError
 from meshwright.model import counts_of, to_device

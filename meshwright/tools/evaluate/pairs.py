@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from meshwright.data.files import ShowProgress, silent
 from meshwright.data.packed import PackedCorpus, document_ends, is_prepared, open_packed
 from meshwright.data.packing import corpus_for
 from meshwright.data.pairs import pair_corpus
 from meshwright.data.pairs_samples import sequence_batch
-from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.section import Lengths, PairData
 from meshwright.data.span_window import span_lengths
 from meshwright.data.spans import SpanSamples

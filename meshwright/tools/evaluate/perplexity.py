@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from meshwright.data.corpus import documents
+from meshwright.data.files import ShowProgress, silent
 from meshwright.data.packed import PackedCorpus, is_prepared, open_packed
 from meshwright.data.packing import corpus_for
-from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.section import TokenSection
 from meshwright.data.tokenizer import Tokenizer, pieces
 from meshwright.environment import cache_folder

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.data.files import ShowProgress, silent
 from meshwright.data.pairs_samples import sequence_batch
-from meshwright.data.progress import ShowProgress, silent
 from meshwright.data.section import Lengths
 from meshwright.data.specials import SENTINEL
 from meshwright.model import IGNORED, Batch, to_device

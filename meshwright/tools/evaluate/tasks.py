@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.data.progress import ShowProgress
+from meshwright.data.files import ShowProgress
 from meshwright.errors import ConfigError
 from meshwright.tools.evaluate.beam import beam_of
 from meshwright.tools.evaluate.images import image_accuracy
@@ -47,11 +47,11 @@ class Question:
         }
 
 
-Measured = tuple[Path, Facts]
+_Measured = tuple[Path, Facts]
 """The step folder, and the result."""
 
 
-def _perplexity(question: Question, progress: ShowProgress) -> Measured:
+def _perplexity(question: Question, progress: ShowProgress) -> _Measured:
     if config_at(question.checkpoint).model.reads == "sequences":
         if question.stride is not None:
             raise ConfigError.of("--stride", question.stride, "has no effect on an encoder-decoder", "with a gpt2")
@@ -64,48 +64,48 @@ def _perplexity(question: Question, progress: ShowProgress) -> Measured:
     return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
 
 
-def _bleu(question: Question, progress: ShowProgress) -> Measured:
+def _bleu(question: Question, progress: ShowProgress) -> _Measured:
     beam = beam_of(question.beams, question.length_penalty)
     loaded = load_sequence(question.checkpoint, question.device, question.context)
     pairs = pairs_for(loaded, question.data, question.target, progress)
     return loaded.folder, bleu(loaded, pairs, beam, question.samples, progress)
 
 
-def _lambada(question: Question, progress: ShowProgress) -> Measured:
+def _lambada(question: Question, progress: ShowProgress) -> _Measured:
     assert question.data is not None, "measure() has looked"
     loaded = load_text(question.checkpoint, question.device, question.context)
     return loaded.folder, cloze_accuracy(loaded, question.data, progress)
 
 
-def _masked(question: Question, progress: ShowProgress) -> Measured:
+def _masked(question: Question, progress: ShowProgress) -> _Measured:
     loaded = load_text(question.checkpoint, question.device, question.context, "masked")
     return loaded.folder, masked_accuracy(loaded, stream_for(loaded, question.data, progress), progress)
 
 
-def _images(question: Question, progress: ShowProgress) -> Measured:
+def _images(question: Question, progress: ShowProgress) -> _Measured:
     loaded = load_images(question.checkpoint, question.device)
     return loaded.folder, image_accuracy(loaded, question.data, progress)
 
 
 @dataclass(frozen=True)
-class Task:
+class _Task:
     """One measure. `options`: those of a question's that have an effect; `needs`: what --data must be."""
 
-    measure: Callable[[Question, ShowProgress], Measured]
+    measure: Callable[[Question, ShowProgress], _Measured]
     options: tuple[str, ...] = ()
     needs: str = ""
 
 
-TASKS: dict[str, Task] = {
-    "perplexity": Task(_perplexity, ("target", "stride", "context")),
-    "bleu": Task(_bleu, ("target", "context", "samples", "beams", "length-penalty")),
-    "lambada": Task(_lambada, ("context",), needs="a jsonl file with `text`, or a passage a line"),
-    "masked-lm": Task(_masked, ("context",)),
-    "images": Task(_images),
+TASKS: dict[str, _Task] = {
+    "perplexity": _Task(_perplexity, ("target", "stride", "context")),
+    "bleu": _Task(_bleu, ("target", "context", "samples", "beams", "length-penalty")),
+    "lambada": _Task(_lambada, ("context",), needs="a jsonl file with `text`, or a passage a line"),
+    "masked-lm": _Task(_masked, ("context",)),
+    "images": _Task(_images),
 }
 
 
-def measure(name: str, question: Question, progress: ShowProgress) -> Measured:
+def measure(name: str, question: Question, progress: ShowProgress) -> _Measured:
     """Raises ConfigError where the task is none of ours or does not go with the options."""
     if name not in TASKS:
         raise ConfigError.of("--task", name, "is no task", ", ".join(TASKS))

@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.config import Config, parse_run
 from meshwright.config.load import DECIDED, RunTree
-from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.files import ShowProgress, silent
 from meshwright.decisions import this_machine
 from meshwright.errors import ConfigError
 from meshwright.section import with_field
@@ -24,7 +24,7 @@ from meshwright.tools.plan.cluster import CALIBRATED, cluster_names, load_cluste
 from meshwright.tools.plan.search import search
 from meshwright.tools.plan.space import fixed_fields
 
-KEYS = ("cluster", "devices")
+_KEYS = ("cluster", "devices")
 
 
 def planned_config(run: RunTree, overrides: Sequence[str] = (), report: ShowProgress = silent) -> Config:
@@ -45,8 +45,8 @@ def _asked(section: Any) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise ConfigError.of("plan", section, "is no section", "{cluster: NAME or FILE, devices: N}")
     for key, value in section.items():
-        if key not in KEYS:
-            raise ConfigError.of(f"plan.{key}", value, "is an unknown key", ", ".join(KEYS))
+        if key not in _KEYS:
+            raise ConfigError.of(f"plan.{key}", value, "is an unknown key", ", ".join(_KEYS))
     devices = section.get("devices", 1)
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise ConfigError.of("plan.devices", devices, "is not a whole number", "a whole number >= 1")

@@ -29,7 +29,7 @@ from meshwright.parts import bucket_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.registry import load
+from meshwright.registry import load_entry
 from meshwright.tools.plan.recorder import Program, Recorder
 from meshwright.tools.plan.recordings import Parameter
 
@@ -96,7 +96,7 @@ class Buckets:
         }
         sizes = {parameter.name: parameter.num_elements for parameter in parameters}
         items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in parameters]
-        policy = load(config.layout.data.strategy.policy)()
+        policy = load_entry(config.layout.data.strategy.policy)()
         buckets = []
         for kind, names in arranged(items, specs, mesh, bucket_bytes(config)):
             num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
@@ -123,7 +123,7 @@ def share_program(config: Config) -> Program:
         return {name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}
 
     with recorder.program(mesh.ledger) as recorded:
-        load(sync.synchroniser)([], mesh, load(sync.policy)()).share(load_rows, config.replica_batch)
+        load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)()).share(load_rows, config.replica_batch)
     return recorded()
 
 

@@ -22,7 +22,7 @@ from meshwright.section import Positive, Section, Size
 CALIBRATED = Path("cluster.yaml")
 """Where `meshwright calibrate` writes what it has measured, unless it is told otherwise."""
 
-Seconds = Annotated[float, Field(ge=0)]
+_Seconds = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 
 
@@ -65,8 +65,8 @@ class Device(Section):
     efficiency: Curve
     attention: Annotated[float, Field(gt=0, le=1)] | None = None
     bandwidth: Curve
-    launch: Seconds = 0.0
-    elements: dict[Literal["special", "random"], Seconds] = Field(default_factory=dict)
+    launch: _Seconds = 0.0
+    elements: dict[Literal["special", "random"], _Seconds] = Field(default_factory=dict)
     host_link: Rate
     """Bytes a second between the device's memory and the host's, each way."""
     disk: Rate = 1e9
@@ -84,7 +84,7 @@ class Level(Section):
     """
 
     joins: Positive | None = None
-    latency: Seconds
+    latency: _Seconds
     bandwidth: Rate
     device_bandwidth: Rate | None = None
     kind: Literal["ring", "mesh", "switch"] = "switch"

@@ -26,7 +26,7 @@ from meshwright.tools.plan.recorder import Program
 from meshwright.tools.plan.recordings import Forms, Parameter, RecordedDevice, Recording, Recordings, place, splits
 
 Sent = dict[tuple[str, str], Traffic]
-Seconds = Callable[[Program], float]
+_Seconds = Callable[[Program], float]
 
 
 def no_seconds(program: Program) -> float:
@@ -44,7 +44,7 @@ class Cost:
     flops: float = 0.0
 
     @classmethod
-    def of(cls, program: Program, seconds: Seconds) -> Cost:
+    def of(cls, program: Program, seconds: _Seconds) -> Cost:
         return cls(seconds(program), program.kept_bytes, program.peak_bytes, program.flops)
 
     def then(self, other: Cost) -> Cost:
@@ -80,7 +80,7 @@ class Unit:
     smaller: Recording | None = None
     layers: int = 1
 
-    def cost(self, kind: TaskKind, which: int, seconds: Seconds) -> Cost:
+    def cost(self, kind: TaskKind, which: int, seconds: _Seconds) -> Cost:
         cost = Cost.of(self.recording.programs[kind][which], seconds)
         if self.smaller is None:
             return cost
@@ -119,11 +119,11 @@ class StagePlan:
     def outgoing_bytes(self) -> int:
         return sum(form.size_bytes for form in self.outgoing)
 
-    def cost(self, kind: TaskKind, which: int, seconds: Seconds = no_seconds) -> Cost:
+    def cost(self, kind: TaskKind, which: int, seconds: _Seconds = no_seconds) -> Cost:
         """The cost of a task of a microbatch at a place of the step (recordings.place)."""
         return reduce(Cost.then, self.costs(kind, which, seconds), Cost())
 
-    def costs(self, kind: TaskKind, which: int, seconds: Seconds) -> list[Cost]:
+    def costs(self, kind: TaskKind, which: int, seconds: _Seconds) -> list[Cost]:
         """The same by unit, in the order in which they run; what comes and leaves counts at the ends."""
         order = self.units if kind is TaskKind.FORWARD else self.units[::-1]
         costs = [unit.cost(kind, which, seconds) for unit in order]
@@ -146,7 +146,7 @@ class StagePlan:
         return costs
 
 
-def plan_stages(
+def compose_stages(
     config: Config, device: RecordedDevice, recordings: Recordings, partition: Sequence[int]
 ) -> list[StagePlan]:
     """Every stage of a layout with so many layers a stage; each is given what the one before gives."""

@@ -34,7 +34,7 @@ SURE = 0.95
 AGAIN = 0.9
 """The part of a group's forward pass that is recomputed at least: its last layer's is cut short."""
 
-SIZES = 2, 4
+_SIZES = 2, 4
 """Samples of the two recordings, in those of the smallest microbatch that the tensor section can cut."""
 
 
@@ -179,7 +179,7 @@ class Estimates:
         """The share of what the first layer keeps that it still keeps where attention is recomputed."""
         tensor = config.layout.tensor
         if tensor not in self._kept_shares:
-            alone = _alone(config, SIZES[0] * smallest_micro(config))
+            alone = _alone(config, _SIZES[0] * smallest_micro(config))
             again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
             recordings, device = self.planner.recordings, self.planner.cluster.device
             forms = recordings.of(alone, device, Chunk(range(0), True, False), ()).outgoing
@@ -275,8 +275,8 @@ class Estimates:
         if key not in self._parts:
             smallest = smallest_micro(config)
             by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
-            sizes = (config.micro,) * 2 if by_size else tuple(size * smallest for size in SIZES)
-            share = (config.micro / smallest - SIZES[0]) / (SIZES[1] - SIZES[0])
+            sizes = (config.micro,) * 2 if by_size else tuple(size * smallest for size in _SIZES)
+            share = (config.micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
             small, large = (self._record(_alone(config, size)) for size in sizes)
             ends = -1, config.model.num_blocks
             self._parts[key] = {

@@ -37,7 +37,7 @@ from meshwright.registry import entries
 from meshwright.stage_costs import shared_work
 from meshwright.tensor.tesseract import TesseractLinear
 from meshwright.tools.plan.buckets import Buckets
-from meshwright.tools.plan.compose import Composition, StagePlan, plan_stages
+from meshwright.tools.plan.compose import Composition, StagePlan, compose_stages
 from meshwright.tools.plan.predict import check_recorded
 from meshwright.tools.plan.recordings import Recordings
 from meshwright.tools.plan.topology import Topology, Volume, total
@@ -127,7 +127,7 @@ def compose(config: Config) -> Explained:
     partition = config.layout.pipeline.partition
     if isinstance(partition, str):  # of one stage nobody decides it
         partition = (config.model.num_blocks,)
-    run = Composition(config, plan_stages(config, AnyDevice(), recordings, partition), Buckets())
+    run = Composition(config, compose_stages(config, AnyDevice(), recordings, partition), Buckets())
     traffic = (run.traffic(stage) for stage in range(len(run.stages)))
     sent = ({key: entry for key, entry in ledger.items() if entry.calls} for ledger in traffic)
     return Explained(run, ranges_of(partition), machine, recordings, tuple(sent))

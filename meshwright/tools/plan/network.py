@@ -39,7 +39,7 @@ from meshwright.tools.plan.cluster import Backend, Cluster, Curve, Level
 
 
 @dataclass(frozen=True)
-class Span:
+class _Span:
     """A group at a level where ranks of it meet.
 
     `units`: how many of the level's units the group has in one unit of the next. `members`: ranks of it in one unit.
@@ -58,12 +58,12 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Shape:
+class _Shape:
     """A group of `size` ranks by its spans, innermost first. `close`: its ranks are neighbours: consecutive, or all in
     one unit that the innermost level joins."""
 
     size: int
-    spans: tuple[Span, ...]
+    spans: tuple[_Span, ...]
     close: bool
 
 
@@ -97,12 +97,12 @@ class Tiers:
         """The level over whose links one rank reaches another."""
         return next(n for n in range(len(self.levels)) if self.unit(rank, n + 1) == self.unit(other, n + 1))
 
-    def shapes(self, grid: Grid, axes: Sequence[str]) -> list[Shape]:
+    def shapes(self, grid: Grid, axes: Sequence[str]) -> list[_Shape]:
         """The different shapes that the groups over these axes have: one, where numbers of ranks and of devices in a
         unit divide each other."""
         offsets = grid.group(0, *axes)
         if len(offsets) == 1:
-            return [Shape(1, (), close=True)]
+            return [_Shape(1, (), close=True)]
         if ENDS not in axes and self._even(grid):
             groups = [_Group(self, offsets)]
             sharing = [size // groups[0].members(n) for n, size in enumerate(self.sizes)]
@@ -117,7 +117,7 @@ class Tiers:
         crossing = Counter((level, unit) for group in groups for level, unit in group.crossed)
         return list(dict.fromkeys(group.shape(lambda level, unit: crossing[level, unit]) for group in groups))
 
-    def step(self, grid: Grid, sender: int, receiver: int) -> Shape:
+    def step(self, grid: Grid, sender: int, receiver: int) -> _Shape:
         """Two ranks as a group, while every rank in the sender's unit sends as far along the pipe as it does."""
         number = self.meeting(sender, receiver)
         level, size = self.levels[number], self.sizes[number]
@@ -126,8 +126,8 @@ class Tiers:
         unit = range(first, min(first + size, grid.world_size))
         senders = [rank for rank in unit if 0 <= grid.coordinates(rank)[PIPE] + far < grid.size(PIPE)]
         crossing = sum(self.meeting(rank, rank + receiver - sender) == number for rank in senders)
-        span = Span(2, 1, 1, 2, level.latency, level.share(crossing, 2, 1), level.kind == "ring")
-        return Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
+        span = _Span(2, 1, 1, 2, level.latency, level.share(crossing, 2, 1), level.kind == "ring")
+        return _Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
 
     def _even(self, grid: Grid) -> bool:
         """Whether units and the grid's inner axes divide each other all the way, so that all groups lie alike."""
@@ -164,7 +164,7 @@ class _Group:
         for level, inner in enumerate(self._inner):
             yield from ((level, unit) for units in inner.values() if len(units) > 1 for unit in units)
 
-    def shape(self, sharing: Callable[[int, int], int]) -> Shape:
+    def shape(self, sharing: Callable[[int, int], int]) -> _Shape:
         """`sharing`: how many groups send out of a unit of a level."""
         # Steps of a ring that leave a unit, by level.
         rings = [len(count) if len(count) > 1 else 0 for count in self.counts]
@@ -172,7 +172,7 @@ class _Group:
         for number, unit in self.crossed:
             crossed[number].append(unit)
         spans = tuple(
-            Span(
+            _Span(
                 units=(num_units := max(map(len, self._inner[number].values()))),
                 members=self.members(number),
                 peers=self.members(number + 1) - min(self.counts[number][unit] for unit in units),
@@ -185,10 +185,10 @@ class _Group:
             if (units := crossed[number])
         )
         consecutive = self._ranks[-1] - self._ranks[0] == len(self._ranks) - 1
-        return Shape(len(self._ranks), spans, close=consecutive or len(self._inner[0]) == 1)
+        return _Shape(len(self._ranks), spans, close=consecutive or len(self._inner[0]) == 1)
 
 
-class Network:
+class ClusterNetwork:
     """What a job's ranks send over a cluster. `overlaps`: the part of a collective that goes on under computation.
 
     Measured times (`Links.measured`) go before models, for groups of neighbours (`Shape.close`). Between numbers of
@@ -209,9 +209,9 @@ class Network:
         self._measured: dict[tuple[str, int], Curve] = {
             (entry.verb, entry.ranks): entry.points for entry in links.measured
         }
-        self._shapes: dict[str, list[Shape]] = {}
+        self._shapes: dict[str, list[_Shape]] = {}
         self._seconds: dict[tuple[str, str, int], float] = {}
-        self._shapes_of_steps: dict[tuple[int, int], Shape] = {}
+        self._shapes_of_steps: dict[tuple[int, int], _Shape] = {}
         outermost = self._tiers.sizes[-1]
         self._slowdown = cluster.oversubscription(min(grid.world_size, outermost) if outermost > 1 else grid.world_size)
 
@@ -232,7 +232,7 @@ class Network:
             self._shapes_of_steps[key] = self._tiers.step(self._grid, sender, receiver)
         return self._group(self._shapes_of_steps[key], "message", payload_bytes)
 
-    def _group(self, shape: Shape, verb: str, payload_bytes: int) -> float:
+    def _group(self, shape: _Shape, verb: str, payload_bytes: int) -> float:
         assert verb in VERBS, f"{verb}: nobody knows how it goes over links"
         if shape.size == 1:
             return 0.0
@@ -266,46 +266,46 @@ def timed(points: Sequence[tuple[float, float]], x: float) -> float:
     return y0 * exp(log(y1 / y0) * log(x / x0) / log(x1 / x0))
 
 
-def _ring(shape: Shape, payload_bytes: float) -> float:
+def _ring(shape: _Shape, payload_bytes: float) -> float:
     """n - 1 steps of a ring through all ranks, in each of which everyone passes 1/n of the payload on."""
     return (shape.size - 1) / shape.size * payload_bytes / _slowest(shape) + _once(shape)
 
 
-def _slowest(shape: Shape) -> float:
+def _slowest(shape: _Shape) -> float:
     return min(span.bandwidth for span in shape.spans)
 
 
-def _once(shape: Shape) -> float:
+def _once(shape: _Shape) -> float:
     """The latencies between the first and the last of a ring that is cut open at its quickest step."""
     return sum(span.hops * span.latency for span in shape.spans) - min(span.latency for span in shape.spans)
 
 
-def _exchange(span: Span, payload_bytes: float) -> float:
+def _exchange(span: _Span, payload_bytes: float) -> float:
     """The ring at one level alone."""
     return (span.units - 1) * (payload_bytes / span.units / span.bandwidth + span.latency)
 
 
-def _doubling(span: Span, payload_bytes: float) -> float:
+def _doubling(span: _Span, payload_bytes: float) -> float:
     """A tree over one level's units: every step carries the payload."""
     return ceil(log2(span.units)) * (payload_bytes / span.bandwidth + span.latency)
 
 
-def _gathered(shape: Shape, payload_bytes: float) -> float:
+def _gathered(shape: _Shape, payload_bytes: float) -> float:
     return min(_ring(shape, payload_bytes), sum(_exchange(span, payload_bytes) for span in shape.spans))
 
 
-def _all_reduced(shape: Shape, payload_bytes: float) -> float:
+def _all_reduced(shape: _Shape, payload_bytes: float) -> float:
     """Inside of each unit a reduce-scatter, its mirror afterwards; between them the same one level further out."""
     levels = sum(min(_exchange(span, payload_bytes), _doubling(span, payload_bytes)) for span in shape.spans)
     return 2 * min(_ring(shape, payload_bytes), levels)
 
 
-def _rooted(shape: Shape, payload_bytes: float) -> float:
+def _rooted(shape: _Shape, payload_bytes: float) -> float:
     chain = payload_bytes / _slowest(shape) + _once(shape)
     return min(chain, sum(_doubling(span, payload_bytes) for span in shape.spans))
 
 
-def _all_to_all(shape: Shape, payload_bytes: float) -> float:
+def _all_to_all(shape: _Shape, payload_bytes: float) -> float:
     """Each rank exchanges 1/n of its payload with each other. On a ring of u units its parts pass (u/2)^2 links in
     all, where a switch's pass u - 1."""
     seconds = 0.0
@@ -316,16 +316,16 @@ def _all_to_all(shape: Shape, payload_bytes: float) -> float:
     return seconds
 
 
-def _parted(shape: Shape, payload_bytes: float) -> float:
+def _parted(shape: _Shape, payload_bytes: float) -> float:
     part = payload_bytes / shape.size
     return sum(span.peers * (part / span.bandwidth + span.latency) for span in shape.spans)
 
 
-def _passed(shape: Shape, payload_bytes: float) -> float:
+def _passed(shape: _Shape, payload_bytes: float) -> float:
     return max(payload_bytes / span.bandwidth + span.latency for span in shape.spans)
 
 
-VERBS: Mapping[str, Callable[[Shape, float], float]] = {
+VERBS: Mapping[str, Callable[[_Shape, float], float]] = {
     "all_gather": _gathered,
     "reduce_scatter": _gathered,
     "all_reduce": _all_reduced,

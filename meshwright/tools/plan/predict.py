@@ -26,8 +26,8 @@ from meshwright.section import with_field
 from meshwright.stage_costs import BuiltStages, all_state_bytes, shared_work
 from meshwright.tools.plan.buckets import Buckets, Memory, PlannedBucket, memory_of, share_program, slots_of, streams
 from meshwright.tools.plan.cluster import Backend, Cluster
-from meshwright.tools.plan.compose import Composition, Cost, StagePlan, plan_stages
-from meshwright.tools.plan.network import Network
+from meshwright.tools.plan.compose import Composition, Cost, StagePlan, compose_stages
+from meshwright.tools.plan.network import ClusterNetwork
 from meshwright.tools.plan.recorder import Kernel, Program
 from meshwright.tools.plan.recordings import Recordings
 from meshwright.tools.plan.step import Passes, Sum, finish, run_passes
@@ -77,7 +77,7 @@ class Planner:
     _timers: dict[int, Timer] = field(default_factory=dict)
     _partitions: dict[tuple[object, int], tuple[int, ...]] = field(default_factory=dict)
     _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
-    _networks: dict[tuple[Backend, tuple[tuple[str, int], ...]], Network] = field(default_factory=dict)
+    _networks: dict[tuple[Backend, tuple[tuple[str, int], ...]], ClusterNetwork] = field(default_factory=dict)
 
     def predict(self, config: Config) -> Prediction:
         """Raises ConfigError for what cannot be planned: sync fsdp and server-loss, O1, a partition that is
@@ -109,14 +109,14 @@ class Planner:
             self._timers[ranks] = Timer(Kernels(self.cluster, ranks))
         return self._timers[ranks]
 
-    def network(self, config: Config) -> Network:
+    def network(self, config: Config) -> ClusterNetwork:
         """The links between the ranks; over the transport that `auto` takes on a machine like the cluster's."""
         backend = config.layout.transport
         if backend == "auto":
             backend = "mpi" if self.cluster.device.kind == "cpu" and "mpi" in self.cluster.links else "torch"
         key = backend, config.layout.axes
         if key not in self._networks:
-            self._networks[key] = Network(self.cluster, backend, Grid(key[1]))
+            self._networks[key] = ClusterNetwork(self.cluster, backend, Grid(key[1]))
         return self._networks[key]
 
     def resolved(self, config: Config) -> Config:
@@ -172,7 +172,7 @@ class Planner:
         """A layout's stages. Until somebody has decided how 2-D operands travel, they keep no gathered weights."""
         if config.memory.summa == "auto":
             config = with_field(config, "memory.summa", "whole")
-        return plan_stages(config, self.cluster.device, self.recordings, self.partition(config))
+        return compose_stages(config, self.cluster.device, self.recordings, self.partition(config))
 
 
 def predict(config: Config, cluster: Cluster, recordings: Recordings | None = None) -> Prediction:

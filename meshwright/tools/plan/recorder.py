@@ -66,13 +66,13 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitFor:
     """The collective of that number must have ended before the rank goes on."""
 
     number: int
 
 
-Event = Kernel | Start | Wait
+Event = Kernel | Start | WaitFor
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Program:
 
 aten = torch.ops.aten
 
-PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
+_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
 """Products of matrices, and at which argument the first factor is."""
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
 """And how many convolutions' worth of products one is."""
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         """A collective begins (planned.Observer)."""
         self._number += 1
         self._events.append(Start(self._number, axes, verb, payload_bytes, root, self._ledger.times))
-        return UnderWay(partial(self._events.append, Wait(self._number)))
+        return UnderWay(partial(self._events.append, WaitFor(self._number)))
 
     @contextmanager
     def program(self, ledger: Ledger) -> Iterator[Callable[[], Program]]:
@@ -280,7 +280,7 @@ _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "
 
 
 def _kind(name: str) -> KernelKind:
-    if name in PRODUCTS or name in CONVOLUTIONS:
+    if name in _PRODUCTS or name in CONVOLUTIONS:
         return "product"
     if name in ATTENTIONS:
         return "attention"
@@ -291,8 +291,8 @@ def _kind(name: str) -> KernelKind:
 
 def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float]:
     """Floating-point operations, and the cube root of a product's three sizes."""
-    if name in PRODUCTS:
-        first = PRODUCTS[name]
+    if name in _PRODUCTS:
+        first = _PRODUCTS[name]
         *batch, rows, inner = args[first].shape
         columns = args[first + 1].shape[-1]
         return 2.0 * math.prod(batch) * rows * inner * columns, float(rows * inner * columns) ** (1 / 3)

@@ -34,7 +34,7 @@ from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.registry import load
+from meshwright.registry import load_entry
 from meshwright.stage_costs import links, parameters_of
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.recorder import AsOnDevice, Program, Recorder
@@ -223,7 +223,7 @@ def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Form
     gradients = Gradients(gradient_views(buckets))
     use_gradients(model, gradients)
     sync = layout.data.strategy
-    strategy = load(sync.synchroniser)([], mesh, load(sync.policy)())
+    strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
     strategy.expect(False)
     stage = Stage(model, gradients, run=strategy.forward if chunk.last else run_model)
     leads = layout.tensor.leading_ranks

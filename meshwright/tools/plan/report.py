@@ -19,7 +19,7 @@ from meshwright.tools.plan.search import Loser, SearchResult, layout_text
 from meshwright.training.phases import PHASES
 from meshwright.training.timeline import draw_timelines
 
-WIDTH = 180
+_WIDTH = 180
 """Columns, where no terminal says how many there are."""
 
 
@@ -90,7 +90,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
 
 def render(result: SearchResult) -> None:
     """Print what was searched, the fastest, and why other strategies lose."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     job, counts = result.job, result.counts
     nodes = result.predictions[0].config.layout.ranks_per_node
     console.print(

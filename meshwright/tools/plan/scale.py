@@ -33,7 +33,7 @@ from rich.table import Column, Table
 
 from meshwright.config import Config
 from meshwright.config.layout import Layout
-from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError
 from meshwright.registry import entries
 from meshwright.section import field_of, with_field
@@ -49,12 +49,12 @@ MODES = ("strong", "weak")
 
 KIND, STAGES, SYNC = "layout.tensor.kind", "layout.pipeline.size", "layout.data.sync"
 
-WIDTH = 160
+_WIDTH = 160
 """Columns, where no terminal says how many there are."""
 
 
 @dataclass(frozen=True)
-class Strategy:
+class ScaledStrategy:
     """What it fixes of a layout; the search chooses all else, the sizes of `tensor` too. `staged`: only with stages."""
 
     tensor: TensorSection | None = None
@@ -92,11 +92,11 @@ def _sections() -> Iterator[TensorSection]:
 PLAIN, *SHARDED = (name for name, sync in entries("syncs").items() if sync.candidate)
 
 STRATEGIES = {
-    "data": Strategy(Whole(), 1, PLAIN),
-    **{name: Strategy(Whole(), 1, name) for name in SHARDED},
-    **{section.kind: Strategy(section, 1) for section in _sections()},
-    "pipeline": Strategy(Whole(), staged=True),
-    "best": Strategy(),
+    "data": ScaledStrategy(Whole(), 1, PLAIN),
+    **{name: ScaledStrategy(Whole(), 1, name) for name in SHARDED},
+    **{section.kind: ScaledStrategy(section, 1) for section in _sections()},
+    "pipeline": ScaledStrategy(Whole(), staged=True),
+    "best": ScaledStrategy(),
 }
 
 
@@ -121,7 +121,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class ScalingCurve:
     """A strategy's points, by rising devices."""
 
     strategy: str
@@ -143,7 +143,7 @@ class Scaling:
     run: Config
     cluster: Cluster
     mode: str
-    curves: tuple[Curve, ...]
+    curves: tuple[ScalingCurve, ...]
 
     @property
     def title(self) -> str:
@@ -151,7 +151,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Question:
+class ScalingQuestion:
     """`run`: for the fewest devices. `given`: fields that the user has fixed (space.py)."""
 
     run: Config
@@ -204,7 +204,7 @@ class Search:
         return found.predictions[0]
 
 
-def scale(question: Question, find: Find) -> Scaling:
+def scale(question: ScalingQuestion, find: Find) -> Scaling:
     """Raises ConfigError where a weak batch would be no whole number of samples."""
     runs = {devices: question.run_on(devices) for devices in sorted(question.devices)}
     curves = []
@@ -214,11 +214,11 @@ def scale(question: Question, find: Find) -> Scaling:
             Point(devices, run.batch.global_, _found(strategy, run, devices, question.given, find))
             for devices, run in runs.items()
         )
-        curves.append(Curve(name, tuple(points)))
+        curves.append(ScalingCurve(name, tuple(points)))
     return Scaling(question.run, question.cluster, question.mode, tuple(curves))
 
 
-def _found(strategy: Strategy, run: Config, devices: int, given: frozenset[str], find: Find) -> Prediction | Gap:
+def _found(strategy: ScaledStrategy, run: Config, devices: int, given: frozenset[str], find: Find) -> Prediction | Gap:
     """The strategy's best layout, where the user has not fixed anything else."""
     for name, value in strategy.fixed.items():
         if name in given and field_of(run, name) != value:
@@ -295,7 +295,7 @@ def render(scaling: Scaling) -> None:
                 cells += [f"{found.worst_memory / 1e9:.2f}", layout_text(found.config)]
             table.add_row(*cells)
         table.add_section()
-    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
 
 def write(scaling: Scaling, folder: Path) -> list[Path]:
@@ -317,7 +317,7 @@ def write(scaling: Scaling, folder: Path) -> list[Path]:
     return [table, values, picture]
 
 
-def _line(curve: Curve) -> Line:
+def _line(curve: ScalingCurve) -> Line:
     """The curve's points that have a layout."""
     there = [
         (point.devices, point.samples_per_second, efficiency)

@@ -24,12 +24,12 @@ from typing import Protocol
 
 from meshwright.config import Config
 from meshwright.config.layout import Layout
-from meshwright.data.progress import ShowProgress, silent
+from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimate, Estimates
 from meshwright.tools.plan.predict import Memory, Planner, Prediction
-from meshwright.tools.plan.space import Job, legal_layouts
+from meshwright.tools.plan.space import SearchJob, legal_layouts
 
 Keep = Callable[[Layout], bool]
 
@@ -83,7 +83,7 @@ class SearchResult:
     """`predictions`: the fastest that fit, the fastest first; at least one. `losers`: of each other strategy. `absent`:
     kinds of tensor sections of which no layout is legal, with a rule that one breaks."""
 
-    job: Job
+    job: SearchJob
     predictions: tuple[Prediction, ...]
     losers: tuple[Loser, ...]
     absent: dict[str, Problem]
@@ -125,7 +125,7 @@ def search(
 
     Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
     """
-    job = Job(config, cluster, devices, frozenset(fixed))
+    job = SearchJob(config, cluster, devices, frozenset(fixed))
     hunt = _Hunt(job, top, models or Estimates(Planner(cluster)), report)
     refused: dict[str, Problem] = {}
     with _uncollected():
@@ -155,7 +155,7 @@ def _uncollected() -> Iterator[None]:
 class _Hunt:
     """A search under way. `queue`: estimated seconds, a number that no two share, the layout."""
 
-    def __init__(self, job: Job, top: int, models: Models, report: ShowProgress) -> None:
+    def __init__(self, job: SearchJob, top: int, models: Models, report: ShowProgress) -> None:
         self.job, self.top, self.models, self.report = job, top, models, report
         self.legal = self.too_full = self.unfit = self.dominated = self.predicted = 0
         self.kinds: set[str] = set()

@@ -39,12 +39,12 @@ from meshwright.section import Rule, divisors, field_of, with_field
 from meshwright.tensor.section import TensorSection
 from meshwright.tools.plan.cluster import Cluster
 
-SIZES = ("layout.tensor", "layout.pipeline.size", "layout.data.size")
+_SIZES = ("layout.tensor", "layout.pipeline.size", "layout.data.size")
 """Together they must be all devices, also where they are fixed."""
 
 
 @dataclass(frozen=True)
-class Job:
+class SearchJob:
     """What layouts are sought for. `fixed`: dotted names of fields that keep the run's values."""
 
     run: Config
@@ -58,10 +58,10 @@ class Choice:
     """A field and the values that it may take, given those chosen before it."""
 
     field: str
-    values: Callable[[Config, Job], Iterable[Any]]
+    values: Callable[[Config, SearchJob], Iterable[Any]]
 
 
-def legal_layouts(job: Job, refused: dict[str, Problem] | None = None) -> Iterator[Config]:
+def legal_layouts(job: SearchJob, refused: dict[str, Problem] | None = None) -> Iterator[Config]:
     """All of them. `refused`: is given for each kind of tensor section the first problem that one of its kind has."""
     yield from _chosen(_start(job), 0, job, {} if refused is None else refused)
 
@@ -88,7 +88,7 @@ def _leaves(key: str, value: object) -> Iterator[str]:
         yield key
 
 
-def _start(job: Job) -> Config:
+def _start(job: SearchJob) -> Config:
     """The run, its nodes those of the cluster, and nothing left of a partition for other stages."""
     config = job.run
     for field, value in {
@@ -100,7 +100,7 @@ def _start(job: Job) -> Config:
     return config
 
 
-def _chosen(config: Config, index: int, job: Job, refused: dict[str, Problem]) -> Iterator[Config]:
+def _chosen(config: Config, index: int, job: SearchJob, refused: dict[str, Problem]) -> Iterator[Config]:
     """Every way to go on from a config whose first `index` choices are made."""
     if index == len(CHOICES):
         yield config
@@ -115,7 +115,7 @@ def _chosen(config: Config, index: int, job: Job, refused: dict[str, Problem]) -
             refused.setdefault(made.layout.tensor.kind, problem)
 
 
-def _allowed(choice: Choice, config: Config, job: Job) -> Iterable[Any]:
+def _allowed(choice: Choice, config: Config, job: SearchJob) -> Iterable[Any]:
     """The values of a choice that agree with what is fixed."""
     run = field_of(job.run, choice.field)
     values = choice.values(config, job)
@@ -125,7 +125,7 @@ def _allowed(choice: Choice, config: Config, job: Job) -> Iterable[Any]:
         return [value for value in values if all(_field(value, name) == _field(run, name) for name in inner)]
     if not (whole or inner):
         return values
-    return [value for value in values if value == run] if choice.field in SIZES else [run]
+    return [value for value in values if value == run] if choice.field in _SIZES else [run]
 
 
 def _field(section: TensorSection, name: str) -> object:
@@ -148,12 +148,12 @@ def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
-def _tensors(config: Config, job: Job) -> Iterator[TensorSection]:
+def _tensors(config: Config, job: SearchJob) -> Iterator[TensorSection]:
     for section in entries("tensor").values():
         yield from section.candidates(job.devices)
 
 
-def _left(job: Job, *used: int) -> int:
+def _left(job: SearchJob, *used: int) -> int:
     return job.devices // math.prod(used)
 
 
@@ -161,15 +161,15 @@ def _tensor_size(layout: Layout) -> int:
     return math.prod(size for _, size in layout.tensor.axes)
 
 
-def _stages(config: Config, job: Job) -> list[int]:
+def _stages(config: Config, job: SearchJob) -> list[int]:
     return divisors(_left(job, _tensor_size(config.layout)))
 
 
-def _replicas(config: Config, job: Job) -> list[int]:
+def _replicas(config: Config, job: SearchJob) -> list[int]:
     return [_left(job, _tensor_size(config.layout), config.layout.pipeline.size)]
 
 
-def _orders(config: Config, job: Job) -> Iterator[tuple[str, ...] | str]:
+def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
     """auto, and each order that puts other ranks together on a node."""
     usual = config.layout.model_copy(update={"order": "auto"}).axes
     sizes = dict(usual)
@@ -198,16 +198,16 @@ def _together(axes: list[tuple[str, int]], unit: int) -> tuple[int, ...]:
     return tuple(number.setdefault(sum(place) // unit, len(number)) for place in product(*steps))
 
 
-def _micros(config: Config, job: Job) -> list[int]:
+def _micros(config: Config, job: SearchJob) -> list[int]:
     return divisors(config.replica_batch) if config.replica_batch else []
 
 
-def _schedules(config: Config, job: Job) -> tuple[str, ...]:
+def _schedules(config: Config, job: SearchJob) -> tuple[str, ...]:
     pipeline = config.layout.pipeline
     return tuple(reversed(entries("schedules"))) if pipeline.size > 1 else (pipeline.schedule,)
 
 
-def _limits(config: Config, job: Job) -> list[int | str]:
+def _limits(config: Config, job: SearchJob) -> list[int | str]:
     """One round through the stages, and two, where a run would ask its memory."""
     stages, count = config.layout.pipeline.size, config.num_microbatches
     if stages == 1 or not config.layout.pipeline.rule.by_memory:
@@ -215,7 +215,7 @@ def _limits(config: Config, job: Job) -> list[int | str]:
     return sorted({min(stages, count), min(2 * stages, count)}, reverse=True)
 
 
-def _syncs(config: Config, job: Job) -> tuple[str, ...]:
+def _syncs(config: Config, job: SearchJob) -> tuple[str, ...]:
     sizes = dict(config.layout.axes)
     summed = math.prod(sizes[axis] for axis in config.layout.token_axes)
     tried = tuple(name for name, sync in entries("syncs").items() if sync.candidate)

@@ -147,7 +147,7 @@ def _prolonged(longer: Passes, shorter: Passes, more: int, difference: int, *, f
 
 
 @dataclass(frozen=True)
-class Step:
+class _Step:
     """`phases`: seconds by name (training/phases.py), of the step's longest way through the stages."""
 
     seconds: float
@@ -157,7 +157,7 @@ class Step:
 
 def finish(
     passes: Passes, sums: Sequence[Sequence[Sum]], norm_seconds: float, *, streams: bool, overlaps: float
-) -> Step:
+) -> _Step:
     """The step's end. `sums`: each stage's buckets, in the order in which they leave; `norm_seconds`: of the
     collectives that all ranks join in before the optimizer; `streams`: whether it steps a bucket when it has come.
     """
@@ -190,7 +190,7 @@ def finish(
         DATA_PARALLEL: all_summed - passes.seconds,
         OPTIMIZER: seconds - all_summed,
     }
-    return Step(seconds, phases, timeline)
+    return _Step(seconds, phases, timeline)
 
 
 def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:

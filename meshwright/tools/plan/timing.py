@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 from meshwright.errors import ConfigError
 from meshwright.tools.plan.cluster import Cluster, interpolated
-from meshwright.tools.plan.network import Network
-from meshwright.tools.plan.recorder import Kernel, Program, Start, Wait
+from meshwright.tools.plan.network import ClusterNetwork
+from meshwright.tools.plan.recorder import Kernel, Program, Start, WaitFor
 from meshwright.tools.plan.topology import FROM_ROOT, TO_ROOT
 
 
@@ -71,7 +71,7 @@ class Kernels:
         raise ConfigError.of("precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak))
 
 
-Lane = float | Start | Wait
+DeviceLane = float | Start | WaitFor
 """Seconds of kernels, or what begins or is waited for."""
 
 
@@ -80,13 +80,13 @@ class Timer:
     """Seconds of programs on a cluster's ranks; it remembers each program's kernels added up."""
 
     kernels: Kernels
-    _steps: dict[int, tuple[Program, tuple[Lane, ...]]] = field(default_factory=dict)
+    _steps: dict[int, tuple[Program, tuple[DeviceLane, ...]]] = field(default_factory=dict)
 
-    def seconds(self, program: Program, network: Network) -> float:
+    def seconds(self, program: Program, network: ClusterNetwork) -> float:
         """Seconds from a program's beginning to its last kernel or wait."""
         return self._played(program, network, network.overlaps)
 
-    def apart(self, program: Program, network: Network) -> float:
+    def apart(self, program: Program, network: ClusterNetwork) -> float:
         """The same where nothing is sent under kernels."""
         return self._played(program, network, 0.0)
 
@@ -94,7 +94,7 @@ class Timer:
         """Seconds of its kernels alone."""
         return sum(step for step in self._condensed(program) if isinstance(step, float))
 
-    def _played(self, program: Program, network: Network, overlaps: float) -> float:
+    def _played(self, program: Program, network: ClusterNetwork, overlaps: float) -> float:
         return play(
             self._condensed(program),
             lambda start: start.times * network.collective(start.axes, start.verb, start.payload_bytes),
@@ -102,12 +102,12 @@ class Timer:
             self.kernels.gain(self.kernels.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
         )
 
-    def _condensed(self, program: Program) -> tuple[Lane, ...]:
+    def _condensed(self, program: Program) -> tuple[DeviceLane, ...]:
         if id(program) not in self._steps:
             self._steps[id(program)] = program, tuple(self._condense(program))  # kept, so that no other gets its id
         return self._steps[id(program)][1]
 
-    def _condense(self, program: Program) -> Iterable[Lane]:
+    def _condense(self, program: Program) -> Iterable[DeviceLane]:
         """Kernels in a row become one number."""
         seconds = 0.0
         for event in program.events:
@@ -120,7 +120,9 @@ class Timer:
         yield seconds
 
 
-def play(steps: Iterable[Lane], collective: Callable[[Start], float], overlaps: float, alone: float = 1.0) -> float:
+def play(
+    steps: Iterable[DeviceLane], collective: Callable[[Start], float], overlaps: float, alone: float = 1.0
+) -> float:
     """The moment at which the rank is done with all steps, from 0. `collective`: seconds of one that is waited for;
     `alone`: how much faster a rank is while those wait that it leads (Program.leads)."""
     now, free, pace = 0.0, 0.0, alone

@@ -20,8 +20,8 @@ from meshwright.checkpoint.restore import Piece, gradient_pieces
 from meshwright.config import Config
 from meshwright.config.layout import Layout
 from meshwright.config.schema import Check, Offload, Precision
-from meshwright.data.progress import ShowProgress as Report
-from meshwright.data.progress import silent
+from meshwright.data.files import ShowProgress as Report
+from meshwright.data.files import silent
 from meshwright.decisions import resolve, this_machine
 from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
 from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
@@ -40,7 +40,7 @@ from meshwright.tools.verify.compare import (
 from meshwright.tools.verify.reference import reference_run
 from meshwright.training.loop import Trainer
 
-WORKER = "meshwright.tools.verify.job:worker"
+WORKER = "meshwright.tools.verify.job:verify_rank"
 REFERENCE_WORKER = "meshwright.tools.verify.job:reference_worker"
 NUMBERS = "numbers.json"
 TENSORS = ("initial", "gradient", "weight")
@@ -121,7 +121,7 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
         _run(config, WORKER, "the layout", layout, data, steps)
         report(f"the reference on one device, {steps} steps", None)
         _run(one_device(config), REFERENCE_WORKER, "the reference on one device", reference, data, steps)
-        return compare(config, layout, reference, steps)
+        return compare_runs(config, layout, reference, steps)
 
 
 def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: int) -> None:
@@ -135,7 +135,7 @@ def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: i
         raise LaunchError(f"{what} did not get to its end: {error}") from error
 
 
-def compare(config: Config, layout: Path, reference: Path, steps: int) -> Verdict:
+def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> Verdict:
     """What `leave_layout` and `leave_reference` have left in two folders."""
     numbers = json.loads((reference / NUMBERS).read_text())
     files = {kind: load_file(reference / f"{kind}.safetensors") for kind in TENSORS}
@@ -167,7 +167,7 @@ def _read_whole(checkpoint: Checkpoint, kind: str, name: str) -> Tensor:
     return checkpoint.read(name, kind, Box(tuple(0 for _ in shape), shape))
 
 
-def worker(rank: Rank, config: Config, out: Path, data: Path, steps: int) -> None:
+def verify_rank(rank: Rank, config: Config, out: Path, data: Path, steps: int) -> None:
     """One rank of the layout."""
     parts = build(config, rank.mesh, out)
     leave_layout(parts, config.data.open(config, data).train, out, steps, rank.stop)

@@ -22,15 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.config.schema import Schedule
+from meshwright.config.schema import ScheduleSection
 from meshwright.model import IGNORED, Batch
 from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import ONES, Initial
-from meshwright.registry import load
+from meshwright.registry import load_entry
 from meshwright.tensor.head import HeadShape
 
-Shape = tuple[int, ...]
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+_Shape = tuple[int, ...]
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Layer(nn.Module):
     `decays`: weight decay acts on the weight. `wide`: O2 keeps the layer in float32.
     """
 
-    def __init__(self, function: Callable[..., Tensor], weight: Shape | None, initial: Initial,
-                 bias: Shape | None = None, *, decays: bool = True, wide: bool = False) -> None:  # fmt: skip
+    def __init__(self, function: Callable[..., Tensor], weight: _Shape | None, initial: Initial,
+                 bias: _Shape | None = None, *, decays: bool = True, wide: bool = False) -> None:  # fmt: skip
         super().__init__()
         self.function, self.initial, self.decays, self.wide = function, initial, decays, wide
         self.weight = None if weight is None else nn.Parameter(torch.empty(weight))
@@ -96,7 +96,7 @@ class ReferenceKit:
 
     local_group_norm = group_norm
 
-    def local(self, shape: Shape, dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
+    def local(self, shape: _Shape, dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         return Layer(lambda weight, _: weight, shape, initial, decays=matrix)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
@@ -128,7 +128,7 @@ class ReferenceKit:
         return None
 
 
-def _linear(inputs: int, outputs: Shape, initial: Initial, biased: bool) -> Layer:
+def _linear(inputs: int, outputs: _Shape, initial: Initial, biased: bool) -> Layer:
     """[..., inputs] -> [..., *outputs]; the weight is [inputs, *outputs]."""
 
     def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -151,7 +151,7 @@ class Reference:
 
     def __init__(self, config: Config, device: torch.device) -> None:
         precision, self.config, self.device = config.precision, config, device
-        self.level, self.dtype = precision.level, DTYPES[precision.dtype]
+        self.level, self.dtype = precision.level, _DTYPES[precision.dtype]
         self.model = make_chain(config, ReferenceKit())
         self.model.to(device, self.dtype if self.level == "O0" else torch.float32)
         self.parameters = dict(self.model.named_parameters())
@@ -200,7 +200,7 @@ class Reference:
         self.optimizer.zero_grad(set_to_none=False)
 
 
-def initial_values(label: str, shape: Shape, initial: Initial) -> Tensor:
+def initial_values(label: str, shape: _Shape, initial: Initial) -> Tensor:
     """A whole parameter's first values in blocks of whole rows, about 2^20 elements each; a block's generator is seeded
     by a hash of "seed/name/block". A layout's ranks draw the same, and cut. `label`: "seed/name"."""
     if initial.std == 0:
@@ -214,7 +214,7 @@ def initial_values(label: str, shape: Shape, initial: Initial) -> Tensor:
     return torch.cat(blocks)
 
 
-def rate_share(schedule: Schedule, step: int, steps: int) -> float:
+def rate_share(schedule: ScheduleSection, step: int, steps: int) -> float:
     """Which part of the peak learning rate step `step` (from 0) of `steps` has."""
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
@@ -227,7 +227,7 @@ def _optimizer(config: Config, by_decay: Mapping[bool, list[nn.Parameter]]) -> t
     chosen = config.optimizer
     groups = [{"params": some, "weight_decay": chosen.weight_decay * decays} for decays, some in by_decay.items()]
     update = chosen.update
-    return cast(torch.optim.Optimizer, load(update.reference)(groups, lr=chosen.lr, **update.arguments(chosen)))
+    return cast(torch.optim.Optimizer, load_entry(update.reference)(groups, lr=chosen.lr, **update.arguments(chosen)))
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from meshwright.config import parse_config
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Interrupted
 from meshwright.tools.compare import job
-from meshwright.tools.compare.job import NO_CLUSTER, NUMBERS, PAGE, PICTURE, Order, compare, require_all
+from meshwright.tools.compare.job import NO_CLUSTER, NUMBERS, PAGE, PICTURE, Order, compare_layouts, require_all
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, html_of, render
 from meshwright.tools.compare.result import Measurement
@@ -72,7 +72,7 @@ def test_two_layouts_run_agree_and_are_interrupted(contenders: list[Contender], 
     # The second round begins with the last layout: the Ctrl-C comes in the third of four runs.
     order = Order("tiny", out, steps=24, rounds=2)
     with pytest.raises(Interrupted) as caught:
-        compare(contenders, order, load_cluster(str(SMALL)).model_copy(update={"device": double(SMALL)}))
+        compare_layouts(contenders, order, load_cluster(str(SMALL)).model_copy(update={"device": double(SMALL)}))
     assert caught.value.exit_code == 130
     assert "stopped by SIGINT, after 2 of 4 runs; kept: replicas (1 of 2 rounds), stages (1 of 2 rounds)" in str(
         caught.value
@@ -183,7 +183,7 @@ def test_rounds_turn_around_and_a_dead_layout_is_left_out(
 
     monkeypatch.setattr(job, "measure_run", pretend)
     again = Contender("again", contenders[0].config, "again.yaml")
-    made = compare([*contenders, again], Order("tiny", tmp_path / "out", steps=3, rounds=2), None)
+    made = compare_layouts([*contenders, again], Order("tiny", tmp_path / "out", steps=3, rounds=2), None)
     assert started == [
         "1-replicas/round-1", "2-stages/round-1", "3-again/round-1", "3-again/round-2", "1-replicas/round-2",
     ]  # fmt: skip
@@ -196,15 +196,15 @@ def test_what_cannot_run_fails_before_anything_starts(contenders: list[Contender
     out = tmp_path / "out"
     for steps in (2, 1001):
         with pytest.raises(ConfigError, match=f"--steps={steps} is no number of steps.*valid: 3 to the run's 1000"):
-            compare(contenders, Order("tiny", out, steps, 1), None)
+            compare_layouts(contenders, Order("tiny", out, steps, 1), None)
     gpus = [Contender("g", contenders[0].config.model_copy(update={"device": "cuda"}), "g.yaml")]
     with pytest.raises(ConfigError, match=r"g\.yaml: device=cuda finds"):
-        compare(gpus, Order("tiny", out, 3, 1), None)
+        compare_layouts(gpus, Order("tiny", out, 3, 1), None)
     assert not out.exists()
     out.mkdir()
     (out / "something").touch()
     with pytest.raises(ConfigError, match=r"--out=.* is not empty; valid: a new folder"):
-        compare(contenders, Order("tiny", out, 3, 1), None)
+        compare_layouts(contenders, Order("tiny", out, 3, 1), None)
 
 
 def test_the_command_names_the_file_of_a_mistake(tmp_path: Path) -> None:

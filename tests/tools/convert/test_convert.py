@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import Checkpoint, restore
-from meshwright.config.schema import Optimizer
+from meshwright.config.schema import OptimizerSection
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError, DataError
 from meshwright.ranks.mesh import solo_mesh
@@ -116,7 +116,7 @@ def test_fine_tuning_begins_from_an_import(tmp_path: Path) -> None:
     model = hugging_face(tmp_path / "hf")
     folder = tmp_path / "run" / "checkpoints" / "step-0"
     import_folder(tmp_path / "hf", folder)
-    config = tiny_config(sequence=4).model_copy(update={"optimizer": Optimizer()})
+    config = tiny_config(sequence=4).model_copy(update={"optimizer": OptimizerSection()})
     parts = build(config, solo_mesh(torch.device("cpu")))
     progress = restore(parts, Checkpoint(folder))
     assert (progress.step, progress.samples, progress.steps_taken) == (0, 0, 0)

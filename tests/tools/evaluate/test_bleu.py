@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import Config
-from meshwright.data.progress import silent
+from meshwright.data.files import silent
 from meshwright.errors import ConfigError, DataError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh

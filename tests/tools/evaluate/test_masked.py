@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config import Config
-from meshwright.config.schema import Optimizer, Precision
+from meshwright.config.schema import OptimizerSection, Precision
 from meshwright.config.schema import Validation as Validating
 from meshwright.data.masked import MaskedSamples
 from meshwright.data.packing import prepare
@@ -41,7 +41,7 @@ def bert_config(*, next_sentence: bool = True, vocabulary: int = 261, data: Mask
         model=model,
         data=data or MaskedData(kind="masked", sequence=16),
         precision=Precision(level="O0", dtype="float64"),
-        optimizer=Optimizer(name="sgd"),
+        optimizer=OptimizerSection(name="sgd"),
         seed=3,
     )
 

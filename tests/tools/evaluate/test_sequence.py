@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.config.schema import Batch, Validation
-from meshwright.data.progress import silent
+from meshwright.config.schema import BatchSection, Validation
+from meshwright.data.files import silent
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.model import scales_of
 from meshwright.ranks.mesh import solo_mesh
@@ -99,7 +99,7 @@ def test_held_out_spans_are_those_of_validation(tmp_path: Path, monkeypatch: pyt
     parts = lively(build(config, solo_mesh(torch.device("cpu"))))
     loaded = load_sequence(save(parts, tmp_path / "run"), "cpu")
     found = target_perplexity(loaded, None)
-    validating = config.model_copy(update={"validation": Validation(every=1), "batch": Batch(**{"global": 1})})
+    validating = config.model_copy(update={"validation": Validation(every=1), "batch": BatchSection(**{"global": 1})})
     held_out = validating.data.open(validating, validating.data.prepare(validating, silent)).held_out
     assert held_out is not None
     batch = held_out.held_out(0, len(held_out))

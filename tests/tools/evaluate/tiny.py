@@ -9,7 +9,7 @@ import torch
 from meshwright.checkpoint import CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.config import Config
-from meshwright.config.schema import Optimizer, Precision
+from meshwright.config.schema import OptimizerSection, Precision
 from meshwright.data.section import TextData
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 from meshwright.models.section import Gpt2
@@ -34,7 +34,11 @@ def tiny_config(
     )
     precision = Precision(level="O0", dtype=dtype)  # type: ignore[arg-type]
     return Config(
-        model=model, data=TextData(sequence=sequence), precision=precision, optimizer=Optimizer(name="sgd"), seed=3
+        model=model,
+        data=TextData(sequence=sequence),
+        precision=precision,
+        optimizer=OptimizerSection(name="sgd"),
+        seed=3,
     )
 
 

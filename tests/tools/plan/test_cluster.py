@@ -10,7 +10,7 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.tools.plan.cluster import cluster_names, interpolated, load_cluster
-from meshwright.tools.plan.network import Network
+from meshwright.tools.plan.network import ClusterNetwork
 
 GOOD = """
 name: mine
@@ -145,5 +145,5 @@ def test_shipped_clusters(name: str) -> None:
             sizes.append(cluster.devices_per_node)  # one level that joins all: within the node
         assert cluster.devices_per_node in sizes
         grid = Grid((("data", 2), ("tensor", cluster.devices_per_node)))
-        network = Network(cluster, backend, grid)
+        network = ClusterNetwork(cluster, backend, grid)
         assert 0 < network.collective("tensor", "all_reduce", 2**20) < network.collective("tensor", "all_reduce", 2**30)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.network import VERBS, Network
+from meshwright.tools.plan.network import VERBS, ClusterNetwork
 from tests.tools.plan.clusters import FLAT, INNER, NODES, OUTER, cluster
 
 BIG = 10**8
@@ -22,7 +22,7 @@ FAR, THIN = 1e-5, 1e10  # OUTER
 
 
 def seconds(of: Cluster, verb: str, *axes: tuple[str, int], over: str = "data", payload: int = BIG) -> float:
-    return Network(of, "torch", Grid(axes)).collective(over, verb, payload)
+    return ClusterNetwork(of, "torch", Grid(axes)).collective(over, verb, payload)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
@@ -77,7 +77,7 @@ def test_on_a_mesh_fewer_have_fewer_links() -> None:
     mesh = cluster({**INNER, "joins": 4, "kind": "mesh"}, OUTER)
     assert seconds(mesh, "all_reduce", ("data", 4)) == seconds(NODES, "all_reduce", ("data", 4))
     assert seconds(mesh, "send", ("data", 2)) == pytest.approx(3 * BIG / B + A)
-    assert Network(mesh, "torch", Grid((("pipe", 4),))).message(0, 1, BIG) == pytest.approx(3 * BIG / B + A)
+    assert ClusterNetwork(mesh, "torch", Grid((("pipe", 4),))).message(0, 1, BIG) == pytest.approx(3 * BIG / B + A)
 
 
 def test_groups_share_what_leaves_a_node() -> None:
@@ -92,17 +92,17 @@ def test_a_device_gets_its_own_card_only() -> None:
     carded = cluster({**INNER, "joins": 4}, {**OUTER, "device_bandwidth": THIN / 4})
     assert seconds(carded, "send", ("data", 2), ("tensor", 4)) == pytest.approx(4 * BIG / THIN + FAR)
     grid = Grid((("pipe", 8),))
-    assert Network(carded, "torch", grid).message(3, 4, BIG) == pytest.approx(4 * BIG / THIN + FAR)
-    assert Network(NODES, "torch", grid).message(3, 4, BIG) == pytest.approx(BIG / THIN + FAR)
+    assert ClusterNetwork(carded, "torch", grid).message(3, 4, BIG) == pytest.approx(4 * BIG / THIN + FAR)
+    assert ClusterNetwork(NODES, "torch", grid).message(3, 4, BIG) == pytest.approx(BIG / THIN + FAR)
 
 
 def test_messages_share_what_leaves_a_node() -> None:
     """All four of a node send to the next at once; of a pipe inside of nodes, one does."""
-    outside = Network(NODES, "torch", Grid((("pipe", 2), ("data", 4))))
+    outside = ClusterNetwork(NODES, "torch", Grid((("pipe", 2), ("data", 4))))
     assert outside.message(0, 4, BIG) == outside.message(5, 1, BIG) == pytest.approx(4 * BIG / THIN + FAR)
-    inside = Network(NODES, "torch", Grid((("data", 2), ("pipe", 4))))
+    inside = ClusterNetwork(NODES, "torch", Grid((("data", 2), ("pipe", 4))))
     assert inside.message(0, 1, BIG) == pytest.approx(BIG / B + A)
-    across = Network(NODES, "torch", Grid((("pipe", 4), ("data", 2))))
+    across = ClusterNetwork(NODES, "torch", Grid((("pipe", 4), ("data", 2))))
     assert across.message(2, 4, BIG) == pytest.approx(2 * BIG / THIN + FAR)
     assert across.message(0, 2, BIG) == pytest.approx(BIG / B + A)
 
@@ -136,7 +136,7 @@ def test_cubes_send_less_than_squares() -> None:
 
     def products(q: int, d: int) -> float:
         axes = ("depth", d), ("row", q), ("col", q)
-        network = Network(FLAT, "torch", Grid(axes))
+        network = ClusterNetwork(FLAT, "torch", Grid(axes))
         panels = [network.collective("col", "broadcast", payload // (q * q * d))]
         panels += [network.collective("row", "broadcast", payload // (q * q))]
         return q * sum(panels)
@@ -179,7 +179,7 @@ def test_models_beyond_what_was_measured() -> None:
 
 
 def test_measured_messages() -> None:
-    network = Network(cluster(INNER, measured=MEASURED), "torch", Grid((("pipe", 4), ("data", 2))))
+    network = ClusterNetwork(cluster(INNER, measured=MEASURED), "torch", Grid((("pipe", 4), ("data", 2))))
     assert network.message(2, 4, 2000) == pytest.approx(1e-4)
 
 
@@ -193,9 +193,9 @@ def test_turns_on_cores_count_beyond_those_of_the_measurement() -> None:
 
 def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match=r"backend=mpi has no links in the cluster made-up; valid: torch"):
-        Network(FLAT, "mpi", Grid((("data", 2),)))
+        ClusterNetwork(FLAT, "mpi", Grid((("data", 2),)))
     with pytest.raises(ConfigError, match=r"layout=8 ranks has more ranks than the cluster has devices; valid: <= 4"):
-        Network(cluster({**INNER, "joins": 4}), "torch", Grid((("data", 8),)))
+        ClusterNetwork(cluster({**INNER, "joins": 4}), "torch", Grid((("data", 8),)))
     with pytest.raises(AssertionError, match="alltoall: nobody knows"):
         seconds(FLAT, "alltoall", ("data", 2))
 
@@ -212,7 +212,9 @@ LEVELS: list[tuple[dict[str, Any], ...]] = [
 def test_more_bytes_take_no_less(
     sizes: list[int], levels: tuple[dict[str, Any], ...], verb: str, payload: int, more: int
 ) -> None:
-    network = Network(cluster(*levels), "torch", Grid(tuple(zip(("data", "pipe", "tensor"), sizes, strict=True))))
+    network = ClusterNetwork(
+        cluster(*levels), "torch", Grid(tuple(zip(("data", "pipe", "tensor"), sizes, strict=True)))
+    )
     for axes in ("data", "pipe", "tensor", "data+tensor", "ends"):
         assert 0 <= network.collective(axes, verb, payload) <= network.collective(axes, verb, payload + more)
 
@@ -251,4 +253,4 @@ def test_links_are_shared_by_all_who_cross(sizes: list[int], levels: tuple[dict[
     grid = Grid(tuple(zip(("data", "pipe", "tensor"), sizes, strict=True)))
     for axes in ("data", "pipe", "tensor", "data+tensor", "data+pipe", "ends", "data+ends"):
         expected = pytest.approx(counted(grid, axes, levels))
-        assert Network(cluster(*levels), "torch", grid).collective(axes, "send", BIG) == expected, axes
+        assert ClusterNetwork(cluster(*levels), "torch", grid).collective(axes, "send", BIG) == expected, axes

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.planned import LedgerComm
-from meshwright.tools.plan.recorder import AsOnDevice, Kernel, Program, Recorder, Start, Wait
+from meshwright.tools.plan.recorder import AsOnDevice, Kernel, Program, Recorder, Start, WaitFor
 
 META = torch.device("meta")
 
@@ -67,7 +67,7 @@ def test_collectives_begin_and_are_waited_for() -> None:
         y = x * 2
         work.wait()
         comm.broadcast(x, 1)
-    assert [type(event) for event in made().events] == [Start, Kernel, Wait, Start, Wait]
+    assert [type(event) for event in made().events] == [Start, Kernel, WaitFor, Start, WaitFor]
     gather, broadcast = (event for event in made().events if isinstance(event, Start))
     assert (gather.axes, gather.verb, gather.payload_bytes) == ("row", "all_gather", 32)
     assert (broadcast.verb, broadcast.payload_bytes, broadcast.root) == ("broadcast", 32, 1)

@@ -18,8 +18,8 @@ from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.scale import (
     STRATEGIES,
     Gap,
-    Question,
     Scaling,
+    ScalingQuestion,
     as_dict,
     parse_devices,
     parse_mode,
@@ -56,7 +56,7 @@ def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Pr
 
 
 def scaled(mode: str, *strategies: str, devices: tuple[int, ...] = (2, 4, 8)) -> Scaling:
-    return scale(Question(RUN, FLAT, devices, mode, strategies), find)
+    return scale(ScalingQuestion(RUN, FLAT, devices, mode, strategies), find)
 
 
 def test_strong_keeps_the_batch_and_weak_the_samples_a_device() -> None:
@@ -78,7 +78,7 @@ def test_efficiency_begins_where_a_strategy_has_its_first_layout() -> None:
     def late(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | Gap:
         return Gap("too full") if devices == 2 else find(config, devices, fixed, keep)
 
-    (curve,) = scale(Question(RUN, FLAT, (2, 4, 8), "strong", ("data",)), late).curves
+    (curve,) = scale(ScalingQuestion(RUN, FLAT, (2, 4, 8), "strong", ("data",)), late).curves
     assert curve.efficiencies == (None, 1, pytest.approx(1.5 / 1.75))
 
 
@@ -128,7 +128,7 @@ def test_what_the_user_fixed_stays() -> None:
         asked.append((config, fixed))
         return Gap("not here")
 
-    data, megatron = scale(Question(run, FLAT, (4,), "strong", ("data", "megatron"), given), note).curves
+    data, megatron = scale(ScalingQuestion(run, FLAT, (4,), "strong", ("data", "megatron"), given), note).curves
     assert data.points[0].found == Gap("layout.tensor.kind=megatron was asked for")
     assert megatron.points[0].found == Gap("not here")
     ((config, fixed),) = asked

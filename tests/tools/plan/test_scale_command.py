@@ -15,7 +15,7 @@ from meshwright.config import dump_config
 from meshwright.errors import ConfigError
 from meshwright.tools.plan.predict import Planner
 from meshwright.tools.plan.scale import STRATEGIES
-from meshwright.tools.plan.space import Job, legal_layouts
+from meshwright.tools.plan.space import SearchJob, legal_layouts
 from tests.tools.plan.clusters import FLAT
 from tests.tools.plan.test_scale import RUN
 
@@ -43,7 +43,7 @@ def test_curves_are_the_search_s(folder: Path) -> None:
     assert rows["tesseract", 2]["reason"] == "2 devices make no layout of this kind"
     planner, run = Planner(FLAT), STRATEGIES["zero1"].applied(RUN)
     fixed = {"layout.order", "memory.recompute", *STRATEGIES["zero1"].fixed}
-    fastest = min(planner.predict(config).seconds for config in legal_layouts(Job(run, FLAT, 4, fixed)))
+    fastest = min(planner.predict(config).seconds for config in legal_layouts(SearchJob(run, FLAT, 4, fixed)))
     assert rows["zero1", 4]["seconds"] == pytest.approx(fastest)
     assert rows["tesseract", 4]["layout"].startswith("tesseract: data 1 (")
     assert [Path(path).name for path in told["written"]] == ["scaling.csv", "scaling.json", "scaling.png"]

@@ -20,7 +20,7 @@ from meshwright.tools.plan.estimate import Estimate, Estimates
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.report import as_dict, check_new, render, write_run
 from meshwright.tools.plan.search import SearchResult, search, strategy_of
-from meshwright.tools.plan.space import Job, fixed_fields, legal_layouts
+from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
 from tests.tools.plan.clusters import NODES
 
 TREE: dict[str, Any] = {
@@ -86,7 +86,7 @@ def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
             update={"pipeline": run.layout.pipeline.model_copy(update={"schedule": "1f1b"})}
         )}
     )  # fmt: skip
-    everything = list(legal_layouts(Job(config, cluster, 4, fixed)))
+    everything = list(legal_layouts(SearchJob(config, cluster, 4, fixed)))
     fits = {(one.layout, one.batch, one.memory.recompute): models.bytes(one) <= models.room for one in everything}
     fitting = [
         models.seconds(one)

@@ -12,7 +12,7 @@ from meshwright.config import Config, parse_config
 from meshwright.config.rules import broken_rules
 from meshwright.ranks.grid import Grid
 from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.space import Job, fixed_fields, legal_layouts, ranks_per_node
+from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts, ranks_per_node
 
 LEVELS = [{"joins": 2, "latency": 1e-6, "bandwidth": 1e10}, {"latency": 1e-5, "bandwidth": 1e9}]
 TREE: dict[str, Any] = {
@@ -32,8 +32,8 @@ def cluster_of(devices_per_node: int = 2) -> Cluster:
     )
 
 
-def job_of(devices: int, tree: dict[str, Any] = TREE, fixed: tuple[str, ...] = ()) -> Job:
-    return Job(parse_config(tree), cluster_of(), devices, fixed)
+def job_of(devices: int, tree: dict[str, Any] = TREE, fixed: tuple[str, ...] = ()) -> SearchJob:
+    return SearchJob(parse_config(tree), cluster_of(), devices, fixed)
 
 
 def facts(config: Config) -> tuple[Any, ...]:
@@ -137,7 +137,7 @@ def test_what_is_fixed_stays() -> None:
     words = ["layout.tensor={kind: megatron, size: 2}", "layout.data.sync=ring", "memory.recompute={every: 2}",
              "layout.pipeline.limit=3", "layout.pipeline.schedule=axonn", "batch.micro=auto"]  # fmt: skip
     run = parse_config(TREE, words)
-    job = Job(run, cluster_of(), 4, fixed_fields(words))
+    job = SearchJob(run, cluster_of(), 4, fixed_fields(words))
     found = list(legal_layouts(job))
     assert found
     for config in found:
@@ -152,7 +152,7 @@ def test_what_is_fixed_stays() -> None:
 
 def test_sizes_that_are_fixed_must_fit() -> None:
     words = ["layout.data.size=3"]
-    job = Job(parse_config(TREE, words), cluster_of(), 4, fixed_fields(words))
+    job = SearchJob(parse_config(TREE, words), cluster_of(), 4, fixed_fields(words))
     assert not list(legal_layouts(job))
 
 

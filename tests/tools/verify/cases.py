@@ -12,7 +12,7 @@ from meshwright.config import Config, parse_config
 from meshwright.model import Batch, rows_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tools.verify.job import Verdict, compare, leave_layout, leave_reference, one_device
+from meshwright.tools.verify.job import Verdict, compare_runs, leave_layout, leave_reference, one_device
 from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build
 from tests.workers import run_ranks
@@ -121,4 +121,4 @@ def verdict_of(config: Config, folder: Path, steps: int) -> Verdict:
     """As `meshwright verify`, in forked ranks."""
     train = Drawn(config)
     layout = run_layout(train, folder / "layout", steps)
-    return compare(config, layout, run_reference(train, folder / "reference", steps), steps)
+    return compare_runs(config, layout, run_reference(train, folder / "reference", steps), steps)

@@ -9,21 +9,21 @@ from typing import Any
 from meshwright.config import Config
 from meshwright.config.schema import LossScale, Precision
 from meshwright.launch import Rank
-from meshwright.tools.verify.job import reference_worker, worker
+from meshwright.tools.verify.job import reference_worker, verify_rank
 from tests.tools.verify.mistakes import one_wrong_element
 
 
 def wrong_gradient(*arguments: Any, **named: Any) -> None:
     """One element of one rank's gradients is off by 1e-9."""
     one_wrong_element()
-    worker(*arguments, **named)
+    verify_rank(*arguments, **named)
 
 
 def killed_rank(rank: Rank, **named: Any) -> None:
     """Rank 1 is killed while rank 0 trains."""
     if rank.mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    worker(rank, **named)
+    verify_rank(rank, **named)
 
 
 def failing_reference(rank: Rank, config: Config, **named: Any) -> None:

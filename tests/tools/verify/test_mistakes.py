@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config import Config
 from meshwright.errors import MismatchError, ZeroGradientError
-from meshwright.tools.verify.job import Verdict, compare
+from meshwright.tools.verify.job import Verdict, compare_runs
 from meshwright.tools.verify.table import as_dict
 from tests.tools.verify.cases import MODELS, Drawn, Repeated, config_for, run_layout, run_reference
 from tests.tools.verify.mistakes import MISTAKES, Mistake, dead_block, dead_model, half_sums
@@ -32,7 +32,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def verdict_with(mistake: Mistake | None, config: Config, folder: Path, reference: Path) -> Verdict:
     layout = run_layout(Drawn(config), folder / "layout", STEPS, mistake.plant if mistake else None)
-    return compare(config, layout, reference, STEPS)
+    return compare_runs(config, layout, reference, STEPS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -62,7 +62,7 @@ def test_sums_in_half_precision_are_seen(tmp_path: Path) -> None:
     batch, precision = {"global": 320, "micro": 1}, {"level": "O2", "dtype": "bf16"}
     train = Repeated(config_for(model=shape, batch=batch, precision=precision))
     layout, reference = (run(train, tmp_path / run.__name__, 1, half_sums) for run in (run_layout, run_reference))
-    verdict = compare(train.config, layout, reference, 1)
+    verdict = compare_runs(train.config, layout, reference, 1)
     failed = [row for row in verdict.failed if row.kind == "gradient"]
     assert max(row.error for row in failed) > 0.1
 
@@ -73,7 +73,7 @@ def test_equal_zeros_prove_nothing(plant: Any, tmp_path: Path) -> None:
     config = config_for()
     reference = run_reference(Drawn(config), tmp_path / "reference", STEPS, plant)
     layout = run_layout(Drawn(config), tmp_path / "layout", STEPS, plant)
-    verdict = compare(config, layout, reference, STEPS)
+    verdict = compare_runs(config, layout, reference, STEPS)
     assert all(row.holds for row in verdict.rows if row.kind in ("gradient", "initial"))
     dead = {name for name in verdict.zero_gradients if name.startswith("blocks.")}
     assert dead == {row.name for row in verdict.rows if row.name.startswith("blocks.")}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.config import Config
-from meshwright.config.schema import Schedule
+from meshwright.config.schema import ScheduleSection
 from meshwright.models.chain import make_chain
 from meshwright.optim.optimizer import learning_rate
 from meshwright.parameters.shard import ShardedModule, initialise
@@ -25,10 +25,10 @@ from tests.workers import run_ranks
 
 ALLOWED = {
     "meshwright.model.Batch", "meshwright.model.IGNORED",
-    "meshwright.config.Config", "meshwright.config.schema.Schedule",
+    "meshwright.config.Config", "meshwright.config.schema.ScheduleSection",
     "meshwright.models.chain.make_chain",
     "meshwright.parameters.shard.Initial", "meshwright.parameters.shard.ONES",
-    "meshwright.registry.load",
+    "meshwright.registry.load_entry",
     "meshwright.tensor.head.HeadShape",
 }  # fmt: skip
 """Facts, and the model files."""
@@ -144,7 +144,7 @@ def _initial_of(config: Config, name: str) -> Any:
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 def test_learning_rates_are_those_of_the_run(decay: Any) -> None:
-    schedule = Schedule(warmup=3, decay=decay, floor=0.2)
+    schedule = ScheduleSection(warmup=3, decay=decay, floor=0.2)
     rates = [rate_share(schedule, step, 10) for step in range(12)]
     assert rates == pytest.approx([learning_rate(1.0, schedule, step, 10) for step in range(12)], rel=1e-15)
     assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1])
