@@ -68,7 +68,7 @@ import json, sys
 from pathlib import Path
 import meshwright as mw
 from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.space import Job, legal_layouts
+from meshwright.tools.plan.space import SearchJob, legal_layouts
 
 if __name__ == "__main__":
     run, fixed = sys.argv[1], sys.argv[2].split()
@@ -76,7 +76,7 @@ if __name__ == "__main__":
     mw.verify(config, steps=2).check()
     mw.train(config, out)
     mw.train(mw.load(run, ["steps=6"]), out, resume=True)
-    layouts = legal_layouts(Job(config, load_cluster("two-cores"), config.layout.world_size, fixed))
+    layouts = legal_layouts(SearchJob(config, load_cluster("two-cores"), config.layout.world_size, fixed))
     tried = [[l.layout.tensor.kind, l.layout.pipeline.schedule, l.layout.data.sync] for l in layouts]
     best = mw.plan(config, "two-cores", fixed=[*fixed, *sys.argv[3].split()]).predictions[0].config.layout
     Path(f"{run}.json").write_text(json.dumps({"tried": tried, "best": best.model_dump(mode="json")}))
@@ -99,6 +99,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.timeout(600)  # several commands, each with ranks of its own: long on a busy machine
 def test_they_train_verify_plan_and_go_on(run: str, toys: Path) -> None:
     fixed, chosen, wanted = RUNS[run]
     (toys / "driver.py").write_text(DRIVER)
