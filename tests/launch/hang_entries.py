@@ -77,7 +77,7 @@ def hang(
     if how == "never_join" and environment.rank == 1:
         time.sleep(600)
     grid = Grid((("data", environment.world_size), ("pipe", 1)))
-    timeout = Timeout(join=3 if how == "never_join" else TIMEOUT.join, wait=wait)
+    timeout = Timeout(join=8 if how == "never_join" else TIMEOUT.join, wait=wait)
     with open_mesh(grid, environment, transport, torch.device("cpu"), rendezvous(), ("data",), timeout) as mesh:
         Path(out, f"pid-{environment.attempt}-{mesh.rank}").write_text(str(os.getpid()))
         if environment.attempt == 0:
