@@ -216,7 +216,7 @@ class Attentional(EncoderDecoder):
     """The original Transformer (Vaswani et al., 2017): one table for source, target and output."""
 
     family: Literal["transformer"]
-    chain: ClassVar[str] = "meshwright.models.transformer:Transformer"
+    chain: ClassVar[str] = "meshwright.models.transformer:TransformerModel"
     layers: Layers = 6
     hidden: Positive = 512
     heads: Positive = 8
