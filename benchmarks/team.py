@@ -88,7 +88,8 @@ def _start(contender: Contender, path: Path, log: IO[str]) -> list[subprocess.Po
     command = [sys.executable, "-m", "benchmarks.worker", str(path), json.dumps(asdict(contender))]
     port = _free_port()
     # One place for the variables that torch workers and MPI workers need alike.
-    common = mpi_worker_variables(0, 1, port, [str(Path(__file__).resolve().parents[1]), *sys.path])
+    code = [str(Path(__file__).resolve().parents[1]), *sys.path]
+    common = mpi_worker_variables(0, 1, port, code, path.parent)
     common["GLOO_SOCKET_IFNAME"] = "lo"
     if contender.launcher == "mpi":
         mpiexec = find_mpiexec()
