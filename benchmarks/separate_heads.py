@@ -90,7 +90,7 @@ def train(place: Place, *, separate_heads: int, head_width: int, **options: Opti
 
 
 def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
-    """What `meshwright.parts` makes of a model that it knows."""
+    """The rank's strategy and parts, made as `meshwright.parts` does for a model that it knows."""
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
     buckets = make_buckets(model.named_parameters(), specs, mesh, config.layout.data.bucket)

@@ -1,4 +1,4 @@
-"""What a start costs: the seconds until a command answers, until a run's first step begins, and of a core a rank.
+"""Seconds of a start: until a command answers, until a run's first step begins, and of a core a rank.
 
     python -m benchmarks.start [--rounds N]
 

@@ -1,4 +1,4 @@
-"""What all commands share: the groups that list them, options that several of them take, errors, a bar for long work,
+"""Commands share these: the groups that list them, options that several of them take, errors, a bar for long work,
 the printing of results."""
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def data_prepare(
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """What is installed, what this machine has, what is missing and the command that adds it.
+    """Show what is installed, what this machine has, what is missing and the command that adds it.
 
     Example: meshwright doctor --json
     """

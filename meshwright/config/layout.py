@@ -31,7 +31,7 @@ class DataParallel(Section):
 
     @property
     def strategy(self) -> Sync:
-        """What the registry has under `sync`."""
+        """The registry's entry of the data-parallel strategy."""
         strategy: Sync = entries("syncs")[self.sync]
         return strategy
 
@@ -55,7 +55,7 @@ class PipelineSection(Section):
 
     @property
     def rule(self) -> ScheduleRule:
-        """What the registry has under `schedule`."""
+        """The registry's entry of the schedule."""
         rule: ScheduleRule = entries("schedules")[self.schedule]
         return rule
 

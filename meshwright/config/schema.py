@@ -114,7 +114,7 @@ class OptimizerSection(Section):
 
     @property
     def update(self) -> Update:
-        """What the registry has under `name`."""
+        """The registry's entry of the optimizer."""
         update: Update = entries("optimizers")[self.name]
         return update
 

@@ -17,6 +17,7 @@ from meshwright.memory.offload import on_disk, on_host
 from meshwright.parameters.bucket import Slot
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.tools.compare.run import resident_bytes
 from tests.checkpoint.states import open_writer
 from tests.memory.runs import (
     BUCKET,
@@ -108,17 +109,17 @@ def test_a_checkpoint_does_not_know_where_states_lived(case: Case, pair: tuple[s
         assert_same_bits(resumed, whole)
 
 
-def account(mesh: Mesh, case: Case, folder: Path) -> tuple[int, int]:
+def account(mesh: Mesh, case: Case, folder: Path) -> tuple[int, int, int]:
     parts = parts_of(mesh, case, folder)
     train_step(parts, 0)
     tier = offloaded(parts).tier
-    return tier.peak_bytes, tier.live_bytes
+    return tier.peak_bytes, tier.live_bytes, resident_bytes(parts)["states"]
 
 
 @pytest.mark.parametrize("optimizer, element_bytes", [("adamw", 16), ("momentum", 12), ("sgd", 8)])
 def test_the_device_holds_a_bucket_of_states(optimizer: str, element_bytes: int, tmp_path: Path) -> None:
-    ((peak, live),) = run_ranks(account, Grid((("data", 1),)), Case(optimizer=optimizer, to="host"), tmp_path)
-    assert peak == live == element_bytes * BUCKET
+    ((peak, live, compared),) = run_ranks(account, Grid((("data", 1),)), Case(optimizer=optimizer, to="host"), tmp_path)
+    assert peak == live == compared == element_bytes * BUCKET
 
 
 def diverge(mesh: Mesh, case: Case, folder: Path) -> str:

@@ -35,9 +35,6 @@ from meshwright.training.loop import Trainer
 from meshwright.training.metrics import MetricsWriter, peak_memory_bytes
 from meshwright.training.step import publish, replica_backward
 
-STEP_COUNT_BYTES = 4
-"""Of the step's number, which torch's AdamW wants as a tensor."""
-
 
 @dataclass(frozen=True)
 class SentCalls:
@@ -113,19 +110,19 @@ def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int
             return None
     if metrics is not None:
         metrics.close()
-    held, peak_bytes = held_by(parts), peak_memory_bytes(mesh.device)
+    held, peak_bytes = resident_bytes(parts), peak_memory_bytes(mesh.device)
     facts = asdict(RankFacts(mesh.rank, mesh.index(PIPE), held, peak_bytes, count_sent(parts, train, trainer.samples)))
     (folder / f"rank-{mesh.rank}.json").write_text(json.dumps(facts))
     return facts
 
 
-def held_by(parts: Parts) -> dict[str, int]:
+def resident_bytes(parts: Parts) -> dict[str, int]:
     """Bytes of weights, gradients and states on a rank that has made a step."""
     slots = parts.strategy.slots  # views of whole buckets, also where only a part of one is stepped
     weights = storages(slot.parameter.detach() for slot in slots)
     gradients = storages(slot.parameter.grad for slot in slots if slot.parameter.grad is not None)
     if isinstance(parts.optimizer.held, Offloaded):
-        states = parts.optimizer.held.tier.live_bytes - STEP_COUNT_BYTES
+        states = parts.optimizer.held.tier.live_bytes
     else:
         tensors = (tensor for index in range(len(slots)) for tensor in parts.optimizer.states(index).values())
         states = sum(size for address, size in storages(tensors).items() if address not in weights)
