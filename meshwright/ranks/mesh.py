@@ -113,7 +113,7 @@ class Mesh:
         return self.grid.index(self.rank, *axes)
 
     def close(self) -> None:
-        """Take leave of the other ranks. Waits for nobody."""
+        """Leave the other ranks behind, without waiting for any."""
         for mailbox in self._mailboxes.values():
             mailbox.shut()
         self.transport.close()
@@ -136,6 +136,8 @@ def open_mesh(
 ) -> Iterator[Mesh]:
     """Connect this process to the others of its job, and disconnect at the end.
 
+    Ranks that end well leave together: a peer that is still connecting takes a rank that has left for a crashed one.
+    A rank that raises leaves at once.
     `point`: where ranks of the torch transport meet; None over MPI, which brings its ranks together by itself.
     A watchdog ends the process where it waits for others longer than `timeout`.
     """
@@ -163,5 +165,7 @@ def open_mesh(
         )
         try:
             yield mesh
+            mesh.world.assemble()  # over MPI asleep
+            mesh.world.barrier()
         finally:
             mesh.close()
