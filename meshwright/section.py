@@ -80,7 +80,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class Section(BaseModel):
     """Base of all sections: frozen, and an unknown key is a mistake."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod

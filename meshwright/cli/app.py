@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from meshwright import __version__
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.launch.output import PatientStream, flush, open_closed_streams
+from meshwright.streams import PatientStream, flush, open_closed_streams
 
 HELP = "Meshwright trains Transformers with any mixture of the published parallel strategies."
 

@@ -6,19 +6,22 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from typer import Argument, Option
 
 from meshwright.cli.app import AsJson, ClusterName, DeviceOption, Overrides, RunFile, app, print_result, progress
-from meshwright.config import Config, parse_run
-from meshwright.config.load import load_undecided, read_run
 from meshwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
 
 
 def _load(run: Path, overrides: Sequence[str]) -> Config:
     """The checked run. Only `layout: auto` goes to the planner, which reports how far its search is."""
+    from meshwright.config.load import parse_run, read_run
+
     file = read_run(run)
     if not file.auto:
         return parse_run(file.tree, overrides)
@@ -161,6 +164,8 @@ def plan(
 
     Example: meshwright plan run.yaml layout.data.sync=zero1 --cluster dgx-a100 --devices 64 --out best.yaml
     """
+    from meshwright.config.load import load_undecided
+
     config = load_undecided(run, overrides or ())
     from meshwright.tools.plan import report
     from meshwright.tools.plan.cluster import load_cluster
@@ -197,6 +202,8 @@ def scale(
 
     Example: meshwright scale run.yaml --cluster dgx-a100 --devices 4,16,64,256 --mode weak --out out/weak
     """
+    from meshwright.config.load import load_undecided
+
     config = load_undecided(run, overrides or ())
     from meshwright.tools.plan import report, scale
     from meshwright.tools.plan.cluster import load_cluster

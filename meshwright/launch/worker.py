@@ -18,9 +18,9 @@ from typing import Any
 from meshwright.environment import Environment, read_environment
 from meshwright.errors import LaunchError
 from meshwright.launch.failure import Report, allow_open_files, leave, write_result
-from meshwright.launch.output import PatientStream, flush
 from meshwright.launch.signals import STOPPED_EXIT_CODE, FileStop, SignalStop, StopRequest
 from meshwright.machine import keep_freed_memory
+from meshwright.streams import PatientStream, flush
 
 Entry = Callable[..., object]
 """Called as entry(environment, stop, **arguments); what it returns must survive JSON, and is the job's result."""

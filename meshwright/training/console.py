@@ -10,7 +10,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshwright.launch.output import PatientStream
+from meshwright.streams import PatientStream
 from meshwright.training.step_report import Straggler
 
 SECONDS_BETWEEN_LINES = 10.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.launch.output import PatientStream
+from meshwright.streams import PatientStream
 from tests.training.runs import lines_of, make_corpus, make_text, tree_for
 
 
