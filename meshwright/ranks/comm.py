@@ -18,7 +18,7 @@ from typing import Protocol
 from torch import Tensor
 
 from meshwright.ranks.flight_recorder import Call, FlightRecorder
-from meshwright.ranks.ledger import Ledger
+from meshwright.ranks.ledger import VERBS, Ledger
 
 NAP_SECONDS = 1e-4
 """Between two looks at what is under way, where the transport's own wait would spin."""
@@ -81,52 +81,40 @@ class Comm(ABC):
 
     def all_reduce(self, x: Tensor, *, wait: bool = True) -> Work:
         """Sum x over the group, in place."""
-        payload = size_bytes(x)
-        return self._collective("all_reduce", payload, self._share(2 * payload), lambda: self._all_reduce(x), wait)
+        return self._collective("all_reduce", size_bytes(x), lambda: self._all_reduce(x), wait)
 
     def reduce_scatter(self, part: Tensor, x: Tensor, *, wait: bool = True) -> Work:
         """Sum x over the group; `part` gets this rank's 1/n of it. `part` may be that slice of x."""
         assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
-        payload = size_bytes(x)
-        return self._collective(
-            "reduce_scatter", payload, self._share(payload), lambda: self._reduce_scatter(part, x), wait
-        )
+        return self._collective("reduce_scatter", size_bytes(x), lambda: self._reduce_scatter(part, x), wait)
 
     def all_gather(self, x: Tensor, part: Tensor, *, wait: bool = True) -> Work:
         """x gets every rank's part, in order. `part` may be this rank's slice of x."""
         assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
-        payload = size_bytes(x)
-        return self._collective("all_gather", payload, self._share(payload), lambda: self._all_gather(x, part), wait)
+        return self._collective("all_gather", size_bytes(x), lambda: self._all_gather(x, part), wait)
 
     def all_to_all(self, out: Tensor, x: Tensor, *, wait: bool = True) -> Work:
         """Piece j of x goes to rank j, where it becomes piece `index` of out."""
         assert out.numel() == x.numel(), f"{out.numel()} != {x.numel()}"
-        payload = size_bytes(x)
-        return self._collective("all_to_all", payload, self._share(payload), lambda: self._all_to_all(out, x), wait)
+        return self._collective("all_to_all", size_bytes(x), lambda: self._all_to_all(out, x), wait)
 
     def broadcast(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """x of the member `root` becomes everyone's x."""
-        payload = size_bytes(x)
-        sent = payload * (self.size - 1) if self.index == root else 0
-        return self._collective("broadcast", payload, sent, lambda: self._broadcast(x, root), wait, root)
+        return self._collective("broadcast", size_bytes(x), lambda: self._broadcast(x, root), wait, root)
 
     def reduce(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """Sum x over the group into the x of `root`; the others' x is undefined afterwards."""
-        payload = size_bytes(x)
-        sent = 0 if self.index == root else payload
-        return self._collective("reduce", payload, sent, lambda: self._reduce(x, root), wait, root)
+        return self._collective("reduce", size_bytes(x), lambda: self._reduce(x, root), wait, root)
 
     def gather(self, x: Tensor, part: Tensor, root: int, *, wait: bool = True) -> Work:
         """x of `root` gets every rank's part, in order; elsewhere x is not touched (it may be empty)."""
         payload = self.size * size_bytes(part)
-        sent = 0 if self.index == root else size_bytes(part)
-        return self._collective("gather", payload, sent, lambda: self._gather(x, part, root), wait, root)
+        return self._collective("gather", payload, lambda: self._gather(x, part, root), wait, root)
 
     def scatter(self, part: Tensor, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """`part` gets piece `index` of the root's x; elsewhere x is not read (it may be empty)."""
         payload = self.size * size_bytes(part)
-        sent = size_bytes(part) * (self.size - 1) if self.index == root else 0
-        return self._collective("scatter", payload, sent, lambda: self._scatter(part, x, root), wait, root)
+        return self._collective("scatter", payload, lambda: self._scatter(part, x, root), wait, root)
 
     def exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
         """Send x to the member `to` while receiving `into` from the member `source`: one step of a ring."""
@@ -153,24 +141,15 @@ class Comm(ABC):
         """Before a collective for which some will wait long: where waiting takes a core, wait for all asleep."""
         self._run("assemble", 0, self._assemble, True)
 
-    def _share(self, payload_bytes: int) -> int:
-        """(n-1)/n of them."""
-        return payload_bytes * (self.size - 1) // self.size
-
-    def _count(self, verb: str, sent_bytes: int, peer: int | None) -> None:
+    def _count(self, verb: str, payload_bytes: int, peer: int | None) -> None:
         if self.size > 1:  # alone there is nobody to call
+            sent_bytes = VERBS[verb].sent_bytes(payload_bytes, self.size, peer == self.index)
             self.ledger.record(self.axis, verb, sent_bytes, peer)
 
     def _collective(
-        self,
-        verb: str,
-        payload_bytes: int,
-        sent_bytes: int,
-        start: Callable[[], Work],
-        wait: bool,
-        root: int | None = None,
+        self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool, root: int | None = None
     ) -> Work:
-        self._count(verb, sent_bytes, root)
+        self._count(verb, payload_bytes, root)
         return self._run(verb, payload_bytes, start, wait)
 
     def _run(self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool) -> Work:

@@ -1,4 +1,17 @@
-"""The ledger: what a rank has sent, by axis and verb. Arithmetic only, so that a plan keeps one too."""
+"""The ledger: what a rank has sent, by axis and verb. Arithmetic only, so that a plan keeps one too.
+
+VERBS says of every verb whom its messages go to and how large they are. Comms count by it, a plan's topology tells by
+it what stays on a node (tools/plan/topology.py), and a cluster file's verbs are its keys. A library's collective is
+counted as its bandwidth-optimal form sends it, S being the whole payload:
+
+| verb                                   | a rank sends                              |
+|----------------------------------------|-------------------------------------------|
+| all-reduce                             | 2 (n-1)/n S                               |
+| reduce-scatter, all-gather, all-to-all | (n-1)/n S                                 |
+| broadcast, scatter                     | the root (n-1) S, (n-1)/n S; the others 0 |
+| reduce, gather                         | the root 0; the others S, S/n             |
+| send (of a ring, too), message         | S                                         |
+"""
 
 from __future__ import annotations
 
@@ -6,6 +19,42 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
+
+Direction = Literal["to each", "from root", "to root", "to one"]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb's messages. `parts`: each holds 1/n of the payload, else all of it. `passes`: so many to each receiver."""
+
+    direction: Direction
+    parts: bool = False
+    passes: int = 1
+
+    def sent_bytes(self, payload_bytes: int, size: int, is_root: bool) -> int:
+        """Bytes that a rank of a group of `size` sends in a call, rounded down."""
+        if self.direction == ("to root" if is_root else "from root"):
+            return 0
+        receivers = size - 1 if self.direction in ("to each", "from root") else 1
+        return self.passes * receivers * payload_bytes // (size if self.parts else 1)
+
+
+MESSAGE = "message"
+"""The verb of a mailbox: a pipeline's message to a neighbour."""
+
+VERBS: dict[str, Verb] = {
+    "all_reduce": Verb("to each", parts=True, passes=2),  # a reduce-scatter and an all-gather
+    "reduce_scatter": Verb("to each", parts=True),
+    "all_gather": Verb("to each", parts=True),
+    "all_to_all": Verb("to each", parts=True),
+    "broadcast": Verb("from root"),
+    "reduce": Verb("to root"),
+    "gather": Verb("to root", parts=True),
+    "scatter": Verb("from root", parts=True),
+    "send": Verb("to one"),
+    MESSAGE: Verb("to one"),
+}
 
 
 @dataclass
@@ -39,12 +88,7 @@ class Traffic:
 
 @dataclass
 class Ledger:
-    """This rank's sends by axis and verb.
-
-    A library's collective is counted as its bandwidth-optimal form sends it, S being the whole payload: all-reduce
-    2(n-1)/n S, reduce-scatter, all-gather and all-to-all (n-1)/n S, broadcast and scatter at the root, reduce and
-    gather at the others. Rounded down to bytes.
-    """
+    """This rank's sends by axis and verb."""
 
     traffic: defaultdict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     times: int = 1

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from meshwright.ranks.comm import NAP_SECONDS, RankGroup, size_bytes
 from meshwright.ranks.flight_recorder import Call
+from meshwright.ranks.ledger import MESSAGE
 
 Side = Literal["before", "after"]
 """A neighbour on the axis: index - 1 or index + 1. The axis has ends: a side without neighbour is never used."""
@@ -35,9 +36,6 @@ Side = Literal["before", "after"]
 SIDES: tuple[Side, Side] = ("before", "after")
 FURTHER: dict[Side, int] = {"before": -1, "after": 1}
 """A neighbour's distance on the axis."""
-
-MESSAGE = "message"
-"""The mailboxes' verb in the ledger."""
 
 HEADER_BYTES = 16
 ALIGNMENT_BYTES = 16

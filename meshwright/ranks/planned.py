@@ -14,7 +14,8 @@ from torch import Tensor
 
 from meshwright.ranks.comm import DONE, Comm, RankGroup, SoloComm, Work, size_bytes
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import FURTHER, MESSAGE, Mailbox, Message, MessageMeta, Side, SoloMailbox, both_sides
+from meshwright.ranks.ledger import MESSAGE
+from meshwright.ranks.mailbox import FURTHER, Mailbox, Message, MessageMeta, Side, SoloMailbox, both_sides
 from meshwright.ranks.mesh import Mesh
 
 
@@ -39,16 +40,9 @@ class LedgerComm(SoloComm):
         self._observer = observer
 
     def _collective(
-        self,
-        verb: str,
-        payload_bytes: int,
-        sent_bytes: int,
-        start: Callable[[], Work],
-        wait: bool,
-        root: int | None = None,
+        self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool, root: int | None = None
     ) -> Work:
-        self._count(verb, sent_bytes, root)
-        return self._run(verb, payload_bytes, lambda: self._begun(verb, payload_bytes, root), wait)
+        return super()._collective(verb, payload_bytes, lambda: self._begun(verb, payload_bytes, root), wait, root)
 
     def _begun(self, verb: str, payload_bytes: int, root: int | None) -> Work:
         return self._observer(self.axis, verb, payload_bytes, root) if self.size > 1 else DONE

@@ -10,13 +10,14 @@ from bisect import bisect_left
 from itertools import pairwise
 from math import log
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from meshwright.config.load import CONFIGS, read_yaml
 from meshwright.config.messages import problems_of
 from meshwright.errors import ConfigError
+from meshwright.ranks.ledger import VERBS
 from meshwright.section import Positive, Section, Size
 
 CALIBRATED = Path("cluster.yaml")
@@ -35,19 +36,10 @@ def _rising(curve: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float]
 Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1), AfterValidator(_rising)]
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
 Backend = Literal["torch", "mpi"]
-Verb = Literal[
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "send",
-    "message",
-]
-"""Of ledger.py, and a pipeline's message."""
+if TYPE_CHECKING:
+    Verb: TypeAlias = str
+else:
+    Verb = Literal[tuple(VERBS)]
 
 
 class Device(Section):

@@ -19,8 +19,8 @@ from meshwright.parts import recomputed_group
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, Grid
-from meshwright.ranks.ledger import Ledger, Traffic
-from meshwright.ranks.mailbox import FURTHER, MESSAGE, Side
+from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic
+from meshwright.ranks.mailbox import FURTHER, Side
 from meshwright.tools.plan.buckets import Buckets, PlannedBucket
 from meshwright.tools.plan.recorder import Program
 from meshwright.tools.plan.recordings import Forms, Parameter, RecordedDevice, Recording, Recordings, place, splits

@@ -30,8 +30,7 @@ from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.pipeline.trace import write_trace
 from meshwright.ranks.grid import PIPE
-from meshwright.ranks.ledger import Traffic
-from meshwright.ranks.mailbox import MESSAGE
+from meshwright.ranks.ledger import MESSAGE, Traffic
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import entries
 from meshwright.stage_costs import shared_work

@@ -233,11 +233,11 @@ class ClusterNetwork:
         return self._group(self._shapes_of_steps[key], "message", payload_bytes)
 
     def _group(self, shape: _Shape, verb: str, payload_bytes: int) -> float:
-        assert verb in VERBS, f"{verb}: nobody knows how it goes over links"
+        assert verb in SECONDS, f"{verb}: nobody knows how it goes over links"
         if shape.size == 1:
             return 0.0
         measured = self._timed(verb, shape.size, payload_bytes) if shape.close else None
-        return self._slowdown * VERBS[verb](shape, payload_bytes) if measured is None else measured
+        return self._slowdown * SECONDS[verb](shape, payload_bytes) if measured is None else measured
 
     def _timed(self, verb: str, num_ranks: int, payload_bytes: int) -> float | None:
         """As measured; None beyond the numbers of ranks with which it was."""
@@ -325,7 +325,7 @@ def _passed(shape: _Shape, payload_bytes: float) -> float:
     return max(payload_bytes / span.bandwidth + span.latency for span in shape.spans)
 
 
-VERBS: Mapping[str, Callable[[_Shape, float], float]] = {
+SECONDS: Mapping[str, Callable[[_Shape, float], float]] = {
     "all_gather": _gathered,
     "reduce_scatter": _gathered,
     "all_reduce": _all_reduced,

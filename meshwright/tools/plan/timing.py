@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from meshwright.errors import ConfigError
+from meshwright.ranks.ledger import VERBS
 from meshwright.tools.plan.cluster import Cluster, interpolated
 from meshwright.tools.plan.network import ClusterNetwork
 from meshwright.tools.plan.recorder import Kernel, Program, Start, WaitFor
-from meshwright.tools.plan.topology import FROM_ROOT, TO_ROOT
 
 
 class Kernels:
@@ -134,10 +134,10 @@ def play(
             seconds = collective(step)
             free = max(now, free) + overlaps * seconds
             under_way[step.number] = free, (1 - overlaps) * seconds, step.verb
-            pace = 1.0 if step.verb in FROM_ROOT else pace
+            pace = 1.0 if VERBS[step.verb].direction == "from root" else pace
         else:
             hidden, rest, verb = under_way.pop(step.number)
             now = max(now, hidden) + rest
             free = max(free, now if rest else free)
-            pace = alone if verb in TO_ROOT else pace
+            pace = alone if VERBS[verb].direction == "to root" else pace
     return now

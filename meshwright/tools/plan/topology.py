@@ -2,15 +2,8 @@
 
 Ranks fill nodes in order: rank r is on node r // ranks_per_node. A collective is counted as if every rank that has
 something for another sent it there; libraries send along trees and rings instead, whose edges they choose themselves.
-As in the paper, a rank's part for itself counts as a message inside of its node (of no bytes).
-
-| verb                                   | messages of a call, from this rank                       |
-|----------------------------------------|----------------------------------------------------------|
-| all-gather, reduce-scatter, all-to-all | one to each member                                       |
-| all-reduce                             | two to each member: a reduce-scatter and an all-gather   |
-| broadcast, scatter                     | one to each member from the root, none from the others   |
-| reduce, gather                         | one to the root                                          |
-| send (of a ring, too), message         | one to the receiver                                      |
+As in the paper, a rank's part for itself counts as a message inside of its node (of no bytes). VERBS (ranks/ledger.py)
+says whom a verb's messages go to.
 
 So of one split by n ranks in g sub-grids, n_g = n/g, with n_node ranks a node, where the one divides the other:
 
@@ -27,13 +20,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.ledger import Traffic
-
-TO_EACH = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
-"""Messages to each member of the group, a call."""
-FROM_ROOT = ("broadcast", "scatter")
-TO_ROOT = ("reduce", "gather")
-TO_ONE = ("send", "message")
+from meshwright.ranks.ledger import VERBS, Traffic
 
 
 @dataclass(frozen=True)
@@ -79,14 +66,14 @@ class Topology:
     def _volume(self, rank: int, axis: str, verb: str, entry: Traffic) -> Volume:
         ranks = self.grid.group(rank, *axis.split("+"))
         index = ranks.index(rank)
-        if verb in TO_EACH:
-            return self._to_each(rank, ranks, entry.calls * TO_EACH[verb], entry.sent_bytes)
-        assert verb in (*FROM_ROOT, *TO_ROOT, *TO_ONE), f"{verb}: nobody knows whom it sends to"
+        direction = VERBS[verb].direction
+        if direction == "to each":
+            return self._to_each(rank, ranks, entry.calls * VERBS[verb].passes, entry.sent_bytes)
         parts = []
         for peer, part in entry.by_peer.items():
-            if verb in TO_ONE:
+            if direction == "to one":
                 parts.append(self._to_one(rank, ranks[(index + peer) % len(ranks)], part))
-            elif verb in TO_ROOT:
+            elif direction == "to root":
                 parts.append(self._to_one(rank, ranks[peer], part))
             elif peer == index:
                 parts.append(self._to_each(rank, ranks, part.calls, part.sent_bytes))

@@ -11,12 +11,12 @@ from meshwright.config.load import read_yaml
 from meshwright.errors import ConfigError
 from meshwright.launch import TransportName
 from meshwright.machine import find_mpiexec
+from meshwright.ranks.ledger import VERBS
 from meshwright.tools.calibrate.job import MeasuredMachine, calibrate, measured_machine, parse_ranks
 from meshwright.tools.calibrate.report import render, yaml_text
 from meshwright.tools.calibrate.timing import CallTimer, Effort, effort_of, lower_quartile
 from meshwright.tools.plan.cluster import Cluster, load_cluster
 
-VERBS = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send"}
 TINY = Effort(
     point_seconds=1e-3,
     sides=(16, 64),
@@ -32,7 +32,7 @@ needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: 
 
 def check(cluster: Cluster, backend: TransportName, ranks: int) -> None:
     measured = [row for row in cluster.links[backend].measured if row.ranks == ranks]
-    assert {row.verb for row in measured} == VERBS | {"message"}
+    assert {row.verb for row in measured} == set(VERBS)
     for row in measured:
         assert [size for size, _ in row.points] == pytest.approx(TINY.payloads, rel=0.01)
 

@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.ledger import VERBS
 from meshwright.tools.plan.cluster import cluster_names, interpolated, load_cluster
 from meshwright.tools.plan.network import ClusterNetwork
 
@@ -59,7 +60,6 @@ def test_all_mistakes_by_field(tmp_path: Path) -> None:
         ("  torch:\n", "  gloo: {}\n  torch:\n    measured: [{verb: all_reduced, ranks: 2, points: 3}]\n"),
     )
     curve = "valid: a list, each a list of 2, each a number > 0"
-    verbs = "all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, reduce, gather, scatter, send, message"
     level = "joins, latency, bandwidth, device_bandwidth, kind"
     assert sorted(lines) == sorted(
         [
@@ -75,7 +75,7 @@ def test_all_mistakes_by_field(tmp_path: Path) -> None:
             "links.torch.levels.1.bandwidth=nothing is missing; valid: a number > 0",
             f"links.torch.levels.1.bandwith=10000000000.0 is an unknown key (did you mean bandwidth?); valid: {level}",
             "links.torch.measured.0.verb=all_reduced is none of the choices (did you mean all_reduce?); "
-            f"valid: {verbs}",
+            f"valid: {', '.join(VERBS)}",
             f"links.torch.measured.0.points=3 is not a list of numbers; {curve}",
             "links.gloo=gloo is an unknown key; valid: torch, mpi",
         ]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.ledger import VERBS
 from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.network import VERBS, ClusterNetwork
+from meshwright.tools.plan.network import SECONDS, ClusterNetwork
 from tests.tools.plan.clusters import FLAT, INNER, NODES, OUTER, cluster
 
 BIG = 10**8
@@ -145,8 +146,12 @@ def test_cubes_send_less_than_squares() -> None:
     assert products(2, 2) / products(2, 1) == pytest.approx(3 / 4, rel=0.1)
 
 
+def test_every_verb_has_its_seconds() -> None:
+    assert SECONDS.keys() == VERBS.keys()
+
+
 def test_nobody_to_talk_to() -> None:
-    for verb in VERBS:
+    for verb in SECONDS:
         assert seconds(FLAT, verb, ("data", 1)) == 0
 
 
@@ -208,7 +213,7 @@ LEVELS: list[tuple[dict[str, Any], ...]] = [
 ]
 
 
-@given(GRIDS, st.sampled_from(LEVELS), st.sampled_from(sorted(VERBS)), st.integers(0, 10**9), st.integers(0, 10**9))
+@given(GRIDS, st.sampled_from(LEVELS), st.sampled_from(sorted(SECONDS)), st.integers(0, 10**9), st.integers(0, 10**9))
 def test_more_bytes_take_no_less(
     sizes: list[int], levels: tuple[dict[str, Any], ...], verb: str, payload: int, more: int
 ) -> None:
@@ -219,7 +224,7 @@ def test_more_bytes_take_no_less(
         assert 0 <= network.collective(axes, verb, payload) <= network.collective(axes, verb, payload + more)
 
 
-@given(st.sampled_from(LEVELS), st.sampled_from(sorted(VERBS)), st.integers(0, 10**9))
+@given(st.sampled_from(LEVELS), st.sampled_from(sorted(SECONDS)), st.integers(0, 10**9))
 def test_more_ranks_take_no_less(levels: tuple[dict[str, Any], ...], verb: str, payload: int) -> None:
     """Ranks that fill units; what does not fill them is taken for as slow as what does, or slower."""
     unit = levels[0].get("joins", 5)
