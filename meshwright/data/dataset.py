@@ -1,19 +1,13 @@
-"""The data of a run, prepared once by the launcher and opened by every rank; a packed corpus as such data."""
+"""The data of a run: prepared once by the launcher, opened by every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.config import Config
-from meshwright.data.files import ShowProgress
-from meshwright.data.packed import open_packed
-from meshwright.data.packing import corpus_for
-from meshwright.data.section import TokenSection
 from meshwright.data.split import Split
-from meshwright.environment import cache_folder
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:  # the launcher prepares data without torch
@@ -32,38 +26,19 @@ class Opened:
     """Facts about them that a user should know: said when a run begins."""
 
 
-def opened_splits(config: Config, samples: Callable[[Split], Samples]) -> tuple[Samples, Samples | None]:
-    """The train split, and the validation split where the run validates.
+def open_splits(
+    config: Config, samples: Callable[[Split], tuple[Samples, str]], tokenizer: str | None = None
+) -> Opened:
+    """The train split, and the validation split where the run validates; `samples(split)` gives each with its note.
 
-    Raises DataError where that does not fill one global batch.
+    Raises DataError where the validation split does not fill one global batch.
     """
-    train = samples("train")
+    train, note = samples("train")
     if not config.validation.every:
-        return train, None
-    held_out, rows = samples("validation"), config.batch.global_
-    if len(held_out) < rows:
-        has = f"has {len(held_out)} samples"
-        raise DataError(f"the validation split {has}, fewer than batch.global={rows}: raise data.validation")
-    return train, held_out
-
-
-def prepare_corpus(data: TokenSection, config: Config, progress: ShowProgress) -> Path:
-    """The folder of a run's packed corpus."""
-    corpus = corpus_for(data, cache_folder(), progress)
-    corpus.check_vocabulary(config.model.num_tokens)
-    open_corpus(data, config, corpus.folder)
-    return corpus.folder
-
-
-def open_corpus(data: TokenSection, config: Config, folder: Path) -> Opened:
-    """The samples that the kind of data makes of a packed corpus."""
-    corpus = open_packed(folder)
-    notes: list[str] = []
-
-    def samples(split: Split) -> Samples:
-        split_samples, note = data.samples(config, corpus, split)
-        notes.extend([f"{split}: {note}"] if note else [])
-        return split_samples
-
-    train, held_out = opened_splits(config, samples)
-    return Opened(train, held_out, corpus.tokenizer.to_json(), tuple(notes))
+        return Opened(train, None, tokenizer, (f"train: {note}",) if note else ())
+    held_out, also = samples("validation")
+    if len(held_out) < config.batch.global_:
+        has = f"has {len(held_out)} samples, fewer than batch.global={config.batch.global_}"
+        raise DataError(f"the validation split {has}: raise data.validation")
+    notes = (f"{split}: {text}" for split, text in (("train", note), ("validation", also)) if text)
+    return Opened(train, held_out, tokenizer, tuple(notes))

@@ -21,14 +21,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from meshwright.config import Config
-from meshwright.data.packed import PackedCorpus, document_ends
+from meshwright.data.packed import document_ends
 from meshwright.data.sampler import ShuffledSamples
-from meshwright.data.specials import Specials, specials_of
-from meshwright.data.split import Split
+from meshwright.data.specials import Specials
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import IGNORED, Batch
-from meshwright.models.section import Bert
 from meshwright.parameters.shard import seed_of
 
 ASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
@@ -128,22 +125,3 @@ def runs(tokens: np.ndarray, end: int, least: int, longest: int) -> tuple[np.nda
     lengths = np.minimum(longest, ends[document] - starts)
     kept = lengths >= least
     return starts[kept], lengths[kept]
-
-
-def masked_samples(config: Config, corpus: PackedCorpus, split: Split) -> MaskedSamples:
-    """The samples of a split. Raises ConfigError where the model has no room for the special tokens."""
-    model = config.model
-    assert isinstance(model, Bert), model
-    specials = specials_of(corpus.tokenizer)
-    if specials.vocabulary_size > model.vocabulary:
-        size = specials.vocabulary_size
-        rule = f"is smaller than the {size} tokens of the corpus' tokenizer ({corpus.header.tokenizer}) with BERT's"
-        raise ConfigError.of("model.vocabulary", model.vocabulary, rule, f"{size} or more")
-    return MaskedSamples(
-        np.asarray(corpus.tokens(split)),
-        specials,
-        config.data.lengths.source,
-        config.seed,
-        next_sentence=model.next_sentence,
-        name=f"the {split} split of {corpus.folder}",
-    )

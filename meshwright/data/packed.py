@@ -58,7 +58,7 @@ class Header(Section):
     sha256: dict[str, str]
     """Checksums of the folder's other files."""
     regions: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """CRC-32 of every region of the token files (checksums.py); none in folders that version 0.1.0 prepared."""
+    """CRC-32 of every region of the token files (files.py); none in folders that version 0.1.0 prepared."""
 
     def facts(self, split: Split) -> SplitFacts:
         return self.train if split == "train" else self.validation
@@ -66,9 +66,6 @@ class Header(Section):
     @property
     def numpy_dtype(self) -> np.dtype:
         return np.dtype(self.dtype).newbyteorder("<")
-
-    def to_json(self) -> str:
-        return self.model_dump_json(indent=2) + "\n"
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,13 @@ class PackedCorpus:
     header: Header
     tokenizer: Tokenizer
 
-    def tokens(self, split: Split) -> np.memmap:
+    def tokens(self, split: Split) -> np.ndarray:
         """The split's token ids [num_tokens], mapped from the file and read-only."""
-        return np.memmap(self.folder / token_file(split), dtype=self.header.numpy_dtype, mode="r")
+        return np.asarray(np.memmap(self.folder / token_file(split), dtype=self.header.numpy_dtype, mode="r"))
+
+    def name(self, split: Split) -> str:
+        """The split's name in messages."""
+        return f"the {split} split of {self.folder}"
 
     def check_files(self, cache: Path) -> None:
         """Raises DataError where a file is not what was prepared, or holds ids beyond the vocabulary.
@@ -100,11 +101,14 @@ class PackedCorpus:
         where = f"byte {offset + place * ids.itemsize}"
         return f"holds token {ids[place]} at {where}, and the vocabulary ends at {size - 1}"
 
-    def check_vocabulary(self, vocabulary: int) -> None:
-        """Raises ConfigError if a model of `vocabulary` tokens cannot hold the corpus' tokens."""
-        size = self.header.vocabulary_size
+    def check_vocabulary(self, vocabulary: int, size: int = 0, besides: str = "") -> None:
+        """Raises ConfigError if a model of `vocabulary` tokens cannot hold the corpus' tokens.
+
+        `size`: how many these are where there are tokens `besides` the tokenizer's own.
+        """
+        size = size or self.header.vocabulary_size
         if vocabulary < size:
-            rule = f"is smaller than the {size} tokens of the corpus' tokenizer ({self.header.tokenizer})"
+            rule = f"is smaller than the {size} tokens of the corpus' tokenizer ({self.header.tokenizer}){besides}"
             raise ConfigError.of("model.vocabulary", vocabulary, rule, f"{size} or more")
 
 
@@ -123,7 +127,6 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
 
     Raises DataError naming the file that is missing or damaged.
     """
-    folder = Path(folder)
     header = _read_header(folder)
     for split in SPLITS:
         path = folder / token_file(split)
@@ -167,9 +170,8 @@ def _read_header(folder: Path) -> Header:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise DataError(
-            f"{path}: is no header of a prepared folder ({where}: {first['msg']}); {DAMAGE_REMEDY}"
-        ) from error
+        what = f"is no header of a prepared folder ({where}: {first['msg']})"
+        raise DataError(f"{path}: {what}; {DAMAGE_REMEDY}") from error
     if header.sha256.keys() != {TOKENIZER, *map(token_file, SPLITS)}:
         raise DataError(f"{path}: does not list the folder's files; {DAMAGE_REMEDY}")
     return header

@@ -10,8 +10,7 @@ import hashlib
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -67,7 +66,7 @@ def pack(corpus: Corpus, tokenizer: str, out: Path, validation: float, progress:
                 trained = make_tokenizer(tokenizer, learned, progress)
                 facts = {"tokenizer": kind, "validation_share": validation}
                 header = _write(folder, corpus, trained, plan, facts, progress)
-                (folder / HEADER).write_text(header.to_json(), encoding="utf-8")
+                (folder / HEADER).write_text(header.model_dump_json(indent=2) + "\n", encoding="utf-8")
     except OSError as error:  # no right to write there, a full disk
         where = "; MESHWRIGHT_CACHE names another folder for what runs prepare" if out.parent == cache_folder() else ""
         raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}{where}") from error
@@ -88,35 +87,29 @@ def corpus_for(data: TokenSection, cache: Path, progress: ShowProgress = silent)
             raise DataError(f"data.source={data.source}: {prepared}")
         _check_agrees(packed, data)
     else:
-        corpus = data.corpus()
-        out = Path(cache) / _cache_key(data, corpus)
+        corpus, kind = data.corpus(), tokenizer_kind(data.tokenizer)
+        tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
+        # The name changes with all that the prepared files depend on, and is known without reading the corpus.
+        facts = [FORMAT, corpus.identity, tokenizer, data.validation]
+        out = cache / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         ready = is_prepared(out)
         packed = open_packed(out) if ready else pack(corpus, data.tokenizer, out, data.validation, progress)
-    packed.check_files(Path(cache))
+    packed.check_files(cache)
     return packed
 
 
 class SplitWriter:
     """One split's token file: texts in, little-endian ids out, an end token behind each text.
 
-    A context manager; counts and checksums are complete after its block.
+    Counts and checksums are complete after the last `flush`.
     """
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, dtype: np.dtype) -> None:
+    def __init__(self, file: BinaryIO, tokenizer: Tokenizer, dtype: np.dtype) -> None:
         self.sum = FileSum()
-        self._file = path.open("wb")
-        self._tokenizer, self._dtype = tokenizer, dtype
+        self._file, self._tokenizer, self._dtype = file, tokenizer, dtype
         self._batch: list[tuple[str, bool]] = []
         self._batch_characters = 0
         self._tokens = self._documents = self._words = 0
-
-    def __enter__(self) -> SplitWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is None:
-            self._flush()
-        self._file.close()
 
     def add(self, text: str) -> None:
         """Append one document."""
@@ -126,14 +119,15 @@ class SplitWriter:
             self._batch.append((part, at == len(parts)))
             self._batch_characters += len(part)
             if self._batch_characters >= _BATCH_CHARACTERS:
-                self._flush()
+                self.flush()
         self._documents += 1
 
     @property
     def facts(self) -> SplitFacts:
         return SplitFacts(tokens=self._tokens, documents=self._documents, words=self._words)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Encode and write what has been added since the last call."""
         encoded = self._tokenizer.encode_batch(part for part, _ in self._batch)
         for ids, (_, is_last) in zip(encoded, self._batch, strict=True):
             if is_last:
@@ -152,15 +146,16 @@ def _write(
     tokenizer.save(folder / TOKENIZER)
     dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 else "<u4")
     with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(SplitWriter(folder / token_file(split), tokenizer, dtype)) for split in SPLITS
-        }
+        files = {split: stack.enter_context((folder / token_file(split)).open("wb")) for split in SPLITS}
+        writers = {split: SplitWriter(file, tokenizer, dtype) for split, file in files.items()}
         done = 0
         for split, texts in split_records(corpus, plan):
             for text in texts:
                 writers[split].add(text)
                 done += len(text)
             progress("tokenizing", min(1.0, done / plan.num_characters))
+        for writer in writers.values():
+            writer.flush()
     sums = {token_file(split): writer.sum for split, writer in writers.items()}
     return Header(
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
@@ -200,21 +195,10 @@ def _same_tokenizer(packed: PackedCorpus, tokenizer: str) -> bool:
 def _check_agrees(packed: PackedCorpus, data: TokenSection) -> None:
     """A prepared folder has its own tokenizer and share: a config that names others would have no effect."""
     header, again = packed.header, "or prepare it again"
-    if data.tokenizer != _default("tokenizer") and not _same_tokenizer(packed, data.tokenizer):
+    defaults = {name: field.default for name, field in TokenSection.model_fields.items()}
+    if data.tokenizer != defaults["tokenizer"] and not _same_tokenizer(packed, data.tokenizer):
         wanted = f"data.tokenizer={data.tokenizer}: {data.source} was prepared with {header.tokenizer}"
         raise DataError(f"{wanted}; leave data.tokenizer out, {again}")
-    if data.validation != _default("validation") and data.validation != header.validation_share:
+    if data.validation != defaults["validation"] and data.validation != header.validation_share:
         wanted = f"data.validation={data.validation}: {data.source} was prepared with {header.validation_share}"
         raise DataError(f"{wanted}; leave data.validation out, {again}")
-
-
-def _default(field: str) -> object:
-    return TokenSection.model_fields[field].default
-
-
-def _cache_key(data: TokenSection, corpus: Corpus) -> str:
-    """A name that changes with all that the prepared files depend on, known without reading the corpus."""
-    kind = tokenizer_kind(data.tokenizer)
-    tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
-    facts = [FORMAT, corpus.identity, tokenizer, data.validation]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

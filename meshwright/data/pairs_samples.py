@@ -18,12 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from meshwright.config import Config
-from meshwright.data.packed import PackedCorpus, document_ends
+from meshwright.data.packed import document_ends
 from meshwright.data.pairs_order import PairOrder
-from meshwright.data.section import Lengths, PairData
-from meshwright.data.specials import SequenceSpecials, specials_for
-from meshwright.data.split import Split
+from meshwright.data.section import Lengths
+from meshwright.data.specials import SequenceSpecials
 from meshwright.errors import DataError
 from meshwright.model import IGNORED, Batch
 
@@ -101,16 +99,3 @@ class PairSamples:
         """The ids of a text with its end token."""
         start = self._starts[pair, side]
         return self._tokens[start : start + self._lengths[pair, side]]
-
-
-def pair_samples(data: PairData, config: Config, corpus: PackedCorpus, split: Split) -> PairSamples:
-    """The pairs of a split. Raises ConfigError where the model has no room for the special tokens."""
-    return PairSamples(
-        np.asarray(corpus.tokens(split)),
-        specials_for(config, corpus.tokenizer),
-        data.sequence,
-        buckets=data.buckets,
-        batch=config.batch.global_,
-        seed=config.seed,
-        name=f"the {split} split of {corpus.folder}",
-    )

@@ -118,13 +118,13 @@ class TokenBatches(ShuffledSamples):
 
     def __init__(self, corpus: PackedCorpus, split: Split, sequence: int, seed: int) -> None:
         """`sequence`: tokens a row. Raises DataError if the split is shorter than one window."""
-        self._tokens, self._sequence = np.asarray(corpus.tokens(split)), sequence
+        self._tokens, self._sequence = corpus.tokens(split), sequence
         num_tokens = len(self._tokens)
         num_windows = (num_tokens - 1) // sequence
         if num_windows < 1:
             wanted = f"data.sequence={sequence} needs windows of {sequence + 1} tokens, and there are {num_tokens}"
             hint = f"take a shorter sequence (at most {max(num_tokens - 1, 1)}) or more text"
-            raise DataError(f"the {split} split of {corpus.folder}: {wanted}: {hint}")
+            raise DataError(f"{corpus.name(split)}: {wanted}: {hint}")
         super().__init__(num_windows, seed)
 
     def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:

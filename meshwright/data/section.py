@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
+from meshwright.environment import cache_folder
 from meshwright.errors import Problem
+from meshwright.models.section import Bert, ImageNetwork
 from meshwright.section import Positive, Rule, Section, divisors, listed, rule
 
 if TYPE_CHECKING:
@@ -188,14 +190,19 @@ class TokenSection(DataSection):
         raise NotImplementedError
 
     def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        from meshwright.data.dataset import prepare_corpus
+        from meshwright.data.packing import corpus_for
 
-        return prepare_corpus(self, config, progress)
+        corpus = corpus_for(self, cache_folder(), progress)
+        corpus.check_vocabulary(config.model.num_tokens)
+        self.open(config, corpus.folder)
+        return corpus.folder
 
     def open(self, config: Config, folder: Path) -> Opened:
-        from meshwright.data.dataset import open_corpus
+        from meshwright.data.dataset import open_splits
+        from meshwright.data.packed import open_packed
 
-        return open_corpus(self, config, folder)
+        packed = open_packed(folder)
+        return open_splits(config, lambda split: self.samples(config, packed, split), packed.tokenizer.to_json())
 
 
 class TextData(TokenSection):
@@ -217,9 +224,15 @@ class MaskedData(TokenSection):
     gives: ClassVar[str] = "masked"
 
     def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        from meshwright.data.masked import masked_samples
+        from meshwright.data.masked import MaskedSamples
+        from meshwright.data.specials import specials_of
 
-        return masked_samples(config, packed, split), ""
+        model = config.model
+        assert isinstance(model, Bert), model
+        specials = specials_of(packed.tokenizer)
+        packed.check_vocabulary(model.vocabulary, specials.vocabulary_size, " with BERT's")
+        tokens, name, pairs = packed.tokens(split), packed.name(split), model.next_sentence
+        return MaskedSamples(tokens, specials, self.sequence, config.seed, next_sentence=pairs, name=name), ""
 
 
 class SpanData(TokenSection):
@@ -239,9 +252,11 @@ class SpanData(TokenSection):
         return SENTINELS
 
     def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        from meshwright.data.spans import span_samples
+        from meshwright.data.spans import SpanSamples
+        from meshwright.data.specials import specials_for
 
-        return span_samples(config, packed, split), ""
+        specials = specials_for(config, packed.tokenizer)
+        return SpanSamples(packed.tokens(split), specials, self.lengths, config.seed, packed.name(split)), ""
 
 
 def _pairs(config: Config) -> PairData:
@@ -338,9 +353,18 @@ class PairData(TokenSection):
         return pair_corpus(self)
 
     def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        from meshwright.data.pairs_samples import pair_samples
+        from meshwright.data.pairs_samples import PairSamples
+        from meshwright.data.specials import specials_for
 
-        pairs = pair_samples(self, config, packed, split)
+        pairs = PairSamples(
+            packed.tokens(split),
+            specials_for(config, packed.tokenizer),
+            self.sequence,
+            buckets=self.buckets,
+            batch=config.batch.global_,
+            seed=config.seed,
+            name=packed.name(split),
+        )
         return pairs, pairs.note
 
 
@@ -356,11 +380,16 @@ class ImageData(DataSection):
     rules: ClassVar[tuple[Rule, ...]] = (source_exists,)
 
     def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        from meshwright.data.images import prepare_images
+        from meshwright.data.images import images_for
 
-        return prepare_images(self, config, progress)
+        assert isinstance(config.model, ImageNetwork), config.model
+        packed = images_for(self, config.model, cache_folder(), progress)
+        self.open(config, packed.folder)
+        return packed.folder
 
     def open(self, config: Config, folder: Path) -> Opened:
-        from meshwright.data.images import open_splits
+        from meshwright.data.dataset import open_splits
+        from meshwright.data.images import ImageSamples, open_images
 
-        return open_splits(config, folder)
+        packed = open_images(folder)
+        return open_splits(config, lambda split: (ImageSamples(packed, split, config.seed), ""))

@@ -21,14 +21,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.config import Config
-from meshwright.data.packed import PackedCorpus
 from meshwright.data.pairs_samples import sequence_batch
 from meshwright.data.sampler import ShuffledSamples
 from meshwright.data.section import Lengths
 from meshwright.data.span_window import window_of
-from meshwright.data.specials import SequenceSpecials, specials_for
-from meshwright.data.split import Split
+from meshwright.data.specials import SequenceSpecials
 from meshwright.errors import DataError
 from meshwright.model import Batch
 from meshwright.parameters.shard import seed_of
@@ -72,14 +69,3 @@ def parts_of(draws: np.random.Generator, number: int, parts: int) -> list[int]:
     assert number >= parts, (number, parts)
     cuts = np.sort(np.argsort(draws.random(number - 1), kind="stable")[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [number]])).tolist()
-
-
-def span_samples(config: Config, corpus: PackedCorpus, split: Split) -> SpanSamples:
-    """The samples of a split. Raises ConfigError where the model has no room for the special tokens."""
-    return SpanSamples(
-        np.asarray(corpus.tokens(split)),
-        specials_for(config, corpus.tokenizer),
-        config.data.lengths,
-        config.seed,
-        name=f"the {split} split of {corpus.folder}",
-    )

@@ -11,16 +11,7 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.data.image_source import open_source
-from meshwright.data.images import (
-    HEADER,
-    ImageSamples,
-    PackedImages,
-    images_file,
-    images_for,
-    labels_file,
-    open_images,
-)
+from meshwright.data.images import HEADER, ImageSamples, PackedImages, images_for, open_images, open_source
 from meshwright.data.section import ImageData
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.section import Vit
@@ -107,19 +98,19 @@ def test_packed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_damage_is_found_by_name(tmp_path: Path, split: Any) -> None:
     made = digits(tmp_path)
-    path = made.folder / images_file(split)
+    path = made.folder / f"{split}-images.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     open_images(made.folder)
-    with pytest.raises(DataError, match=f"{images_file(split)}: is damaged"):
+    with pytest.raises(DataError, match=f"{split}-images.npy: is damaged"):
         digits(tmp_path)
     np.save(path, np.zeros((3, 1, 8, 8), np.uint8))
-    with pytest.raises(DataError, match=f"{images_file(split)}: is uint8"):
+    with pytest.raises(DataError, match=f"{split}-images.npy: is uint8"):
         open_images(made.folder)
     path.write_bytes(bytes(content))
-    (made.folder / labels_file(split)).write_bytes(b"no array")
-    with pytest.raises(DataError, match=f"{labels_file(split)}: cannot be read"):
+    (made.folder / f"{split}-labels.npy").write_bytes(b"no array")
+    with pytest.raises(DataError, match=f"{split}-labels.npy: cannot be read"):
         open_images(made.folder)
     (made.folder / HEADER).write_text("{}")
     with pytest.raises(DataError, match="is no header of packed images"):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config import Config, parse_config
-from meshwright.data.masked import MaskedSamples, masked_samples, runs
+from meshwright.data.masked import MaskedSamples, runs
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.packing import prepare
 from meshwright.data.specials import NAMES, Specials, specials_of, with_specials
@@ -224,4 +224,4 @@ def test_a_vocabulary_without_room_for_the_special_tokens(corpus: PackedCorpus) 
     small = config.model_copy(update={"model": config.model.model_copy(update={"vocabulary": 260})})
     message = r"model.vocabulary=260 is smaller than the 261 tokens of the corpus' tokenizer \(bytes\) with BERT's"
     with pytest.raises(ConfigError, match=message):
-        masked_samples(small, corpus, "train")
+        small.data.samples(small, corpus, "train")

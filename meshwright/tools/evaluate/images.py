@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from meshwright.data.files import ShowProgress, silent
-from meshwright.data.image_source import open_source
-from meshwright.data.images import check_classes, split_images
+from meshwright.data.images import open_source
 from meshwright.data.section import STDLIB
 from meshwright.errors import ConfigError
 from meshwright.models.section import ImageNetwork
@@ -35,10 +34,10 @@ def image_accuracy(loaded: Loaded, data: str | None, progress: ShowProgress = si
     if data is None and name == STDLIB:  # imported, no run of ours
         raise ConfigError.of("--data", "none", f"leaves {loaded.folder} without images", "digits, a folder")
     source = open_source(name)
-    check_classes(source, name, model)
+    source.check_classes(name, model)
     numbers = np.arange(len(source.labels))
     if name == trained_on.source or source.held_out is not None:
-        numbers = split_images(source, trained_on.validation)["validation"]
+        numbers = source.split(trained_on.validation)["validation"]
     correct, total = 0, 0.0
     for start in range(0, len(numbers), BATCH_IMAGES):
         chosen = numbers[start : start + BATCH_IMAGES]
