@@ -31,6 +31,7 @@ from meshwright.config import Config
 from meshwright.config.rules import PARTITION_RULES
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.machine import Machine, has_gpu_driver
+from meshwright.ranks.section import TRANSPORTS
 from meshwright.section import field_of, with_field
 
 PARTITION, LIMIT, SUMMA = "layout.pipeline.partition", "layout.pipeline.limit", "memory.summa"
@@ -130,9 +131,9 @@ def _check_ranks(config: Config, machine: Machine, device: str) -> None:
 def _transport(config: Config, machine: Machine, device: str) -> tuple[str, list[str]]:
     """The transport, and why `auto` did not take MPI where it would have been first choice."""
     asked = config.layout.transport
-    if asked == "mpi" and machine.launcher == "torchrun":
-        raise ConfigError.of("layout.transport", "mpi", "cannot join a job of torchrun", "torch, or use mpirun")
     if asked != "auto":
+        if TRANSPORTS[asked].by_mpiexec and machine.launcher == "torchrun":
+            raise ConfigError.of("layout.transport", asked, "cannot join a job of torchrun", "torch, or use mpirun")
         return asked, []
     if device != "cpu" or not config.layout.data.strategy.over_mpi or config.layout.world_size == 1:
         return "torch", []

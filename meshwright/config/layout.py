@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from meshwright.ranks.section import TransportName
 from meshwright.registry import entries
 from meshwright.section import Count, Positive, Rule, Section, Size, union_of
 from meshwright.tensor.section import TensorSection, Whole
@@ -76,7 +77,7 @@ class Layout(Section):
     data: DataParallel = DataParallel()
     pipeline: PipelineSection = PipelineSection()
     tensor: TensorParallel = Whole()
-    transport: Literal["auto", "torch", "mpi"] = "auto"
+    transport: Literal["auto", TransportName] = "auto"
     order: tuple[str, ...] | Literal["auto"] = "auto"
     ranks_per_node: Positive | Literal["auto"] = "auto"
 

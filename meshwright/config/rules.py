@@ -6,7 +6,6 @@ itself mistaken, and every other mistake is still reported in the same message.
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from operator import attrgetter
@@ -14,6 +13,7 @@ from operator import attrgetter
 from meshwright.config.messages import nearest
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
+from meshwright.ranks.section import TRANSPORTS
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, listed, rule
 
@@ -76,15 +76,17 @@ def dtype_fits_level(config: Config) -> Iterator[Problem]:
 
 @rule("layout.transport")
 def transport_is_installed(config: Config) -> Iterator[Problem]:
-    if config.layout.transport == "mpi" and importlib.util.find_spec("mpi4py") is None:
-        hint = "torch, auto; or mpi after pip install 'meshwright[mpi]'"
-        yield Problem("layout.transport", "mpi", "needs mpi4py, which is not installed", hint)
+    name = config.layout.transport
+    if name != "auto" and not TRANSPORTS[name].is_installed:
+        hint = f"torch, auto; or {name} after pip install 'meshwright[{name}]'"
+        yield Problem("layout.transport", name, f"needs {TRANSPORTS[name].module}, which is not installed", hint)
 
 
 @rule("layout.transport", "device")
 def transport_reaches_device(config: Config) -> Iterator[Problem]:
-    if config.layout.transport == "mpi" and config.device == "cuda":
-        yield Problem("layout.transport", "mpi", "moves host memory only, and device=cuda", "torch, auto")
+    name, device = config.layout.transport, config.device
+    if "auto" not in (name, device) and device not in TRANSPORTS[name].devices:
+        yield Problem("layout.transport", name, f"moves host memory only, and device={device}", "torch, auto")
 
 
 @rule("steps", "optimizer.schedule.warmup")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.errors import Problem
+from meshwright.ranks.section import TRANSPORTS
 from meshwright.registry import entries
 from meshwright.section import Rule, rule
 
@@ -74,8 +75,9 @@ def needs_whole_layers(config: Config) -> Iterator[Problem]:
 
 @rule(FIELD, "layout.transport")
 def needs_torch_distributed(config: Config) -> Iterator[Problem]:
-    if config.layout.transport == "mpi":
-        rule_text = "runs inside torch.distributed, which layout.transport=mpi does not start"
+    transport = config.layout.transport
+    if transport != "auto" and TRANSPORTS[transport].by_mpiexec:
+        rule_text = f"runs inside torch.distributed, which layout.transport={transport} does not start"
         yield Problem(FIELD, config.layout.data.sync, rule_text, "layout.transport=torch or auto, or sync=zero1")
 
 

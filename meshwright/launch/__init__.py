@@ -10,7 +10,7 @@ the file `stop`, whose existence asks the workers to finish their step and leave
 
 from meshwright.launch.failure import Interrupted
 from meshwright.launch.function import Rank, Ranks, run
-from meshwright.launch.launcher import TransportName, launch
+from meshwright.launch.launcher import launch
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.worker import Job, joined, run_worker
 
@@ -20,7 +20,6 @@ __all__ = [
     "Rank",
     "Ranks",
     "StopRequest",
-    "TransportName",
     "joined",
     "launch",
     "run",

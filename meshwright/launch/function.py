@@ -27,6 +27,7 @@ from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch.launcher import launch
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.worker import Job, joined, run_worker
+from meshwright.ranks.section import TRANSPORTS, TransportName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +44,7 @@ class Ranks:
     """
 
     axes: tuple[tuple[str, int], ...]
-    transport: Literal["torch", "mpi"] = "torch"
+    transport: TransportName = "torch"
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 1
     restarts: int = 0
@@ -143,7 +144,7 @@ def open_ranks(ranks: Ranks, environment: Environment, name: str) -> Iterator[Me
     if ranks.device == "cuda":
         device = torch.device("cuda", environment.local_rank)
         torch.cuda.set_device(device)
-    point = rendezvous(job=name) if ranks.transport == "torch" else None
+    point = None if TRANSPORTS[ranks.transport].by_mpiexec else rendezvous(job=name)
     grid = Grid(ranks.axes)
     with open_mesh(grid, environment, ranks.transport, device, point, ranks.token_axes, ranks.timeout) as mesh:
         yield mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from meshwright.errors import LaunchError
 from meshwright.launch.failure import Failure, Interrupted, allow_open_files, read_results
@@ -13,8 +13,7 @@ from meshwright.launch.session import Session, open_session
 from meshwright.launch.signals import STOP_FILE, KillWorkers, StopSignals, listens
 from meshwright.launch.worker import Job
 from meshwright.ranks.hang import clear_records, explain_hang, read_records
-
-TransportName = Literal["torch", "mpi"]
+from meshwright.ranks.section import TRANSPORTS, TransportName
 
 
 def launch(
@@ -72,7 +71,7 @@ def _run(
 
 
 def _starter(transport: TransportName) -> Callable[[Session, int, int, int], Failure | None]:
-    if transport == "mpi":
+    if TRANSPORTS[transport].by_mpiexec:
         from meshwright.launch.mpiexec import run_mpi
 
         return run_mpi

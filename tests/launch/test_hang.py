@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
-from meshwright.launch.launcher import TransportName
+from meshwright.ranks.section import TransportName
 from tests.launch.conftest import needs_mpi
 
 on_each = pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[needs_mpi, pytest.mark.long])])

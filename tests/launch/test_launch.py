@@ -13,8 +13,8 @@ import torch
 
 from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
-from meshwright.launch.launcher import TransportName
 from meshwright.launch.session import make_fork_server_folder, sweep
+from meshwright.ranks.section import TransportName
 from tests.launch.conftest import needs_mpi
 
 HERE = "tests.launch.entries"

@@ -17,8 +17,8 @@ import pytest
 
 from meshwright.errors import LaunchError
 from meshwright.launch import Interrupted, Job, joined, launch, run_worker, signals
-from meshwright.launch.launcher import TransportName
 from meshwright.launch.session import open_session, sweep
+from meshwright.ranks.section import TransportName
 
 HERE = "tests.launch.entries"
 PATIENCE_SECONDS = 30.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,9 +16,10 @@ import torch
 
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, LaunchError
-from meshwright.launch import Rank, Ranks, TransportName, joined, run
-from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
+from meshwright.launch import Rank, Ranks, joined, run
+from meshwright.machine import Machine, memory_bytes, usable_cores
 from meshwright.ranks.grid import PIPE
+from meshwright.ranks.section import TransportName
 from meshwright.tools.calibrate.fit import fit_device, fit_links, merged, rounded
 from meshwright.tools.calibrate.kernels import measure_device
 from meshwright.tools.calibrate.links import measure_links, measure_overlap, measure_turns
@@ -53,8 +53,7 @@ def measured_machine(ranks: str | None, device: str) -> MeasuredMachine:
     if device == "cuda" and not gpus:
         raise ConfigError.of("--device", device, "finds no GPU", "cpu")
     if device == "cpu" or not gpus:
-        mpi = find_spec("mpi4py") is not None and find_mpiexec() is not None
-        backends: tuple[TransportName, ...] = ("torch", "mpi") if mpi else ("torch",)
+        backends: tuple[TransportName, ...] = ("torch", "mpi") if Machine.here().has_mpi else ("torch",)
         return MeasuredMachine("cpu", usable_cores(), parse_ranks(ranks or "2,4"), backends)
     powers = [2**power for power in range(1, gpus.bit_length()) if 2**power <= gpus]
     counts = tuple(powers) if ranks is None else parse_ranks(ranks)

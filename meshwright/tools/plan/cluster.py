@@ -18,6 +18,7 @@ from meshwright.config.load import CONFIGS, read_yaml
 from meshwright.config.messages import problems_of
 from meshwright.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
+from meshwright.ranks.section import TransportName
 from meshwright.section import Positive, Section, Size
 
 CALIBRATED = Path("cluster.yaml")
@@ -35,7 +36,6 @@ def _rising(curve: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float]
 
 Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1), AfterValidator(_rising)]
 Dtype = Literal["float32", "float64", "bf16", "fp16"]
-Backend = Literal["torch", "mpi"]
 if TYPE_CHECKING:
     Verb: TypeAlias = str
 else:
@@ -131,7 +131,7 @@ class Cluster(Section):
     devices_per_node: Positive
     cores: Positive | None = None
     turns: Curve | None = None
-    links: dict[Backend, Links]
+    links: dict[TransportName, Links]
 
     def oversubscription(self, ranks_per_node: int) -> float:
         """How many times as long as alone a rank takes where ranks share cores: no less than its share of a core."""
@@ -146,7 +146,7 @@ class Cluster(Section):
 
     @field_validator("links")
     @classmethod
-    def some_link(cls, links: dict[Backend, Links]) -> dict[Backend, Links]:
+    def some_link(cls, links: dict[TransportName, Links]) -> dict[TransportName, Links]:
         if "torch" not in links:
             raise ValueError("has no torch, which can carry every run")
         return links

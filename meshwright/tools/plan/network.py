@@ -35,7 +35,8 @@ from math import ceil, exp, log, log2
 
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import ENDS, PIPE, Grid
-from meshwright.tools.plan.cluster import Backend, Cluster, Curve, Level
+from meshwright.ranks.section import TransportName
+from meshwright.tools.plan.cluster import Cluster, Curve, Level
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class ClusterNetwork:
     cores, everything takes as many times as long as there are ranks to a core; a measurement has its own ranks'
     part in it already."""
 
-    def __init__(self, cluster: Cluster, backend: Backend, grid: Grid) -> None:
+    def __init__(self, cluster: Cluster, backend: TransportName, grid: Grid) -> None:
         """Raises ConfigError where the cluster has no links of this backend, or too few devices for the grid."""
         if backend not in cluster.links:
             rule = f"has no links in the cluster {cluster.name}"

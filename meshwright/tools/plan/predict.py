@@ -21,11 +21,12 @@ from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import AHEAD
+from meshwright.ranks.section import TransportName
 from meshwright.registry import entries
 from meshwright.section import with_field
 from meshwright.stage_costs import BuiltStages, all_state_bytes, shared_work
 from meshwright.tools.plan.buckets import Buckets, Memory, PlannedBucket, memory_of, share_program, slots_of, streams
-from meshwright.tools.plan.cluster import Backend, Cluster
+from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.compose import Composition, Cost, StagePlan, compose_stages
 from meshwright.tools.plan.network import ClusterNetwork
 from meshwright.tools.plan.recorder import Kernel, Program
@@ -77,7 +78,7 @@ class Planner:
     _timers: dict[int, Timer] = field(default_factory=dict)
     _partitions: dict[tuple[object, int], tuple[int, ...]] = field(default_factory=dict)
     _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
-    _networks: dict[tuple[Backend, tuple[tuple[str, int], ...]], ClusterNetwork] = field(default_factory=dict)
+    _networks: dict[tuple[TransportName, tuple[tuple[str, int], ...]], ClusterNetwork] = field(default_factory=dict)
 
     def predict(self, config: Config) -> Prediction:
         """Raises ConfigError for what cannot be planned: sync fsdp and server-loss, O1, a partition that is

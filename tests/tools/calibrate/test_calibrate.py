@@ -9,9 +9,9 @@ import torch
 
 from meshwright.config.load import read_yaml
 from meshwright.errors import ConfigError
-from meshwright.launch import TransportName
 from meshwright.machine import find_mpiexec
 from meshwright.ranks.ledger import VERBS
+from meshwright.ranks.section import TransportName
 from meshwright.tools.calibrate.job import MeasuredMachine, calibrate, measured_machine, parse_ranks
 from meshwright.tools.calibrate.report import render, yaml_text
 from meshwright.tools.calibrate.timing import CallTimer, Effort, effort_of, lower_quartile
