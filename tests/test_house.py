@@ -104,7 +104,7 @@ OTHER_WORDS = {
     ("none", ""),  # of offload, recompute, the launcher: no tensor section
     ("megatron", "models/bert.py"), ("megatron", "tools/convert/bert.py"),  # where BERT's norms are
     ("ring", "tools/plan/network.py"),  # how a cluster's devices are linked
-    ("pairs", "tools/evaluate/pairs.py"), ("pairs", "cli/weights.py"),  # the records of a packed folder
+    ("pairs", "tools/evaluate/texts.py"), ("pairs", "cli/weights.py"),  # the records of a packed folder
 }  # fmt: skip
 """Words that are a strategy's name as well, and the files that mean the other thing."""
 

@@ -28,19 +28,20 @@ _UNFINISHED = "\ufffd"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0: the most likely one; else drawn, from the `top_k` most likely."""
+    """How the next token is chosen. Temperature 0: the most likely one; else drawn, from the `top_k` most likely.
+
+    Raises ConfigError on a value that cannot be, or that would have no effect.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     seed: int | None = None
     """None: 1."""
 
-    def check(self) -> None:
-        """Raises ConfigError on a value that cannot be, or that would have no effect."""
-        if not self.temperature >= 0 or self.temperature == float("inf"):
-            raise ConfigError.of(
-                "--temperature", self.temperature, "is no temperature", "0 (greedy) or more, such as 0.8"
-            )
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            valid = "0 (greedy) or more, such as 0.8"
+            raise ConfigError.of("--temperature", self.temperature, "is no temperature", valid)
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError.of("--top-k", self.top_k, "leaves nothing to draw from", "1 or more")
         for option, value in (("--top-k", self.top_k), ("--seed", self.seed)):
@@ -50,7 +51,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to a checkpoint; None: not given. `sampling` is a GPT-2's, the next two an encoder-decoder's."""
+    """A request to a checkpoint; None: not given. `sampling` is a GPT-2's, the next two an encoder-decoder's.
+
+    Raises ConfigError where it asks for no token.
+    """
 
     prompt: str
     tokens: int | None = None
@@ -58,6 +62,10 @@ class Request:
     sampling: Sampling = Sampling()
     beams: int | None = None
     length_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.tokens < 1:
+            raise ConfigError.of("--tokens", self.tokens, "asks for nothing", "1 or more")
 
 
 @dataclass(frozen=True)
@@ -71,13 +79,11 @@ class Generated:
 
 
 def generate(checkpoint: Path, request: Request, device: str = "auto", context: int | None = None) -> Generated:
-    """Go on from a prompt, or answer it. Raises ConfigError on options that cannot be or have no effect on the
-    checkpoint's family; and as the loaders do."""
-    sampling = request.sampling
-    sampling.check()
-    if request.tokens is not None and request.tokens < 1:
-        raise ConfigError.of("--tokens", request.tokens, "asks for nothing", "1 or more")
-    model = config_at(checkpoint).model
+    """Go on from a prompt, or answer it.
+
+    Raises ConfigError on options without an effect on the checkpoint's family; and as the loaders do.
+    """
+    sampling, model = request.sampling, config_at(checkpoint).model
     family = model.family
     if model.reads == "sequences":
         options = {"--temperature": sampling.temperature or None, "--top-k": sampling.top_k, "--seed": sampling.seed}
@@ -107,20 +113,13 @@ def answer_text(loaded: LoadedSequence, prompt: str, beam: Beam, most: int | Non
     return text_of(loaded, answers(loaded, [ids], beam, most)[0].tokens)
 
 
-class _Chooser:
-    """Picks a token from logits [V]."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
-        # On the host, so that every device draws the same numbers.
-        self._generator = torch.Generator().manual_seed(1 if sampling.seed is None else sampling.seed)
-
-    def __call__(self, logits: Tensor) -> int:
-        if self._sampling.temperature == 0:
-            return int(logits.argmax())
-        scores = logits.cpu().double() / self._sampling.temperature
-        likely, ids = scores.topk(min(self._sampling.top_k or len(scores), len(scores)))
-        return int(ids[torch.multinomial(likely.softmax(-1), 1, generator=self._generator)])
+def _chosen(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """A token picked from logits [V]."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    scores = logits.cpu().double() / sampling.temperature
+    likely, ids = scores.topk(min(sampling.top_k or len(scores), len(scores)))
+    return int(ids[torch.multinomial(likely.softmax(-1), 1, generator=generator)])
 
 
 def generate_tokens(loaded: LoadedText, prompt: list[int], most: int, sampling: Sampling) -> Iterator[int]:
@@ -128,12 +127,13 @@ def generate_tokens(loaded: LoadedText, prompt: list[int], most: int, sampling: 
 
     A prompt longer than the context is cut as the context is when it slides: its last half context stays.
     """
-    choose = _Chooser(sampling)
+    # On the host, so that every device draws the same numbers.
+    generator = torch.Generator().manual_seed(1 if sampling.seed is None else sampling.seed)
     tokens = prompt or [loaded.tokenizer.end]
     fresh = tokens if len(tokens) <= loaded.context else _kept(tokens, loaded.context)
     cache = KeyValueCache()
     for _ in range(most):
-        token = choose(_next_logits(loaded, fresh, cache))
+        token = _chosen(_next_logits(loaded, fresh, cache), sampling, generator)
         if token == loaded.tokenizer.end:
             return
         yield token
@@ -156,13 +156,7 @@ def _next_logits(loaded: LoadedText, fresh: list[int], cache: KeyValueCache) -> 
 
 
 def generate_text(loaded: LoadedText, prompt: str, most: int, sampling: Sampling) -> Iterator[str]:
-    """The continuation of a prompt in parts, as soon as each is whole characters.
-
-    Raises ConfigError on a sampling that cannot be.
-    """
-    sampling.check()
-    if most < 1:
-        raise ConfigError.of("--tokens", most, "asks for nothing", "1 or more")
+    """The continuation of a prompt in parts, as soon as each is whole characters."""
     ids = loaded.tokenizer.encode(prompt)
     return whole_characters(loaded.tokenizer, ids, generate_tokens(loaded, ids, most, sampling))
 

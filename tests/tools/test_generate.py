@@ -10,7 +10,7 @@ import torch
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import ConfigError
 from meshwright.tools.evaluate.load import LoadedText, load_text
-from meshwright.tools.generate import Sampling, generate_text, generate_tokens, whole_characters
+from meshwright.tools.generate import Request, Sampling, generate_text, generate_tokens, whole_characters
 from tests.tools.evaluate.tiny import VOCABULARY, rigged_checkpoint, tiny_checkpoint
 
 GREEDY = Sampling()
@@ -90,15 +90,15 @@ def test_parts_join_to_the_whole_text() -> None:
     assert "".join(whole_characters(tokenizer, list(b"xyz"), iter(ids))) == tokenizer.decode(ids)
 
 
-def test_mistakes(loaded: LoadedText) -> None:
-    for sampling, message in (
-        (Sampling(-1.0), "--temperature=-1.0"),
-        (Sampling(float("nan")), "--temperature=nan"),
-        (Sampling(1.0, 0), "--top-k=0"),
-        (Sampling(0.0, 5), "--top-k=5 has no effect"),
-        (Sampling(0.0, None, 5), "--seed=5 has no effect"),
+def test_mistakes() -> None:
+    for values, message in (
+        ((-1.0,), "--temperature=-1.0"),
+        ((float("nan"),), "--temperature=nan"),
+        ((1.0, 0), "--top-k=0"),
+        ((0.0, 5), "--top-k=5 has no effect"),
+        ((0.0, None, 5), "--seed=5 has no effect"),
     ):
         with pytest.raises(ConfigError, match=message):
-            generate_text(loaded, "a", 5, sampling)
+            Sampling(*values)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--tokens=0"):
-        generate_text(loaded, "a", 0, GREEDY)
+        Request("a", 0)

@@ -31,7 +31,7 @@ _Step = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Beam:
-    """The settings of the search, by default as by Vaswani et al., section 6.1.
+    """The settings of the search, by default as by Vaswani et al., section 6.1. Raises ConfigError on what cannot be.
 
     `length_penalty`: alpha; 0 prefers short answers, as probabilities do.
     """
@@ -39,8 +39,7 @@ class Beam:
     beams: int = 4
     length_penalty: float = 0.6
 
-    def check(self) -> None:
-        """Raises ConfigError on a value that cannot be."""
+    def __post_init__(self) -> None:
         if self.beams < 1:
             raise ConfigError.of("--beams", self.beams, "keeps no hypothesis", "1 (greedy) or more, such as 4")
         if not 0 <= self.length_penalty < float("inf"):
@@ -53,13 +52,9 @@ class Beam:
 
 
 def beam_of(beams: int | None, length_penalty: float | None) -> Beam:
-    """None: the default. Raises ConfigError on a value that cannot be, or that would have no effect."""
-    standard = Beam()
-    beam = Beam(
-        standard.beams if beams is None else beams,
-        standard.length_penalty if length_penalty is None else length_penalty,
-    )
-    beam.check()
+    """The settings that a user gave; None: the default. Raises ConfigError on one that would have no effect."""
+    given = {"beams": beams, "length_penalty": length_penalty}
+    beam = Beam(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     if length_penalty is not None and beams == 1:
         raise ConfigError.of("--length-penalty", length_penalty, "has no effect on one hypothesis", "with --beams 2")
     return beam

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
+from meshwright.checkpoint.manifest import TOKENIZER_FILE
 from meshwright.config import Config
 from meshwright.data.specials import SequenceSpecials, specials_for, specials_with_room
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
@@ -21,8 +22,6 @@ from meshwright.ranks.mesh import solo_mesh
 from meshwright.registry import entries
 from meshwright.tensor.kit import WholeHead
 from meshwright.tensor.serial import SerialKit
-
-TOKENIZER = "tokenizer.json"
 
 BATCH_TOKENS = 8192
 """Tokens a forward pass: enough to fill the device, few enough for a large model's activations."""
@@ -67,8 +66,7 @@ class LoadedSequence(LoadedText):
 
 def load_images(path: Path, device: str = "auto") -> Loaded:
     """The classifier of a step folder, or of a run's newest checkpoint. Raises as `load_text`."""
-    where = device_of(device)
-    return Loaded(**_built(_checkpoint(path, "images"), where))
+    return Loaded(**_built(*_found(path, device, "images")))
 
 
 def load_text(path: Path, device: str = "auto", context: int | None = None, reads: str = "tokens") -> LoadedText:
@@ -79,13 +77,18 @@ def load_text(path: Path, device: str = "auto", context: int | None = None, read
     because positions beyond it were never trained; at most model.positions. Raises CheckpointError, DataError
     (tokenizer), ConfigError (device, context).
     """
-    where = device_of(device)
-    checkpoint = _checkpoint(path, reads)
+    checkpoint, where = _found(path, device, reads)
     config = checkpoint.config
-    positions = config.model.longest
+    positions, vocabulary = config.model.longest, config.model.num_tokens
     if context is not None and not 1 <= context <= positions:
         raise ConfigError.of("--context", context, "is no context of this model", f"1 to model.positions={positions}")
-    tokenizer = _tokenizer(checkpoint, config.model.num_tokens)
+    file = checkpoint.file(TOKENIZER_FILE)
+    if file is None:
+        raise CheckpointError(f"{checkpoint.folder} has no {TOKENIZER_FILE}: copy its model's tokenizer there")
+    tokenizer = load_tokenizer(file)
+    if tokenizer.vocabulary_size > vocabulary:
+        size = tokenizer.vocabulary_size
+        raise CheckpointError(f"{file} is of another model: it has {size} tokens, and the model knows {vocabulary}")
     context = context or config.data.lengths.source
     return LoadedText(**_built(checkpoint, where), tokenizer=tokenizer, context=context)
 
@@ -103,23 +106,21 @@ def config_at(path: Path) -> Config:
     return Checkpoint(find_checkpoint(path)).config
 
 
-def device_of(name: str) -> torch.device:
-    """auto: a GPU where there is one. Raises ConfigError where there is none of what is asked for."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError.of("--device", name, "is no device", "auto, cpu, cuda")
-    if name == "cuda" and not torch.cuda.is_available():
+def _found(path: Path, device: str, reads: str) -> tuple[Checkpoint, torch.device]:
+    """The checkpoint and the device; auto: a GPU where there is one.
+
+    Raises ConfigError where there is no such device, CheckpointError where the family reads batches of another form.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError.of("--device", device, "is no device", "auto, cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError.of("--device", "cuda", "finds no GPU", "cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def _checkpoint(path: Path, reads: str) -> Checkpoint:
-    """The checkpoint. Raises CheckpointError where its model's family reads batches of another form."""
     checkpoint = Checkpoint(find_checkpoint(path))
     model = checkpoint.config.model
     if model.reads != reads:
         families = " or ".join(name for name, family in entries("models").items() if family.reads == reads)
         raise CheckpointError(f"{checkpoint.folder} is a {model.family}: this needs a {families}")
-    return checkpoint
+    return checkpoint, torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def _built(checkpoint: Checkpoint, device: torch.device) -> dict[str, Any]:
@@ -130,17 +131,6 @@ def _built(checkpoint: Checkpoint, device: torch.device) -> dict[str, Any]:
     load_weights(model, shard_specs(model), mesh, checkpoint)
     steps = checkpoint.manifest.progress.step
     return {"folder": checkpoint.folder, "config": config, "steps": steps, "device": device, "model": model.eval()}
-
-
-def _tokenizer(checkpoint: Checkpoint, vocabulary: int) -> Tokenizer:
-    path = checkpoint.file(TOKENIZER)
-    if path is None:
-        raise CheckpointError(f"{checkpoint.folder} has no {TOKENIZER}: copy its model's tokenizer there")
-    tokenizer = load_tokenizer(path)
-    if tokenizer.vocabulary_size > vocabulary:
-        size = tokenizer.vocabulary_size
-        raise CheckpointError(f"{path} is of another model: it has {size} tokens, and the model knows {vocabulary}")
-    return tokenizer
 
 
 def exponential(x: float) -> float:

@@ -1,98 +1,30 @@
-"""Perplexity over sliding windows: every token of the text is predicted once, with the context that the stride leaves.
+"""Perplexity: of a text over sliding windows, of an encoder-decoder's targets.
 
-Windows of `context` tokens begin `stride` tokens apart; of each but the first, only those tokens count that no window
-before it has counted, so each has at least context - stride tokens to its left. The last window ends with the text.
-End tokens are context and never counted: the model is asked for the text alone.
+Every token of a text is predicted once, with the context that the stride leaves: windows of `context` tokens begin
+`stride` tokens apart; of each but the first, only those tokens count that no window before it has counted, so each has
+at least context - stride tokens to its left. The last window ends with the text. End tokens are context and never
+counted: the model is asked for the text alone. In targets they do count, as they end what is to be written; label
+smoothing never does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from meshwright.data.corpus import documents
 from meshwright.data.files import ShowProgress, silent
-from meshwright.data.packed import PackedCorpus, is_prepared, open_packed
-from meshwright.data.packing import corpus_for
-from meshwright.data.section import TokenSection
-from meshwright.data.tokenizer import Tokenizer, pieces
-from meshwright.environment import cache_folder
+from meshwright.data.pairs_samples import sequence_batch
+from meshwright.data.section import Lengths
+from meshwright.data.span_window import span_lengths
+from meshwright.data.spans import SpanSamples
 from meshwright.errors import ConfigError, DataError
-from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, exponential
-
-
-@dataclass(frozen=True)
-class TokenStream:
-    """Documents one behind the other, as in training: an end token first and between them."""
-
-    tokens: np.ndarray
-    """Ids [n]. The first is the end token: the context of the text's first token."""
-    words: int
-    """White-space separated words of the original text."""
-    name: str
-    """The name of the data, for the reader of the result."""
-
-
-def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = silent) -> TokenStream:
-    """The text to measure: `data`, or without it the held-out split of the run that wrote the checkpoint.
-
-    `data`: a prepared folder (its validation split), or whatever `documents` reads: text, jsonl, parquet, a folder of
-    these, stdlib. Raises DataError where it cannot be read, is empty, or was tokenized with another tokenizer.
-    """
-    if data is not None and not is_prepared(Path(data).expanduser()):
-        return _encoded(data, loaded.tokenizer, progress)
-    if data is not None:
-        folder = Path(data).expanduser()
-        return _validation_split(open_packed(folder), loaded, f"validation split of {folder}")
-    check_trained(loaded)
-    asked = loaded.config.data
-    assert isinstance(asked, TokenSection), asked
-    corpus = corpus_for(asked, cache_folder(), progress)
-    name = f"the run's held-out split (data.source={loaded.config.data.source})"
-    return _validation_split(corpus, loaded, name)
-
-
-def check_trained(loaded: LoadedText) -> None:
-    """Raises DataError where no run here held anything out."""
-    if loaded.steps == 0:
-        raise DataError(f"{loaded.folder} was not trained here, so it has no held-out split of its own: give --data")
-
-
-def check_tokenizer(corpus: PackedCorpus, loaded: LoadedText, name: str) -> None:
-    """Raises DataError where a corpus was tokenized with another tokenizer than the model's."""
-    if corpus.tokenizer.to_json() != loaded.tokenizer.to_json():
-        remedy = "give the text itself as --data"
-        raise DataError(f"{name}: was tokenized with another tokenizer than that of {loaded.folder}; {remedy}")
-
-
-def _validation_split(corpus: PackedCorpus, loaded: LoadedText, name: str) -> TokenStream:
-    check_tokenizer(corpus, loaded, name)
-    tokens = np.asarray(corpus.tokens("validation"))
-    first = np.array([corpus.header.end], dtype=tokens.dtype)
-    return TokenStream(np.concatenate([first, tokens]), corpus.header.validation.words, name)
-
-
-def _encoded(source: str, tokenizer: Tokenizer, progress: ShowProgress) -> TokenStream:
-    words = 0
-
-    def parts() -> Iterator[np.ndarray]:
-        nonlocal words
-        for text in documents(source):
-            progress(f"tokenizing: {words} words", None)
-            yield np.array([tokenizer.end], dtype=np.int64)
-            for part in pieces(text):
-                words += len(part.split())  # exact: pieces are cut in front of a space
-                yield np.array(tokenizer.encode(part), dtype=np.int64)
-
-    encoded = list(parts())
-    if not encoded:
-        raise DataError(f"{source}: holds no text")
-    return TokenStream(np.concatenate(encoded), words, source)
+from meshwright.model import IGNORED, Batch, to_device
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedSequence, LoadedText, exponential
+from meshwright.tools.evaluate.texts import TokenStream, asked_pairs, pairs_for, stream_for
 
 
 def windows(num_targets: int, context: int, stride: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -107,6 +39,7 @@ def windows(num_targets: int, context: int, stride: int) -> tuple[np.ndarray, np
     return starts, counted, length
 
 
+@torch.inference_mode()
 def text_perplexity(
     loaded: LoadedText,
     stream: TokenStream,
@@ -130,11 +63,13 @@ def text_perplexity(
     rows = max(1, batch_tokens // context)
     total, num_tokens = 0.0, 0
     for first in range(0, len(starts), rows):
-        batch = slice(first, first + rows)
-        places = starts[batch, None] + np.arange(length)
-        loss, num = _batch_loss(loaded, stream.tokens, places, places >= counted[batch, None])
-        total += loss
-        num_tokens += num
+        places = starts[first : first + rows, None] + np.arange(length)  # [B, T]
+        own = torch.from_numpy(places >= counted[first : first + rows, None]).to(loaded.device)
+        inputs = torch.from_numpy(stream.tokens[places].astype(np.int64)).to(loaded.device)
+        labels = torch.from_numpy(stream.tokens[places + 1].astype(np.int64)).to(loaded.device)
+        mask = own & (labels != loaded.tokenizer.end)
+        loss, num = _summed_loss(loaded, loaded.model.hidden(inputs), labels, mask)
+        total, num_tokens = total + loss, num_tokens + num
         progress("perplexity", min(1.0, (first + rows) / len(starts)))
     if num_tokens == 0 or stream.words == 0:
         raise DataError(f"{stream.name}: holds no text")
@@ -150,12 +85,72 @@ def text_perplexity(
     }
 
 
-@torch.inference_mode()
-def _batch_loss(loaded: LoadedText, tokens: np.ndarray, places: np.ndarray, counted: np.ndarray) -> tuple[float, int]:
-    """The summed loss, and the number, of the targets in windows that count. places, counted: [B, T]."""
-    inputs = torch.from_numpy(tokens[places].astype(np.int64)).to(loaded.device)
-    labels = torch.from_numpy(tokens[places + 1].astype(np.int64)).to(loaded.device)
-    mask = torch.from_numpy(counted).to(loaded.device) & (labels != loaded.tokenizer.end)
-    h = loaded.model.hidden(inputs)[mask].unsqueeze(0)  # [1, n, H]: the head works for what counts only
-    losses = loaded.head.token_losses(h, labels[mask].unsqueeze(0))
+def _summed_loss(loaded: LoadedText, h: Tensor, labels: Tensor, mask: Tensor) -> tuple[float, int]:
+    """The summed loss in nats, and the number, of the labels [B, T] in the mask; h [B, T, H]."""
+    losses = loaded.head.token_losses(h[mask].unsqueeze(0), labels[mask].unsqueeze(0))  # the head sees these only
     return float(losses.double().sum()), losses.numel()
+
+
+@torch.inference_mode()
+def target_perplexity(
+    loaded: LoadedSequence, data: str | None, target: str | None = None, progress: ShowProgress = silent
+) -> Facts:
+    """Measure held-out samples of what the run learned: targets of pairs, or spans cut out of a text as in validation.
+
+    `left_out` in the result: pairs with a side beyond the context. Raises as `pairs_for` and `stream_for`; DataError
+    where all pairs are too long.
+    """
+    read = _pair_batches if asked_pairs(loaded, data, target) is not None else _span_batches
+    name, samples, left_out, batches = read(loaded, data, target, progress)
+    total, num_tokens, done = 0.0, 0, 0
+    for on_host in batches:
+        batch = to_device(on_host, loaded.device)
+        labels = batch["labels"]
+        loss, num = _summed_loss(loaded, loaded.model.trunk(batch), labels, labels != IGNORED)
+        total, num_tokens, done = total + loss, num_tokens + num, done + len(labels)
+        progress("perplexity", done / samples)
+    return {
+        "data": name,
+        "samples": samples,
+        "left_out": left_out,
+        "tokens": num_tokens,
+        "context": loaded.context,
+        "loss_per_token": total / num_tokens,
+        "perplexity_per_token": exponential(total / num_tokens),
+    }
+
+
+_Read = tuple[str, int, int, Iterator[Batch]]
+"""The name of the data, its samples, how many more are left out, and all in batches."""
+
+
+def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:
+    given = pairs_for(loaded, data, target, progress)
+    encode, end = loaded.tokenizer.encode, [loaded.specials.end]
+    sides = [[np.array(encode(text) + end) for text in pair] for pair in given.pairs]
+    short = sorted((pair for pair in sides if _longer(pair) <= loaded.context), key=_longer)
+    if not short:
+        raise DataError(f"{given.name}: has no pair of at most {loaded.context} tokens a side; see --context")
+    rows = max(1, BATCH_TOKENS // _longer(short[-1]))
+
+    def batches() -> Iterator[Batch]:
+        for first in range(0, len(short), rows):
+            part = short[first : first + rows]
+            sources, targets = zip(*part, strict=True)
+            yield sequence_batch(sources, targets, loaded.specials, Lengths(_longer(part[-1]), _longer(part[-1])))
+
+    return given.name, len(short), len(sides) - len(short), batches()
+
+
+def _longer(pair: list[np.ndarray]) -> int:
+    return max(map(len, pair))
+
+
+def _span_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:
+    stream = stream_for(loaded, data, progress)
+    tokens = stream.tokens[1:]  # as training has them, without an end token in front
+    samples = SpanSamples(tokens, loaded.specials, span_lengths(loaded.context), loaded.config.seed, stream.name)
+    rows = max(1, BATCH_TOKENS // loaded.context)
+    starts = range(0, len(samples), rows)
+    batches = (samples.held_out(first, min(rows, len(samples) - first)) for first in starts)
+    return stream.name, len(samples), 0, batches

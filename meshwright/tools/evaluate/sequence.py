@@ -1,4 +1,7 @@
-"""An encoder-decoder that can be asked: for its answers to sources, and for the loss of targets.
+"""The answers of an encoder-decoder to sources, by beam search, and how good they are.
+
+BLEU (Papineni et al., 2002) is sacrebleu's (Post, 2018, arXiv 1804.08771), whose signature says how it was computed:
+scores compare only where signatures agree.
 
 Letters: B samples, S source, R rows of beam search, V vocabulary.
 """
@@ -17,10 +20,12 @@ from meshwright.data.files import ShowProgress, silent
 from meshwright.data.pairs_samples import sequence_batch
 from meshwright.data.section import Lengths
 from meshwright.data.specials import SENTINEL
-from meshwright.model import IGNORED, Batch, to_device
+from meshwright.errors import ConfigError, DataError
+from meshwright.model import Batch, to_device
 from meshwright.models.encoder_decoder_blocks import DecoderCache
 from meshwright.tools.evaluate.beam import Answer, Beam, beam_search
-from meshwright.tools.evaluate.load import BATCH_TOKENS, LoadedSequence
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedSequence
+from meshwright.tools.evaluate.texts import TextPairs
 
 _SENTINEL = re.compile(re.escape(SENTINEL).replace(r"\{\}", r"(\d\d?)"))
 
@@ -93,11 +98,36 @@ class _Decoder:
         return logits.index_fill(1, never, -torch.inf).log_softmax(-1)
 
 
-@torch.inference_mode()
-def target_loss(loaded: LoadedSequence, batch: Batch) -> tuple[float, int]:
-    """The summed loss in nats, and the number, of a batch's labels; end tokens count, smoothing does not."""
-    batch = to_device(batch, loaded.device)
-    counted = batch["labels"] != IGNORED
-    h = loaded.model.trunk(batch)[counted].unsqueeze(0)  # [1, n, H]: the head works for what counts only
-    losses = loaded.head.token_losses(h, batch["labels"][counted].unsqueeze(0))
-    return float(losses.double().sum()), losses.numel()
+def bleu(
+    loaded: LoadedSequence, held_out: TextPairs, beam: Beam, samples: int | None = None, progress: ShowProgress = silent
+) -> Facts:
+    """Answer the sources of the first `samples` pairs (None: all), and compare with their targets: 0 to 100.
+
+    `cut` in the result: sources longer than the context, of which the beginning was read.
+
+    Raises ConfigError on a number of samples that is none, DataError without sacrebleu.
+    """
+    if samples is not None and samples < 1:
+        raise ConfigError.of("--samples", samples, "asks for nothing", "1 or more")
+    try:
+        from sacrebleu.metrics import BLEU
+    except ImportError as error:
+        remedy = "pip install 'meshwright[translation]'"
+        raise DataError(f"BLEU needs sacrebleu, which is not installed: {remedy}") from error
+    pairs = held_out.pairs[:samples]
+    whole = [source_ids(loaded, source) for source, _ in pairs]
+    read = [ids if len(ids) <= loaded.context else [*ids[: loaded.context - 1], ids[-1]] for ids in whole]
+    texts = [text_of(loaded, answer.tokens) for answer in answers(loaded, read, beam, progress=progress)]
+    metric = BLEU()
+    scored = metric.corpus_score(texts, [[target for _, target in pairs]])
+    return {
+        "data": held_out.name,
+        "pairs": len(pairs),
+        "cut": sum(len(ids) > loaded.context for ids in whole),
+        "context": loaded.context,
+        "beams": beam.beams,
+        "length_penalty": beam.length_penalty,
+        "bleu": scored.score,
+        "brevity_penalty": scored.bp,
+        "signature": str(metric.get_signature()),
+    }

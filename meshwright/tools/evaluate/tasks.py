@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.data.files import ShowProgress
 from meshwright.errors import ConfigError
+from meshwright.tools.evaluate.accuracy import cloze_accuracy, image_accuracy, masked_accuracy
 from meshwright.tools.evaluate.beam import beam_of
-from meshwright.tools.evaluate.images import image_accuracy
-from meshwright.tools.evaluate.lambada import cloze_accuracy
 from meshwright.tools.evaluate.load import Facts, config_at, load_images, load_sequence, load_text
-from meshwright.tools.evaluate.masked import masked_accuracy
-from meshwright.tools.evaluate.pairs import bleu, pairs_for, target_perplexity
-from meshwright.tools.evaluate.perplexity import stream_for, text_perplexity
+from meshwright.tools.evaluate.perplexity import target_perplexity, text_perplexity
+from meshwright.tools.evaluate.sequence import bleu
+from meshwright.tools.evaluate.texts import pairs_for, stream_for
 
 Fact = str | int | float | None
+
+TASKS: dict[str, tuple[str, ...]] = {
+    "perplexity": ("target", "stride", "context"),
+    "bleu": ("target", "context", "samples", "beams", "length-penalty"),
+    "lambada": ("context",),
+    "masked-lm": ("context",),
+    "images": (),
+}
+"""The options that have an effect on a task."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +45,39 @@ class Question:
     @property
     def options(self) -> dict[str, int | float | str | None]:
         """Those that not every task reads, as they are spelled."""
-        return {
-            "target": self.target,
-            "stride": self.stride,
-            "context": self.context,
-            "samples": self.samples,
-            "beams": self.beams,
-            "length-penalty": self.length_penalty,
-        }
+        common = ("checkpoint", "device", "data")
+        return {name.replace("_", "-"): value for name, value in vars(self).items() if name not in common}
 
 
-_Measured = tuple[Path, Facts]
-"""The step folder, and the result."""
+def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The step folder, and the result. Raises ConfigError where there is no such task, or an option has no effect."""
+    if name not in TASKS:
+        raise ConfigError.of("--task", name, "is no task", ", ".join(TASKS))
+    if name == "lambada" and question.data is None:
+        raise ConfigError.of("--task", name, "needs --data", "a jsonl file with `text`, or a passage a line")
+    for option, value in question.options.items():
+        if value is not None and option not in TASKS[name]:
+            tasks = ", ".join(other for other, options in TASKS.items() if option in options)
+            raise ConfigError.of(f"--{option}", value, f"has no effect on --task {name}", f"--task {tasks}")
+    if name == "perplexity":
+        return _perplexity(question, progress)
+    if name == "bleu":
+        beam = beam_of(question.beams, question.length_penalty)
+        answering = load_sequence(question.checkpoint, question.device, question.context)
+        pairs = pairs_for(answering, question.data, question.target, progress)
+        return answering.folder, bleu(answering, pairs, beam, question.samples, progress)
+    if name == "masked-lm":
+        masked = load_text(question.checkpoint, question.device, question.context, "masked")
+        return masked.folder, masked_accuracy(masked, stream_for(masked, question.data, progress), progress)
+    if name == "lambada":
+        loaded = load_text(question.checkpoint, question.device, question.context)
+        return loaded.folder, cloze_accuracy(loaded, str(question.data), progress)
+    classifier = load_images(question.checkpoint, question.device)
+    return classifier.folder, image_accuracy(classifier, question.data, progress)
 
 
-def _perplexity(question: Question, progress: ShowProgress) -> _Measured:
+def _perplexity(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The perplexity of a text or, of an encoder-decoder, of targets."""
     if config_at(question.checkpoint).model.reads == "sequences":
         if question.stride is not None:
             raise ConfigError.of("--stride", question.stride, "has no effect on an encoder-decoder", "with a gpt2")
@@ -60,69 +86,16 @@ def _perplexity(question: Question, progress: ShowProgress) -> _Measured:
     if question.target is not None:
         raise ConfigError.of("--target", question.target, "has no effect on a gpt2", "with a transformer or t5")
     loaded = load_text(question.checkpoint, question.device, question.context)
-    stream = stream_for(loaded, question.data, progress)
-    return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
-
-
-def _bleu(question: Question, progress: ShowProgress) -> _Measured:
-    beam = beam_of(question.beams, question.length_penalty)
-    loaded = load_sequence(question.checkpoint, question.device, question.context)
-    pairs = pairs_for(loaded, question.data, question.target, progress)
-    return loaded.folder, bleu(loaded, pairs, beam, question.samples, progress)
-
-
-def _lambada(question: Question, progress: ShowProgress) -> _Measured:
-    assert question.data is not None, "measure() has looked"
-    loaded = load_text(question.checkpoint, question.device, question.context)
-    return loaded.folder, cloze_accuracy(loaded, question.data, progress)
-
-
-def _masked(question: Question, progress: ShowProgress) -> _Measured:
-    loaded = load_text(question.checkpoint, question.device, question.context, "masked")
-    return loaded.folder, masked_accuracy(loaded, stream_for(loaded, question.data, progress), progress)
-
-
-def _images(question: Question, progress: ShowProgress) -> _Measured:
-    loaded = load_images(question.checkpoint, question.device)
-    return loaded.folder, image_accuracy(loaded, question.data, progress)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One measure. `options`: those of a question's that have an effect; `needs`: what --data must be."""
-
-    measure: Callable[[Question, ShowProgress], _Measured]
-    options: tuple[str, ...] = ()
-    needs: str = ""
-
-
-TASKS: dict[str, _Task] = {
-    "perplexity": _Task(_perplexity, ("target", "stride", "context")),
-    "bleu": _Task(_bleu, ("target", "context", "samples", "beams", "length-penalty")),
-    "lambada": _Task(_lambada, ("context",), needs="a jsonl file with `text`, or a passage a line"),
-    "masked-lm": _Task(_masked, ("context",)),
-    "images": _Task(_images),
-}
-
-
-def measure(name: str, question: Question, progress: ShowProgress) -> _Measured:
-    """Raises ConfigError where the task is none of ours or does not go with the options."""
-    if name not in TASKS:
-        raise ConfigError.of("--task", name, "is no task", ", ".join(TASKS))
-    task = TASKS[name]
-    if task.needs and question.data is None:
-        raise ConfigError.of("--task", name, "needs --data", task.needs)
-    for option, value in question.options.items():
-        if value is not None and option not in task.options:
-            tasks = ", ".join(other for other in TASKS if option in TASKS[other].options)
-            raise ConfigError.of(f"--{option}", value, f"has no effect on --task {name}", f"--task {tasks}")
-    return task.measure(question, progress)
+    return loaded.folder, text_perplexity(
+        loaded, stream_for(loaded, question.data, progress), question.stride, progress
+    )
 
 
 def finite(facts: Facts) -> dict[str, Fact]:
     """The result with None for what is not finite: JSON has no word for it."""
-    odd = {key for key, value in facts.items() if isinstance(value, float) and not math.isfinite(value)}
-    return {key: None if key in odd else value for key, value in facts.items()}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in facts.items()
+    }
 
 
 def table_of(facts: Mapping[str, Fact]) -> str:

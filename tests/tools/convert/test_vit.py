@@ -15,7 +15,7 @@ from meshwright.config import Config, parse_config
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.convert import export_folder, import_folder
-from meshwright.tools.evaluate.images import image_accuracy
+from meshwright.tools.evaluate.accuracy import image_accuracy
 from meshwright.tools.evaluate.load import load_images
 from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save

@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.evaluate.load import load_sequence
-from meshwright.tools.evaluate.pairs import pairs_for
+from meshwright.tools.evaluate.texts import pairs_for
 from meshwright.training.loop import Trainer
 from tests.harness import build
 from tests.tools.evaluate.test_commands import run, run_json

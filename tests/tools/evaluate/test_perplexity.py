@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from meshwright.data.packing import prepare
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.tools.evaluate.load import LoadedText, load_text
-from meshwright.tools.evaluate.perplexity import stream_for, text_perplexity, windows
+from meshwright.tools.evaluate.perplexity import text_perplexity, windows
 from meshwright.tools.evaluate.tasks import finite, table_of
+from meshwright.tools.evaluate.texts import stream_for
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
 
 TEXT = "the cat sat on\nthe mat, and é\u00a0said   so.\n"

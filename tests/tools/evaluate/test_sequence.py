@@ -15,8 +15,9 @@ from meshwright.model import scales_of
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.evaluate.beam import Answer, Beam, beam_search
 from meshwright.tools.evaluate.load import LoadedSequence, load_sequence, load_text
-from meshwright.tools.evaluate.pairs import pairs_for, target_perplexity
+from meshwright.tools.evaluate.perplexity import target_perplexity
 from meshwright.tools.evaluate.sequence import answers, source_ids, text_of
+from meshwright.tools.evaluate.texts import pairs_for
 from meshwright.tools.generate import Request, generate
 from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save, sequence_config, tiny_checkpoint
