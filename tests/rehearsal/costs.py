@@ -1,0 +1,79 @@
+"""What a step costs on a GPU, counted on one that is not there: kernels, bytes, and when the host waits.
+
+What a layer costs a microbatch is what two more layers and another microbatch add to a step together, over two.
+torch's operations count as one kernel each, attention as FlashAttention.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.config import Config
+from meshwright.config.load import parse_run
+from tests.rehearsal.layouts import rehearse, runs_of
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "serial": {},
+    "zero1": {"data": {"size": 2, "sync": "zero1"}},
+    "megatron": {"tensor": {"kind": "megatron", "size": 2}},
+    "sequence": {"tensor": {"kind": "megatron", "size": 2, "sequence_parallel": True}},
+    "tesseract": {"tensor": {"kind": "tesseract", "q": 2, "d": 1}},
+    "pipeline": {"pipeline": {"size": 2, "schedule": "1f1b"}},
+}
+LAYERS, MICROBATCHES = (2, 4), (2, 3)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """`kernels`, `moved_bytes`, `product_bytes`: of a layer and microbatch. `step`: the tally of the smallest step."""
+
+    kernels: Counter[str]
+    moved_bytes: float
+    product_bytes: float
+    step: dict[str, Any]
+
+
+def config_of(layout: dict[str, Any], layers: int, microbatches: int, rows: int, **changes: Any) -> Config:
+    """GPT-2 small with other layers, in bf16: so many microbatches of `rows` sequences of 1,024 a replica."""
+    replicas = layout.get("data", {}).get("size", 1)
+    tree = {
+        "model": {"base": "gpt2-small", "layers": layers, "dropout": 0.0},
+        "data": {"sequence": 1024},
+        "batch": {"global": rows * microbatches * replicas, "micro": rows},
+        "precision": {"level": "O2", "dtype": "bf16"},
+        "layout": {"transport": "torch", **layout},
+        "device": "cuda",
+    }
+    return parse_run(tree | changes)
+
+
+def costs(library: Path, names: Iterable[str], rows: int, **changes: Any) -> dict[str, Costs]:
+    """Each layout's, of its last rank in its second step."""
+    sizes = [(name, layers, micro) for name in names for layers in LAYERS for micro in MICROBATCHES]
+    configs = [config_of(LAYOUTS[name], layers, micro, rows, **changes) for name, layers, micro in sizes]
+    runs = [runs_of({str(size): config}, 2)[-1] for size, config in zip(sizes, configs, strict=True)]
+    tallies: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
+    for (name, *size), report in zip(sizes, rehearse(library, runs), strict=True):
+        assert not report.error, report.error
+        tallies.setdefault(name, {})[tuple(size)] = report.tally  # type: ignore[index]
+    return {
+        name: _costs(of_size, LAYOUTS[name].get("pipeline", {}).get("size", 1)) for name, of_size in tallies.items()
+    }
+
+
+def _costs(tallies: dict[tuple[int, int], dict[str, Any]], stages: int) -> Costs:
+    def each(numbers: str) -> Counter[str]:
+        added: Counter[str] = Counter()
+        for (layers, micro), tally in tallies.items():
+            sign = 1 if (layers == LAYERS[1]) == (micro == MICROBATCHES[1]) else -1
+            part = tally[numbers]
+            for key, number in (part if isinstance(part, dict) else {"": part}).items():
+                added[key] += sign * number
+        return Counter({key: number * stages / 2 for key, number in added.items() if number})
+
+    smallest = tallies[LAYERS[0], MICROBATCHES[0]]
+    return Costs(each("kernels"), each("moved_bytes")[""], each("product_bytes")[""], smallest)

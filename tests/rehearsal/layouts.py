@@ -1,0 +1,108 @@
+"""The runs that are rehearsed on a fake GPU: every layout of the equality tests, as its first and its last rank."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.config import Config, parse_config
+from tests.data_parallel import test_equality as data_parallel
+from tests.harness import resolved
+from tests.pipeline import test_equality as pipeline
+from tests.rehearsal.step import Report, Run
+from tests.subgraph import test_equality as subgraph
+from tests.tensor import test_equality as tensor
+
+HALF = {"level": "O2", "dtype": "bf16"}
+ELSEWHERE = ("fsdp",)
+"""Its parameters are torch's DTensors, which fake tensors do not go with."""
+
+
+def layouts() -> dict[str, dict[str, Config]]:
+    """Configs by name, in groups of about as much work."""
+    tensors = {
+        f"{model} {' '.join(map(str, cut.values()))} x{data}": tensor.config_for(model, cut, data)
+        for model, cut, data, _ in tensor.CASES
+    }
+    middle = len(tensors) // 2
+    return {
+        "data parallelism": {
+            f"{sync} x{size}": data_parallel.config_for(sync, size)
+            for sync in data_parallel.SYNCS if sync not in ELSEWHERE for size in (1, 2, 4)
+        },
+        "tensor kits": dict(list(tensors.items())[:middle]),
+        "more tensor kits": dict(list(tensors.items())[middle:]),
+        "pipelines": dict(_pipelines()),
+        "sub-graphs": dict(_subgraphs()),
+        "precision and memory": dict(_precision_and_memory()),
+    }  # fmt: skip
+
+
+def _pipelines() -> Iterator[tuple[str, Config]]:
+    for schedule in pipeline.SCHEDULES:
+        for stages in (2, 3, 4):
+            yield f"{schedule} {stages}", pipeline.pipelined("gpt2", stages, schedule, pipeline.WHOLE)
+        yield f"{schedule} x2", pipeline.pipelined("gpt2", 2, schedule, pipeline.WHOLE, 2)
+    for model in ("untied", "bert", "megatron-bert", "vit"):
+        yield model, pipeline.pipelined(model, 2, "message-driven", pipeline.WHOLE)
+    for cut in (tensor.ONE_D[0], tensor.SEQUENCE[0], tensor.BLOCKS[1], subgraph.subgraph(2, "one")):
+        for schedule in ("1f1b", "message-driven"):
+            yield f"{schedule} {' '.join(map(str, cut.values()))}", pipeline.pipelined("gpt2", 2, schedule, cut)
+
+
+def _subgraphs() -> Iterator[tuple[str, Config]]:
+    for case in subgraph.CASES:
+        model, size, common, branch, data = case
+        yield subgraph.label(case), tensor.config_for(model, subgraph.subgraph(size, common, branch), data)
+    for sync in subgraph.SYNCS:
+        config = tensor.config_for("gpt2", subgraph.subgraph(2, "all"), 2)
+        yield f"{sync} subgraph", changed(config, {"layout": {"data": {"sync": sync}}})
+
+
+def _precision_and_memory() -> Iterator[tuple[str, Config]]:
+    cuts = {"serial": {"kind": "none"}, "1-D": tensor.ONE_D[0], "1-D cut": tensor.SEQUENCE[0], "2-D": tensor.BLOCKS[1]}
+    for name, cut in cuts.items():
+        for level, dtype in (("O0", "float32"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")):
+            yield f"{name} {level} {dtype}", tensor.config_for("gpt2", cut, precision={"level": level, "dtype": dtype})
+    for recompute in ("selective", "auto"):
+        yield f"recompute {recompute}", tensor.config_for("gpt2", cuts["serial"], memory={"recompute": recompute})
+    offload = {"offload": {"to": "host", "bucket": 256, "chunk": 2}}
+    for model in ("gpt2", "transformer", "t5"):
+        yield f"offload {model}", tensor.config_for(model, cuts["serial"], precision=HALF, memory=offload)
+
+
+def changed(config: Config, changes: dict[str, Any]) -> Config:
+    """The config with other values in some sections."""
+    return parse_config(_merged(config.model_dump(mode="json", by_alias=True), changes))
+
+
+def _merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return tree | {
+        key: _merged(tree[key], value) if isinstance(value, dict) and isinstance(tree[key], dict) else value
+        for key, value in changes.items()
+    }
+
+
+def runs_of(configs: dict[str, Config], steps: int = 1) -> list[Run]:
+    """The first and the last rank of each."""
+    trees = {
+        name: resolved(config.model_copy(update={"device": "cuda"})).model_dump(mode="json", by_alias=True)
+        for name, config in configs.items()
+    }
+    return [
+        Run(name, rank, trees[name], steps)
+        for name, config in configs.items()
+        for rank in sorted({0, config.layout.world_size - 1})
+    ]
+
+
+def rehearse(library: Path, runs: Iterable[Run]) -> list[Report]:
+    """Each run's report, in a process of their own."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.step", str(library)]
+    asked = json.dumps([vars(run) for run in runs])
+    done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True)
+    return [Report(**json.loads(line)) for line in done.stdout.splitlines()]

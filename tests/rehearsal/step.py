@@ -1,0 +1,129 @@
+"""One step of some layouts, as one of their ranks would take it on a GPU: in a process that has a fake one.
+
+    python -m tests.rehearsal.step LIBRARY < runs.json       # a JSON line for each run, as it ends
+
+A run is a config's tree and a rank. Its collectives go through torch.distributed to the backend `fake`, which answers
+at once; a stage's messages are there when it asks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from tests.rehearsal.fake_cuda import fake_cuda, load
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+    from meshwright.ranks.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Run:
+    """A rank of a layout, and how many steps it takes, of which the last is tallied: the first makes moments that later
+    ones have. `tree`: its config's, resolved."""
+
+    name: str
+    rank: int
+    tree: dict[str, Any]
+    steps: int = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the rank's step took, or why it failed; without an error `tally` has what the fake device saw."""
+
+    name: str
+    rank: int
+    tally: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def rehearse(run: Run) -> Report:
+    """The run's last step."""
+    from meshwright.config import Config
+    from meshwright.parts import build
+    from meshwright.training.loop import Trainer
+    from tests.fuzz.check import Stream
+
+    config = Config.model_validate(run.tree)
+    with fake_cuda() as tally, _mesh(config, run.rank) as mesh:
+        trainer = Trainer(build(config, mesh), Stream(config))
+        for _ in range(run.steps):
+            tally.clear()
+            trainer.turn(None)
+    return Report(run.name, run.rank, vars(tally))
+
+
+@contextmanager
+def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
+    """The rank's mesh on a fake GPU. Those who share a stage decide alike, since nobody is there to be told by."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from meshwright.config.schema import Timeout
+    from meshwright.ranks.grid import Grid
+    from meshwright.ranks.mesh import Mesh, SoloTransport
+
+    device, grid = torch.device("cuda", 0), Grid(config.layout.axes)
+    if grid.world_size > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world_size)
+        transport: Any = _transport()
+    else:
+        transport = SoloTransport()
+    try:
+        with patch("meshwright.pipeline.pipeline.agreed", lambda schedule, *others: schedule):
+            yield Mesh(grid, rank, device, transport, config.layout.token_axes, "cuda", timeout=Timeout())
+    finally:
+        if grid.world_size > 1:
+            dist.destroy_process_group()
+
+
+def _transport() -> Any:
+    """torch's transport, but for the mailbox, which has every message at once."""
+    from datetime import timedelta
+
+    import torch
+
+    from meshwright.ranks.comm import RankGroup
+    from meshwright.ranks.mailbox import Mailbox, Message, Side, SoloMailbox
+    from meshwright.ranks.planned import PlannedMailbox
+    from meshwright.ranks.torch_comm import TorchTransport
+
+    class HastyMailbox(PlannedMailbox):
+        def _message(self, side: Side, index: int) -> Message:
+            meta = self._meta[side]
+            return Message(side, index, tuple(torch.empty(m.shape, dtype=m.dtype, device="cuda:0") for m in meta))
+
+    class Transport(TorchTransport):
+        def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
+            return HastyMailbox(group) if len(group.ranks) > 1 else SoloMailbox(group.axis)
+
+    return Transport(timedelta(seconds=60))
+
+
+def main() -> None:
+    load(Path(sys.argv[1]))
+    runs: Sequence[dict[str, Any]] = json.load(sys.stdin)
+    import torch
+
+    torch.set_num_threads(1)
+    for tree in runs:
+        run = Run(**tree)
+        try:
+            report = rehearse(run)
+        except Exception:
+            report = Report(run.name, run.rank, error=traceback.format_exc())
+        print(json.dumps(vars(report)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

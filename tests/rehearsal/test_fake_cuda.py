@@ -1,0 +1,39 @@
+"""Every layout takes a step on a GPU that is not there: no operation mixes devices, and its costs are bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rehearsal.costs import Costs, costs
+from tests.rehearsal.layouts import layouts, rehearse, runs_of
+
+LAYOUTS = layouts()
+
+
+@pytest.mark.parametrize("group", LAYOUTS)
+def test_every_layout_takes_a_step(group: str, fake_gpu: Path) -> None:
+    reports = rehearse(fake_gpu, runs_of(LAYOUTS[group]))
+    failed = [f"{report.name}, rank {report.rank}:\n{report.error}" for report in reports if report.error]
+    assert not failed, "\n".join(failed)
+
+
+WAITS = 11
+"""Times a step in which the host waits for the device, at most."""
+
+KERNELS = {"serial": 53, "zero1": 53, "megatron": 55, "sequence": 65, "tesseract": 121, "pipeline": 53}
+"""Kernels a layer and microbatch, at most."""
+
+
+@pytest.fixture(scope="module")
+def steps(fake_gpu: Path) -> dict[str, Costs]:
+    """GPT-2's layers as they are, in bf16, few rows: what a step costs in each layout."""
+    return costs(fake_gpu, KERNELS, rows=2)
+
+
+@pytest.mark.parametrize("layout", KERNELS)
+def test_what_a_step_may_cost(layout: str, steps: dict[str, Costs]) -> None:
+    cost = steps[layout]
+    assert sum(cost.kernels.values()) <= KERNELS[layout], cost.kernels
+    assert sum(cost.step["waits"].values()) <= WAITS, cost.step["waits"]
