@@ -33,7 +33,7 @@ from benchmarks.paced import CONDITIONS, RULES, RUNS, Run
 from benchmarks.team import Team
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.trace import read_trace
-from meshwright.training.timeline import draw_timelines
+from meshwright.training.pictures import draw_timelines
 
 NUM_STAGES = 8
 BASELINE = "1f1b"

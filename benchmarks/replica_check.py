@@ -25,8 +25,8 @@ from meshwright.config.schema import Check
 from meshwright.launch import Rank, run
 from meshwright.model import Batch
 from meshwright.parts import build
+from meshwright.training.checks import hash_bits
 from meshwright.training.loop import Trainer
-from meshwright.training.replicas import hash_bits
 
 HASHED = 10**7
 

@@ -64,8 +64,6 @@ def train(
     if run is None:
         raise typer.BadParameter("Missing argument 'RUN.yaml' (or --status OUT).")
     config = _load(run, overrides or ())
-    from meshwright.training.trace import planned_trace, traced_steps
-
     if explain:
         from meshwright.tools.plan.explain import explain as explain_run
 
@@ -87,6 +85,24 @@ def train(
         accept_changes=accept_changes,
         trace=traced,
     )
+
+
+def traced_steps(words: Sequence[str], config: Config) -> tuple[int, ...]:
+    """The steps that `--trace` names. Raises ConfigError where one is no step of the run."""
+    for word in words:
+        if not (word.isdecimal() and 1 <= int(word) <= config.steps):
+            valid = f"1 to {config.steps}; with --explain a file, such as trace.json"
+            raise ConfigError.of("--trace", word, "is not a step of the run", valid)
+    return tuple(sorted({int(word) for word in words}))
+
+
+def planned_trace(words: Sequence[str]) -> Path | None:
+    """The file that `--explain --trace` names, if any. Raises ConfigError where it is none."""
+    if not words:
+        return None
+    if len(words) > 1 or not words[0].endswith(".json"):
+        raise ConfigError.of("--trace", ", ".join(words), "is not one file for the trace of a plan", "trace.json")
+    return Path(words[0])
 
 
 def _print_status(run: Path | None, out: Path, as_json: bool) -> NoReturn:

@@ -22,7 +22,7 @@ from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import FlatWeights, Place, Slot, gradient_dtype
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import Box, ShardSpec
-from meshwright.ranks.agreement import same_everywhere
+from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.comm import SoloComm
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchComm
@@ -44,7 +44,8 @@ class FullySharded:
         """`widens`: half-precision gradients are added up and summed in float32 (bucket.gradient_dtype)."""
         self.mesh = mesh
         self.gradients = Gradients()  # torch has its own memory
-        self._differing = self._make_replicas_equal(model)
+        comm = mesh.comm("data")
+        self._differing = [name for name, parameter in model.named_parameters() if make_equal(parameter, comm)]
         summed = half if half is None else gradient_dtype(half, widens)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=summed)
         device_mesh = self._device_mesh()
@@ -123,15 +124,6 @@ class FullySharded:
             (size - 1) * -(-parameter.shape[0] // size) * parameter[0].numel() * (dtype or parameter.dtype).itemsize
             for parameter in parameters
         )
-
-    def _make_replicas_equal(self, model: nn.Module) -> list[str]:
-        comm = self.mesh.comm("data")
-        differing = []
-        for name, parameter in model.named_parameters():
-            if not same_everywhere(parameter, comm):
-                comm.broadcast(parameter.data, 0)
-                differing.append(name)
-        return differing
 
     def _device_mesh(self) -> DeviceMesh:
         comm = self.mesh.comm("data")

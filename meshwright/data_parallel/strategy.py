@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, Slot, gradient_views
 from meshwright.parameters.gradients import Gradients
-from meshwright.ranks.agreement import same_everywhere
+from meshwright.ranks.agreement import make_equal, same_everywhere
 from meshwright.ranks.comm import DONE, Comm, Later, Work
 from meshwright.ranks.mesh import Mesh
 
@@ -152,13 +152,9 @@ class Synchroniser:
         differing = []
         for bucket in self.buckets:
             comm = self.mesh.comm(*bucket.copy_axes(self.mesh.grid))
-            if not same_everywhere(bucket.values, comm):
-                differing += [
-                    place.name
-                    for place in bucket.places
-                    if not same_everywhere(bucket.values[place.start : place.stop], comm)
-                ]
-                comm.broadcast(bucket.values, 0)
+            if not same_everywhere(bucket.values, comm):  # one small message, as long as all is well
+                parts = ((place.name, bucket.values[place.start : place.stop]) for place in bucket.places)
+                differing += [name for name, values in parts if make_equal(values, comm)]
         return differing
 
     def filled(self, parameter: nn.Parameter) -> None:

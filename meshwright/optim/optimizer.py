@@ -27,7 +27,7 @@ from meshwright.errors import DivergedError
 from meshwright.optim.norm import norm_of_squares, square_of
 from meshwright.optim.states import InPlace, StatesFactory
 from meshwright.parameters.bucket import Slot
-from meshwright.ranks.agreement import same_everywhere
+from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.mesh import Mesh
 
 
@@ -175,9 +175,8 @@ class Optimizer:
             comm = self.mesh.comm(*slot.copy_axes(self.mesh.grid))
             for kind, tensor in self.states(index).items():
                 here = tensor.to(self.mesh.device)  # the tensor itself, unless it is kept elsewhere
-                if not same_everywhere(here, comm):
+                if make_equal(here, comm):
                     differing += [f"{kind} of {place.name}" for place in slot.places]
-                    comm.broadcast(here, 0)
                     tensor.copy_(here)
         self.refresh()
         return differing

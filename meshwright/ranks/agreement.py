@@ -44,3 +44,11 @@ def same_everywhere(x: Tensor, comm: Comm) -> bool:
     digest = hashlib.sha256(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
     rows = all_rows(torch.tensor(list(digest), dtype=torch.uint8, device=x.device), comm)
     return bool((rows == rows[comm.index]).all())
+
+
+def make_equal(x: Tensor, comm: Comm) -> bool:
+    """Give all members the first one's bits of x; whether it held other ones anywhere."""
+    differed = not same_everywhere(x, comm)
+    if differed:
+        comm.broadcast(x.detach(), 0)
+    return differed

@@ -18,7 +18,7 @@ SECONDS_BETWEEN_STRAGGLERS = 300.0
 
 
 class RunDisplay:
-    """Shows steps and losses. Used as a context; only rank 0's speaks."""
+    """Steps and losses, shown while it is entered; only rank 0's speaks."""
 
     def __init__(self, first_step: int, steps: int, *, speaks: bool) -> None:
         self.console = Console(file=cast(TextIO, PatientStream(sys.stdout)), highlight=False, quiet=not speaks)
@@ -44,7 +44,7 @@ class RunDisplay:
         self._bar.stop()
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """A step was made."""
+        """Show a step that was made, by its metrics."""
         facts = f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tokens/s"
         if not line["applied"]:
             facts += f"  overflow: step skipped, loss scale {line['loss_scale']:g}"
@@ -57,6 +57,7 @@ class RunDisplay:
             self._last_straggler = time.monotonic()
             self.say(f"step {line['step']}: {Straggler(**line['straggler'])}")
 
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        self.console.print(text, markup=False, soft_wrap=True)
+    def say(self, *lines: str) -> None:
+        """Print lines beside the bar."""
+        for line in lines:
+            self.console.print(line, markup=False, soft_wrap=True)

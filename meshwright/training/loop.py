@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -21,40 +21,40 @@ from meshwright.optim.optimizer import StepResult
 from meshwright.parts import Parts
 from meshwright.pipeline.span import Span
 from meshwright.ranks.grid import PIPE
-from meshwright.training.divergence import (
+from meshwright.training.checks import (
     REMEDY,
     diagnosed,
+    gathered,
     require_curable,
+    require_equal_replicas,
     require_finite_loss,
     require_finite_weights,
+    state_hashes,
+    weight_hashes,
 )
-from meshwright.training.metrics import (
-    BusyClock,
-    StepFacts,
-    metrics_line,
-    peak_memory_bytes,
-    release_free_memory,
-    work_of,
-)
+from meshwright.training.metrics import metrics_line, peak_memory_bytes, release_free_memory, work_of
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
-from meshwright.training.replicas import gathered, require_equal_replicas, state_hashes, weight_hashes
 from meshwright.training.step import publish, replica_backward
-from meshwright.training.step_report import OwnClock, ReportExchange, StepReport, StragglerWatch
+from meshwright.training.step_report import RankClock, ReportExchange, StepReport, StragglerWatch
 
 
 @torch.no_grad()
 def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, float]:
-    """Over the first `num_batches` global batches of a split. The accuracy is that of the model's first label.
+    """Measure the loss over the first `num_batches` global batches of a split, and the accuracy of the first label.
 
-    A model of several losses: the sum of their means.
+    The loss of a model of several is the sum of their means.
     """
-    config, mesh = parts.config, parts.mesh
-    parts.model.eval()
-    sums = torch.zeros(3, len(parts.model.labels), dtype=torch.float64, device=mesh.device)  # losses, counts, right
+    config, mesh, model, names = parts.config, parts.mesh, parts.model, parts.model.labels
+    model.eval()
+    # By label: summed loss, valid elements, correctly predicted elements.
+    sums = torch.zeros(3, len(names), dtype=torch.float64, device=mesh.device)
     mine = mesh.index("data") * config.replica_batch
 
     def add(h: Tensor, batch: Batch) -> None:
-        sums.add_(_sums(parts, h, batch))
+        with parts.pipeline.stage.autocast():
+            losses = [float(model.loss(h, batch, {other: float(other == name) for other in names})) for name in names]
+            right = model.num_correct(h, batch)
+        sums.add_(torch.tensor([losses, counts_of(batch, names), right], device=h.device, dtype=torch.float64))
 
     with parts.strategy.whole_weights():
         for index in range(num_batches):
@@ -63,23 +63,6 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
     mesh.comm(*config.layout.batch_axes, PIPE).all_reduce(sums)
     losses, counts, right = sums
     return {"validation_loss": float((losses / counts).sum()), "validation_accuracy": float(right[0] / counts[0])}
-
-
-def _sums(parts: Parts, h: Tensor, batch: Batch) -> Tensor:
-    """[3, labels]: each label's summed loss, valid elements, correctly predicted elements."""
-    model, names = parts.model, parts.model.labels
-    with parts.pipeline.stage.autocast():
-        losses = [float(model.loss(h, batch, {other: float(other == name) for other in names})) for name in names]
-        right = model.num_correct(h, batch)
-    return torch.tensor([losses, counts_of(batch, names), right], device=h.device, dtype=torch.float64)
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """A replica's rows of a step's batch, and how many elements of each label count in the global batch."""
-
-    batch: Batch
-    counts: list[int]
 
 
 class Trainer:
@@ -91,30 +74,31 @@ class Trainer:
         self.step = step
         self.samples = samples
         self.phases = PhaseClock(parts.mesh.device, parts.mesh.recorder)
-        self._clock = BusyClock(parts.mesh.device)
-        self._own_clock = OwnClock(parts.mesh.recorder)
+        self._clock = RankClock(parts.mesh.device, parts.mesh.recorder)
         self._stragglers = StragglerWatch(parts.mesh.grid)
         self._sent: dict[str, int] = {}
         self.work = work_of(parts)
-        batch = self._load(samples)
-        mine = torch.tensor(counts_of(batch, parts.model.labels), dtype=torch.float64, device=parts.mesh.device)
+        self._batch = self._load(samples)
+        """The replica's rows of the next step's batch."""
+        mine = torch.tensor(counts_of(self._batch, parts.model.labels), dtype=torch.float64, device=parts.mesh.device)
         parts.mesh.comm("data").all_reduce(mine)
-        self._next = _Loaded(batch, [int(count) for count in mine])
+        self._counts = [int(count) for count in mine]
+        """How many elements of each label are valid in its global batch."""
 
     def turn(
         self, stop: StopRequest | None, observe: Callable[[], None] | None = None
     ) -> tuple[dict[str, object], bool]:
-        """One step. Its metrics, and whether some rank has asked to stop.
+        """Make one step; returns its metrics, and whether some rank has asked to stop.
 
         `observe` is called when the slots hold the whole gradient, before it is clipped and applied.
         """
         started = time.perf_counter()
-        parts, loaded = self.parts, self._next
+        parts = self.parts
         scale = parts.optimizer.scaler.scale
         parts.mesh.recorder.step = self.step + 1
         phases = self.phases = PhaseClock(parts.mesh.device, parts.mesh.recorder)
         phases.begin(PIPELINE)
-        loss = replica_backward(parts, loaded.batch, loaded.counts, self.samples)
+        loss = replica_backward(parts, self._batch, self._counts, self.samples)
         phases.pause()
         self.samples += parts.config.batch.global_
         following = self._load(self.samples)
@@ -131,18 +115,16 @@ class Trainer:
         result = self._apply(arrivals, reports)
         phases.pause()
         replicas = [reports[rank].next_counts for rank in parts.mesh.grid.group(parts.mesh.rank, "data")]
-        self._next = _Loaded(following, [sum(counts) for counts in zip(*replicas, strict=True)])
+        self._batch, self._counts = following, [sum(counts) for counts in zip(*replicas, strict=True)]
         self.step += 1
-        self._empty_cache()
-        seconds = time.perf_counter() - started
-        facts = StepFacts(self.step, result, scale, seconds, phases.seconds())
-        line = metrics_line(facts, self.work, reports, parts.mesh.grid)
-        line["straggler"] = self._straggler(reports)
+        every = parts.config.memory.empty_cache_every
+        if every and self.step % every == 0:
+            release_free_memory(parts.mesh.device)
+        line = {"step": self.step, "loss_scale": scale, "phase_seconds": phases.seconds()}
+        line |= metrics_line(result, time.perf_counter() - started, self.work, reports, parts.mesh.grid)
+        straggler = self._stragglers.step([report.own_seconds for report in reports])
+        line["straggler"] = None if straggler is None else asdict(straggler)
         return line, any(report.stop for report in reports)
-
-    def _straggler(self, reports: Sequence[StepReport]) -> dict[str, float] | None:
-        found = self._stragglers.step([report.own_seconds for report in reports])
-        return None if found is None else asdict(found)
 
     def _then_reports(
         self, arrivals: Iterable[int], exchange: ReportExchange, reports: list[StepReport]
@@ -180,13 +162,13 @@ class Trainer:
             raise DivergedError(f"step {self.step}: every step overflowed and was skipped; {REMEDY}")
         require_finite_weights(parts, self.step)
         if config.check.every:
-            require_equal_replicas(parts, self.step, gathered(parts.mesh, state_hashes(parts)))
+            require_equal_replicas(parts, self.step, gathered(parts, state_hashes(parts)))
 
     def _suspect_replicas(self, reports: Sequence[StepReport]) -> None:
         """A gradient is not finite: where this step's reports have not compared the weights, do so now."""
         parts = self.parts
         if parts.config.check.every and not reports[0].hashes and not parts.optimizer.streams:
-            require_equal_replicas(parts, self.step + 1, gathered(parts.mesh, weight_hashes(parts)))
+            require_equal_replicas(parts, self.step + 1, gathered(parts, weight_hashes(parts)))
 
     @property
     def spans(self) -> list[Span]:
@@ -205,20 +187,16 @@ class Trainer:
     def _report(self, loss: float, following: Batch, stop: StopRequest | None) -> StepReport:
         mesh, every = self.parts.mesh, self.parts.config.check.every
         before, self._sent = self._sent, mesh.ledger.sent_bytes()
+        busy_seconds, own_seconds = self._clock.lap()
         return StepReport(
             loss=loss,
             next_counts=counts_of(following, self.parts.model.labels),
             stop=stop is not None and stop.requested,
-            busy_seconds=self._clock.lap(),
+            busy_seconds=busy_seconds,
             pipeline_seconds=self.phases.seconds()[PIPELINE],
             task_seconds=sum(span.seconds for span in self.parts.pipeline.spans),
             peak_memory_bytes=peak_memory_bytes(mesh.device),
             sent_bytes=tuple(self._sent.get(axes, 0) - before.get(axes, 0) for axes in mesh.grid.axis_sets),
-            own_seconds=self._own_clock.lap(),
+            own_seconds=own_seconds,
             hashes=tuple(weight_hashes(self.parts)) if every and (self.step + 1) % every == 0 else (),
         )
-
-    def _empty_cache(self) -> None:
-        every = self.parts.config.memory.empty_cache_every
-        if every and self.step % every == 0:
-            release_free_memory(self.parts.mesh.device)

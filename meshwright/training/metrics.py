@@ -7,11 +7,9 @@ import json
 import math
 import os
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,29 +70,6 @@ def release_free_memory(device: torch.device) -> None:
         release_freed_memory()
 
 
-class BusyClock:
-    """How long this rank's device has worked. On a CPU: the process's CPU time over its threads.
-
-    A rank that spins while it waits (MPI) counts as busy. On a GPU: the driver's utilisation, sampled once a step;
-    not a number where nvidia-ml-py, through which torch asks the driver, is not installed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._driver = device.type == "cuda" and find_spec("pynvml") is not None
-        self._cpu, self._wall = time.process_time(), time.perf_counter()
-
-    def lap(self) -> float:
-        """Busy seconds since the last call."""
-        cpu, wall = time.process_time(), time.perf_counter()
-        busy = (cpu - self._cpu) / torch.get_num_threads()
-        if self.device.type == "cuda":
-            share = torch.cuda.utilization(self.device) / 100 if self._driver else math.nan
-            busy = share * (wall - self._wall)
-        self._cpu, self._wall = cpu, wall
-        return busy
-
-
 @dataclass(frozen=True)
 class StepWork:
     """The work of every step of a run. `flops`: the model's; `paper_flops`: as the paper counts them."""
@@ -115,46 +90,36 @@ def work_of(parts: Parts) -> StepWork:
     return StepWork(tokens, flops, samples * paper_flops(products), peak)
 
 
-@dataclass(frozen=True)
-class StepFacts:
-    """The loop's own facts of a step, beside the reports. `phase_seconds`: this rank's."""
-
-    step: int
-    result: StepResult
-    loss_scale: float
-    step_seconds: float
-    phase_seconds: Mapping[str, float]
-
-
-def metrics_line(facts: StepFacts, work: StepWork, reports: Sequence[StepReport], grid: Grid) -> dict[str, Any]:
-    """A step's metrics. mfu is 'unknown' without a known peak.
+def metrics_line(
+    result: StepResult, step_seconds: float, work: StepWork, reports: Sequence[StepReport], grid: Grid
+) -> dict[str, Any]:
+    """The metrics of a step that all ranks have a part in. mfu is 'unknown' without a known peak.
 
     sent_bytes: over each axis, and over those sets of axes (`data+depth`) that were used; the sender's that sent most.
     """
     sent = {axes: max(report.sent_bytes[index] for report in reports) for index, axes in enumerate(grid.axis_sets)}
-    rate = work.flops / facts.step_seconds
-    line: dict[str, Any] = {
-        "step": facts.step,
-        "loss": sum(report.loss for report in reports) / facts.loss_scale,
+    rate = work.flops / step_seconds
+    return {
+        "loss": sum(report.loss for report in reports),
         "tokens": work.tokens,
-        "tokens_per_second": work.tokens / facts.step_seconds,
-        "step_seconds": facts.step_seconds,
-        "phase_seconds": dict(facts.phase_seconds),
+        "tokens_per_second": work.tokens / step_seconds,
+        "step_seconds": step_seconds,
         "idle_shares": _idle_shares(reports, grid),
-        "days_for_300g_tokens": PAPER_TOKENS * facts.step_seconds / work.tokens / SECONDS_A_DAY,
-        "learning_rate": facts.result.learning_rate,
-        "grad_norm": facts.result.gradient_norm,
-        "loss_scale": facts.loss_scale,
-        "applied": facts.result.applied,
+        "days_for_300g_tokens": PAPER_TOKENS * step_seconds / work.tokens / SECONDS_A_DAY,
+        "learning_rate": result.learning_rate,
+        "grad_norm": result.gradient_norm,
+        "applied": result.applied,
         "peak_memory_bytes": max(report.peak_memory_bytes for report in reports),
         "sent_bytes": {axes: count for axes, count in sent.items() if count or axes in grid.names},
         "flops_per_second": rate,
-        "paper_flops_per_second": work.paper_flops / facts.step_seconds,
+        "paper_flops_per_second": work.paper_flops / step_seconds,
         "mfu": rate / (work.peak_flops * len(reports)) if work.peak_flops else "unknown",
-        "utilisation": [_share(report.busy_seconds, facts.step_seconds) for report in reports],
+        "utilisation": [
+            "unknown" if math.isnan(report.busy_seconds) else min(1.0, report.busy_seconds / step_seconds)
+            for report in reports
+        ],
         "own_seconds": [report.own_seconds for report in reports],
     }
-    return line
 
 
 def _idle_shares(reports: Sequence[StepReport], grid: Grid) -> list[float]:
@@ -164,10 +129,6 @@ def _idle_shares(reports: Sequence[StepReport], grid: Grid) -> list[float]:
     for rank, report in enumerate(reports):
         stages[grid.index(rank, PIPE)].append(max(0.0, 1 - report.task_seconds / total))
     return [statistics.mean(shares) for shares in stages]
-
-
-def _share(busy_seconds: float, step_seconds: float) -> float | str:
-    return "unknown" if math.isnan(busy_seconds) else min(1.0, busy_seconds / step_seconds)
 
 
 class MetricsWriter:

@@ -60,25 +60,26 @@ def backward(parts: Parts, batch: Batch, step: int = 0) -> float:
         return to_device(rows_of(batch, slice(first, first + count)), device)
 
     rows = parts.strategy.share(load, config.replica_batch)
-    counts, scale = counts_of(batch, parts.model.labels), parts.optimizer.scaler.scale
-    return replica_backward(parts, rows, counts, step * config.batch.global_) / scale
+    counts = counts_of(batch, parts.model.labels)
+    return replica_backward(parts, rows, counts, step * config.batch.global_)
 
 
 def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int) -> float:
-    """The same of a replica's rows; this rank's share of the loss times the loss scale.
+    """The same of a replica's rows; this rank's share of the mean loss.
 
     `counts`: how many elements of each label are valid in the global batch. `samples`: how many the run has seen, of
     which dropout's random numbers are made.
     """
     config, mesh = parts.config, parts.mesh
     parts.model.train()
-    scales = scales_of(parts.model.labels, counts, parts.optimizer.scaler.scale)
+    scale = parts.optimizer.scaler.scale
+    scales = scales_of(parts.model.labels, counts, scale)
     place = "/".join(str(mesh.index(axis)) for axis in ("data", PIPE, *parts.kit.split_axes))
 
     def seed(index: int) -> None:
         torch.manual_seed(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}"))
 
-    loss = float(parts.pipeline.train(parts.microbatches(rows), scales, seed))
+    loss = float(parts.pipeline.train(parts.microbatches(rows), scales, seed)) / scale
     # A replica's ranks hold the same loss, but for its stages, of which only the last has one: it is counted once.
     copies = (axis for axis in mesh.grid.names if axis not in (PIPE, *config.layout.batch_axes))
     return loss if mesh.index(*copies) == 0 else 0.0

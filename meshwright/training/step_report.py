@@ -12,11 +12,13 @@ host seldom waits, so that nobody is flagged there.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 
@@ -32,7 +34,7 @@ class StepReport:
 
     `pipeline_seconds`: its forward and backward passes, and the waits between them; `task_seconds`: without the waits.
     `own_seconds`: since its last report, without its waits for others.
-    `hashes`: of the weights that it shares with others (replicas.py), in the steps in which they are compared.
+    `hashes`: of the weights that it shares with others (checks.py), in the steps in which they are compared.
     """
 
     loss: float
@@ -100,18 +102,32 @@ LEAST_SECONDS = 0.02
 """The least that a straggler costs in a step; below, rank 0's writing of metrics would count."""
 
 
-class OwnClock:
-    """How long a rank has worked since the last call, its waits for others left out."""
+class RankClock:
+    """How long this rank has worked since the last call: its device, and the rank without its waits for others.
 
-    def __init__(self, recorder: FlightRecorder) -> None:
+    Busy on a CPU: the process's CPU time over its threads; a rank that spins while it waits (MPI) counts as busy. On a
+    GPU: the driver's utilisation, sampled once a step; not a number where nvidia-ml-py, through which torch asks the
+    driver, is not installed.
+    """
+
+    def __init__(self, device: torch.device, recorder: FlightRecorder) -> None:
+        self.device = device
         self._recorder = recorder
-        self._wall, self._waited = time.perf_counter(), recorder.waited_seconds
+        self._driver = device.type == "cuda" and find_spec("pynvml") is not None
+        self._last = self._now()
 
-    def lap(self) -> float:
-        wall, waited = time.perf_counter(), self._recorder.waited_seconds
-        own = (wall - self._wall) - (waited - self._waited)
-        self._wall, self._waited = wall, waited
-        return max(0.0, own)
+    def _now(self) -> tuple[float, float, float]:
+        return time.process_time(), time.perf_counter(), self._recorder.waited_seconds
+
+    def lap(self) -> tuple[float, float]:
+        """(busy seconds, own seconds) since the last call."""
+        now = self._now()
+        cpu, wall, waited = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
+        busy = cpu / torch.get_num_threads()
+        if self.device.type == "cuda":
+            busy = wall * (torch.cuda.utilization(self.device) / 100 if self._driver else math.nan)
+        return busy, max(0.0, wall - waited)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from meshwright.training.loop import Trainer, validate
 from meshwright.training.meeting import facts_of, meet
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.resume import checkpoint_of_run, decided_before, with_offer
-from meshwright.training.trace import write_step
 
 
 def train_rank(
@@ -60,7 +59,7 @@ def train_rank(
     dump = asked.model_dump(mode="json", by_alias=True)
     origin = Origin(dump, name, config.data.fingerprint(data), resolved_fields(asked, config))
     parts = build(config, mesh, out)
-    _Run(parts, config, opened, out, frozenset(trace), origin).train(
+    _Run(parts, opened, out, frozenset(trace), origin).train(
         rank.stop, step, resume=resume, attempt=environment.attempt
     )
 
@@ -90,114 +89,102 @@ def _agreed(mesh: Mesh, step: int | None) -> int | None:
     return None if int(found) < 0 else int(found)
 
 
+@dataclass(frozen=True)
 class _Run:
     """A rank's training run: the trainer, and around it checkpoints, validation, metrics and the display."""
 
-    def __init__(
-        self, parts: Parts, config: Config, data: Opened, out: Path, traced: frozenset[int], origin: Origin
-    ) -> None:
-        self.parts = parts
-        self.config = config
-        self.data = data
-        self.out = out
-        self.traced = traced
-        self.origin = origin
-        self.first = parts.mesh.rank == 0
+    parts: Parts
+    data: Opened
+    out: Path
+    traced: frozenset[int]
+    origin: Origin
 
     def train(self, stop: StopRequest, step: int | None, *, resume: bool, attempt: int) -> None:
-        """From the checkpoint of `step` or the beginning to the last step, or to a stop request."""
+        """Train from the checkpoint of `step`, or the beginning, to the last step or a stop request."""
+        parts, config, mesh = self.parts, self.parts.config, self.parts.mesh
         checkpoints = self.out / CHECKPOINTS
-        writer = CheckpointWriter(
-            checkpoints, self.parts.mesh, self.config.checkpoint.keep, self.origin, self.data.tokenizer
-        )
-        started = Progress() if step is None else self._restore(checkpoints, step)
-        with RunDisplay(started.step, self.config.steps, speaks=self.first) as display:
+        writer = CheckpointWriter(checkpoints, mesh, config.checkpoint.keep, self.origin, self.data.tokenizer)
+        started = Progress()
+        if step is not None:
+            try:
+                started = restore(parts, Checkpoint(checkpoints / f"step-{step}"))
+            except DamagedError as error:
+                raise with_offer(error, checkpoints, step) from error
+        with RunDisplay(started.step, config.steps, speaks=mesh.rank == 0) as display:
             self._greet(display, writer.unfinished, attempt)
             if step is not None:
                 display.say(f"going on from checkpoint step-{step}")
             elif resume:
                 display.say("no complete checkpoint to go on from: starting at the first step")
-            if made := sorted(step for step in self.traced if step <= started.step):
-                display.say(f"no trace of what was made before: step {', '.join(map(str, made))}")
+            if past := sorted(step for step in self.traced if step <= started.step):
+                display.say(f"no trace of what was made before: step {', '.join(map(str, past))}")
             metrics = None
-            if self.first:
-                metrics = MetricsWriter(self.out, started.step, tensorboard=self.config.metrics.tensorboard)
-            trainer = Trainer(self.parts, self.data.train, step=started.step, samples=started.samples)
-            stopping, due, every = False, False, self.config.checkpoint.every
-            while trainer.step < self.config.steps:
+            if mesh.rank == 0:
+                metrics = MetricsWriter(self.out, started.step, tensorboard=config.metrics.tensorboard)
+            trainer = Trainer(parts, self.data.train, step=started.step, samples=started.samples)
+            stopping, due, every = False, False, config.checkpoint.every
+            while trainer.step < config.steps:
                 line, stopping = self._step(trainer, stop)
-                if trainer.step in self.traced:
-                    write_step(trainer.spans, self.parts.mesh, trainer.step, self.out)
-                self._validate(trainer, line)
                 if metrics is not None:
-                    for note in metrics.write(line):
-                        display.say(note)
+                    display.say(*metrics.write(line))
                 display.step(line)
                 due |= bool(every) and trainer.step % every == 0
-                if stopping or trainer.step == self.config.steps or (due and line["applied"]):
+                if stopping or trainer.step == config.steps or (due and line["applied"]):
                     due = False  # of a skipped step's: it would hold the older weights under a later step's name
                     trainer.require_good_state()
-                    self.parts.mesh.recorder.enter("checkpoint")
-                    progress = progress_of(self.parts, trainer.step, trainer.samples)
-                    for note in writer.save(progress, pieces_of(self.parts)):
-                        display.say(note)
+                    mesh.recorder.enter("checkpoint")
+                    progress = progress_of(parts, trainer.step, trainer.samples)
+                    display.say(*writer.save(progress, pieces_of(parts)))
                 if stopping:
                     break
-            self.parts.mesh.recorder.enter("last checkpoint")
+            mesh.recorder.enter("last checkpoint")
             writer.wait()
             if metrics is not None:
                 metrics.close()
-                # matplotlib: a second that the first step need not wait for
-                from meshwright.training.curves import draw_loss
-
-                try:
-                    draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
-                except OSError as error:  # the run has all that matters: its last checkpoint is written
-                    display.say(f"warning: loss.png could not be drawn: {error.strerror}")
                 self._farewell(display, trainer.step)
             if stopping:  # srun and mpirun end a job with the first rank that leaves with a code: leave together
                 stop.request()
-                self.parts.mesh.world.barrier()
+                mesh.world.barrier()
 
     def _step(self, trainer: Trainer, stop: StopRequest) -> tuple[dict[str, Any], bool]:
-        """A step; an exception says in which, so that the launcher knows one that recurs."""
+        """Make a step, trace it where that was asked for, and validate where that is due."""
         try:
-            return trainer.turn(stop)
+            line, stopping = trainer.turn(stop)
         except Exception as error:
-            error.add_note(f"in step {trainer.step + 1}")
+            error.add_note(f"in step {trainer.step + 1}")  # so that the launcher knows one that recurs
             raise
+        parts, config, held_out = self.parts, self.parts.config, self.data.held_out
+        if trainer.step in self.traced:
+            from meshwright.training.pictures import write_step  # matplotlib: only a traced step needs it
 
-    def _restore(self, checkpoints: Path, step: int) -> Progress:
-        try:
-            return restore(self.parts, Checkpoint(checkpoints / f"step-{step}"))
-        except DamagedError as error:
-            raise with_offer(error, checkpoints, step) from error
+            write_step(trainer.spans, parts.mesh, trainer.step, self.out)
+        if held_out is not None and (trainer.step % config.validation.every == 0 or trainer.step == config.steps):
+            parts.mesh.recorder.enter("validation")
+            line |= validate(parts, held_out, min(config.validation.batches, len(held_out) // config.batch.global_))
+        return line, stopping
 
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
-        layout = self.config.layout
-        display.say(f"{layout.world_size} ranks: {layout.summary}; writing to {self.out}")
-        for note in self.data.notes:
-            display.say(note)
-        for name in unfinished:
-            display.say(f"removed a checkpoint that was never finished: {name}")
+        config = self.parts.config
+        display.say(f"{config.layout.world_size} ranks: {config.layout.summary}; writing to {self.out}")
+        display.say(*self.data.notes)
+        display.say(*(f"removed a checkpoint that was never finished: {name}" for name in unfinished))
         if attempt:
-            display.say(f"restart {attempt} of {self.config.restarts}")
+            display.say(f"restart {attempt} of {config.restarts}")
         for name in (*self.parts.strategy.make_replicas_equal(), *self.parts.optimizer.make_replicas_equal()):
             display.say(f"warning: {name} differed between replicas; rank 0's was given to all")
 
-    def _validate(self, trainer: Trainer, line: dict[str, Any]) -> None:
-        every = self.config.validation.every
-        held_out = self.data.held_out
-        if held_out is not None and (trainer.step % every == 0 or trainer.step == self.config.steps):
-            self.parts.mesh.recorder.enter("validation")
-            line |= validate(
-                self.parts, held_out, min(self.config.validation.batches, len(held_out) // self.config.batch.global_)
-            )
-
     def _farewell(self, display: RunDisplay, step: int) -> None:
-        ended = "finished" if step == self.config.steps else "stopped; --resume goes on from here"
+        """Draw the losses, and say how the run has ended."""
+        from meshwright.training.pictures import draw_loss  # matplotlib: a second that the first step need not wait for
+
+        try:
+            draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
+        except OSError as error:  # the run has all that matters: its last checkpoint is written
+            display.say(f"warning: loss.png could not be drawn: {error.strerror}")
+        steps = self.parts.config.steps
+        ended = "finished" if step == steps else "stopped; --resume goes on from here"
         if skipped := step - self.parts.optimizer.steps_taken:
             ended += f" ({skipped} of {step} steps overflowed and were skipped)"
-        if step > self.config.steps:
-            ended = f"nothing to do for steps={self.config.steps}"
-        display.say(f"{ended}: {self.out / 'checkpoints' / f'step-{step}'}, metrics.jsonl, loss.png")
+        if step > steps:
+            ended = f"nothing to do for steps={steps}"
+        display.say(f"{ended}: {self.out / CHECKPOINTS / f'step-{step}'}, metrics.jsonl, loss.png")

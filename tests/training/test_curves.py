@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import DataError
-from meshwright.training.curves import draw_curves, draw_loss
+from meshwright.training.pictures import draw_curves, draw_loss
 
 
 def metrics(path: Path, steps: int) -> Path:

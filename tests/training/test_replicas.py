@@ -15,8 +15,7 @@ from meshwright.errors import CorruptionError
 from meshwright.model import Batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.training.loop import Trainer
-from meshwright.training.replicas import (
+from meshwright.training.checks import (
     COLUMNS,
     differences,
     gathered,
@@ -25,6 +24,7 @@ from meshwright.training.replicas import (
     state_hashes,
     weight_hashes,
 )
+from meshwright.training.loop import Trainer
 from tests.data_parallel.test_equality import BATCHES, config_for
 from tests.harness import build
 from tests.training.runs import config_for as run_config
@@ -253,7 +253,7 @@ def spoiled_states(mesh: Mesh, config: Config) -> str:
         flip(trainer.parts.optimizer.states(0)["exp_avg_sq"], 3, 0)
     assert weight_hashes(trainer.parts) == before
     try:
-        require_equal_replicas(trainer.parts, 2, gathered(mesh, state_hashes(trainer.parts)))
+        require_equal_replicas(trainer.parts, 2, gathered(trainer.parts, state_hashes(trainer.parts)))
     except CorruptionError as error:
         return str(error)
     return ""

@@ -11,7 +11,7 @@ from meshwright.errors import DataError
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.schedule import GPIPE, MESSAGE_DRIVEN, ScheduleRule
 from meshwright.pipeline.span import Timeline, phase_span
-from meshwright.training.timeline import draw_timelines
+from meshwright.training.pictures import draw_timelines
 
 
 def timeline(rule: ScheduleRule, num_stages: int = 3) -> Timeline:

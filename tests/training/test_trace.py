@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from meshwright.cli.runs import planned_trace, traced_steps
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.pipeline.trace import read_trace
-from meshwright.training.trace import planned_trace, traced_steps
 from tests.training.runs import config_for, lines_of, make_corpus, run
 
 

@@ -40,7 +40,7 @@ from meshwright.tools.plan.compose import Composition, StagePlan, compose_stages
 from meshwright.tools.plan.predict import check_recorded
 from meshwright.tools.plan.recordings import Recordings
 from meshwright.tools.plan.topology import Topology, Volume, total
-from meshwright.training.timeline import draw_timelines
+from meshwright.training.pictures import draw_timelines
 
 UNIT = "forward passes of a microbatch"
 """The clock's second: a microbatch's forward pass through the whole model."""

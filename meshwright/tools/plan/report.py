@@ -17,7 +17,7 @@ from meshwright.pipeline.trace import write_trace
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.search import Loser, SearchResult, layout_text
 from meshwright.training.phases import PHASES
-from meshwright.training.timeline import draw_timelines
+from meshwright.training.pictures import draw_timelines
 
 _WIDTH = 180
 """Columns, where no terminal says how many there are."""

@@ -1,7 +1,14 @@
-"""The loss of one run, or of several in one picture, drawn from their metrics.jsonl.
+"""Pictures of a run: its losses by step, and what the stages of its pipeline did in a step.
 
-A line of the file is one step: `step` and `loss`, now and then `validation_loss`; other fields are not read here. A
-last line that was cut short by a kill is left out; any other line that is no step is an error.
+A loss curve is read from a metrics.jsonl. A line of the file is one step: `step` and `loss`, now and then
+`validation_loss`; other fields are not read here. A last line that was cut short by a kill is left out; any other line
+that is no step is an error.
+
+A timeline has one row a stage and one box a task; those of one picture share their time axis. A box's colour is its
+category (forward, backward, weight, or a phase of the step); the number in it, where it fits, its microbatch. What is
+white is idle. A traced step is also written as JSON (pipeline/trace.py): each rank sends its spans along its pipe axis,
+at the traced steps only, and rank 0 writes those of the first replica. Stages on different machines are shown as their
+clocks are set.
 """
 
 from __future__ import annotations
@@ -9,22 +16,34 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from meshwright.errors import DataError
+from meshwright.pipeline.span import Span, Timeline
+from meshwright.pipeline.trace import write_trace
+from meshwright.ranks.agreement import all_texts
+from meshwright.ranks.grid import PIPE
+from meshwright.ranks.mesh import Mesh
 
-_INK, _GRID = "#333333", "#e4e4e4"
+_INK, _GRID, _IDLE = "#333333", "#e4e4e4", "#f4f4f4"
 _TRAIN, _VALIDATION = "#2b6cb0", "#d9480f"
 _RUN_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c36b5", "#e0a800", "#0c8599", "#c2255c", "#5c5f66")
 _SMOOTHED_FROM = 60
 """Runs of fewer points are drawn as they are."""
+
+
+_TASKS = {"forward": "#4c8bd0", "backward": "#e8833a", "weight": "#58a868"}
+_PHASES = ("#9c7ac7", "#c9a227", "#5f9ea0", "#b5651d", "#8a8d91")
+_WIDTH_INCHES, _ROW_INCHES, _HEAD_INCHES, _DIGIT_INCHES = 13.0, 0.24, 0.42, 0.062
 
 
 @dataclass(frozen=True)
@@ -82,9 +101,8 @@ def draw_loss(metrics_file: Path, picture: Path) -> None:
     trend = _smoothed(curve.losses)
     if len(curve.steps) >= _SMOOTHED_FROM:
         axes.plot(curve.steps, curve.losses, color=_TRAIN, alpha=0.28, linewidth=0.8)
-    axes.plot(
-        curve.steps, trend, color=_TRAIN, linewidth=2, label="training", marker=_marker(curve.steps), markersize=5
-    )
+    marker = "o" if len(curve.steps) <= 20 else ""  # one point is nothing but its mark
+    axes.plot(curve.steps, trend, color=_TRAIN, linewidth=2, label="training", marker=marker, markersize=5)
     ends = [(curve.steps[-1], float(trend[-1]), f"{trend[-1]:.3f}", _TRAIN)]
     if curve.validation_steps:
         steps, losses = curve.validation_steps, curve.validation_losses
@@ -119,9 +137,7 @@ def draw_curves(runs: Mapping[str, Path], picture: Path) -> None:
 
 
 def _canvas(title: str) -> tuple[Figure, Axes]:
-    """A figure of its own: no state is shared with another drawing, nor with a notebook."""
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(8, 4.5, dpi=150)
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold")
     axes.set_xlabel("step", color=_INK)
@@ -151,11 +167,6 @@ def _smoothed(losses: Sequence[float]) -> np.ndarray:
             total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
         trend[index] = total / weight if weight else np.nan
     return trend
-
-
-def _marker(steps: Sequence[int]) -> str:
-    """A line through few points shows them; one point is nothing but its mark."""
-    return "o" if len(steps) <= 20 else ""
 
 
 def _frame(axes: Axes, curves: Sequence[LossCurve]) -> None:
@@ -194,6 +205,86 @@ def _annotate(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None
             verticalalignment="center",
             annotation_clip=False,
         )
+
+
+def draw_timelines(timelines: Mapping[str, Timeline], picture: Path, seconds_name: str = "seconds") -> None:
+    """Draw {title: timeline} as a PNG. `seconds_name` is what one second of the time axis stands for.
+
+    Raises DataError where there is nothing to draw.
+    """
+    empty = [title for title, timeline in timelines.items() if not timeline.spans]
+    if empty or not timelines:
+        raise DataError(f"no spans to draw in {picture}" + "".join(f"; {title} has none" for title in empty))
+    end = max(end - begin for begin, end in map(_ends, timelines.values()))
+    rows = [timeline.num_stages for timeline in timelines.values()]
+    inches = [_HEAD_INCHES + _ROW_INCHES * count for count in rows]
+    figure = _figure(_WIDTH_INCHES, sum(inches) + 0.75, dpi=130)
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
+        facts = f"{timeline.total_seconds:.4g} {seconds_name}, idle {timeline.idle_share:.1%}"
+        _panel(axes, f"{title}: {facts}", timeline, end)
+    panels[-1].set_xlabel(seconds_name, color=_INK)
+    colours = {name: colour for timeline in timelines.values() for name, colour in _colours(timeline).items()}
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=9)
+    _save(figure, picture)
+
+
+def _ends(timeline: Timeline) -> tuple[float, float]:
+    """The begin of the first span and the end of the last, phases too."""
+    begins, ends = zip(*((span.start_seconds, span.end_seconds) for span in timeline.spans), strict=True)
+    return min(begins), max(ends)
+
+
+def _colours(timeline: Timeline) -> dict[str, str]:
+    """The colour of each category that is there: tasks in the order F, B, W, then phases by name."""
+    there = {span.category for span in timeline.spans}
+    phases = sorted(there - set(_TASKS))
+    tasks = {name: colour for name, colour in _TASKS.items() if name in there}
+    return tasks | {name: _PHASES[index % len(_PHASES)] for index, name in enumerate(phases)}
+
+
+def _panel(axes: Axes, title: str, timeline: Timeline, end: float) -> None:
+    """One timeline. Phases lie below tasks of the same time in narrower boxes, for they may run under them."""
+    colours, (begin, _) = _colours(timeline), _ends(timeline)
+    axes.set_title(title, loc="left", color=_INK, fontsize=10, fontweight="bold")
+    axes.set_xlim(0, end)
+    axes.set_ylim(timeline.num_stages - 0.5, -0.5)
+    axes.set_yticks(range(timeline.num_stages), [f"stage {stage}" for stage in range(timeline.num_stages)], fontsize=8)
+    axes.tick_params(colors=_INK, length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    for stage in range(timeline.num_stages):
+        axes.axhspan(stage - 0.42, stage + 0.42, color=_IDLE, zorder=0, linewidth=0)
+    for stage, (name, colour) in product(range(timeline.num_stages), colours.items()):
+        spans = [span for span in timeline.spans if (span.stage, span.category) == (stage, name)]
+        boxes = [(span.start_seconds - begin, span.seconds) for span in spans]
+        height, layer = (0.84, 2) if name in _TASKS else (0.5, 1)
+        place = (stage - height / 2, height)
+        axes.broken_barh(boxes, place, facecolor=colour, edgecolor="white", linewidth=0.4, zorder=layer)
+    digit = _DIGIT_INCHES * end / (_WIDTH_INCHES - 1.0)  # the seconds that a digit covers
+    for span in timeline.spans:
+        text = "" if span.microbatch is None else str(span.microbatch)
+        if text and span.seconds > 1.15 * digit * len(text):  # where it fits
+            middle = (span.start_seconds + span.end_seconds) / 2 - begin
+            axes.text(middle, span.stage, text, ha="center", va="center", color="white", fontsize=6.5, zorder=3)
+
+
+def write_step(spans: Sequence[Span], mesh: Mesh, step: int, folder: Path) -> None:
+    """Gather the spans that every rank has of a step; rank 0 writes trace-step-N.json and trace-step-N.png."""
+    texts = all_texts(json.dumps([astuple(span) for span in spans]), mesh.comm(PIPE), mesh.device)
+    if mesh.rank == 0:
+        timeline = Timeline(mesh.size(PIPE), tuple(Span(*fields) for text in texts for fields in json.loads(text)))
+        path = folder / f"trace-step-{step}.json"
+        write_trace(timeline, path)
+        draw_timelines({f"step {step}": timeline}, path.with_suffix(".png"))
+
+
+def _figure(width: float, height: float, dpi: int) -> Figure:
+    """A figure of its own: no state is shared with another drawing, nor with a notebook."""
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _save(figure: Figure, picture: Path) -> None:

@@ -1,0 +1,280 @@
+"""What a run checks of its own memory: numbers stay finite, and replicas hold the same bits.
+
+Numbers: nothing is looked through while all is well. A step knows by the norm and the loss, a checkpoint looks before
+it is written. Every rank says in the same words which parameter is the first that is bad, and on which rank, since all
+ranks tell each other what they found.
+
+Replicas: a bit that flips in one replica's memory makes no error and no NaN: the run goes on, wrong. But every other
+replica still has the right one. Each rank hashes its weights as its backward pass has read them; that is before the
+optimizer writes and before owners publish, so that a flip under ZeRO-1 or a parameter server is seen before it is
+overwritten. The hashes travel in the step report. Of three replicas and more the odd one out is named, of two both.
+Where nothing is held twice (`fsdp`, one replica that is cut everywhere) there is nothing to compare.
+
+A hash is 64 bits: sum over words w[r, c] of 8 bytes of w[r, c] · (row[r] + column[c]) modulo 2^64. Rows' factors are
+even, columns' odd: a factor is odd, so that any flipped bit changes the sum; a word in another's place changes it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import CorruptionError, DivergedError
+from meshwright.parameters.bucket import FlatWeights
+from meshwright.parts import Parts
+from meshwright.ranks.agreement import all_rows
+from meshwright.ranks.grid import ENDS, PIPE, Grid
+from meshwright.training.step_report import StepReport
+
+REMEDY = "lower optimizer.lr, raise optimizer.schedule.warmup, or look at the data"
+
+COLUMNS = 2**10
+BLOCK_ROWS = {"cpu": 2**7, "cuda": 2**17}
+"""Rows that are read at once: a CPU's cache holds 1 MiB for both sums, a GPU wants few kernels."""
+_FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""2^64 over the golden ratio, as a signed number: neighbours get factors far apart."""
+
+CopyAxes = tuple[str, ...]
+
+
+def hash_bits(x: Tensor) -> Tensor:
+    """The hash of the bits of x [n], contiguous: an int64 scalar on its device."""
+    words = _words(x)
+    whole = words.numel() // COLUMNS * COLUMNS
+    blocks = words[:whole].view(-1, COLUMNS).split(BLOCK_ROWS[x.device.type])
+    rest = words[whole:]
+    rows = torch.cat([*(block.sum(1) for block in blocks), rest.sum(0, keepdim=True)])
+    columns = torch.stack([block.sum(0) for block in blocks]).sum(0) if whole else words.new_zeros(COLUMNS)
+    columns[: rest.numel()] += rest
+    row_factors = torch.arange(1, rows.numel() + 1, device=x.device) * _FACTOR * 2
+    column_factors = torch.arange(COLUMNS, device=x.device) * _FACTOR | 1
+    return (rows * row_factors).sum() + (columns * column_factors).sum()
+
+
+def _words(x: Tensor) -> Tensor:
+    """x's memory as int64; its last bytes with zeros behind them."""
+    if x.storage_offset() * x.element_size() % 8:
+        x = x.clone()
+    each = 8 // x.element_size()
+    whole = x.numel() // each * each
+    words = x[:whole].view(torch.int64)
+    if whole == x.numel():
+        return words
+    last = x.new_zeros(each)
+    last[: x.numel() - whole] = x[whole:]
+    return torch.cat([words, last.view(torch.int64)])
+
+
+def copy_sets(grid: Grid) -> list[CopyAxes]:
+    """Every set of axes along which ranks may hold the same; axes of one rank are left out."""
+    names = [name for name, size in grid.axes if size > 1 and name != PIPE]
+    if dict(grid.axes).get(PIPE, 1) > 1:
+        names.append(ENDS)
+    return [some for count in range(1, len(names) + 1) for some in combinations(names, count)]
+
+
+def weight_hashes(parts: Parts) -> list[int]:
+    """Hash the weights that this rank shares along each of the grid's `copy_sets`: one hash for each set."""
+    return _hashes(parts, parts.strategy.weights)
+
+
+def state_hashes(parts: Parts) -> list[int]:
+    """The same of weights and of what an optimizer keeps, masters and moments: all that a checkpoint holds."""
+    return _hashes(parts, _saved(parts))
+
+
+def _saved(parts: Parts) -> Iterator[FlatWeights]:
+    """All that a checkpoint holds: weights, masters and moments."""
+    yield from parts.strategy.weights
+    for index, slot in enumerate(parts.strategy.slots):
+        for tensor in parts.optimizer.states(index).values():
+            yield FlatWeights(tensor, slot.places, slot.copy_axes(parts.mesh.grid))
+
+
+def _hashes(parts: Parts, memory: Iterable[FlatWeights]) -> list[int]:
+    grid, device = parts.mesh.grid, parts.mesh.device
+    hashes: dict[CopyAxes, Tensor | int] = dict.fromkeys(copy_sets(grid), 0)
+    for flat in memory:
+        if axes := _shared(grid, flat.copy_axes):
+            hashes[axes] = hashes[axes] * _FACTOR + hash_bits(flat.values).to(device)
+    return [int(value) for value in hashes.values()]
+
+
+def _shared(grid: Grid, copy_axes: CopyAxes) -> CopyAxes:
+    """The one of `copy_sets` that the axes are."""
+    known = {name for some in copy_sets(grid) for name in some}
+    return tuple(name for name in grid.ordered(copy_axes) if name in known)
+
+
+def gathered(parts: Parts, hashes: Sequence[int]) -> list[list[int]]:
+    """Every rank's hashes, in rank order."""
+    mine = torch.tensor(hashes, dtype=torch.int64, device=parts.mesh.device)
+    world = parts.mesh.world
+    rows: list[list[int]] = all_rows(mine, world).tolist() if hashes else [[] for _ in range(world.size)]
+    return rows
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Ranks that should hold the same along `axes` and do not. `odd`: those that the majority is against, or all."""
+
+    axes: CopyAxes
+    group: tuple[int, ...]
+    odd: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """Who differs from whom."""
+        others = [rank for rank in self.group if rank not in self.odd]
+        if not others:
+            return (
+                f"{_ranks(self.odd)} should hold the same bits and do not; which is wrong, {len(self.odd)} cannot tell"
+            )
+        agree = ", which agree" if len(others) > 1 else ""
+        return f"{_ranks(self.odd)} differs from {_ranks(others)}{agree}"
+
+
+def differences(grid: Grid, hashes: Sequence[Sequence[int]]) -> list[Difference]:
+    """Who is odd, from every rank's hashes, in rank order."""
+    found = []
+    for index, axes in enumerate(copy_sets(grid)):
+        for group in grid.groups(*axes):
+            values = Counter(hashes[rank][index] for rank in group)
+            ((usual, count),) = values.most_common(1)
+            if len(values) > 1:
+                majority = 2 * count > len(group)
+                odd = tuple(rank for rank in group if not majority or hashes[rank][index] != usual)
+                found.append(Difference(axes, group, odd))
+    return found
+
+
+def require_equal_replicas(parts: Parts, step: int, hashes: Sequence[Sequence[int]]) -> None:
+    """Raise CorruptionError where the hashes say that replicas differ. All ranks have the same hashes, and call it."""
+    found = differences(parts.mesh.grid, hashes)
+    if not found:
+        return
+    names = _differing_parameters(parts, found[0])
+    where = f" ({names})" if names else " (in what has been overwritten since, or in an optimizer's states)"
+    raise CorruptionError(
+        f"step {step}: {found[0].text}{where}: a bit has flipped in a memory or on its way; go on from the newest "
+        "checkpoint, whose replicas agreed (restarts does so); where this comes again, test the memory of the rank's "
+        "host, and the layout with meshwright verify"
+    )
+
+
+def _differing_parameters(parts: Parts, difference: Difference) -> str:
+    """The first parameter in which the group differs now, and how many there are; '' where none does."""
+    mesh = parts.mesh
+    found: set[str] = set()
+    if mesh.rank in difference.group:
+        comm = mesh.comm(*difference.axes)
+        for flat in parts.strategy.weights:
+            if _shared(mesh.grid, flat.copy_axes) == difference.axes:
+                hashes = [hash_bits(flat.values[place.start : place.stop]) for place in flat.places]
+                everyone = all_rows(torch.stack(hashes), comm)
+                unequal = (everyone != everyone[:1]).any(0).tolist()
+                found |= {place.name for place, bad in zip(flat.places, unequal, strict=True) if bad}
+    first, count = _told(parts, found)[difference.group[0]]
+    return "" if count == 0 else list(parts.specs)[first] + (f" and {count - 1} more" if count > 1 else "")
+
+
+def _told(parts: Parts, names: Collection[str]) -> list[list[int]]:
+    """From every rank the number, in the model's order, of the first parameter that it names, and how many it names.
+    A rank that names none says the number of parameters. Sends 16 bytes."""
+    order = [index for index, name in enumerate(parts.specs) if name in names]
+    mine = torch.tensor([min(order, default=len(parts.specs)), len(order)], device=parts.mesh.device)
+    rows: list[list[int]] = all_rows(mine, parts.mesh.world).tolist()
+    return rows
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0, 2 and 3`."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Parameters in which some rank found a bad number: the first in the model's order, that rank, and how many."""
+
+    parameter: str
+    rank: int
+    count: int
+
+    def __str__(self) -> str:
+        more = f" (the first of {self.count} parameters)" if self.count > 1 else ""
+        return f"{self.parameter} on rank {self.rank}{more}"
+
+
+def require_finite_weights(parts: Parts, step: int) -> None:
+    """Raise DivergedError where a weight or a state of the optimizer is not finite, or too large to be squared."""
+    # What diverges passes the square root of float32's end before it is infinite: Adam squares it.
+    limit = math.sqrt(torch.finfo(torch.float32).max)
+    if bad := _first_bad(parts, _saved(parts), limit):
+        raise DivergedError(
+            f"step {step}: the weights of {bad} are not finite, or beyond 1e19: nothing is saved; {REMEDY}"
+        )
+
+
+def require_finite_loss(step: int, reports: Sequence[StepReport]) -> None:
+    """Raise DivergedError where the loss is not a number although the gradient's norm is one."""
+    if losses := _bad_losses(reports):
+        raise DivergedError(f"step {step}: {losses}, although the gradient is finite; {REMEDY}")
+
+
+def diagnosed(parts: Parts, reports: Sequence[StepReport], error: DivergedError) -> DivergedError:
+    """The error of a step whose gradient is not finite, with what is known of it. Called by all ranks."""
+    slots = parts.strategy.slots
+    gradients = [FlatWeights(slot.parameter.grad, slot.places, ()) for slot in slots if slot.parameter.grad is not None]
+    found = [str(error)]
+    if bad := _first_bad(parts, gradients):
+        found.append(f"the gradient of {bad} is not finite")
+    if parts.optimizer.streams:
+        found.append("the weights have taken the step already, and are not saved")
+    else:
+        bad = _first_bad(parts, parts.strategy.weights)
+        found.append("all weights are finite" if bad is None else f"the weights of {bad} are not finite")
+    if losses := _bad_losses(reports):
+        found.append(losses)
+    return DivergedError("; ".join([*found, REMEDY]))
+
+
+def require_curable(parts: Parts, step: int) -> None:
+    """After a skipped step: raise DivergedError where weights are bad, which no smaller loss scale can mend."""
+    if bad := _first_bad(parts, parts.strategy.weights):
+        raise DivergedError(f"step {step}: the step overflowed: the weights of {bad} are not finite; {REMEDY}")
+
+
+def _first_bad(parts: Parts, memory: Iterable[FlatWeights], limit: float = math.inf) -> Bad | None:
+    """The model's first parameter that reaches `limit` or is not a number on some rank, and on how many parameters a
+    rank found such."""
+    found = {
+        place.name
+        for flat in memory
+        if not _largest(flat.values) < limit
+        for place in flat.places
+        if not _largest(flat.values[place.start : place.stop]) < limit
+    }
+    rows, names = _told(parts, found), list(parts.specs)
+    first, rank = min((first, rank) for rank, (first, _) in enumerate(rows))
+    return None if first == len(names) else Bad(names[first], rank, max(count for _, count in rows))
+
+
+def _largest(x: Tensor) -> float:
+    """The largest magnitude; not a number where one is not."""
+    if not x.numel():
+        return 0.0
+    low, high = torch.aminmax(x.detach())
+    return float(torch.maximum(-low, high))
+
+
+def _bad_losses(reports: Sequence[StepReport]) -> str:
+    """`the loss is not finite on rank 1`; empty where all are finite."""
+    ranks = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
+    return f"the loss is not finite on {_ranks(ranks)}" if ranks else ""
