@@ -16,7 +16,7 @@ from typing import get_args
 from benchmarks import ours
 from benchmarks.contender import Contender
 from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, show, write_json
-from meshwright.config.layout import Sync
+from meshwright.config.schema import Sync
 
 BASELINES = ("DDP", "FSDP2", "plain loop")
 SYNCS: tuple[str, ...] = get_args(Sync)

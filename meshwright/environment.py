@@ -2,13 +2,8 @@
 
 Every function takes the variables as a mapping, so that a test hands in a dict. Nothing here imports torch.
 
-| launcher | recognised by | rank, world size | local rank, local world size |
-|---|---|---|---|
-| torchrun | RANK, WORLD_SIZE | RANK, WORLD_SIZE | LOCAL_RANK, LOCAL_WORLD_SIZE |
-| mpi (Open MPI) | OMPI_COMM_WORLD_RANK | OMPI_COMM_WORLD_RANK, _SIZE | OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE |
-| mpi (MPICH) | PMI_RANK, MPI_LOCALRANKID | PMI_RANK, PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS |
-| slurm | SLURM_STEP_ID, a step of several tasks | SLURM_PROCID, SLURM_NTASKS | SLURM_LOCALID, from the tasks per node |
-| none | nothing of the above | 0 of 1 | 0 of 1 |
+A launcher is recognised by what it sets: torchrun by RANK and WORLD_SIZE, Open MPI by OMPI_COMM_WORLD_RANK, MPICH by
+PMI_RANK and MPI_LOCALRANKID, srun by SLURM_STEP_ID of a step of several tasks. Without any, a process is alone.
 """
 
 from __future__ import annotations
@@ -27,6 +22,15 @@ LauncherName = Literal["none", "torchrun", "slurm", "mpi"]
 
 ATTEMPT = "MESHWRIGHT_ATTEMPT"
 """Set by our own mpiexec launcher: how often the job was restarted."""
+
+PLACE_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    # rank, world size, local rank, local world size, attempt
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
+    "openmpi": (*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), ATTEMPT),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ATTEMPT),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_RESTART_COUNT"),
+}
+"""The variables in which each launcher says a process's place. srun says the tasks of each node more exactly."""
 
 _LOOPBACK = "127.0.0.1"
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
@@ -73,21 +77,27 @@ class Rendezvous:
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """This process's rank and launcher. Raises LaunchError on a variable that is missing or no number."""
     if "RANK" in variables and "WORLD_SIZE" in variables:
-        environment = _torchrun(variables)
+        environment = _place("torchrun", "torchrun", variables)
     elif "OMPI_COMM_WORLD_RANK" in variables:
-        environment = _open_mpi(variables)
-    elif "PMI_RANK" in variables and not _in_slurm_step(variables):
-        environment = _mpich(variables)
-    elif "PMI_RANK" in variables and "MPI_LOCALRANKID" in variables:
+        environment = _place("mpi", "openmpi", variables)
+    elif "PMI_RANK" in variables and ("MPI_LOCALRANKID" in variables or not _in_slurm_step(variables)):
         # MPICH's mpiexec starts its proxies with srun: Slurm's numbers are then the proxy's, not ours.
-        environment = _mpich(variables)
+        environment = _place("mpi", "mpich", variables)
     elif _in_slurm_step(variables):
-        environment = _slurm(variables)
+        environment = _place("slurm", "slurm", variables)
     else:
         environment = Environment(0, 1, 0, 1, 0, "none")
     if not 0 <= environment.rank < environment.world_size:
         raise LaunchError(f"the launcher's variables say rank {environment.rank} of {environment.world_size} ranks")
     return environment
+
+
+def _place(launcher: LauncherName, names: str, variables: Mapping[str, str]) -> Environment:
+    *place, local_size, attempt = PLACE_VARIABLES[names]
+    rank, world_size, local_rank = (_number(variables, name) for name in place)
+    counted = launcher == "slurm" and "SLURM_STEP_TASKS_PER_NODE" in variables
+    here = _slurm_tasks_here(variables) if counted else _number(variables, local_size)
+    return Environment(rank, world_size, local_rank, here, _number(variables, attempt, 0), launcher)
 
 
 def rendezvous(variables: Mapping[str, str] = os.environ, job: str = "") -> Rendezvous:
@@ -167,39 +177,6 @@ def mpi_worker_variables(
     return {**variables, **own}
 
 
-def _torchrun(variables: Mapping[str, str]) -> Environment:
-    return Environment(
-        rank=_number(variables, "RANK"),
-        world_size=_number(variables, "WORLD_SIZE"),
-        local_rank=_number(variables, "LOCAL_RANK"),
-        local_world_size=_number(variables, "LOCAL_WORLD_SIZE"),
-        attempt=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
-        launcher="torchrun",
-    )
-
-
-def _open_mpi(variables: Mapping[str, str]) -> Environment:
-    return Environment(
-        rank=_number(variables, "OMPI_COMM_WORLD_RANK"),
-        world_size=_number(variables, "OMPI_COMM_WORLD_SIZE"),
-        local_rank=_number(variables, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_world_size=_number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        attempt=_number(variables, ATTEMPT, 0),
-        launcher="mpi",
-    )
-
-
-def _mpich(variables: Mapping[str, str]) -> Environment:
-    return Environment(
-        rank=_number(variables, "PMI_RANK"),
-        world_size=_number(variables, "PMI_SIZE"),
-        local_rank=_number(variables, "MPI_LOCALRANKID"),
-        local_world_size=_number(variables, "MPI_LOCALNRANKS"),
-        attempt=_number(variables, ATTEMPT, 0),
-        launcher="mpi",
-    )
-
-
 def _in_slurm_step(variables: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of several tasks. A step of one task is an ordinary shell."""
     if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
@@ -208,21 +185,8 @@ def _in_slurm_step(variables: Mapping[str, str]) -> bool:
     return srun and _number(variables, "SLURM_NTASKS", 1) > 1
 
 
-def _slurm(variables: Mapping[str, str]) -> Environment:
-    return Environment(
-        rank=_number(variables, "SLURM_PROCID"),
-        world_size=_number(variables, "SLURM_NTASKS"),
-        local_rank=_number(variables, "SLURM_LOCALID"),
-        local_world_size=_slurm_tasks_here(variables),
-        attempt=_number(variables, "SLURM_RESTART_COUNT", 0),
-        launcher="slurm",
-    )
-
-
 def _slurm_tasks_here(variables: Mapping[str, str]) -> int:
-    """Tasks on this node: exactly, from `2(x3),1` (nodes in order), else what --ntasks-per-node asked for."""
-    if "SLURM_STEP_TASKS_PER_NODE" not in variables:
-        return _number(variables, "SLURM_NTASKS_PER_NODE")
+    """Tasks on this node, from `2(x3),1`: nodes in order."""
     text = variables["SLURM_STEP_TASKS_PER_NODE"]
     tasks: list[int] = []
     for part in text.split(","):
@@ -248,8 +212,8 @@ def _derived_port(environment: Environment, variables: Mapping[str, str]) -> int
     """A port that all ranks of a job agree on and that two jobs on a host seldom share."""
     if environment.launcher == "slurm":
         job = f"{_text(variables, 'SLURM_JOB_ID')}.{_text(variables, 'SLURM_STEP_ID')}"
-    elif "PMIX_NAMESPACE" in variables:
-        job = variables["PMIX_NAMESPACE"]
+    elif "PMIX_PLACE_VARIABLESPACE" in variables:
+        job = variables["PMIX_PLACE_VARIABLESPACE"]
     else:
         raise LaunchError("MASTER_PORT is not set: set it to a port that is free on rank 0's host")
     return _DERIVED_PORTS[crc32(job.encode()) % len(_DERIVED_PORTS)]

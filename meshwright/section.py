@@ -122,6 +122,14 @@ def field_of(section: Any, field: str) -> Any:
     return field_of(section[name], rest) if rest else section[name]
 
 
+def leaves_of(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The values of a section's dump by dotted name: `{"data": {"size": 2}}` as `{"data.size": 2}`."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= leaves_of(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+    return leaves
+
+
 def with_field(section: Any, field: str, value: object) -> Any:
     """The section, or its dump, with one field changed. Nothing is checked here: rules are, by who asks."""
     name, _, rest = field.partition(".")

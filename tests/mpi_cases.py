@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.config import parse_config
-from meshwright.config.layout import Layout
+from meshwright.config.schema import Layout
 from tests.mpi_workers import Case
 
 SIZES = (2, 3, 4)

@@ -41,17 +41,8 @@ def _sums_gradients(config: Config) -> bool:
     return config.layout.pipeline.size > 1 or math.prod(sizes[axis] for axis in config.layout.token_axes) > 1
 
 
-def _num_axes(config: Config) -> int:
-    return sum(size > 1 for _, size in config.layout.axes)
-
-
-def _kinds_with(field: str) -> list[str]:
-    """The kinds of tensor sections with which a field of another section has an effect."""
-    return [kind for kind, section in entries("tensor").items() if field in section.gives_effect_to]
-
-
-def _of_optimizers(field: str) -> Effect:
-    """The effect of a field that only some optimizers read."""
+def _optimizer_effect(field: str) -> Effect:
+    """When a field that only some optimizers read has an effect."""
     readers = [name for name, update in entries("optimizers").items() if field in update.fields]
     return Effect(
         (f"optimizer.{field}",),
@@ -101,7 +92,7 @@ EFFECTS = (
     Effect(
         ("layout.order",),
         _SIZES,
-        lambda config: _num_axes(config) > 1,
+        lambda config: sum(size > 1 for _, size in config.layout.axes) > 1,
         lambda config: "on a layout that has one axis of more than one rank, or none",
         "auto",
     ),
@@ -124,7 +115,8 @@ EFFECTS = (
         (TENSOR,),
         lambda config: "memory.summa" in config.layout.tensor.gives_effect_to,
         lambda config: f"with layout.tensor.kind={config.layout.tensor.kind}",
-        f"layout.tensor.kind={', '.join(_kinds_with('memory.summa'))}",
+        "layout.tensor.kind="
+        + ", ".join(kind for kind, section in entries("tensor").items() if "memory.summa" in section.gives_effect_to),
     ),
     Effect(
         ("memory.offload.bucket", "memory.offload.chunk"),
@@ -133,7 +125,7 @@ EFFECTS = (
         lambda config: "with memory.offload.to=none",
         "memory.offload.to=host, disk",
     ),
-    *map(_of_optimizers, OWN_FIELDS),
+    *map(_optimizer_effect, OWN_FIELDS),
     Effect(
         ("optimizer.schedule.floor",),
         ("optimizer.schedule.decay",),

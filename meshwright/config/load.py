@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,32 +111,25 @@ def parse_run(
     `laid_over`: the fields of the tree that lie over a run file's, as overrides do. `undecided`: sections that a
     planner will decide: nothing lies idle because of them.
     """
-    overrides = list(overrides)
-    words = [*laid_over, *(word.partition("=")[0] for word in overrides)]
-    return _parse(tree, overrides, words, lambda config, mistaken: without_effect(config, mistaken, words, undecided))
+    return _parse(tree, list(overrides), laid_over, undecided)
 
 
 def parse_config(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Config:
     """Check a tree of plain values that a program made, such as a config's whole dump, with overrides on top."""
-    return _parse(tree, overrides, None, lambda config, mistaken: ())
+    return _parse(tree, list(overrides), None)
 
 
 def _parse(
-    tree: dict[str, Any],
-    overrides: Iterable[str],
-    words: Collection[str] | None,
-    more: Callable[[Config, Set[str]], Iterable[Problem]],
+    tree: dict[str, Any], overrides: list[str], laid_over: Collection[str] | None, undecided: Collection[str] = ()
 ) -> Config:
-    """`words`: the fields that a user set on top of a file; None: a program made the tree.
-
-    `more`: further problems of a config, given the fields that are mistaken already.
-    """
+    """`laid_over`: None where a program made the tree, all of which need not have an effect."""
     check_plugins()
-    tree, overrides = deepcopy(tree), list(overrides)
+    tree = deepcopy(tree)
+    words = [*(laid_over or ()), *(word.partition("=")[0] for word in overrides)]
     problems = [problem for word in overrides for problem in _override(tree, word)]
     problems += _resolve_model(tree)
-    release_kind(tree, [word.partition("=")[0] for word in overrides] if words is None else words)
-    problems += foreign_fields(tree, words) if words is not None else ()
+    release_kind(tree, words)
+    problems += foreign_fields(tree, words) if laid_over is not None else ()
     config, mistakes = _validate(tree)
     problems += mistakes
     mistaken = {problem.field for problem in problems}
@@ -146,7 +139,9 @@ def _parse(
         config, _ = _validate(tree)
     if config is not None:
         problems += broken_rules(config, mistaken)
-        problems += more(config, {problem.field for problem in problems})
+        if laid_over is not None:
+            mistaken = {problem.field for problem in problems}
+            problems += without_effect(config, mistaken, words, undecided)
     if config is None or problems:
         raise ConfigError(problems)
     return config

@@ -15,7 +15,7 @@ from meshwright.config.schema import Config
 from meshwright.errors import Problem
 from meshwright.ranks.section import TRANSPORTS
 from meshwright.registry import entries
-from meshwright.section import Rule, divisors, listed, rule
+from meshwright.section import Rule, divisors, listed, rule, shown
 
 OFFLOAD_MULTIPLE = 128
 """Two halves, each of whole vectors of the optimizer's kernels: so the bits are those of the optimizer in place."""
@@ -91,11 +91,9 @@ def transport_reaches_device(config: Config) -> Iterator[Problem]:
 
 @rule("steps", "optimizer.schedule.warmup")
 def warmup_fits(config: Config) -> Iterator[Problem]:
-    warmup = config.optimizer.schedule.warmup
-    if warmup > config.steps:
-        yield Problem(
-            "optimizer.schedule.warmup", warmup, f"is longer than steps={config.steps}", f"0 to {config.steps}"
-        )
+    warmup, steps = config.optimizer.schedule.warmup, config.steps
+    if warmup > steps:
+        yield Problem("optimizer.schedule.warmup", warmup, f"is longer than steps={steps}", f"0 to {steps}")
 
 
 @rule("layout.pipeline.size", "model.layers", "model.stage_blocks")
@@ -111,7 +109,7 @@ def partition_is_of_the_layers(config: Config) -> Iterator[Problem]:
     pipeline, layers = config.layout.pipeline, config.model.num_blocks
     if isinstance(pipeline.partition, str):
         return
-    given = "[" + ", ".join(map(str, pipeline.partition)) + "]"
+    given = shown(pipeline.partition)
     valid = f"{pipeline.size} numbers that add up to {layers}, or auto, measured"
     if len(pipeline.partition) != pipeline.size:
         rule_text = f"is not one number for each of layout.pipeline.size={pipeline.size} stages"
@@ -136,9 +134,8 @@ def limit_has_an_effect(config: Config) -> Iterator[Problem]:
 def recomputed_groups_fit(config: Config) -> Iterator[Problem]:
     recompute, layers = config.memory.recompute, config.model.num_blocks
     if isinstance(recompute, int) and recompute > layers:
-        yield Problem(
-            "memory.recompute.every", recompute, f"is more than the model's {layers} layers", f"1 to {layers}"
-        )
+        rule_text = f"is more than the model's {layers} layers"
+        yield Problem("memory.recompute.every", recompute, rule_text, f"1 to {layers}")
 
 
 @rule("memory.recompute", "model.family")
@@ -177,8 +174,8 @@ def order_names_every_axis_once(config: Config) -> Iterator[Problem]:
     if wrong:
         alone = ", ".join(name for name, size in known if size == 1)
         note = f" (of one rank, may be left out: {alone})" if alone else ""
-        valid = f"auto, {_shown(name for name, _ in known)} in any order{note}"
-        yield Problem("layout.order", _shown(order), " and ".join(wrong), valid)
+        valid = f"auto, {shown([name for name, _ in known])} in any order{note}"
+        yield Problem("layout.order", shown(order), " and ".join(wrong), valid)
 
 
 @rule("layout.ranks_per_node", *_SIZES)
@@ -187,10 +184,6 @@ def nodes_are_full(config: Config) -> Iterator[Problem]:
     if here != "auto" and ranks % here:
         rule_text = f"does not divide the {ranks} ranks of the layout"
         yield Problem("layout.ranks_per_node", here, rule_text, f"auto, {listed(divisors(ranks))}")
-
-
-def _shown(names: Iterable[str]) -> str:
-    return f"[{', '.join(names)}]"
 
 
 def _where_chosen(group: str, field: str) -> Iterator[Rule]:
@@ -234,11 +227,7 @@ def broken_rules(config: Config, mistaken: Set[str] = frozenset()) -> list[Probl
     """Every problem of every rule, and those of no rule or problem that reads a mistaken field or section."""
 
     def sound(reads: Iterable[str]) -> bool:
-        return not any(_within(read, field) for read in reads for field in mistaken)
+        return not any(f"{read}.".startswith(f"{field}.") for read in reads for field in mistaken)
 
     problems = (problem for rule in RULES if sound(rule.reads) for problem in rule.check(config))
     return [problem for problem in problems if sound(problem.reads)]
-
-
-def _within(field: str, section: str) -> bool:
-    return field == section or field.startswith(section + ".")

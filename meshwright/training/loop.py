@@ -77,7 +77,7 @@ class Trainer:
         self._clock = RankClock(parts.mesh.device, parts.mesh.recorder)
         self._stragglers = StragglerWatch(parts.mesh.grid)
         self._sent: dict[str, int] = {}
-        self.work = work_of(parts)
+        self._work = work_of(parts.config, parts.mesh.device)
         self._batch = self._load(samples)
         """The replica's rows of the next step's batch."""
         mine = torch.tensor(counts_of(self._batch, parts.model.labels), dtype=torch.float64, device=parts.mesh.device)
@@ -121,7 +121,7 @@ class Trainer:
         if every and self.step % every == 0:
             release_free_memory(parts.mesh.device)
         line = {"step": self.step, "loss_scale": scale, "phase_seconds": phases.seconds()}
-        line |= metrics_line(result, time.perf_counter() - started, self.work, reports, parts.mesh.grid)
+        line |= metrics_line(result, time.perf_counter() - started, self._work, reports, parts.mesh.grid)
         straggler = self._stragglers.step([report.own_seconds for report in reports])
         line["straggler"] = None if straggler is None else asdict(straggler)
         return line, any(report.stop for report in reports)

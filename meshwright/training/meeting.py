@@ -15,7 +15,6 @@ import platform
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from meshwright.config import Config
 from meshwright.errors import LaunchError
 from meshwright.ranks.agreement import all_texts, same_everywhere
 from meshwright.ranks.mesh import Mesh
+from meshwright.section import leaves_of
 
 _HOST = "host"
 """The one fact that may differ."""
@@ -34,7 +34,7 @@ _MOST_SHOWN = 3
 
 def facts_of(config: Config, data: Path, **options: object) -> dict[str, str]:
     """The facts that must be the same on every rank, each under the name by which its owner would change it."""
-    facts = _flat(config.model_dump(mode="json", by_alias=True))
+    facts = {key: str(value) for key, value in leaves_of(config.model_dump(mode="json", by_alias=True)).items()}
     facts |= {f"--{name}": str(value) for name, value in options.items()}
     return facts | {
         "data": config.data.fingerprint(data)[:16],
@@ -51,14 +51,6 @@ def _source_digest() -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    """`{"data": {"size": 2}}` as `{"data.size": "2"}`."""
-    flat: dict[str, str] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": str(value)}
-    return flat
 
 
 def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from meshwright.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.machine import peak_resident_bytes, release_freed_memory
 from meshwright.model import Costs
 from meshwright.models.chain import chain_of
 from meshwright.optim.optimizer import StepResult
-from meshwright.parts import Parts
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.training.step_report import StepReport
 
@@ -57,9 +57,7 @@ def paper_flops(products: Costs) -> float:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank has held: the allocator's on a GPU, the process's resident set on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_resident_bytes()
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def release_free_memory(device: torch.device) -> None:
@@ -81,13 +79,15 @@ class StepWork:
     """One device's."""
 
 
-def work_of(parts: Parts) -> StepWork:
+def work_of(config: Config, device: torch.device) -> StepWork:
     """The work of a step, over all ranks."""
-    config = parts.config
-    samples, products = config.batch.global_, chain_of(config).products(config)
-    peak = peak_flops(config.metrics.peak_flops, parts.mesh.device)
-    tokens, flops = samples * parts.tokens_per_sample, samples * parts.flops_per_sample
-    return StepWork(tokens, flops, samples * paper_flops(products), peak)
+    samples, chain = config.batch.global_, chain_of(config)
+    return StepWork(
+        tokens=samples * chain.tokens_per_sample(config),
+        flops=samples * chain.flops_per_sample(config),
+        paper_flops=samples * paper_flops(chain.products(config)),
+        peak_flops=peak_flops(config.metrics.peak_flops, device),
+    )
 
 
 def metrics_line(

@@ -36,7 +36,6 @@ from meshwright.ranks.mesh import Mesh
 
 _INK, _GRID, _IDLE = "#333333", "#e4e4e4", "#f4f4f4"
 _TRAIN, _VALIDATION = "#2b6cb0", "#d9480f"
-_RUN_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c36b5", "#e0a800", "#0c8599", "#c2255c", "#5c5f66")
 _SMOOTHED_FROM = 60
 """Runs of fewer points are drawn as they are."""
 
@@ -50,10 +49,8 @@ _WIDTH_INCHES, _ROW_INCHES, _HEAD_INCHES, _DIGIT_INCHES = 13.0, 0.24, 0.42, 0.06
 class LossCurve:
     """The losses of one run, in nats per token, by step. Validation was measured at some of the steps."""
 
-    steps: tuple[int, ...]
-    losses: tuple[float, ...]
-    validation_steps: tuple[int, ...]
-    validation_losses: tuple[float, ...]
+    losses: dict[int, float]
+    validation: dict[int, float]
 
 
 def read_curve(metrics_file: Path) -> LossCurve:
@@ -81,65 +78,19 @@ def read_curve(metrics_file: Path) -> LossCurve:
             validation[step] = float(held_out)
     if not losses:
         raise DataError(f"{metrics_file} holds no step yet")
-    steps, held_out_steps = sorted(losses), sorted(validation)
-    return LossCurve(
-        steps=tuple(steps),
-        losses=tuple(losses[step] for step in steps),
-        validation_steps=tuple(held_out_steps),
-        validation_losses=tuple(validation[step] for step in held_out_steps),
-    )
+    return LossCurve(dict(sorted(losses.items())), dict(sorted(validation.items())))
 
 
 def draw_loss(metrics_file: Path, picture: Path) -> None:
-    """Draw one run: training loss (thin as it is, thick smoothed where the run is long), validation points, last
-    values.
+    """Draw a run's training loss (thin as it is, thick smoothed where the run is long), validation points, last values.
 
     Raises DataError as read_curve does.
     """
     curve = read_curve(metrics_file)
-    figure, axes = _canvas("Loss")
-    trend = _smoothed(curve.losses)
-    if len(curve.steps) >= _SMOOTHED_FROM:
-        axes.plot(curve.steps, curve.losses, color=_TRAIN, alpha=0.28, linewidth=0.8)
-    marker = "o" if len(curve.steps) <= 20 else ""  # one point is nothing but its mark
-    axes.plot(curve.steps, trend, color=_TRAIN, linewidth=2, label="training", marker=marker, markersize=5)
-    ends = [(curve.steps[-1], float(trend[-1]), f"{trend[-1]:.3f}", _TRAIN)]
-    if curve.validation_steps:
-        steps, losses = curve.validation_steps, curve.validation_losses
-        axes.plot(steps, losses, "o-", color=_VALIDATION, linewidth=1, markersize=6, mec="white", label="validation")
-        ends.append((steps[-1], losses[-1], f"{losses[-1]:.3f}", _VALIDATION))
-        axes.legend(frameon=False, loc="upper right")
-    _frame(axes, [curve])
-    _annotate(axes, ends)
-    _save(figure, picture)
-
-
-def draw_curves(runs: Mapping[str, Path], picture: Path) -> None:
-    """Draw the training losses of several runs, {label: metrics file}, over each other.
-
-    Raises DataError as read_curve does, and where no run is given.
-    """
-    if not runs:
-        raise DataError(f"no run to draw in {picture}")
-    curves = {label: read_curve(path) for label, path in runs.items()}
-    figure, axes = _canvas("Training loss")
-    ends = []
-    for index, (label, curve) in enumerate(curves.items()):
-        colour, trend = _RUN_COLOURS[index % len(_RUN_COLOURS)], _smoothed(curve.losses)
-        # Runs that agree lie exactly over each other: dashes of other lengths leave every one visible.
-        dashes = "solid" if index == 0 else (0, (4, 1.5 * index))
-        axes.plot(curve.steps, trend, color=colour, linewidth=1.8, linestyle=dashes, label=label)
-        ends.append((curve.steps[-1], float(trend[-1]), f"{label} {trend[-1]:.3f}", colour))
-    axes.legend(frameon=False, loc="upper right")
-    _frame(axes, list(curves.values()))
-    _annotate(axes, ends)
-    _save(figure, picture)
-
-
-def _canvas(title: str) -> tuple[Figure, Axes]:
+    steps, losses = list(curve.losses), list(curve.losses.values())
     figure = _figure(8, 4.5, dpi=150)
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold")
+    axes.set_title("Loss", loc="left", color=_INK, fontsize=13, fontweight="bold")
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel("loss [nats per token]", color=_INK)
     axes.tick_params(colors=_INK, length=0)
@@ -149,7 +100,20 @@ def _canvas(title: str) -> tuple[Figure, Axes]:
         spine.set_visible(name == "bottom")
         spine.set_color(_INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure, axes
+    trend = _smoothed(losses)
+    if len(steps) >= _SMOOTHED_FROM:
+        axes.plot(steps, losses, color=_TRAIN, alpha=0.28, linewidth=0.8)
+    marker = "o" if len(steps) <= 20 else ""  # one point is nothing but its mark
+    axes.plot(steps, trend, color=_TRAIN, linewidth=2, label="training", marker=marker, markersize=5)
+    ends = [(steps[-1], float(trend[-1]), _TRAIN)]
+    if curve.validation:
+        points = list(curve.validation.items())
+        axes.plot(*zip(*points, strict=True), "o-", color=_VALIDATION, lw=1, ms=6, mec="white", label="validation")
+        ends.append((*points[-1], _VALIDATION))
+        axes.legend(frameon=False, loc="upper right")
+    _set_limits(axes, curve)
+    _annotate(axes, ends)
+    _save(figure, picture)
 
 
 def _smoothed(losses: Sequence[float]) -> np.ndarray:
@@ -169,34 +133,32 @@ def _smoothed(losses: Sequence[float]) -> np.ndarray:
     return trend
 
 
-def _frame(axes: Axes, curves: Sequence[LossCurve]) -> None:
+def _set_limits(axes: Axes, curve: LossCurve) -> None:
     """Leave room for the last values at the right, and let a single spike not flatten all the rest."""
-    first, last = min(curve.steps[0] for curve in curves), max(curve.steps[-1] for curve in curves)
+    first, last = min(curve.losses), max(curve.losses)
     axes.set_xlim(first - 0.01 * (last - first) - 0.5, last + 0.01 * (last - first) + 0.5)
-    values = np.concatenate([np.asarray([*curve.losses, *curve.validation_losses]) for curve in curves])
+    values = np.asarray([*curve.losses.values(), *curve.validation.values()])
     finite = values[np.isfinite(values)]
     if not len(finite):
         return
-    low, high = float(finite.min()), float(finite.max())
-    start = max(float(np.nanmax([*curve.losses[:1], finite.min()])) for curve in curves)
+    low, high, start = float(finite.min()), float(finite.max()), curve.losses[first]
     usual = max(float(np.percentile(finite, 99)), start if math.isfinite(start) else low)
     high = min(high, usual + 0.5 * (usual - low)) if usual > low else high
     margin = 0.06 * (high - low) or 0.5
     axes.set_ylim(low - margin, high + margin)
 
 
-def _annotate(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write each curve's last value to the right of the frame; labels that would overlap are moved apart."""
+def _annotate(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
+    """Write the last values, (step, value, colour), to the right of the frame; those that would overlap, apart."""
     low, high = axes.get_ylim()
     gap = 0.055 * (high - low)
     previous = -math.inf
-    for step, value, text, colour in sorted(ends, key=lambda end: end[1]):
+    for step, value, colour in sorted(ends, key=lambda end: end[1]):
         if not math.isfinite(value):
             continue
-        place = max(min(value, high), previous + gap)
-        previous = place
+        place = previous = max(min(value, high), previous + gap)
         axes.annotate(
-            text,
+            f"{value:.3f}",
             xy=(step, value),
             xytext=(1.01, (place - low) / (high - low)),
             textcoords="axes fraction",

@@ -13,6 +13,7 @@ from meshwright.checkpoint.reader import Checkpoint, newest_step, newest_whole, 
 from meshwright.config import Config, dump_config
 from meshwright.decisions import as_before
 from meshwright.errors import CheckpointError, ConfigError, DamagedError, Problem
+from meshwright.section import leaves_of
 from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, identity_of, write_whole
 
 _DECISIVE = ("seed", "model.", "data.", "batch.global")
@@ -29,8 +30,10 @@ def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_chan
     CheckpointError where the checkpoint is damaged or another run's.
     """
     folder = out / CHECKPOINTS
-    if step is not None:
-        _find_step(folder, step)
+    known = [str(step) for step, _ in steps_in(folder)]
+    if step is not None and str(step) not in known:
+        rule = f"is no checkpoint in {folder}"
+        raise ConfigError.of("--resume-from", step, rule, ", ".join(known) or "none is there")
     run, checkpoint = _newest(out, step)
     if checkpoint is None:
         begin(out, config)
@@ -55,14 +58,10 @@ def checkpoint_of_run(out: Path, *, resume: bool) -> tuple[str, int | None]:
 
 def decided_before(config: Config, out: Path) -> Config:
     """The config with what the run had decided when it wrote the checkpoint that it goes on from, if there is one."""
-    step = checkpoint_of_run(out, resume=True)[1]
-    if step is None:
+    checkpoint = _newest(out, None)[1]
+    if checkpoint is None:
         return config
-    checkpoints = out / CHECKPOINTS
-    try:
-        origin = Checkpoint(checkpoints / f"step-{step}").manifest.origin
-    except DamagedError as error:
-        raise with_offer(error, checkpoints, step) from error
+    origin = checkpoint.manifest.origin
     return as_before(config, origin.config, origin.resolved)
 
 
@@ -104,45 +103,29 @@ def _newest(out: Path, step: int | None) -> tuple[str, Checkpoint | None]:
     return wrote or run, checkpoint
 
 
-def _find_step(folder: Path, step: int) -> None:
-    steps = [str(found) for found, _ in steps_in(folder)]
-    if str(step) not in steps:
-        raise ConfigError.of(
-            "--resume-from", step, f"is no checkpoint in {folder}", ", ".join(steps) or "none is there"
-        )
-
-
 def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_changes: bool) -> list[str]:
     """Lines on the fields that differ between a checkpoint and the run. Raises ConfigError for one that may not."""
-    origin, progress = checkpoint.manifest.origin, checkpoint.manifest.progress
-    held, wanted = (_leaves(each.model_dump(mode="json", by_alias=True)) for each in (checkpoint.config, config))
-    changed = [key for key in wanted | held if held.get(key) != wanted.get(key)]
+    folder, origin, progress = checkpoint.folder, checkpoint.manifest.origin, checkpoint.manifest.progress
+    before, wanted = (leaves_of(each.model_dump(mode="json", by_alias=True)) for each in (checkpoint.config, config))
+    changed = [key for key in wanted | before if before.get(key) != wanted.get(key)]
     if not origin.run and progress.samples == 0:  # an import says what the model is, and nothing else
         changed = [key for key in changed if key.startswith("model.")]
     same_data = origin.data == data
     refused = [
-        Problem(key, _shown(wanted, key), f"is {_shown(held, key)} in {checkpoint.folder}", "that, or --accept-changes")
+        Problem(key, _shown(wanted, key), f"is {_shown(before, key)} in {folder}", "that, or --accept-changes")
         for key in changed
         if key.startswith(_DECISIVE) and key not in _FREE and not (same_data and key in _OF_THE_SOURCE)
     ]
-    notes = [f"{key}: {_shown(held, key)} until step {progress.step}, now {_shown(wanted, key)}" for key in changed]
+    notes = [f"{key}: {_shown(before, key)} until step {progress.step}, now {_shown(wanted, key)}" for key in changed]
     if origin.data and not same_data:
-        rule = f"holds other tokens or samples than those that {checkpoint.folder} was trained on"
+        rule = f"holds other tokens or samples than those that {folder} was trained on"
         refused.append(Problem("data.source", config.data.source, rule, "the same data, or --accept-changes"))
         notes.append(f"data.source={config.data.source} {rule}")
     if refused and not accept_changes:
         raise ConfigError(refused)
     if origin.torch not in ("unknown", str(torch.__version__)):
-        notes.append(f"{checkpoint.folder.name} was written with torch {origin.torch}, this is {torch.__version__}")
+        notes.append(f"{folder.name} was written with torch {origin.torch}, this is {torch.__version__}")
     return notes
-
-
-def _leaves(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """The values of a nested dict by dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _leaves(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
-    return found
 
 
 def _shown(leaves: dict[str, Any], key: str) -> str:

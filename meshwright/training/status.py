@@ -44,7 +44,8 @@ class RunStatus:
         last = max((record.where.step for record in self.records), default=0)
         match self.state:
             case "alive":
-                silent = [str(record.rank) for record in self._running if record.rank not in self.renewed]
+                running = [record.rank for record in self.records if record.state == "running"]
+                silent = [str(rank) for rank in running if rank not in self.renewed]
                 unheard = f"; no sign of life from rank {', '.join(silent)}" if silent else ""
                 return f"{self.out}: a run is alive, in step {last}{unheard}"
             case "ended":
@@ -59,10 +60,6 @@ class RunStatus:
     def exit_code(self) -> int:
         return 0 if self.state in ("alive", "ended") else 1
 
-    @property
-    def _running(self) -> list[Record]:
-        return [record for record in self.records if record.state == "running"]
-
 
 def status_of(out: Path) -> RunStatus:
     """Look at a run's records for as long as it takes to see whether it lives: some seconds at most."""
@@ -71,15 +68,15 @@ def status_of(out: Path) -> RunStatus:
     while True:
         records = read_records(out / STATUS)
         running = [record for record in records if record.state == "running"]
-        renewed = {record.rank for record in running if _renewed(record, before.get(record.rank))}
+        renewed = {
+            record.rank
+            for record in running
+            if (old := before.get(record.rank)) is None or (record.pid, record.seconds) != (old.pid, old.seconds)
+        }
         if len(renewed) == len(running) or time.monotonic() > end:
             break
         time.sleep(LOOK_SECONDS)
     return RunStatus(_state(records, renewed), out, tuple(records), frozenset(renewed), _waits(records, renewed))
-
-
-def _renewed(record: Record, before: Record | None) -> bool:
-    return before is None or (record.pid, record.seconds) != (before.pid, before.seconds)
 
 
 def _state(records: Sequence[Record], renewed: set[int]) -> Literal["alive", "hung", "ended", "dead", "none"]:
@@ -113,8 +110,8 @@ def render(status: RunStatus) -> None:
     if status.records:
         table = Table("rank", "host", "process", "step", "phase", "task", "waits in", "for", "last sign of life")
         for record in status.records:
-            wait = record.where.waiting[0] if record.where.waiting else None
             where = record.where
+            wait = where.waiting[0] if where.waiting else None
             table.add_row(
                 str(record.rank),
                 record.host,

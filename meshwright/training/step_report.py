@@ -17,7 +17,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from importlib.util import find_spec
 
 import torch
@@ -49,15 +49,16 @@ class StepReport:
     own_seconds: float = 0.0
 
     def numbers(self) -> list[float]:
-        times = (self.busy_seconds, self.pipeline_seconds, self.task_seconds, self.own_seconds)
-        head = (self.loss, self.stop, *times, self.peak_memory_bytes)
-        return [float(number) for number in (*head, *self.next_counts, *self.sent_bytes)]
+        """All of it as numbers, but for the hashes."""
+        loss, counts, stop, busy, pipeline, tasks, peak, sent, _, own = astuple(self)
+        return [float(number) for number in (loss, stop, busy, pipeline, tasks, own, peak, *counts, *sent)]
 
     @classmethod
-    def of(cls, numbers: Sequence[float], num_labels: int) -> StepReport:
+    def of(cls, numbers: Sequence[float], num_labels: int, hashes: Sequence[int] = ()) -> StepReport:
+        """The report that said `numbers`."""
         loss, stop, busy, pipeline, tasks, own, peak, *rest = numbers
         counts, sent = list(map(int, rest[:num_labels])), tuple(map(int, rest[num_labels:]))
-        return cls(loss, counts, bool(stop), busy, pipeline, tasks, int(peak), sent, own_seconds=own)
+        return cls(loss, counts, bool(stop), busy, pipeline, tasks, int(peak), sent, tuple(hashes), own)
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,7 @@ class ReportExchange:
         everyone = self.everyone.cpu()
         split = everyone.shape[1] - self.num_hashes
         numbers, hashes = everyone[:, :split].contiguous().view(torch.float64).tolist(), everyone[:, split:].tolist()
-        return [
-            replace(StepReport.of(row, self.num_labels), hashes=tuple(its_hashes))
-            for row, its_hashes in zip(numbers, hashes, strict=True)
-        ]
+        return [StepReport.of(row, self.num_labels, own) for row, own in zip(numbers, hashes, strict=True)]
 
 
 STEPS = 10

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import DataError
-from meshwright.training.pictures import draw_curves, draw_loss
+from meshwright.training.pictures import draw_loss
 
 
 def metrics(path: Path, steps: int) -> Path:
@@ -46,12 +46,6 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     path.write_text(path.read_text() + '{"step": 6, "lo')
     draw_loss(path, tmp_path / "cut.png")
     assert (tmp_path / "whole.png").read_bytes() == (tmp_path / "cut.png").read_bytes()
-
-
-def test_several_runs_in_one_picture(tmp_path: Path) -> None:
-    runs = {name: metrics(tmp_path / f"{name}.jsonl", steps) for name, steps in (("one", 20), ("two", 30))}
-    draw_curves(runs, tmp_path / "both.png")
-    assert size_of(tmp_path / "both.png")[0] > 300
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:

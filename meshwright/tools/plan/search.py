@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshwright.config import Config
-from meshwright.config.layout import Layout
+from meshwright.config.schema import Layout
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
 from meshwright.tools.plan.cluster import Cluster

@@ -18,8 +18,7 @@ from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.checkpoint.restore import Piece, gradient_pieces
 from meshwright.config import Config
-from meshwright.config.layout import Layout
-from meshwright.config.schema import Check, Offload, Precision
+from meshwright.config.schema import Check, Layout, Offload, Precision
 from meshwright.data.files import ShowProgress as Report
 from meshwright.data.files import silent
 from meshwright.decisions import resolve, this_machine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config, dump_config, load_config, parse_config
-from meshwright.config.layout import Layout
+from meshwright.config.schema import Layout
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
 from meshwright.tensor.section import Megatron
