@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import get_args
 
 from benchmarks import ours
 from benchmarks.contender import Contender
 from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, show, write_json
-from meshwright.config.schema import Sync
+from meshwright.registry import entries
 
 BASELINES = ("DDP", "FSDP2", "plain loop")
-SYNCS: tuple[str, ...] = get_args(Sync)
+SYNCS = tuple(entries("syncs"))
 
 
 def contenders(ranks: int, syncs: Sequence[str], transports: Sequence[str]) -> list[Contender]:

@@ -110,11 +110,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     use_gradients(model, strategy.gradients)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
-    autocasts = (mesh.device.type, DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
-    stage = Stage(model, strategy.gradients, run=strategy.forward, autocasts=autocasts)
-    peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes if config.layout.pipeline.size > 1))
-    message = stages.message(mesh.index(PIPE))
-    pipeline = Pipeline(stage, rule_of(config), mesh, peers, mesh.mailbox(PIPE), message, strategy)
+    pipeline = build_pipeline(config, mesh, model, stages, strategy)
     return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer)
 
 
@@ -194,6 +190,15 @@ def rule_of(config: Config) -> ScheduleRule:
         return ONE_F_ONE_B
     rule = settings.rule
     return rule if settings.limit == "auto" else rule.limited(settings.limit)
+
+
+def build_pipeline(config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy) -> Pipeline:
+    """The stage with all that drives it."""
+    autocasts = (mesh.device.type, DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
+    stage = Stage(model, strategy.gradients, run=strategy.forward, autocasts=autocasts)
+    peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes if config.layout.pipeline.size > 1))
+    message = stages.message(mesh.index(PIPE))
+    return Pipeline(stage, rule_of(config), mesh, peers, mesh.mailbox(PIPE), message, strategy)
 
 
 def bucket_bytes(config: Config) -> int:
