@@ -22,7 +22,7 @@ from meshwright.launch import Interrupted, joined
 from meshwright.machine import usable_cores
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, draw, html_of
-from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, Predicted
+from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement
 from meshwright.tools.compare.run import measure_run
 from meshwright.tools.plan.cluster import CALIBRATED, Cluster, load_cluster
 from meshwright.tools.plan.predict import Planner
@@ -71,7 +71,7 @@ def compare_layouts(
         predicted, reason = None, NO_CLUSTER
         if planner is not None:
             try:
-                predicted, reason = Predicted.of(planner.predict(contender.config)), ""
+                predicted, reason = planner.predict(contender.config), ""
             except ConfigError as error:
                 reason = str(error)
         threads = own.threads if own.device == "cpu" and own.threads != "auto" else 1

@@ -20,7 +20,8 @@ from rich.table import Table as RichTable
 
 from meshwright.config import dump_tree
 from meshwright.tools.compare.layouts import OWN
-from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, StageBytes
+from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, StageBytes, sent_by_axis
+from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.report import table_console
 from meshwright.tools.report.comparison import Bar, Panel, draw_comparison
 from meshwright.training.phases import PHASES
@@ -72,7 +73,7 @@ def times_table(comparison: Comparison) -> Table:
         error = "-" if row.error is None else f"{row.error:+.1%}"
         cells += [milliseconds(row.predicted.seconds) if row.predicted else "-", error] * predicted
         cells += [f"{row.seconds / comparison.fastest.seconds:.2f}", megabytes(row.peak_bytes)]
-        cells += [megabytes(row.predicted.peak_bytes) if row.predicted else "-"] * predicted
+        cells += [megabytes(row.predicted.worst_memory) if row.predicted else "-"] * predicted
         table.add(row, *cells, _agreement(comparison, row))
     return table
 
@@ -105,7 +106,7 @@ def held_table(comparison: Comparison) -> Table:
     table = Table("What a rank holds, MB", columns)
     for row in comparison.measured:
         stage = row.held["weights"].stage
-        memory = row.predicted.stages[stage].memory if row.predicted is not None else {}
+        memory = asdict(row.predicted.memory[stage]) if row.predicted is not None else {}
         parts = [megabytes(memory[part]) if part in memory else "-" for part in BESIDE if beside]
         of = f"stage {stage}" if len(row.stages) > 1 else "its first rank"
         table.add(row, of, *map(_pair_text, row.held.values()), *parts)
@@ -225,7 +226,7 @@ def draw(comparison: Comparison, picture: Path) -> None:
         low, high = row.quartiles
         predicted = row.predicted
         steps[row.name] = Bar(1e3 * row.seconds, 1e3 * predicted.seconds if predicted else None, 1e3 * low, 1e3 * high)
-        memory[row.name] = Bar(row.peak_bytes / 1e6, predicted.peak_bytes / 1e6 if predicted else None)
+        memory[row.name] = Bar(row.peak_bytes / 1e6, predicted.worst_memory / 1e6 if predicted else None)
         pair = row.sent_in_all
         sent[row.name] = Bar(pair.measured / 1e6, pair.predicted / 1e6 if pair.predicted is not None else None)
     panels = [
@@ -266,7 +267,7 @@ def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
         "failure": row.failure or None,
         "unpredicted": row.unpredicted or None,
         "rounds": len(row.runs),
-        "predicted": asdict(row.predicted) | {"peak_bytes": row.predicted.peak_bytes} if row.predicted else None,
+        "predicted": _prediction_dict(row.predicted) if row.predicted is not None else None,
         "measured": None,
     }
     if row.runs:
@@ -287,6 +288,16 @@ def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
             "stages": [asdict(facts) for facts in row.stages],
         }
     return facts
+
+
+def _prediction_dict(predicted: Prediction) -> dict[str, Any]:
+    stages = zip(predicted.memory, predicted.traffic, strict=True)
+    return {
+        "seconds": predicted.seconds,
+        "phases": predicted.phases,
+        "stages": [{"memory": asdict(memory), "sent": sent_by_axis(traffic)} for memory, traffic in stages],
+        "peak_bytes": predicted.worst_memory,
+    }
 
 
 def _plain(number: float) -> float | str:

@@ -1,4 +1,4 @@
-"""What was measured and what was predicted of each layout, and how far they are apart: plain numbers.
+"""A comparison's numbers: each layout as measured and as predicted, and how far these are apart.
 
 | quantity | measured | predicted |
 |---|---|---|
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.run import MeasuredRun, RankFacts
 from meshwright.tools.plan.predict import Prediction
@@ -28,44 +30,16 @@ WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
-class StagePrediction:
-    """The first rank of a stage. `memory`: bytes by part; `sent`: bytes a step by axis."""
-
-    memory: Mapping[str, int]
-    sent: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """A prediction in the numbers that are compared: seconds of a step and of its phases, and each stage."""
-
-    seconds: float
-    phases: Mapping[str, float]
-    stages: tuple[StagePrediction, ...]
-
-    @classmethod
-    def of(cls, prediction: Prediction) -> Predicted:
-        """The planner's prediction without what is not compared."""
-        stages = []
-        for memory, traffic in zip(prediction.memory, prediction.traffic, strict=True):
-            sent: dict[str, int] = {}
-            for (axis, _), contender in traffic.items():
-                sent[axis] = sent.get(axis, 0) + contender.sent_bytes
-            stages.append(StagePrediction(asdict(memory), sent))
-        return cls(prediction.seconds, dict(prediction.phases), tuple(stages))
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(sum(stage.memory.values()) for stage in self.stages)
-
-
-@dataclass(frozen=True)
 class StageBytes:
     """A number of one stage's first rank: measured and, if it was, predicted."""
 
     stage: int
     measured: int
     predicted: int | None
+
+
+def sent_by_axis(traffic: Mapping[tuple[str, str], Traffic]) -> dict[str, int]:
+    return Ledger(defaultdict(Traffic, traffic)).sent_bytes()
 
 
 def _largest(measured: Sequence[int], predicted: Sequence[int]) -> StageBytes:
@@ -83,7 +57,7 @@ class Measurement:
 
     contender: Contender
     runs: tuple[MeasuredRun, ...] = ()
-    predicted: Predicted | None = None
+    predicted: Prediction | None = None
     unpredicted: str = ""
     failure: str = ""
     threads: int = 1
@@ -134,14 +108,13 @@ class Measurement:
     def held(self) -> dict[str, StageBytes]:
         """Weights, gradients and states in bytes, of the stage that holds most of all together."""
         stage = _largest([sum(facts.held.values()) for facts in self.stages], ()).stage
-        memory: Mapping[str, int] = self.predicted.stages[stage].memory if self.predicted is not None else {}
+        memory = asdict(self.predicted.memory[stage]) if self.predicted is not None else {}
         return {part: StageBytes(stage, size, memory.get(part)) for part, size in self.stages[stage].held.items()}
 
     @property
     def sent(self) -> dict[str, StageBytes]:
         """Bytes of a step by axis, of the stage whose first rank sends most over it."""
-        measured = [facts.sent_bytes for facts in self.stages]
-        predicted = [stage.sent for stage in self.predicted.stages] if self.predicted is not None else []
+        measured, predicted = [facts.sent_bytes for facts in self.stages], self._predicted_sent
         axes = dict.fromkeys(axis for sent in (*measured, *predicted) for axis in sent)
         return {
             axis: _largest([sent.get(axis, 0) for sent in measured], [sent.get(axis, 0) for sent in predicted])
@@ -151,8 +124,13 @@ class Measurement:
     @property
     def sent_in_all(self) -> StageBytes:
         """Bytes of a step over all axes, of the stage whose first rank sends most."""
-        predicted = [sum(stage.sent.values()) for stage in self.predicted.stages] if self.predicted else []
+        predicted = [sum(sent.values()) for sent in self._predicted_sent]
         return _largest([sum(facts.sent_bytes.values()) for facts in self.stages], predicted)
+
+    @property
+    def _predicted_sent(self) -> list[dict[str, int]]:
+        """Bytes of a step by axis, of each stage's first rank; empty where nothing was predicted."""
+        return [sent_by_axis(traffic) for traffic in self.predicted.traffic] if self.predicted is not None else []
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.config import parse_config
+from meshwright.pipeline.trace import Timeline
+from meshwright.ranks.ledger import Traffic
 from meshwright.tools.compare.layouts import Contender
-from meshwright.tools.compare.result import Comparison, Measurement, Predicted, StagePrediction
+from meshwright.tools.compare.result import Comparison, Measurement
 from meshwright.tools.compare.run import MeasuredRun, RankFacts, SentCalls
+from meshwright.tools.plan.buckets import Memory
+from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.predict import Prediction
 
 MODEL = {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 257, "dropout": 0.0}
 STAGES = {"pipeline": {"size": 2}}
@@ -32,14 +37,13 @@ def run(seconds: Sequence[float], losses: Sequence[float], ranks: Sequence[RankF
     return MeasuredRun(tuple(losses), tuple(seconds), phases, tuple(ranks))
 
 
-def predicted(seconds: float, *stages: tuple[int, dict[str, int]]) -> Predicted:
-    parts = tuple(
-        StagePrediction(
-            {"weights": w, "gradients": w, "states": 2 * w, "activations": 5, "temporaries": 1, "framework": 500}, sent
-        )
-        for w, sent in stages
-    )
-    return Predicted(seconds, {"pipeline": seconds, "data_parallel": 0.0, "optimizer": 0.0}, parts)
+def predicted(seconds: float, *stages: tuple[int, dict[str, int]]) -> Prediction:
+    """Of each stage the bytes of its weights, and those that it sends by axis."""
+    memory = tuple(Memory(w, w, 2 * w, activations=5, temporaries=1, framework=500) for w, _ in stages)
+    traffic = tuple({(axis, "send"): Traffic(1, size) for axis, size in sent.items()} for _, sent in stages)
+    phases = {"pipeline": seconds, "data_parallel": 0.0, "optimizer": 0.0}
+    here = load_cluster("two-cores")
+    return Prediction(contender().config, here, seconds, phases, memory, traffic, Timeline(len(stages), ()), 0.0)
 
 
 def comparison(*rows: Measurement, **facts: Any) -> Comparison:

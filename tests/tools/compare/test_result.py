@@ -33,7 +33,7 @@ def test_of_stages_the_fullest_and_the_one_that_sends_most() -> None:
     }
     assert row.sent == {"pipe": StageBytes(1, 70, 71), "data": StageBytes(0, 5, 5)}
     assert row.sent_in_all == StageBytes(1, 72, 73)
-    assert foreseen.peak_bytes == 4 * 301 + 506
+    assert foreseen.worst_memory == 4 * 301 + 506
 
 
 def test_an_axis_that_was_foreseen_and_is_not_used_is_shown() -> None:
