@@ -1,4 +1,4 @@
-"""What we compare with: a plain torch loop, Hugging Face's GPT-2, torch's DDP and FSDP2.
+"""The programs that ours is compared with: a plain torch loop, Hugging Face's GPT-2, torch's DDP and FSDP2.
 
 Each function is a contender's factory (see contender.py): it builds its model in the worker and yields `step`. All
 run the same sizes, the same tokens, the same AdamW; `fused` picks torch's fused AdamW, else torch's default one.

@@ -1,4 +1,4 @@
-"""What 2-D and 2.5-D tensor parallelism are compared with: the papers' loop of broadcasts, on the plain model.
+"""The baseline of 2-D and 2.5-D tensor parallelism: the papers' loop of broadcasts, on the plain model.
 
 Optimus (arXiv 2104.05343, d = 1) and Tesseract (ICPP 2022) as published: rank (i, j, k) of [q, q, d] holds blocks, and
 

@@ -1,4 +1,4 @@
-"""What runs against what: a contender is a factory that, in each of its worker processes, makes a `step()`.
+"""A contender is a factory that, in each of its worker processes, makes a `step()`.
 
 A factory is `module:function`; it is called as function(place, **options) in every worker and returns a context manager
 that yields `step`. Leaving the context closes process groups and the like.

@@ -1,4 +1,4 @@
-"""What 1-D tensor parallelism is compared with: the plain model under torch's parallelize_module (DTensor), over gloo.
+"""The baseline of 1-D tensor parallelism: the plain model under torch's parallelize_module (DTensor), over gloo.
 
 The best form of it that we know: query, key and value come from one linear whose columns are ordered by head, so that
 a cut by columns is a cut by heads and a block sends one all-reduce each way for it; activations are plain tensors

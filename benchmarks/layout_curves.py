@@ -30,7 +30,7 @@ WINDOW = 10
 """Steps whose mean loss is drawn."""
 
 STYLES = [("#333333", "-", 3.0), ("#2b6cb0", "--", 1.6), ("#d9480f", ":", 1.6), ("#2f9e44", "-.", 1.6)]
-"""Of the layouts in turn: colour, line, width."""
+"""Each layout's colour, line and width."""
 
 Lines = list[dict[str, Any]]
 """A run's metrics, a line a step."""

@@ -61,7 +61,7 @@ def config_of(to: str, chunk: int, ranks: int = 1) -> Config:
 
 
 def phase(parts: Parts, count: int, *, overlap: bool) -> None:
-    """What follows a backward pass."""
+    """Finish the step that a backward pass has begun."""
     assert isinstance(parts.strategy, Synchroniser)
     for bucket in parts.strategy.buckets:
         bucket.gradients.fill_(1e-3)
@@ -124,7 +124,7 @@ class Footprint:
     anonymous: int
     file: int
     cuda: int
-    """What torch has allocated on the GPU at most; 0 without one."""
+    """The most that torch has allocated on the GPU; 0 without one."""
 
 
 def footprint(to: str, folder: str) -> Footprint:

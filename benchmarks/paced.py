@@ -90,7 +90,7 @@ class Run:
         return random.Random(repr((self.seed, *map(str, key)))).random()
 
     def simulated(self) -> Timeline:
-        """What the clock says, in forward passes."""
+        """The clock's timeline, in forward passes."""
         return simulate(self.num_stages, self.num_microbatches, self.rule, self.costs, self.latency)
 
 

@@ -137,7 +137,7 @@ class Row:
 
     @property
     def target(self) -> float | None:
-        """What the real ratio should not exceed."""
+        """The ratio that the real one should not exceed."""
         ours = self.schedule.startswith("message-driven")
         return TARGETS[self.num_microbatches][CONDITIONS.index(self.condition)] if ours else None
 

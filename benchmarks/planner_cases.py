@@ -1,4 +1,4 @@
-"""What the planner is asked about: two models; layouts of every kit, synchroniser and schedule at 1, 2 and 4 ranks."""
+"""The planner's cases: two models; layouts of every kit, synchroniser and schedule at 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Alive(TorchDispatchMode):
 
 
 def footprint(name: str) -> Footprint:
-    """Of one microbatch: what autograd keeps is counted on a plan, what tensors hold while it runs."""
+    """One microbatch's bytes: a plan counts what autograd keeps, a run what tensors hold."""
     config = config_of(SETTINGS[name])
     planned = build(config, planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes))
     counted = kept_bytes(lambda: next(passes(planned)), planned.model.parameters())

@@ -1,4 +1,4 @@
-"""What comparing replicas costs: steps of the reference model with and without it in turns, and hashes by themselves.
+"""The cost of comparing replicas: steps of the reference model with and without it in turns, and hashes by themselves.
 
     python -m benchmarks.replica_check [--ranks N] [--rounds N] [--steps N]
 

@@ -38,7 +38,7 @@ FORMS: dict[str, dict[str, Option]] = {
     "cSub, block": {"common": "one", "branch": "block"},
 }
 SEPARATE = ("data parallel", "D&SP, attention", "cSub, attention")
-"""Of separate heads there is one way to cut."""
+"""Runs of separate heads, which can be cut in one way only."""
 
 
 def options_of(form: str, ranks: int, batch: int, heads: int) -> dict[str, Option]:
@@ -76,7 +76,7 @@ def fitting(form: str, ranks: int, batch: int) -> bool:
 
 
 def sent_megabytes(form: str, ranks: int, heads: int) -> tuple[float, float]:
-    """What all ranks together send in a step for gradients, and for splits and joins. Nothing is run."""
+    """The bytes that all ranks send in a step for gradients, and for splits and joins. Nothing is run."""
     config = ours.reference_config(options_of(form, ranks, BATCH, heads))
     gradients = crossing = 0
     for rank in range(ranks):

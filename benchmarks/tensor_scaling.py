@@ -33,7 +33,7 @@ BATCH = 16
 
 
 def sent_bytes(tensor: Mapping[str, str | int | bool], layers: int, sequence: int) -> dict[str, int]:
-    """What rank 0 sends in a step, by axis."""
+    """The bytes that rank 0 sends in a step, by axis."""
     return counted_step(_config(tensor, layers, sequence)).mesh.ledger.sent_bytes()
 
 

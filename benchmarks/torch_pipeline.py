@@ -1,4 +1,4 @@
-"""What our pipelines are compared with: the plain model under torch.distributed.pipelining, over gloo.
+"""The baseline of our pipelines: the plain model under torch.distributed.pipelining, over gloo.
 
 The best form of it that we know: partitions are given by hand and may cut a layer in two, because the head weighs as
 much as two and a half layers; each microbatch's loss is divided by the labels of the global batch, so that torch need

@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked long waits for --long."""
+    """Tests that are marked long wait for --long."""
     if not config.getoption("--long"):
         for item in items:
             if item.get_closest_marker("long"):

@@ -1,4 +1,4 @@
-"""What tests share: parts of a run, built as on a machine with plenty of memory; the passes of a microbatch."""
+"""Shared by tests: parts of a run, built as on a machine with plenty of memory; the passes of a microbatch."""
 
 from __future__ import annotations
 

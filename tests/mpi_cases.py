@@ -1,4 +1,4 @@
-"""What the one mpiexec of each world size runs, for whichever test asks first."""
+"""The cases that the one mpiexec of each world size runs, for whichever test asks first."""
 
 from __future__ import annotations
 

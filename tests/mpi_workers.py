@@ -24,7 +24,7 @@ from meshwright.ranks.mesh import open_mesh
 from tests.workers import with_stages
 
 Answer = tuple[Any, dict[str, torch.Tensor]]
-"""What a case's function returns: facts that survive JSON, and tensors by name."""
+"""A case's result: facts that survive JSON, and tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def run_on_mpi(cases: list[Case], num_ranks: int, out: Path) -> None:
 
 
 def answers_of(cases: list[Case], num_ranks: int, out: Path) -> dict[str, list[Answer]]:
-    """What `run_on_mpi` left: the answers in rank order by the case's name."""
+    """Read what `run_on_mpi` left: the answers in rank order by the case's name."""
     return {case.name: [_read(out, case.name, rank) for rank in range(num_ranks)] for case in cases}
 
 

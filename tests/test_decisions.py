@@ -1,4 +1,4 @@
-"""What `auto` becomes, before any process starts: from what is really there, and the same for a plan and its run."""
+"""`auto` becomes a value before any process starts: from what is really there, and the same for a plan and its run."""
 
 from __future__ import annotations
 

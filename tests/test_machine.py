@@ -1,4 +1,4 @@
-"""What the machine gives a process, asked of faked systems: Linux with and without cgroups, macOS."""
+"""The machine's answers to a process, of faked systems: Linux with and without cgroups, macOS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stages hold, found out without numbers."""
+"""Bytes that stages hold, counted on meta tensors."""
 
 from __future__ import annotations
 

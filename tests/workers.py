@@ -74,7 +74,7 @@ def run_ranks(
 
 
 def _context(threads: int) -> Any:
-    """What starts processes of so many threads each."""
+    """The context that starts processes of so many threads each."""
     if threads == 1:
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")

@@ -18,7 +18,7 @@ PIPELINE_SECONDS, DATA_SECONDS, MEMORY = "pipeline phase, s", "data-parallel pha
 MICRO = (1, 2, 4, 8, 16)
 TOP = 3
 LAYERS = 48
-"""Of both sizes whose best layout is published."""
+"""The layers of both sizes whose best layout is published."""
 
 
 def compare(paper: Paper) -> Finding:

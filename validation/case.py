@@ -1,4 +1,4 @@
-"""What a comparison with a paper consists of: rows with a number each, claims that hold or do not."""
+"""A comparison with a paper: rows with a number each, claims that hold or do not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Finding:
 
 
 def mean_error(rows: Sequence[Row]) -> float:
-    """Of those that count."""
+    """The mean error of the rows that count."""
     errors = [abs(row.error) for row in rows if row.counts]
     assert errors, "no row counts"
     return sum(errors) / len(errors)

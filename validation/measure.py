@@ -1,4 +1,4 @@
-"""What rows ask of a prediction."""
+"""Questions that rows ask of a prediction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.training.phases import DATA_PARALLEL
 
 
 def forward_seconds(prediction: Prediction) -> float:
-    """Of all microbatches of the first stage."""
+    """The seconds of all microbatches of the first stage."""
     return _task_seconds(prediction, "forward")
 
 

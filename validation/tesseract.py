@@ -46,7 +46,7 @@ def _tensor(shape: str) -> Mapping[str, Any]:
 
 
 def _order(rows: list[Row]) -> Claim:
-    """Of the methods at 64 GPUs, by the whole time of a sequence."""
+    """The order of the methods at 64 GPUs, by the whole time of a sequence."""
     names = ("tesseract [4x4x4]", "optimus [8x8]", "megatron [64]")
     totals = {name: sum(row.predicted for row in rows if row.label == name) for name in names}
     found = sorted(names, key=totals.__getitem__)

@@ -42,7 +42,7 @@ class Sync:
     synchroniser: str = "meshwright.data_parallel.strategy:Synchroniser"
     whole: str = ""
     rules: tuple[Rule, ...] = ()
-    """What it does not go with, and why; checked where it is chosen."""
+    """Rules on what it does not go with, and why; checked where it is chosen."""
     over_mpi: bool = True
     """Whether MPI can carry it: `transport: auto` then takes it on CPUs."""
     candidate: bool = False

@@ -1,4 +1,4 @@
-"""What the train loop asks of a data-parallel strategy, and the one synchroniser that executes gradient sums.
+"""A data-parallel strategy as the train loop sees it, and the one synchroniser that executes gradient sums.
 
 A step: share the batch, forward and backward of each microbatch (pipeline/), finish (the slots' gradients are the
 global batch's), the optimizer steps the slots, publish (every rank's parameters are the new ones).

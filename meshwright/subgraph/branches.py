@@ -154,7 +154,7 @@ class Branches(ShardedModule):
         return AllCommon(self.mesh, self.axis)
 
     def rows(self, x: Tensor) -> Tensor:
-        """What this rank holds of all rows, outside of branches: [B, ...] -> [b, ...]."""
+        """The rows that this rank holds outside of branches: [B, ...] -> [b, ...]."""
         return x[self.held.start : self.held.stop]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Segment(ABC):
 
     @abstractmethod
     def rows(self, x: Tensor) -> Tensor:
-        """What this rank holds of all rows."""
+        """The rows that this rank holds."""
 
     def enter(self, x: Tensor) -> Tensor:
         """As start_enter; differentiable, as are the three below."""

@@ -17,7 +17,7 @@ SMALL = Reference(layers=2, hidden=24, heads=6, sequence=8, batch=12, vocabulary
 
 
 def differences(mesh: Mesh) -> dict[str, float]:
-    """Of the loss and of every gradient that this rank holds, in float64, relative to the largest element."""
+    """Errors of the loss and of every gradient that this rank holds, in float64, relative to the largest element."""
     torch.manual_seed(0)
     plain = PlainGPT(SMALL).double()
     with torch.no_grad():

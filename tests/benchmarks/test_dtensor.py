@@ -18,7 +18,7 @@ SMALL = Reference(layers=2, hidden=24, heads=6, sequence=8, batch=3, vocabulary=
 
 
 def differences(mesh: Mesh, sequence_parallel: bool) -> dict[str, float]:
-    """Of the loss and of every whole gradient in float64, relative to the largest element."""
+    """The errors of the loss and of every whole gradient in float64, relative to the largest element."""
     model = parallel_model(SMALL, mesh.grid.world_size, sequence_parallel).double()
     torch.manual_seed(0)
     plain = PlainGPT(SMALL, HeadwiseBlock).double()

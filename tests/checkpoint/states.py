@@ -1,4 +1,4 @@
-"""What ranks hold, put together so that layouts can be compared, and training between two checkpoints."""
+"""The states of all ranks, put together so that layouts can be compared, and training between two checkpoints."""
 
 from __future__ import annotations
 

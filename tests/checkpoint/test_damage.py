@@ -1,4 +1,4 @@
-"""What is not a whole checkpoint of this model and optimizer is refused, by the file's name and before it is used."""
+"""A folder without a whole checkpoint of this model and optimizer is refused by the file's name before it is used."""
 
 from __future__ import annotations
 

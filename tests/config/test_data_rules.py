@@ -1,4 +1,4 @@
-"""What a run reads: sources and fields that suit its model, with the values that would."""
+"""A run's sources and fields must suit its model; mistakes name the values that would."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_the_kind_follows_the_family_and_the_source(model: dict[str, Any], data:
 
 
 def test_the_kind_is_decided_once(tmp_path: Path) -> None:
-    """What the source is changed to afterwards does not change what the run reads."""
+    """A source that is changed afterwards does not change what the run reads."""
     source = tmp_path / "a.jsonl"
     source.write_text(json.dumps({"source": "a", "target": "b"}) + "\n")
     config = Config.model_validate({"model": T5_MODEL, "data": {"source": str(source)}})

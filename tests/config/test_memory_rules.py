@@ -1,4 +1,4 @@
-"""What an offloaded optimizer asks of a run."""
+"""The rules of a run with an offloaded optimizer."""
 
 from __future__ import annotations
 

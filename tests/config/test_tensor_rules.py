@@ -1,4 +1,4 @@
-"""What tensor parallelism asks of a model: every mistake at once, with values that would work."""
+"""The rules of tensor parallelism for a model: every mistake at once, with values that would work."""
 
 from __future__ import annotations
 

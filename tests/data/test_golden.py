@@ -133,7 +133,7 @@ GOLDEN = {
     "digits": ("814cc61b22d59d04", "954c69c5f0295cb4"),
     "class folders": ("8803d56c27dbda43", "7e659f99f2cb1a54"),
 }
-"""Of the batches, of the files."""
+"""The hashes of the batches, of the files."""
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,4 +1,4 @@
-"""What each sync sends, phase by phase, against the formulas of its page; S: the bytes of the padded buckets."""
+"""Each sync's sends, phase by phase, against the formulas of its page; S: the bytes of the padded buckets."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def checked(config: Config) -> list[str]:
-    """What is wrong with a run, a rank's error or a hang too."""
+    """The complaint about a run; a rank's error and a hang are one, too."""
     try:
         return mistakes(config)
     except Exception as error:

@@ -52,7 +52,7 @@ TIMEOUT_SECONDS = 100
 FURTHER = 6
 
 Pieces = list[tuple[Place, Tensor]]
-"""What a rank holds of some tensors."""
+"""A rank's parts of some tensors."""
 
 
 Plant = Callable[[], None]
@@ -61,7 +61,7 @@ Plant = Callable[[], None]
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank has after its steps; `gradients` are each step's, unscaled and unclipped; `initial` and `weights`
+    """A rank's results of its steps; `gradients` are each step's, unscaled and unclipped; `initial` and `weights`
     the masters, before the first step and after the last.
 
     `stale`: the parameters whose half-precision copy is not the rounded master.
@@ -174,7 +174,7 @@ def _part(x: Tensor, place: Place) -> Tensor:
 
 
 def mistakes(config: Config, plant: Plant | None = None) -> list[str]:
-    """What is off, in words. Raises what the ranks raise, and AssertionError where they hang.
+    """The differences, in words. Raises what the ranks raise, and AssertionError where they hang.
 
     Ranks have two threads each in float32, so that what only shows with several is seen there; one in other precisions.
     """

@@ -23,7 +23,7 @@ RANDOM_RUNS, A_TEST = 2000, 20
 
 
 def label(case: Case) -> str:
-    """What stands out."""
+    """The case's values that stand out."""
     told = ("model", "precision", "data", "sync", "stages", "schedule", "tensor", "common", "branch")
     return "-".join(f"{case[axis]}" for axis in told if case[axis] is not None)
 

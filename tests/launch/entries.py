@@ -1,4 +1,4 @@
-"""What the launched jobs of these tests do. Each rank leaves files in `out`, for the test to read."""
+"""The functions that the launched jobs of these tests run. Each rank leaves files in `out`, for the test to read."""
 
 from __future__ import annotations
 

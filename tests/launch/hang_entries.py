@@ -73,7 +73,7 @@ def leave_early(mesh: Mesh) -> None:
 def hang(
     environment: Environment, stop: StopRequest, transport: str, how: str, out: str, wait: float = TIMEOUT.wait
 ) -> None:
-    """What `how` says, in the first attempt; a sum of all in the others."""
+    """Do what `how` says in the first attempt; in the others sum over all ranks."""
     if how == "never_join" and environment.rank == 1:
         time.sleep(600)
     grid = Grid((("data", environment.world_size), ("pipe", 1)))

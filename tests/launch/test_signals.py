@@ -123,7 +123,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def in_shared_memory() -> set[str]:
-    """What Open MPI and launchers have there; other tests may run beside us, whose launchers live."""
+    """The files of Open MPI and launchers there; other tests may run beside us, whose launchers live."""
     names = {path.name for path in SHARED_MEMORY.iterdir()}
     return {name for name in names if name.startswith(("sm_segment", "ucx", "psm", "pmix"))}
 
@@ -177,7 +177,7 @@ def in_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def signal_all(launcher: BaseProcess, below: list[psutil.Process], number: signal.Signals) -> None:
-    """What Slurm, systemd and docker do: every process of the tree is signalled, the youngest first or last."""
+    """Signal as Slurm, systemd and docker do: every process of the tree is signalled, the youngest first or last."""
     for process in below:
         process.send_signal(number)
     os.kill(pid(launcher), number)

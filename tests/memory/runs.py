@@ -34,7 +34,7 @@ BUCKET = 512
 
 @dataclass(frozen=True)
 class Case:
-    """What a run is made of; `to` says where its states live."""
+    """The parts of a run; `to` says where its states live."""
 
     sync: str = "allreduce"
     dtype: str = "bf16"
@@ -89,7 +89,7 @@ def train_step(parts: Parts, step: int) -> tuple[float, bool]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank is left with: norms and applied steps, states as a checkpoint has them, weights."""
+    """A rank's results: norms and applied steps, states as a checkpoint has them, weights."""
 
     steps: list[tuple[float, bool]]
     held: list[Held]

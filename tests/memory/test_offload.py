@@ -140,7 +140,7 @@ def test_a_streamed_step_still_finds_out_that_a_run_has_diverged(tmp_path: Path)
 
 
 def order(mesh: Mesh, case: Case, folder: Path) -> tuple[list[str], int]:
-    """What happens in a step: a slot's arrival, or the first write to it."""
+    """An event of a step: a slot's arrival, or the first write to it."""
     parts = parts_of(mesh, case, folder)
     slots, events = parts.strategy.slots, []
     before = [slot.parameter.detach().clone() for slot in slots]

@@ -43,7 +43,7 @@ def with_setting(config: Config, setting: str | int) -> Config:
 
 
 def left_by(mesh: Mesh, configs: list[Config]) -> list[Left]:
-    """Of each config, one after the other. (Epochs of a mailbox grow: only the first may have stages.)"""
+    """The results of each config, one after the other. (Epochs of a mailbox grow: only the first may have stages.)"""
     results = []
     for config in configs:
         parts = build(config, mesh)

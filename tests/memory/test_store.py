@@ -21,7 +21,7 @@ MANY = 8 * 2**20
 
 
 def resident_bytes(x: torch.Tensor) -> int:
-    """Of the mapping that holds the tensor, how much is in memory: nobody else's pages."""
+    """The bytes in memory of the mapping that holds the tensor: nobody else's pages."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

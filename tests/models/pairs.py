@@ -1,4 +1,4 @@
-"""What the tests of both encoder-decoders need."""
+"""Shared by the tests of both encoder-decoders."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def dropout_facts(mesh: Mesh, config: Config) -> tuple[bool, bool]:
 
 
 def counted_parameters(mesh: Mesh, name: str) -> int:
-    """Of a shipped model, without the padding; on the meta device."""
+    """The number of a shipped model's parameters, without the padding; on the meta device."""
     config = parse_config({"model": name})
     shape = config.model
     with torch.device("meta"):

@@ -209,7 +209,7 @@ def test_twenty_steps_equal_hugging_faces(order: Order) -> None:
 
 
 def padded_losses(mesh: Mesh, next_sentence: bool) -> tuple[float, float, int]:
-    """Of a batch, and of the same with other tokens and segments where its rows are padding."""
+    """The losses of a batch, and of the same with other tokens and segments where its rows are padding."""
     model = random_model(mesh, config_of(next_sentence=next_sentence))
     batch = batch_of()
     other = dict(batch)
@@ -228,7 +228,7 @@ def test_padding_is_seen_by_nobody(next_sentence: bool) -> None:
 
 
 def right_counts(mesh: Mesh) -> tuple[list[int], list[int], list[int]]:
-    """What the model counts, and what its logits say; the labels' counts."""
+    """The counts of the model, of its logits, and of the labels."""
     model = random_model(mesh, config_of())
     batch = batch_of()
     with torch.no_grad():

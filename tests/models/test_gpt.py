@@ -170,7 +170,7 @@ def test_twenty_steps_equal_hugging_faces() -> None:
 
 
 def cached_logits(mesh: Mesh, prompt: int) -> tuple[Tensor, Tensor, int]:
-    """Of the tokens from the prompt's last on: in one pass, and one token after another."""
+    """The logits of the tokens from the prompt's last on: in one pass, and one token after another."""
     model = random_model(mesh, config_of()).eval()
     tokens, _ = batch()
     cache = KeyValueCache()

@@ -278,7 +278,7 @@ def test_stages_with_subgraphs_equal_serial(tensor: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("precision", [{"level": "O1", "dtype": "bf16"}, {"level": "O2", "dtype": "bf16"}], ids=str)
 def test_half_precision_on_stages(precision: dict[str, str]) -> None:
-    """What passes is of the planned dtype, and losses are near float64's."""
+    """Activations are of the planned dtype, and losses are near float64's."""
     config = laid_out(WHOLE, 1, 2)
     tree = config.model_dump(mode="json", by_alias=True) | {"precision": precision}
     for losses, _ in run(parse_config(tree)):

@@ -55,7 +55,7 @@ def config_of(**model: Any) -> Config:
 
 
 def their_names(name: str) -> list[str]:
-    """Of one of our parameters; several where ours is several of theirs side by side."""
+    """Their name of one of our parameters; several where ours is several of theirs side by side."""
     name = name.removesuffix(".weight")
     theirs = OUTSIDE.get(name)
     if theirs is None:

@@ -157,7 +157,7 @@ def test_parameter_counts_are_the_published_ones(name: str, wanted: float) -> No
 
 
 def counted_flops(mesh: Mesh) -> int:
-    """Of the matrix products that torch runs forward and backward, without the attention's, whose kernel hides them."""
+    """The flops of products that torch runs forward and backward, without the attention's, whose kernel hides them."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = random_model(mesh, config_of(vocabulary_multiple=1))

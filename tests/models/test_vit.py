@@ -265,7 +265,7 @@ def test_an_untrained_model_knows_nothing_and_right_answers_are_counted() -> Non
 
 
 def counted_flops(mesh: Mesh) -> int:
-    """Of the matrix products that torch runs forward and backward, without the attention's, whose kernel hides them."""
+    """The flops of products that torch runs forward and backward, without the attention's, whose kernel hides them."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = build_model(config_of(vocabulary_multiple=1), SerialKit(mesh), mesh)

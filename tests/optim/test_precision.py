@@ -43,7 +43,7 @@ def losses(mesh: Mesh, sync: str, level: str, dtype: str, name: str = "adamw") -
 
 
 def _check_storage(parts: Parts, config: Config) -> None:
-    """What is stored in which dtype, and that weights are the rounded masters."""
+    """Every state is stored in its dtype, and weights are the rounded masters."""
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}[config.precision.dtype]
     held = parts.optimizer.held
     assert isinstance(held, InPlace)

@@ -26,7 +26,7 @@ from tests.workers import run_ranks
 
 @dataclass(frozen=True)
 class Bits:
-    """What a rank has of a step: its loss, its slots' gradients, and what it did, in order."""
+    """A rank's results of a step: its loss, its slots' gradients, and what it did, in order."""
 
     loss: float
     gradients: list[Tensor]

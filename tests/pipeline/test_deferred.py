@@ -103,7 +103,7 @@ Pair = tuple[Left, Left]
 
 
 def both_ways(mesh: Mesh, configs: dict[str, Config]) -> dict[tuple[str, int], Pair]:
-    """Of each config and number of microbatches: at once, deferred."""
+    """The results of each config and number of microbatches: at once, deferred."""
     results = {}
     for name, config in configs.items():
         run = Run(config, mesh)

@@ -1,4 +1,4 @@
-"""What each schedule decides, and what all of them keep."""
+"""Each schedule's decisions, and the rules that all of them keep."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LETTERS = {"forward": "F", "backward": "B", "weight": "W"}
 
 
 def orders(timeline: Timeline) -> list[str]:
-    """What each stage did, in order."""
+    """The tasks of each stage, in order."""
     names: dict[int, list[str]] = defaultdict(list)
     for span in sorted(timeline.tasks, key=lambda span: span.start_seconds):
         names[span.stage].append(span.name)

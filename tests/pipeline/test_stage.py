@@ -1,4 +1,4 @@
-"""What both ends of a pipeline share, and what all stages decide together: tied weights, the norm, skipped steps."""
+"""Both ends of a pipeline share tied weights; all stages decide together on the norm and on skipped steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIED = "tokens.weight"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank knows after some steps."""
+    """A rank's results after some steps."""
 
     losses: list[float]
     norms: list[float]

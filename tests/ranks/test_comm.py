@@ -30,7 +30,7 @@ def on_gloo(size: int) -> list[Answer]:
     ids=lambda pair: f"{pair[0]}-{pair[1]}",
 )
 def answers(request: pytest.FixtureRequest) -> list[Answer]:
-    """What each rank of one transport and size answered."""
+    """The answers of all ranks of one transport and size."""
     transport, size = request.param
     if transport == "gloo":
         return on_gloo(size)
@@ -39,7 +39,7 @@ def answers(request: pytest.FixtureRequest) -> list[Answer]:
 
 
 def expected(verb: str, index: int, size: int, dtype: torch.dtype) -> Tensor | None:
-    """What the member `index` must hold afterwards; None where it is undefined."""
+    """The result that the member `index` must hold; None where it is undefined."""
 
     def total(count: int, shift: int = 0) -> Tensor:
         return torch.stack([values(member + shift, count, dtype) for member in range(size)]).sum(0, dtype=dtype)

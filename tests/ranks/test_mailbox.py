@@ -48,7 +48,7 @@ def on_gloo(case: str) -> list[Answer]:
 
 @pytest.fixture(params=["gloo", "mpi"])
 def answers(request: pytest.FixtureRequest) -> Callable[[str], list[Answer]]:
-    """What both ranks of one transport answered to a case."""
+    """The answers of both ranks of one transport to a case."""
     if request.param == "gloo":
         return on_gloo
     mpi: Callable[[int], dict[str, list[Answer]]] = request.getfixturevalue("mpi")
@@ -314,7 +314,7 @@ def test_gpus_pass_messages() -> None:
 
 
 def test_a_hang_of_spawned_ranks_is_named() -> None:
-    """What test_gpus_pass_messages relies on, where there are no GPUs."""
+    """test_gpus_pass_messages relies on this; here without GPUs."""
     mailbox_cases.spawn_within(60, mailbox_cases.asleep, 0.0, processes=2, start_method="fork")
     with pytest.raises(AssertionError, match=r"asleep has not ended in 1 s on ranks \[1\]"):
         mailbox_cases.spawn_within(1, mailbox_cases.asleep, 3600.0, processes=2, start_method="fork")

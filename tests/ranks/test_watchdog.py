@@ -186,7 +186,7 @@ BY_THE_CALENDAR = {
     "tools/calibrate/job.py": 1, "checkpoint/writer.py": 1, "pipeline/span.py": 1, "training/folder.py": 1,
     "training/status.py": 1, "ranks/watchdog.py": 1,
 }  # fmt: skip
-"""What is shown to a person or only names something."""
+"""Fields that are shown to a person or only name something."""
 
 
 def test_nothing_waits_by_the_time_of_day() -> None:

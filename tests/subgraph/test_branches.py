@@ -21,7 +21,7 @@ from tests.workers import run_ranks
 
 TOLERANCE = 1e-12
 ROWS, STEPS, WIDTH = 8, 3, 12
-"""Of a replica's x [ROWS, STEPS, WIDTH]."""
+"""The dims of a replica's x [ROWS, STEPS, WIDTH]."""
 
 PAIRS: tuple[tuple[Enter, Leave], ...] = (
     ("split", "sum"), ("split", "concat"), ("slice", "sum"), ("slice", "concat"),
@@ -77,7 +77,7 @@ def cases(size: int) -> dict[str, Case]:
 
 
 def batch(num_rows: int, replica: int, width: int = WIDTH) -> Tensor:
-    """What a replica's branches get: [num_rows, STEPS, width]."""
+    """The input of a replica's branches: [num_rows, STEPS, width]."""
     generator = torch.Generator().manual_seed(replica)
     return torch.randn(num_rows, STEPS, width, generator=generator, dtype=torch.float64)
 
@@ -94,7 +94,7 @@ def summed_gradients(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def pass_through(model: Branches, mesh: Mesh, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor], Any]:
-    """Of this rank: output, gradient of its input, gradients of its parameters; calls by verb, there and back."""
+    """This rank's output, gradient of its input, gradients of its parameters; calls by verb, there and back."""
     mine = model.rows(x).clone().requires_grad_()
     mesh.ledger.traffic.clear()
     y = model(mine)
@@ -126,7 +126,7 @@ def on(data: int, size: int, listed: dict[str, Case], replicas: int) -> list[dic
 
 @cache
 def answers(data: int, size: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Of every rank of the grid; of one device, whose common layers are on all ranks that there are."""
+    """The results of every rank of the grid; of one device, whose common layers are on all ranks that there are."""
     listed = cases(size)
     alone = {name: replace(case, common="all") for name, case in listed.items()}
     return on(data, size, listed, data), on(1, 1, alone, data)[0]
@@ -159,7 +159,7 @@ MESSAGES = ("split-sum-3-unequal", "slice-concat-all-unequal")
 
 
 def over_mpi(mesh: Mesh) -> tuple[None, dict[str, Tensor]]:
-    """What goes by messages, on this rank of four: outputs and gradients of x by case."""
+    """The results by messages on this rank of four: outputs and gradients of x by case."""
     results = run_cases(mesh, {name: cases(4)[name] for name in MESSAGES}, 1)
     return None, {f"{name}-{at}": result[at] for name, result in results.items() for at in (0, 1)}
 

@@ -1,4 +1,4 @@
-"""What is told who asks for branches that an axis cannot have."""
+"""Branches that an axis cannot have are refused, with the values that it can."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.workers import run_ranks
 
 
 def mistakes(mesh: Mesh) -> list[str]:
-    """What each mistake is told."""
+    """The message of each mistake."""
     settings: dict[str, Any] = {"enter": "slice", "leave": "sum", "mesh": mesh, "num_rows": 8}
     made: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
         (4, {"num_rows": 6}, (2, 12)),

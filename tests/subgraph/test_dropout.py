@@ -50,7 +50,7 @@ Draws = dict[str, list[bytes]]
 
 
 def draws(mesh: Mesh, config: Config) -> tuple[Draws, list[float]]:
-    """Of two steps on the same samples; and their losses."""
+    """The draws of two steps on the same samples; and their losses."""
     parts = build(config, mesh)
     drawn: Draws = {"outside": [], "inside": []}
 

@@ -104,7 +104,7 @@ def test_recomputed(common: str, branch: str, recompute: str | int) -> None:
 
 
 def norm_of(mesh: Mesh, config: Config) -> float:
-    """Of one step's gradient."""
+    """The norm of one step's gradient."""
     parts = build(config, mesh)
     backward(parts, global_batch(config, 0))
     parts.strategy.finish()

@@ -1,4 +1,4 @@
-"""What each form of D&SP sends in a step, by the formulas of docs/subgraph.md; counted without sending anything."""
+"""The sends of each form of D&SP in a step, by the formulas of docs/subgraph.md; counted without sending anything."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def run_all(mesh: Mesh) -> dict[str, tuple[Tensor, Tensor, dict[tuple[str, str],
 
 
 def summed(source: RowLayout, target: RowLayout, index: int) -> Tensor:
-    """What the member `index` must get: of every element the sum of all who have it."""
+    """The values that the member `index` must get: of every element the sum of all who have it."""
     total = torch.zeros(7, 3, 5, dtype=torch.float64)
     for rank, box in enumerate(source):
         cut(total, box).add_(cut(whole(rank), box))

@@ -225,7 +225,7 @@ def split_loss(mesh: Mesh, vocabulary: int, padded: int, chunk_elements: int) ->
 
 
 def unsplit_loss(mesh: Mesh, vocabulary: int, padded: int) -> list[Tensor]:
-    """What `split_loss` gives, by torch on whole logits."""
+    """The result of `split_loss`, by torch on whole logits."""
     h, weight, bias, labels = split_inputs(vocabulary, padded)
     leaves = [x.requires_grad_() for x in (h, weight, bias)]
     logits = (h @ weight.t() + bias)[:, :vocabulary]

@@ -47,7 +47,7 @@ ONLY_LONG = [
     ("gpt2", ALL[-1], 2, SHORT),  # 36 ranks
     *[(model, tensor, 2, SHORT) for model in ("bert", "vit") for tensor in FEW + [BLOCKS[2]]],
 ]
-"""What waits for --long: as many ranks as nothing else has, and what GPT-2 shows too."""
+"""Cases that wait for --long: as many ranks as nothing else has, and what GPT-2 shows too."""
 
 
 def config_for(model: str, tensor: dict[str, Any], data: int = 1, **changes: Any) -> Config:

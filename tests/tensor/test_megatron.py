@@ -1,4 +1,4 @@
-"""What 1-D sends equals the formulas of docs/tensor.md; dropout masks are the same between pairs, not inside."""
+"""1-D sends by the formulas of docs/tensor.md; dropout masks are the same between pairs, not inside."""
 
 from __future__ import annotations
 

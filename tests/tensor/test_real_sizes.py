@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 MULTIPLE = 192
-"""Of rows of the table: 2, 3, 4 and 8 ranks share them evenly."""
+"""The table's rows are a multiple of it: 2, 3, 4 and 8 ranks share them evenly."""
 
 MICRO, SEQUENCE = 8, 72
 """A microbatch has 576 tokens: several chunks in all of them."""
@@ -80,7 +80,7 @@ def config_for(model: str, tensor: dict[str, Any], dtype: str) -> Config:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank has: losses, validation losses and numbers of right words after them, the first step's gradients."""
+    """A rank's results: losses, validation losses and numbers of right words after them, the first step's gradients."""
 
     losses: list[float]
     held_out: list[float]

@@ -147,13 +147,13 @@ def drawn(label: str, *shape: int) -> Tensor:
 
 
 def part_of_rank(kit: Kit, mesh: Mesh, x: Tensor) -> Tensor:
-    """What a rank holds of activations [B, T, H] between two pairs."""
+    """A rank's part of activations [B, T, H] between two pairs."""
     columns = mesh.size("col") if "col" in mesh.grid.names else 1
     return kit.slice_batch(x).chunk(columns, -1)[mesh.index("col") if columns > 1 else 0]
 
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
-"""What a rank has and what it should have, by what it is."""
+"""A rank's results and the expected ones, by name."""
 
 
 def compare(mesh: Mesh, config: Config, word: str) -> Pairs:

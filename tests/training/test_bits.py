@@ -58,7 +58,7 @@ def config_for(layout: str, precision: dict[str, str]) -> Config:
 
 
 def digests(mesh: Mesh, config: Config) -> list[str]:
-    """Of each step's loss, gradients and their norm, and of the weights at the end, on this rank."""
+    """Hashes of each step's loss, gradients and their norm, and of the weights at the end, on this rank."""
     parts, found = build(config, mesh), []
     for step in range(config.steps):
         torch.manual_seed(1000 * step + mesh.rank)

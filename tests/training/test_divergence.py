@@ -67,7 +67,7 @@ def test_a_weight_that_is_no_number_is_named(case: str) -> None:
 @pytest.mark.parametrize("sync", ["allreduce", "zero1", "server-loss"])
 @pytest.mark.parametrize("every", [1, 8])
 def test_a_replica_whose_weight_is_no_number_is_corrupt(sync: str, every: int) -> None:
-    """Of three the others are right: that is a fault of the rank, and a restart may help."""
+    """Two of three are right: that is a fault of the rank, and a restart may help."""
     config = config_of({"data": {"size": 3, "sync": sync}}, every)
     for step, kind, text, untouched in run_layout(spoiled, config, EXPAND, 2, math.inf):
         assert (step, kind) == (3, "CorruptionError")

@@ -53,7 +53,7 @@ def write_steps(mesh: Mesh, out: Path, config: Config, run: str, steps: list[int
 
 
 def leave(out: Path, config: Config, run: str, *steps: int, keep: int = 9) -> None:
-    """What a run leaves that wrote checkpoints at these steps."""
+    """A folder as a run leaves it that wrote checkpoints at these steps."""
     run_ranks(write_steps, ONE, out, config, run, list(steps), keep)
 
 

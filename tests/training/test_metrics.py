@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints: a line a step, the resolved config, TensorBoard's events, a picture."""
+"""A run's files beside its checkpoints: a line a step, the resolved config, TensorBoard's events, a picture."""
 
 from __future__ import annotations
 

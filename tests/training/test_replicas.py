@@ -245,7 +245,7 @@ def digests(out: Path) -> dict[str, str]:
 
 
 def spoiled_states(mesh: Mesh, config: Config) -> str:
-    """What is said of a moment that one replica has wrong, which no weight tells yet."""
+    """A moment that one replica has wrong is named, though no weight tells yet."""
     trainer = trainer_of(mesh, config)
     outcome(trainer, 2)
     before = weight_hashes(trainer.parts)

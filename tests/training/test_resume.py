@@ -148,7 +148,7 @@ def test_nothing_left_to_do(corpus: Path, undisturbed: Path, tmp_path: Path, cap
 def test_damaged_checkpoint_ends_the_resume_and_names_a_whole_one(
     corpus: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """What is offered works: the older checkpoint, and from there on the losses of the run that was not damaged."""
+    """The offer works: the older checkpoint, and from there on the losses of the run that was not damaged."""
     out = Path(shutil.copytree(undisturbed, tmp_path / "run"))
     shard = out / "checkpoints" / "step-8" / "rank-1.safetensors"
     content = bytearray(shard.read_bytes())

@@ -1,4 +1,4 @@
-"""What a rank imports before its first step: over MPI, and on every node, each rank pays for it."""
+"""A rank's imports before its first step: over MPI, and on every node, each rank pays for it."""
 
 from __future__ import annotations
 

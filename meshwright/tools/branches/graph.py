@@ -16,7 +16,7 @@ BATCH = 0
 
 
 class OperatorKind(Enum):
-    """What an operator means to branches that run through it, side by side along the channels."""
+    """An operator's meaning to branches that run through it, side by side along the channels."""
 
     LINEAR = "linear"
     """An activation times a weight: it makes all of its outputs of all of its inputs, and can be cut along either."""

@@ -90,7 +90,7 @@ class _Builder:
         return activations or ((BATCH,) if meets and makes else ())
 
     def _kind(self, node: fx.Node) -> tuple[OperatorKind, int]:
-        """What branches may do with a node, and its width."""
+        """A node's meaning to branches, and its width."""
         name, arguments = operator_name(node), node.args
         if name == "scaled_dot_product_attention":
             return OperatorKind.HEADS, _shape(arguments[0])[-3]

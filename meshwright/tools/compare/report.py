@@ -152,7 +152,7 @@ def megabytes(num_bytes: int) -> str:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """What follows from the numbers."""
+    """The conclusions from the numbers."""
     said = []
     rows = comparison.measured
     if len(rows) > 1:

@@ -150,7 +150,7 @@ class Comparison:
 
     @property
     def effort(self) -> str:
-        """What was timed, in words."""
+        """The rounds and steps that were timed, in words."""
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         return f"{rounds} of {self.steps} steps, of which the first {WARMUP_STEPS} are not timed"
 

@@ -136,7 +136,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def count_sent(parts: Parts, train: Samples, samples: int) -> tuple[SentCalls, ...]:
-    """What this rank sends in one step: passes, the gradients' sums, the weights' publishing. Not the norm and the step
+    """This rank's sends in one step: passes, the gradients' sums, the weights' publishing. Not the norm and the step
     report, which a plan does not count either (plan/predict.py).
 
     It makes these parts of a step, with the labels' plain sum as loss, and leaves the gradients as they then are: call

@@ -1,4 +1,4 @@
-"""What a layout left behind against what the reference on one device did, number by number, with stated tolerances."""
+"""A layout's numbers and tensors against those of the reference on one device, with stated tolerances."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: i
 
 
 def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> Verdict:
-    """What `leave_layout` and `leave_reference` have left in two folders."""
+    """Compare what `leave_layout` and `leave_reference` have left in two folders."""
     numbers = json.loads((reference / NUMBERS).read_text())
     files = {kind: load_file(reference / f"{kind}.safetensors") for kind in TENSORS}
     whole = {kind: {name: tensors[name] for name in numbers["names"]} for kind, tensors in files.items()}

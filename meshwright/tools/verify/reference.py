@@ -35,7 +35,7 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfl
 
 @dataclass(frozen=True)
 class Outcome:
-    """What some steps leave behind. `norms` and `gradients`, of the first step that did not overflow, are unclipped."""
+    """Results of some steps. `norms` and `gradients`, of the first step that did not overflow, are unclipped."""
 
     losses: list[float]
     norms: list[float]

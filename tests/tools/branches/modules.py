@@ -18,7 +18,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def cost(inputs: int, outputs: int, rows: int = ROWS) -> int:
-    """Of a linear."""
+    """The flops of a linear."""
     return 2 * rows * inputs * outputs
 
 

@@ -1,4 +1,4 @@
-"""What is found in the models of every family, against closed forms, hand-made bounds and what the kit cuts."""
+"""The findings in the models of every family, against closed forms, hand-made bounds and what the kit cuts."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def hugging_face(
 
 @torch.no_grad()
 def our_logits(folder: Path) -> list[torch.Tensor]:
-    """Of the masked-language-model head and, where there is one, of the other."""
+    """The logits of the masked-language-model head and, where there is one, of the other."""
     checkpoint = Checkpoint(folder)
     model, mesh = checkpoint.config.model, solo_mesh(torch.device("cpu"))
     assert isinstance(model, Bert)

@@ -48,7 +48,7 @@ def score_of(source: int, tokens: list[int], alpha: float) -> float:
 
 
 def best_of_all(source: int, limit: int, alpha: float) -> Answer:
-    """Of every sequence that ends within the limit."""
+    """The best of all sequences that end within the limit."""
     words = [word for word in range(VOCABULARY) if word != END]
     bodies = [list(body) for length in range(limit) for body in product(words, repeat=length)]
     body = max(bodies, key=lambda body: score_of(source, [*body, END], alpha))

@@ -17,7 +17,7 @@ FOLLOWS = {ord("b"): ord(" "), ord(" "): ord("c"), ord("c"): ord("a"), ord("a"):
 
 
 def run(*words: object) -> str:
-    """What the command prints on stdout."""
+    """The command's stdout."""
     result = CliRunner().invoke(app, [str(word) for word in words])
     if result.exception is not None:
         raise result.exception

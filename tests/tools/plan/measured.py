@@ -1,4 +1,4 @@
-"""What a step of a rank really sends and holds, as a prediction names it."""
+"""The bytes that a rank's step really sends and holds, as a prediction names them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Measured:
 
 
 def measured(mesh: Mesh, configs: Sequence[Config]) -> list[Measured]:
-    """Of each config in turn: they share the mesh."""
+    """The step of each config in turn: they share the mesh."""
     return [_measured(mesh, config) for config in configs]
 
 

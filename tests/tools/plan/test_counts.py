@@ -137,7 +137,7 @@ def check(configs: Sequence[Config]) -> None:
 
 
 def counts(predicted: Prediction, stage: int, real: Measured) -> Iterator[str]:
-    """What differs of what must be equal."""
+    """The differences where all must be equal."""
     sent = {key: (entry.calls, entry.sent_bytes) for key, entry in predicted.traffic[stage].items()}
     for key in sorted(sent.keys() | real.sent.keys()):
         if sent.get(key) != real.sent.get(key):

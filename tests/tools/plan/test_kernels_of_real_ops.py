@@ -1,4 +1,4 @@
-"""What is recorded on tensors without numbers is what a device does: the operators of real tensors, kernel by kernel.
+"""The recording on meta tensors is what a device does: the operators of real tensors, kernel by kernel.
 
 The flops of a program are held against the family's own count of products, and against torch's FlopCounterMode.
 """
@@ -75,7 +75,7 @@ def recordings_of(config: Config) -> list[Recording]:
 
 
 FEW_BYTES = 128
-"""What touches less is not compared: a plan cannot count labels."""
+"""Kernels that touch less are not compared: a plan cannot count labels."""
 
 
 def kernels_of(program: Program) -> Counter[Kernel]:
@@ -96,7 +96,7 @@ class Ran:
 
 
 def added_product(_: torch.Size, first: torch.Size, second: torch.Size, **__: object) -> int:
-    """What torch does not count: addmm_, by the shapes of its tensors."""
+    """The flops of addmm_, which torch does not count, by the shapes of its tensors."""
     return 2 * first[0] * first[1] * second[1]
 
 

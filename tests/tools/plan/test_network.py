@@ -53,7 +53,7 @@ def test_on_two_levels() -> None:
 
 
 def test_one_ring_over_all_levels_where_it_is_less() -> None:
-    """Of 64 nodes: the thin links carry nearly all of the payload either way, and the ring hides the inner ones."""
+    """On 64 nodes the thin links carry nearly all of the payload either way, and the ring hides the inner ones."""
     levels = {**INNER, "joins": 4, "bandwidth": THIN}, OUTER
     ring = 255 / 256 * BIG / THIN + 192 * A + 64 * FAR - A
     assert seconds(cluster(*levels), "reduce_scatter", ("data", 256)) == pytest.approx(ring)
@@ -118,7 +118,7 @@ def test_axes_that_cut_nodes_unevenly_wait_for_the_slowest_group() -> None:
 
 
 def test_ends_meet() -> None:
-    """Of the four stages of a pipe in each node only the first and the last are in such a group."""
+    """Only the first and the last of a node's four stages are in such a group."""
     assert seconds(NODES, "send", ("data", 4), ("pipe", 4), over="ends") == pytest.approx(BIG / B + A)
     assert seconds(NODES, "send", ("pipe", 4), ("data", 2), over="ends") == pytest.approx(2 * BIG / THIN + FAR)
     assert seconds(NODES, "all_reduce", ("pipe", 1), ("data", 2), over="ends") == 0
@@ -254,7 +254,7 @@ def counted(grid: Grid, axes: str, levels: tuple[dict[str, Any], ...]) -> float:
 
 @given(GRIDS, st.sampled_from(LEVELS))
 def test_links_are_shared_by_all_who_cross(sizes: list[int], levels: tuple[dict[str, Any], ...]) -> None:
-    """What is said of groups that lie alike, and of blocks that repeat, is what counting all of them says."""
+    """Groups that lie alike, and blocks that repeat, are counted once, with the result of counting all of them."""
     grid = Grid(tuple(zip(("data", "pipe", "tensor"), sizes, strict=True)))
     for axes in ("data", "pipe", "tensor", "data+tensor", "data+pipe", "ends", "data+ends"):
         expected = pytest.approx(counted(grid, axes, levels))

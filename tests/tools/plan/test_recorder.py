@@ -1,4 +1,4 @@
-"""What the recorder writes down of operations on tensors without numbers."""
+"""The recorder's notes on operations on meta tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_views_and_empty_memory_are_no_kernels_and_what_is_freed_is_gone() -> No
 
 
 def test_memory_of_a_step_comes_back() -> None:
-    """What a forward pass keeps, the backward pass frees, but for the gradients."""
+    """The backward pass frees what the forward pass keeps, but for the gradients."""
     recorder, ledger = Recorder(), Ledger()
     weight, x = torch.nn.Parameter(torch.empty(32, 32, device=META)), torch.empty(4, 32, device=META)
     with recorder.program(ledger) as made:

@@ -43,7 +43,7 @@ def grid_of(n: int, g: int, *, innermost: bool) -> Grid:
 
 
 def split(grid: Grid, rank: int, *, common: str = "all") -> Ledger:
-    """What a rank sends when a batch of its replica enters the branches: 8 rows of 4 bytes."""
+    """A rank's sends when a batch of its replica enters the branches: 8 rows of 4 bytes."""
     mesh = planned_mesh(grid, rank, ("data", "branch"))
     segment: Segment = AllCommon(mesh) if common == "all" else OneCommon(mesh, 8)
     segment.enter(torch.empty(8, device="meta"))
@@ -86,7 +86,7 @@ def cases(n: int) -> Iterator[tuple[int, int]]:
 
 
 FEW = (2, 4, 8, 12, 16, 24, 32, 36, 48, 60, 64)
-"""What does not wait for --long."""
+"""Cases that do not wait for --long."""
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ Sent = dict[tuple[str, str], Traffic]
 
 
 def real(mesh: Mesh, config: Config) -> Sent:
-    """What a step sends, without the optimizer's norm."""
+    """A step's sends, without the optimizer's norm."""
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
     shapes = chain_of(config).sample_shapes(config)
