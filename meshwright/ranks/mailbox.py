@@ -4,13 +4,15 @@ Receives are posted ahead and sends return at once, so that messages travel whil
 what has come between two tasks, and sleeps in `wait` when it has nothing left to do (AxoNN, arXiv 2110.13005).
 
 In an epoch all messages to and from a side have the same shapes and dtypes, forward and backward alike, so receives are
-posted without a handshake. A message is one transfer, since packing costs less than a second message:
+posted without a handshake. Between hosts a message is one transfer, since packing costs less than a second message:
 
 | bytes | holds |
 |---|---|
 | 0 to 8 | the epoch, int64 |
 | 8 to 16 | the index of the microbatch, int64 |
 | from 16 | the tensors, each at the next multiple of 16 |
+
+Between GPUs the header travels from host to host, ahead of the tensors (mailbox_torch.py).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ FURTHER: dict[Side, int] = {"before": -1, "after": 1}
 HEADER_BYTES = 16
 ALIGNMENT_BYTES = 16
 AHEAD = {"cpu": 4, "cuda": 1}
-"""Receives that are posted at a time, for each side, by the type of device: a GPU is occupied by one that waits."""
+"""Messages that have memory before their tensors come, for each side, by the type of device: on a host those whose
+receives are posted, on a GPU the one that its header has announced."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,15 @@ class Mailbox(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """The places of a message's tensors in its bytes."""
+    """The places of a message's tensors in its bytes, behind a header of so many bytes."""
 
     tensors: tuple[TensorMeta, ...] = ()
+    header_bytes: int = HEADER_BYTES
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """The first byte of each tensor, and at last the size of the message."""
-        offsets = [HEADER_BYTES]
+        offsets = [self.header_bytes]
         for meta in self.tensors:
             offsets.append(-(-(offsets[-1] + meta.size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         return tuple(offsets)
@@ -117,13 +121,12 @@ class Packing:
     def size_bytes(self) -> int:
         return self.offsets[-1]
 
-    def pack(self, buffer: Tensor, epoch: int, index: int, tensors: Sequence[Tensor]) -> None:
-        """Write header and tensors into the buffer, uint8 [size_bytes]."""
+    def pack(self, buffer: Tensor, header: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Write the tensors into the buffer, uint8 [size_bytes], and the header where it has a place there."""
         given = tuple(TensorMeta(tuple(x.shape), x.dtype) for x in tensors)
         assert given == self.tensors, f"sent {given} in an epoch of {self.tensors}"
-        header = header_of(buffer)
-        header[0].fill_(epoch)  # filled in place: a copy from the host would make a GPU wait
-        header[1].fill_(index)
+        if self.header_bytes:
+            header_of(buffer).copy_(header)
         for view, x in zip(self.unpack(buffer), tensors, strict=True):
             view.copy_(x.detach())
 
@@ -152,7 +155,10 @@ class Packet:
 class PackedMailbox(ABC):
     """The part that all transports share: packing, epochs, how many receives are posted, and the ledger."""
 
-    def __init__(self, group: RankGroup, device: torch.device, ahead: int) -> None:
+    header_bytes = HEADER_BYTES
+    """Of a header in front of the tensors; 0 where it travels by itself."""
+
+    def __init__(self, group: RankGroup, device: torch.device, ahead: int = AHEAD["cpu"]) -> None:
         self.axis, self.ledger, self.recorder = group.axis, group.ledger, group.recorder
         places = {side: group.index + step for side, step in FURTHER.items()}
         self.neighbours = {side: group.ranks[at] for side, at in places.items() if 0 <= at < len(group.ranks)}
@@ -166,7 +172,7 @@ class PackedMailbox(ABC):
 
     def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
         assert epoch > self._epoch, f"epoch {epoch} after {self._epoch}: they only grow"
-        packings = {side: Packing(meta[side]) for side in SIDES}
+        packings = {side: Packing(meta[side], self.header_bytes) for side in SIDES}
         for side, packing in packings.items():
             assert packing.size_bytes == self._packings[side].size_bytes or not self._posted[side], (
                 f"epoch {epoch} has other forms, and epoch {self._epoch} left receives posted: {self._posted}"
@@ -181,10 +187,10 @@ class PackedMailbox(ABC):
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
         assert to in self.neighbours, f"axis {self.axis}: no neighbour {to}"
-        buffer = self._new_buffer(to)
-        self._packings[to].pack(buffer, self._epoch, index, tensors)
+        header, buffer = torch.tensor([self._epoch, index]), self.new_buffer(to)
+        self._packings[to].pack(buffer, header, tensors)
         self.ledger.record(self.axis, MESSAGE, sum(size_bytes(x) for x in tensors), FURTHER[to])
-        self._dispatch(to, buffer)
+        self._dispatch(to, header, buffer)
 
     def poll(self) -> list[Message]:
         return self._take(self._arrived())
@@ -220,18 +226,19 @@ class PackedMailbox(ABC):
     def _post_receives(self) -> None:
         for side in self.neighbours:
             while self._posted[side] < min(self.ahead, self._missing[side]):
-                self._post(side, self._new_buffer(side))
+                self._post(side)
                 self._posted[side] += 1
 
-    def _new_buffer(self, side: Side) -> Tensor:
+    def new_buffer(self, side: Side) -> Tensor:
+        """The memory of a message to or from the side."""
         return torch.empty(self._packings[side].size_bytes, dtype=torch.uint8, device=self.device)
 
     @abstractmethod
-    def _post(self, side: Side, buffer: Tensor) -> None:
-        """Begin to receive the side's next message into the buffer. A side's messages come in the order sent."""
+    def _post(self, side: Side) -> None:
+        """Begin to receive the side's next message. A side's messages come in the order sent."""
 
     @abstractmethod
-    def _dispatch(self, to: Side, buffer: Tensor) -> None:
+    def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
         """Begin to send the buffer, and keep it until it has left."""
 
     @abstractmethod
@@ -258,14 +265,14 @@ class PackedMailbox(ABC):
 
 
 class PolledMailbox(PackedMailbox):
-    """A transport whose transfers are asked whether they are done: MPI requests, CUDA events.
+    """A transport whose transfers are asked whether they are done: MPI's requests.
 
     A side's messages come and leave in order, so the oldest is asked. Each look at what has come also asks for what has
     left: MPI moves messages only inside of its calls.
     """
 
-    def __init__(self, group: RankGroup, device: torch.device, ahead: int) -> None:
-        super().__init__(group, device, ahead)
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
+        super().__init__(group, device)
         self._receives: dict[Side, deque[tuple[Any, Packet]]] = {side: deque() for side in self.neighbours}
         self._sends: dict[Side, deque[tuple[Any, Packet]]] = {side: deque() for side in self.neighbours}
 
@@ -280,10 +287,10 @@ class PolledMailbox(PackedMailbox):
     @abstractmethod
     def _is_done(self, request: Any) -> bool: ...
 
-    def _post(self, side: Side, buffer: Tensor) -> None:
-        self._receives[side].append(self._receive(side, buffer))
+    def _post(self, side: Side) -> None:
+        self._receives[side].append(self._receive(side, self.new_buffer(side)))
 
-    def _dispatch(self, to: Side, buffer: Tensor) -> None:
+    def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
         self._drop_sent()
         self._sends[to].append(self._send(to, buffer))
 

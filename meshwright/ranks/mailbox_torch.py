@@ -3,23 +3,35 @@
 Each link has a process group for each direction, so that no message waits behind one that goes the other way.
 
 gloo never says that a message has come unless somebody waits for it: a thread for each direction of each link does,
-and puts what came into the inbox. NCCL's receives occupy the GPU while they wait, so one is posted at a time, on a
-stream of its own; an event says when it is done.
+and puts what came into the inbox.
+
+An NCCL receive that is enqueued before its message exists spins on the GPU until then, and enough of them, on streams
+that share a hardware queue with what they wait for, never end. So the host knows first:
+
+    sender      packs on its device ── when that is done: header to the neighbour's host, and the send is enqueued
+    receiver    the header comes ── the receive is enqueued ── when that is done: the message has come
+
+Both ends enqueue a link's transfers in the order of the sender's headers, and each finds its partner there or nearly.
+What came first is as true as between hosts: a header leaves when its tensors exist.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from queue import Queue, SimpleQueue
 from threading import Thread
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.ranks.comm import RankGroup, Work
-from meshwright.ranks.mailbox import AHEAD, PackedMailbox, Packet, PolledMailbox, Side, header_of
+from meshwright.ranks.comm import NAP_SECONDS, RankGroup, Work
+from meshwright.ranks.mailbox import PackedMailbox, Packet, Side, header_of
 
 JOIN_SECONDS = 0.5
 
@@ -40,6 +52,15 @@ class Channel:
     def receive(self, buffer: Tensor) -> Work:
         work = dist.irecv(buffer, group=self.incoming, group_src=self.peer)
         assert work is not None, "this rank is not in the group of its own channel"
+        return work
+
+    def batched_send(self, buffer: Tensor) -> Work:
+        """On the communicator of the whole group, which was born with it."""
+        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, buffer, group=self.outgoing, group_peer=self.peer)])
+        return work
+
+    def batched_receive(self, buffer: Tensor) -> Work:
+        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, buffer, group=self.incoming, group_peer=self.peer)])
         return work
 
 
@@ -77,8 +98,10 @@ class Waiter:
 class GlooMailbox(PackedMailbox):
     """On host memory."""
 
-    def __init__(self, group: RankGroup, channels: Mapping[Side, Channel]) -> None:
-        super().__init__(group, torch.device("cpu"), AHEAD["cpu"])
+    def __init__(
+        self, group: RankGroup, channels: Mapping[Side, Channel], device: torch.device = torch.device("cpu")
+    ) -> None:
+        super().__init__(group, device)
         self.channels = channels
         self._inbox: SimpleQueue[Packet | None] = SimpleQueue()  # None: look at the failures
         self._failures: list[tuple[Side, Exception]] = []
@@ -95,10 +118,13 @@ class GlooMailbox(PackedMailbox):
     def _into_inbox(self, side: Side) -> Callable[[Tensor], None]:
         return lambda buffer: self._inbox.put(Packet(side, header_of(buffer), buffer))
 
-    def _post(self, side: Side, buffer: Tensor) -> None:
+    def _post(self, side: Side) -> None:
+        self._post_on_host(side, self.new_buffer(side))
+
+    def _post_on_host(self, side: Side, buffer: Tensor) -> None:
         self._receivers[side].add(self.channels[side].receive(buffer), buffer)
 
-    def _dispatch(self, to: Side, buffer: Tensor) -> None:
+    def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
         self._senders[to].add(self.channels[to].send(buffer), buffer)
 
     def _arrived(self) -> list[Packet]:
@@ -131,41 +157,104 @@ class GlooMailbox(PackedMailbox):
             waiter.end()
 
 
-class NcclMailbox(PolledMailbox):
-    """On GPU memory. Not tried yet: two GPUs were never at hand."""
+class Event(Protocol):
+    """A point in a device's work."""
 
-    def __init__(self, group: RankGroup, channels: Mapping[Side, Channel], device: torch.device) -> None:
-        super().__init__(group, device, AHEAD["cuda"])
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+
+class DeviceLinks(Protocol):
+    """Transfers between this rank's device and its neighbours'. Each returns at once, with the event of its end."""
+
+    def mark(self) -> Event:
+        """The end of what the device was given so far."""
+
+    def send(self, to: Side, buffer: Tensor) -> Event: ...
+
+    def receive(self, side: Side, new_buffer: Callable[[], Tensor]) -> tuple[Event, Tensor]:
+        """Makes the buffer, where its memory may be written at once."""
+
+
+class NcclLinks:
+    """NCCL's sends and receives, each direction of each link on a stream and in a communicator of its own.
+
+    They are batches of one: an isend by itself would need another communicator, which is born at its first use.
+    """
+
+    def __init__(self, channels: Mapping[Side, Channel], device: torch.device) -> None:
         self.channels = channels
+        self.device = device
         self._in_streams = {side: torch.cuda.Stream(device) for side in channels}
         self._out_streams = {side: torch.cuda.Stream(device) for side in channels}
-        # A communicator is made by its first use, which both ends must reach: here, along the axis, never later.
-        for side, channel in channels.items():
-            groups = (channel.outgoing, channel.incoming)
-            for process_group in groups if side == "after" else reversed(groups):
-                dist.all_reduce(torch.zeros(1, device=device), group=process_group)
 
-    def _receive(self, side: Side, buffer: Tensor) -> tuple[torch.cuda.Event, Packet]:
-        return self._transfer(self._in_streams[side], side, buffer, self.channels[side].receive)
+    def mark(self) -> Event:
+        return torch.cuda.current_stream(self.device).record_event()
 
-    def _send(self, to: Side, buffer: Tensor) -> tuple[torch.cuda.Event, Packet]:
-        return self._transfer(self._out_streams[to], to, buffer, self.channels[to].send)
+    def send(self, to: Side, buffer: Tensor) -> Event:
+        with torch.cuda.stream(self._out_streams[to]):
+            self.channels[to].batched_send(buffer).wait()  # the stream waits, not the host
+            return self.mark()
 
-    def _transfer(
-        self, stream: torch.cuda.Stream, side: Side, buffer: Tensor, begin: Callable[[Tensor], Work]
-    ) -> tuple[torch.cuda.Event, Packet]:
-        """Begin on a stream of its own. When the event is past, it is done, and the header is on the host."""
-        header = torch.empty(2, dtype=torch.int64, pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            begin(buffer).wait()  # the stream waits, not the host
-            header.copy_(header_of(buffer), non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return event, Packet(side, header, buffer)
+    def receive(self, side: Side, new_buffer: Callable[[], Tensor]) -> tuple[Event, Tensor]:
+        compute = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._in_streams[side]):
+            buffer = new_buffer()  # of this stream's memory: of the other's it might have to wait for kernels there
+            buffer.record_stream(compute)
+            self.channels[side].batched_receive(buffer).wait()
+            return self.mark(), buffer
 
-    def _is_done(self, request: torch.cuda.Event) -> bool:
-        return request.query()
 
-    def shut(self) -> None:
-        return None
+class DeviceMailbox(GlooMailbox):
+    """Tensors go from device to device, behind headers that go from host to host."""
+
+    header_bytes = 0
+
+    def __init__(
+        self, group: RankGroup, channels: Mapping[Side, Channel], device: torch.device, links: DeviceLinks
+    ) -> None:
+        super().__init__(group, channels, device)
+        self.links = links
+        self._packed: dict[Side, deque[tuple[Event, Tensor, Tensor]]] = {side: deque() for side in channels}
+        self._leaving: dict[Side, deque[tuple[Event, Tensor]]] = {side: deque() for side in channels}
+        self._coming: dict[Side, deque[tuple[Event, Packet]]] = {side: deque() for side in channels}
+
+    def _post(self, side: Side) -> None:
+        self._post_on_host(side, torch.empty(2, dtype=torch.int64))
+
+    def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
+        self._packed[to].append((self.links.mark(), header, buffer))
+        self._move()
+
+    def _move(self) -> None:
+        """Begin the transfers whose tensors exist, here or at their sender's; let go what has left."""
+        for side, packed in self._packed.items():
+            while packed and packed[0][0].query():
+                _, header, buffer = packed.popleft()
+                super()._dispatch(side, header, header)
+                self._leaving[side].append((self.links.send(side, buffer), buffer))
+            _take_past(self._leaving[side])
+        for packet in super()._arrived():
+            event, buffer = self.links.receive(packet.side, partial(self.new_buffer, packet.side))
+            self._coming[packet.side].append((event, Packet(packet.side, packet.header, buffer)))
+
+    def _arrived(self) -> list[Packet]:
+        self._move()
+        return [packet for coming in self._coming.values() for packet in _take_past(coming)]
+
+    def _next_arrivals(self) -> list[Packet]:
+        return PackedMailbox._next_arrivals(self)  # what is packed must leave meanwhile
+
+    def _flush(self) -> None:
+        while any(self._packed.values()) or any(self._leaving.values()):
+            time.sleep(NAP_SECONDS)
+            self._move()
+        super()._flush()
+
+
+def _take_past(transfers: deque[tuple[Event, Any]]) -> list[Any]:
+    """Take out those that are over. They end in the order in which they began."""
+    past = []
+    while transfers and transfers[0][0].query():
+        past.append(transfers.popleft()[1])
+    return past

@@ -26,7 +26,7 @@ from torch import Tensor
 from meshwright.environment import Environment
 from meshwright.errors import LaunchError
 from meshwright.ranks.comm import NAP_SECONDS, Comm, Later, RankGroup, RecordedComm, SoloComm, Work, size_bytes
-from meshwright.ranks.mailbox import AHEAD, FURTHER, Mailbox, Packet, PolledMailbox, Side, SoloMailbox, header_of
+from meshwright.ranks.mailbox import FURTHER, Mailbox, Packet, PolledMailbox, Side, SoloMailbox, header_of
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -143,7 +143,7 @@ class MpiMailbox(PolledMailbox):
     """`comm` is an mpi4py communicator of the axis's own, of its ranks in order."""
 
     def __init__(self, group: RankGroup, comm: Any) -> None:
-        super().__init__(group, torch.device("cpu"), AHEAD["cpu"])
+        super().__init__(group, torch.device("cpu"))
         self.comm = comm
 
     def _receive(self, side: Side, buffer: Tensor) -> tuple[Any, Packet]:

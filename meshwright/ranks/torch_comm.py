@@ -1,4 +1,12 @@
-"""torch.distributed: its verbs, its process groups, and how the ranks of a job open it. gloo on CPUs, NCCL on GPUs."""
+"""torch.distributed: its verbs, its process groups, and how the ranks of a job open it. gloo on CPUs, NCCL on GPUs.
+
+Under NCCL every group has a gloo half as well: tensors on the host go over gloo, those on the device over NCCL. What
+hosts tell each other (headers, decisions, reports, barriers) lies on the host, and waits for no device.
+
+An NCCL communicator is born at its first use, on the host, by all of its members together: one that met another first
+would wait for ever. So each is born where its group is made, which its members do together, by one small sum; and what
+two of them send each other is a batch, which takes the group's communicator instead of one for the pair.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +24,7 @@ from meshwright.ranks import comm_store
 from meshwright.ranks.comm import Comm, RankGroup, RecordedComm, SoloComm, Work
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox
-from meshwright.ranks.mailbox_torch import Channel, GlooMailbox, NcclMailbox
+from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
 
 try:
     from torch.distributed import all_gather_single, reduce_scatter_single
@@ -36,7 +44,7 @@ class TorchComm(RecordedComm):
         self.process_group = process_group
 
     def _receive(self, x: Tensor, source: int) -> None:
-        dist.recv(x, group=self.process_group, group_src=source)
+        self._batch(dist.P2POp(dist.irecv, x, group=self.process_group, group_peer=source))
 
     def _barrier(self) -> Work:
         return dist.barrier(self.process_group, async_op=True)
@@ -68,34 +76,45 @@ class TorchComm(RecordedComm):
         return dist.scatter(part.view(-1), parts, group_src=root, group=self.process_group, async_op=True)
 
     def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
-        sends = dist.P2POp(dist.isend, x, group=self.process_group, group_peer=to)
-        receives = dist.P2POp(dist.irecv, into, group=self.process_group, group_peer=source)
-        for work in dist.batch_isend_irecv([sends, receives]):
-            work.wait()
+        self._batch(
+            dist.P2POp(dist.isend, x, group=self.process_group, group_peer=to),
+            dist.P2POp(dist.irecv, into, group=self.process_group, group_peer=source),
+        )
 
     def _send(self, x: Tensor, to: int) -> None:
-        dist.send(x, group=self.process_group, group_dst=to)
+        self._batch(dist.P2POp(dist.isend, x, group=self.process_group, group_peer=to))
+
+    def _batch(self, *messages: dist.P2POp) -> None:
+        for work in dist.batch_isend_irecv(list(messages)):
+            work.wait()
 
 
 @dataclass(frozen=True)
 class TorchTransport:
-    """Groups of a process that has joined its job's process group. `timeout`: torch's own, for every group."""
+    """Groups of a process that has joined its job's process group. `timeout`: torch's own, for every group.
+
+    `device`: where the tensors lie that ranks send each other. `births`: whether a group's communicator must be born.
+    """
 
     timeout: timedelta
+    device: torch.device
+    births: bool
 
     def comm(self, group: RankGroup) -> Comm:
         if len(group.ranks) == 1:
             return SoloComm(group)
         if len(group.ranks) == dist.get_world_size():
             assert dist.group.WORLD is not None, "the default process group is not initialised"
-            return TorchComm(group, dist.group.WORLD)
-        return TorchComm(group, _process_group(group.axis, group.ranks, group.index, self.timeout))
+            return TorchComm(group, self.born(dist.group.WORLD))
+        return TorchComm(group, self._process_group(group.axis, group.ranks, group.index))
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         if len(group.ranks) == 1:
             return SoloMailbox(group.axis)
         channels = self._channels(group)
-        return NcclMailbox(group, channels, device) if device.type == "cuda" else GlooMailbox(group, channels)
+        if device.type == "cuda":
+            return DeviceMailbox(group, channels, device, NcclLinks(channels, device))
+        return GlooMailbox(group, channels)
 
     def _channels(self, group: RankGroup) -> dict[Side, Channel]:
         """The ways to the neighbours. The one before is met first: all along the axis can meet so."""
@@ -104,11 +123,33 @@ class TorchTransport:
         for side, first in firsts.items():
             if first >= 0 and first + 1 < len(group.ranks):
                 pair, mine = group.ranks[first : first + 2], group.index - first
-                forward = _process_group(f"{group.axis} forward", pair, mine, self.timeout)
-                backward = _process_group(f"{group.axis} backward", pair, mine, self.timeout)
+                forward = self._process_group(f"{group.axis} forward", pair, mine)
+                backward = self._process_group(f"{group.axis} backward", pair, mine)
                 out, back = (forward, backward) if side == "after" else (backward, forward)
                 channels[side] = Channel(1 - mine, out, back)
         return channels
+
+    def born(self, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The group, with its communicator. All members call it at the same place of their programs."""
+        if self.births:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=process_group)
+        return process_group
+
+    def _process_group(self, name: str, ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
+        """A process group that its members alone make, and meet under `name`: stages may ask for different ones.
+
+        `dist.new_group(use_local_synchronization=True)` would do it, but it names a group by how many its maker has:
+        ranks that have asked for different axes before would wait for each other under different names.
+        """
+        c10d: Any = dist.distributed_c10d
+        backend, store = dist.Backend(dist.get_backend()), c10d._get_default_store()
+        met_as = f"{name}:{'-'.join(map(str, ranks))}"
+        group, _ = c10d._new_process_group_helper(
+            len(ranks), index, list(ranks), backend, store, met_as, timeout=self.timeout
+        )
+        c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
+        assert isinstance(group, dist.ProcessGroup), f"rank {ranks[index]} is not in its own group {met_as}"
+        return self.born(group)
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -122,25 +163,10 @@ def open_torch(
     store = comm_store.join_job(environment, point, timeout.join)
     with recorder.waiting(Call("world", CONNECT, 0, tuple(range(environment.world_size)))):
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=patience,
         )  # no device_id: with one, NCCL makes groups by splitting the world, which needs every rank of it
-    return TorchTransport(patience)
-
-
-def _process_group(name: str, ranks: tuple[int, ...], index: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group that its members alone make, and meet under `name`: stages may ask for different ones.
-
-    `dist.new_group(use_local_synchronization=True)` would do it, but it names a group by how many its maker has: ranks
-    that have asked for different axes before would wait for each other under different names.
-    """
-    c10d: Any = dist.distributed_c10d
-    backend, store = dist.Backend(dist.get_backend()), c10d._get_default_store()
-    met_as = f"{name}:{'-'.join(map(str, ranks))}"
-    group, _ = c10d._new_process_group_helper(len(ranks), index, list(ranks), backend, store, met_as, timeout=timeout)
-    c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
-    assert isinstance(group, dist.ProcessGroup), f"rank {ranks[index]} is not in its own group {met_as}"
-    return group
+    return TorchTransport(patience, device, births=device.type == "cuda")

@@ -169,7 +169,7 @@ def test_a_dead_neighbour_is_told() -> None:
 def test_packing(forms: tuple[TensorMeta, ...]) -> None:
     packing, sent = Packing(forms), [values(3, form) for form in forms]
     buffer = torch.full((packing.size_bytes,), 255, dtype=torch.uint8)
-    packing.pack(buffer, 7, 2**40, sent)
+    packing.pack(buffer, torch.tensor([7, 2**40]), sent)
     assert header_of(buffer).tolist() == [7, 2**40]
     for x, wanted in zip(packing.unpack(buffer), sent, strict=True):
         assert torch.equal(x, wanted)
@@ -181,7 +181,7 @@ def test_tensors_with_gaps_and_gradients_are_sent_as_numbers() -> None:
     packing = Packing((TensorMeta((3, 2), torch.float64),))
     x = torch.arange(6.0, dtype=torch.float64, requires_grad=True)
     buffer = torch.empty(packing.size_bytes, dtype=torch.uint8)
-    packing.pack(buffer, 0, 0, [x.view(2, 3).t()])
+    packing.pack(buffer, torch.tensor([0, 0]), [x.view(2, 3).t()])
     (received,) = packing.unpack(buffer)
     assert received.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert not received.requires_grad
@@ -195,19 +195,19 @@ class Slow(PackedMailbox):
         self.waiting: list[tuple[Side, Tensor]] = []
         self.come: list[Packet] = []
 
-    def _post(self, side: Side, buffer: Tensor) -> None:
-        self.waiting.append((side, buffer))
+    def _post(self, side: Side) -> None:
+        self.waiting.append((side, self.new_buffer(side)))
 
     def let_in(self, epoch: int, index: int) -> None:
         side, buffer = self.waiting.pop(0)
-        self._packings[side].pack(buffer, epoch, index, [values(index, FORM)])
+        self._packings[side].pack(buffer, torch.tensor([epoch, index]), [values(index, FORM)])
         self.come.append(Packet(side, header_of(buffer), buffer))
 
     def _arrived(self) -> list[Packet]:
         come, self.come = self.come, []
         return come
 
-    def _dispatch(self, to: Side, buffer: Tensor) -> None: ...
+    def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None: ...
     def _next_arrivals(self) -> list[Packet]:
         raise AssertionError("nothing comes")
 

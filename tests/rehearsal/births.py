@@ -1,0 +1,216 @@
+"""NCCL's rule of birth, on gloo: what would hang on GPUs fails here within seconds, and says who waits for whom.
+
+A communicator is born at its first use: on the host, which waits there, and by all of its members. A collective and a
+batch of messages use their group's; a message outside of a batch uses one of its two ranks' own. Inside `births`, every
+first use of a communicator meets its members in the job's store.
+
+A rehearsed mesh makes groups as on GPUs, whose device happens to be the host. Headers go over gloo, as there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from threading import Thread
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import irecv, isend
+
+from meshwright.ranks import torch_comm
+from meshwright.ranks.comm import RankGroup, Work
+from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox
+from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.torch_comm import TorchTransport
+
+PATIENCE_SECONDS = 30.0
+"""Until a birth has failed: a busy machine is no mistake."""
+SHORT_SECONDS = 3.0
+"""The same where it must fail."""
+
+COLLECTIVES = (
+    "all_reduce", "broadcast", "reduce", "gather", "scatter", "all_to_all_single", "barrier",
+    "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single",
+)  # fmt: skip
+MESSAGES = {"send": "group_dst", "isend": "group_dst", "recv": "group_src", "irecv": "group_src"}
+"""The verbs between two ranks, and the argument that names the other."""
+
+
+_HEADER = 1
+"""The tag of messages that would go over gloo: both halves of a rehearsed group are one."""
+
+
+class NotBorn(Exception):
+    """Ranks that would wait for each other for ever."""
+
+
+@dataclass
+class Births:
+    """The communicators of this rank, and how it waits for those that are being born."""
+
+    rank: int
+    store: dist.Store
+    patience: float
+    known: set[str] = field(default_factory=set)
+
+    def use(self, verb: str, name: str, ranks: Sequence[int]) -> None:
+        """Return when all members have come to the communicator's birth; at once where it is born."""
+        if name in self.known:
+            return
+        self.store.set(f"waits/{self.rank}", f"rank {self.rank} waits in {verb} for the birth of {name}")
+        self.store.set(f"birth/{name}/{self.rank}", "")
+        deadline = time.monotonic() + self.patience
+        while not self.store.check([f"birth/{name}/{rank}" for rank in ranks]):
+            if time.monotonic() > deadline:
+                self.store.set("failure", "; ".join(self._waits()))
+                self.explain()
+            time.sleep(0.002)
+        self.store.set(f"waits/{self.rank}", "")
+        self.known.add(name)
+
+    def explain(self) -> None:
+        """Raise what some rank has found out, if one has: the others then only see a broken connection."""
+        if self.store.check(["failure"]):
+            raise NotBorn(self.store.get("failure").decode())
+
+    def _waits(self) -> Iterator[str]:
+        for rank in range(dist.get_world_size()):
+            if self.store.check([f"waits/{rank}"]) and (text := self.store.get(f"waits/{rank}").decode()):
+                yield text
+
+    def collective(self, verb: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            group = options.get("group") or next((x for x in arguments if isinstance(x, dist.ProcessGroup)), None)
+            self.use(verb, *_named(group))
+            return run(*arguments, **options)
+
+        return watched
+
+    def message(self, verb: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(x: Tensor, **options: Any) -> Any:
+            name, ranks = _named(options["group"])
+            pair = sorted((self.rank, ranks[options[MESSAGES[verb]]]))
+            self.use(verb, f"{name}'s pair {pair[0]}-{pair[1]}", pair)
+            return run(x, **options)
+
+        return watched
+
+    def batch(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(messages: Sequence[dist.P2POp]) -> Any:
+            self.use("batch_isend_irecv", *_named(messages[0].group))
+            return run(messages)
+
+        return watched
+
+
+def _named(group: dist.ProcessGroup | None) -> tuple[str, list[int]]:
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group.group_name, dist.get_process_group_ranks(group)
+
+
+@contextmanager
+def births(mesh: Mesh, *, with_groups: bool = True, batched: bool = True) -> Iterator[Mesh]:
+    """The mesh as on GPUs. While entered, torch's verbs obey NCCL's rule.
+
+    `with_groups`: communicators are born where groups are made, `batched`: messages take the group's; as ours are and
+    do. Else as before 0.7, when pipelines, 2-D layouts and tied embeddings hung.
+    """
+    c10d: Any = dist.distributed_c10d
+    patience = PATIENCE_SECONDS if with_groups and batched else SHORT_SECONDS
+    rule = Births(mesh.rank, dist.PrefixStore("births", c10d._get_default_store()), patience)
+    original = {verb: getattr(dist, verb) for verb in (*COLLECTIVES, *MESSAGES, "P2POp") if hasattr(dist, verb)}
+
+    def message_of(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        verb = "isend" if operation is dist.isend else "irecv"
+        return original["P2POp"](original[verb], *arguments, **options)
+
+    with ExitStack() as stack:
+        for verb in COLLECTIVES:
+            for module in (dist, torch_comm):
+                if hasattr(module, verb):
+                    stack.enter_context(patch.object(module, verb, rule.collective(verb, getattr(module, verb))))
+        for verb in MESSAGES:
+            stack.enter_context(patch.object(dist, verb, rule.message(verb, original[verb])))
+        stack.enter_context(patch.object(dist, "batch_isend_irecv", rule.batch(dist.batch_isend_irecv)))
+        stack.enter_context(patch.object(dist, "P2POp", message_of))
+        assert isinstance(mesh.transport, TorchTransport)
+        transport = Rehearsed(mesh.transport.timeout, mesh.device, with_groups, batched)
+        rehearsed = replace(mesh, transport=transport, _comms={}, _mailboxes={})
+        try:
+            yield rehearsed
+        except (RuntimeError, ConnectionError):
+            rule.explain()
+            raise
+        for mailbox in rehearsed._mailboxes.values():
+            mailbox.shut()
+
+
+@dataclass(frozen=True)
+class Rehearsed(TorchTransport):
+    """Groups as on GPUs, on hosts."""
+
+    batched: bool = True
+
+    def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
+        if len(group.ranks) == 1:
+            return SoloMailbox(group.axis)
+        channels = self._channels(group)
+        if not self.batched:
+            return GlooMailbox(group, channels)
+        on_host = {side: HostChannel(way.peer, way.outgoing, way.incoming) for side, way in channels.items()}
+        return DeviceMailbox(group, on_host, device, HostLinks(channels))
+
+
+class HostChannel(Channel):
+    """The gloo half of a way, which knows no communicators."""
+
+    def send(self, buffer: Tensor) -> Work:
+        work = isend(buffer, group=self.outgoing, group_dst=self.peer, tag=_HEADER)
+        assert work is not None
+        return work
+
+    def receive(self, buffer: Tensor) -> Work:
+        work = irecv(buffer, group=self.incoming, group_src=self.peer, tag=_HEADER)
+        assert work is not None
+        return work
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a transfer. `thread`: that waits for it."""
+
+    thread: Thread | None = None
+
+    def query(self) -> bool:
+        return self.thread is None or not self.thread.is_alive()
+
+
+@dataclass(frozen=True)
+class HostLinks:
+    """A device that has done everything as soon as it is asked."""
+
+    channels: dict[Side, Channel]
+
+    def mark(self) -> Ended:
+        return Ended()
+
+    def send(self, to: Side, buffer: Tensor) -> Ended:
+        return _ended(self.channels[to].batched_send(buffer))
+
+    def receive(self, side: Side, new_buffer: Callable[[], Tensor]) -> tuple[Ended, Tensor]:
+        buffer = new_buffer()
+        return _ended(self.channels[side].batched_receive(buffer)), buffer
+
+
+def _ended(work: Work) -> Ended:
+    """gloo never says by itself that a transfer is over."""
+    thread = Thread(target=work.wait, daemon=True)
+    thread.start()
+    return Ended(thread)

@@ -1,0 +1,109 @@
+"""No layout waits for ever for a communicator of NCCL's: train's, verify's and compare's calls, under its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.config import Config
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.tools.compare.run import count_sent
+from meshwright.tools.verify.job import leave_layout
+from meshwright.training.loop import Trainer, validate
+from tests.harness import build, resolved
+from tests.rehearsal.births import births
+from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE, config_for
+from tests.tools.verify.cases import Drawn
+from tests.workers import run_ranks
+
+WHOLE = {"kind": "none"}
+SUBGRAPH = {"kind": "subgraph", "size": 2}
+SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "fsdp")
+SCHEDULES = ("gpipe", "1f1b", "axonn", "message-driven")
+
+
+def layouts() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, model and layout: every kit, sync and schedule, alone and with others; 2 to 8 ranks."""
+    for sync in SYNCS:
+        yield sync, "gpt2", {"data": {"size": 2, "sync": sync}}
+    for schedule in SCHEDULES:
+        yield schedule, "gpt2", {"pipeline": {"size": 3, "schedule": schedule}}
+    for kit in (ONE_D[0], SEQUENCE[1], BLOCKS[1], BLOCKS[2], SUBGRAPH, SUBGRAPH | {"common": "one"}):
+        yield "-".join(map(str, kit.values())), "gpt2", {"tensor": kit}
+    for kit in (ONE_D[0], BLOCKS[1], SUBGRAPH):
+        yield f"zero1-{kit['kind']}", "gpt2", {"data": {"size": 2, "sync": "zero1"}, "tensor": kit}
+        yield f"stages-{kit['kind']}", "gpt2", {"pipeline": {"size": 2, "schedule": "1f1b"}, "tensor": kit}
+    three = {"data": {"size": 2, "sync": "ring"}, "pipeline": {"size": 2}, "tensor": ONE_D[0]}
+    yield "three-kinds", "gpt2", three
+    yield "ring-untied", "untied", {"data": {"size": 2, "sync": "ring"}, "pipeline": {"size": 2}}
+    yield "vit-2-D-and-data", "vit", {"data": {"size": 2}, "tensor": BLOCKS[1]}
+    yield "t5-subgraph", "t5", {"tensor": SUBGRAPH | {"branch": "attention-core"}}
+
+
+def config_of(model: str, layout: dict[str, Any]) -> Config:
+    replicas = layout.get("data", {}).get("size", 1)
+    config = config_for(model, WHOLE, batch={"global": 24, "micro": 12 // replicas}, steps=3)
+    tree = config.model_dump(mode="json", by_alias=True) | {"layout": layout}
+    tree["model"]["layers"] = 3 if layout.get("pipeline", {}).get("size") == 3 else 2
+    return resolved(Config.model_validate(tree))
+
+
+def as_train(mesh: Mesh, config: Config) -> None:
+    """The order of `meshwright train`: replicas compared, a step, a validation."""
+    parts, samples = build(config, mesh), Drawn(config)
+    assert parts.strategy.make_replicas_equal() == []
+    assert parts.optimizer.make_replicas_equal() == []
+    trainer = Trainer(parts, samples)
+    trainer.turn(None)
+    validate(parts, samples, 1)
+    trainer.require_good_state()
+
+
+def as_verify_and_compare(mesh: Mesh, config: Config, folder: Path) -> None:
+    """The order of `meshwright verify`, a step first of all; and what `meshwright compare` does after such a step."""
+    parts, samples = build(config, mesh), Drawn(config)
+    leave_layout(parts, samples, folder, 1)
+    count_sent(parts, samples, config.batch.global_)
+
+
+def rehearse(mesh: Mesh, config: Config, order: str, folder: Path, *how: bool) -> None:
+    with_groups, batched = how or (True, True)
+    with births(mesh, with_groups=with_groups, batched=batched) as rehearsed:
+        if order == "train":
+            as_train(rehearsed, config)
+        else:
+            as_verify_and_compare(rehearsed, config, folder)
+
+
+def run(model: str, layout: dict[str, Any], order: str, folder: Path, *how: bool) -> None:
+    config = config_of(model, layout)
+    run_ranks(rehearse, Grid(config.layout.axes), config, order, folder, *how, token_axes=config.layout.token_axes)
+
+
+@pytest.mark.parametrize("order", ["train", "verify and compare"])
+@pytest.mark.parametrize("model, layout", [case[1:] for case in layouts()], ids=[case[0] for case in layouts()])
+def test_no_layout_waits_for_ever(model: str, layout: dict[str, Any], order: str, tmp_path: Path) -> None:
+    run(model, layout, order, tmp_path)
+
+
+def test_a_pipeline_of_single_messages_hangs(tmp_path: Path) -> None:
+    """Each end posts its receive first, in a communicator that the other end would have to come to."""
+    with pytest.raises(AssertionError, match=r"waits in irecv for the birth of pipe \w+:\d-\d's pair"):
+        run("gpt2", {"pipeline": {"size": 2}}, "train", tmp_path, True, False)
+
+
+def test_blocks_hang_where_a_diagonal_rank_does_not_send(tmp_path: Path) -> None:
+    """A transpose is between mirrored ranks: half of a batch's group never calls it."""
+    with pytest.raises(AssertionError, match=r"waits in batch_isend_irecv for the birth of row\+col:"):
+        run("gpt2", {"data": {"size": 2}, "tensor": BLOCKS[1]}, "train", tmp_path, False, True)
+
+
+def test_a_tied_table_hangs_where_its_sum_is_the_first_use(tmp_path: Path) -> None:
+    """The last stage waits for the first in the sum of the table, before it has sent the gradient. (train has compared
+    the replicas by then, in the same communicator.)"""
+    with pytest.raises(AssertionError, match=r"rank 2 waits in all_reduce for the birth of data\+ends:0-2"):
+        run("gpt2", {"pipeline": {"size": 3, "schedule": "1f1b"}}, "verify and compare", tmp_path, False, True)
