@@ -13,11 +13,8 @@ are appended in this order, so a model over it needs as many tokens more. A text
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import tokenizers
-from tokenizers import processors
 
 from meshwright.config import Config
 from meshwright.data.section import SENTINELS
@@ -109,41 +106,3 @@ def _ids(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[list[int], int]:
         ids.append(size if known is None else known)
         size += known is None
     return ids, size
-
-
-def with_specials(text: str, specials: Specials) -> str:
-    """A tokenizer.json's text with the appended tokens and BERT's template in it, for those who read nothing else.
-
-    A text that has them all is returned as it is. Raises DataError where the library would give them other ids.
-    """
-    ids = dict(zip(NAMES, (specials.padding, specials.first, specials.separator, specials.mask), strict=True))
-    template = processors.TemplateProcessing(
-        single=f"{FIRST} $A {SEPARATOR}",
-        pair=f"{FIRST} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
-        special_tokens=[(FIRST, specials.first), (SEPARATOR, specials.separator)],
-    )
-    return _with_tokens(text, ids, template)
-
-
-def with_t5_specials(text: str, specials: SequenceSpecials) -> str:
-    """As `with_specials`: padding and sentinels, and an end token behind each text."""
-    ids = {SEQUENCE_PADDING: specials.padding}
-    ids |= {SENTINEL.format(number): sentinel for number, sentinel in enumerate(specials.sentinels)}
-    end = tokenizers.Tokenizer.from_str(text).id_to_token(specials.end)
-    template = processors.TemplateProcessing(
-        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, specials.end)]
-    )
-    return _with_tokens(text, ids, template)
-
-
-def _with_tokens(text: str, ids: Mapping[str, int], template: processors.PostProcessor) -> str:
-    library = tokenizers.Tokenizer.from_str(text)
-    if all(library.token_to_id(name) is not None for name in ids):
-        return text
-    library.add_special_tokens(list(ids))
-    given = [library.token_to_id(name) for name in ids]
-    if given != list(ids.values()):
-        wanted = list(ids.values())
-        raise DataError(f"the tokenizer gives {', '.join(ids)} the ids {given}, and the model has them as {wanted}")
-    library.post_processor = template
-    return str(library.to_str(pretty=True)) + "\n"

@@ -22,7 +22,7 @@ from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.convert.bert import BERT_FAMILY as CONVERTED
+from meshwright.tools.convert.bert import BertFamily
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))
@@ -103,7 +103,7 @@ def hugging_face(model: BERT, config: Config) -> nn.Module:
 def as_theirs(model: Bert, ours: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors, weights or gradients, under their names and in their dims, without the padding."""
     theirs: dict[str, Tensor] = {}
-    for pair in CONVERTED.pairs(model):
+    for pair in BertFamily().pairs(model):
         parts = pair.to_theirs(ours[pair.name][: pair.shape[0] - pair.padding])
         theirs |= dict(zip(pair.theirs, parts, strict=True))
     return theirs

@@ -10,13 +10,15 @@ import re
 from collections.abc import Mapping, Set
 from typing import ClassVar
 
-from meshwright.data.specials import FIRST, MASK, PADDING, SEPARATOR, specials_of, with_specials
+from tokenizers import processors
+
+from meshwright.data.specials import FIRST, MASK, NAMES, PADDING, SEPARATOR, Specials, specials_of
 from meshwright.data.tokenizer import parse_tokenizer
 from meshwright.models.bert import BERT as Model
 from meshwright.models.bert import NUM_ANSWERS, NUM_SEGMENTS
 from meshwright.models.section import Bert
-from meshwright.tools.convert.family import Family, Names, in_blocks
-from meshwright.tools.convert.settings import Settings, as_text
+from meshwright.tools.convert.family import Family, Names, in_blocks, with_tokens
+from meshwright.tools.convert.folder import Settings
 
 _MODEL_TYPES = {"original": "bert", "megatron": "megatron-bert"}
 _CLASSES = {"original": "Bert", "megatron": "MegatronBert"}
@@ -88,21 +90,30 @@ class BertFamily(Family):
         return {f"{_HEAD}.weight": _TABLE, f"{_HEAD}.bias": "cls.predictions.bias"}
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
-        kind = settings.get("model_type", "bert")
+        kind = settings.values.get("model_type", "bert")
         order = next(order for order, theirs in _MODEL_TYPES.items() if theirs == kind)
         return {"norm_order": order, "next_sentence": _ANSWERS in stored}
 
-    def files(self, model: Bert, tokenizer: str | None, dtype: str) -> dict[str, str]:
+    def further_settings(self, model: Bert) -> dict[str, object]:
         task = "ForPreTraining" if model.next_sentence else "ForMaskedLM"
-        architectures = [_CLASSES[model.norm_order] + task]
-        settings = self.settings(model, dtype, architectures=architectures, initializer_range=0.02)
-        settings["model_type"] = _MODEL_TYPES[model.norm_order]
-        if tokenizer is None:
-            return {"config.json": as_text(settings)}
+        return {
+            "model_type": _MODEL_TYPES[model.norm_order],
+            "architectures": [_CLASSES[model.norm_order] + task],
+            "initializer_range": 0.02,
+        }
+
+    def with_tokenizer(self, model: Bert, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
         specials = specials_of(parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json"))
-        settings["pad_token_id"] = specials.padding
         tokens = {"pad_token": PADDING, "cls_token": FIRST, "sep_token": SEPARATOR, "mask_token": MASK}
-        return self.with_tokenizer(model, settings, with_specials(tokenizer, specials), tokens)
+        return with_specials(tokenizer, specials), {"pad_token_id": specials.padding}, tokens
 
 
-BERT_FAMILY = BertFamily()
+def with_specials(text: str, specials: Specials) -> str:
+    """A tokenizer.json's text with BERT's special tokens and template in it."""
+    ids = dict(zip(NAMES, (specials.padding, specials.first, specials.separator, specials.mask), strict=True))
+    template = processors.TemplateProcessing(
+        single=f"{FIRST} $A {SEPARATOR}",
+        pair=f"{FIRST} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
+        special_tokens=[(FIRST, specials.first), (SEPARATOR, specials.separator)],
+    )
+    return with_tokens(text, ids, template)

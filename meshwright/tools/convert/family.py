@@ -7,6 +7,7 @@ table of names; `Family` makes pairs, settings and models of it.
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -14,15 +15,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
+import tokenizers
 import torch
+from tokenizers import processors
 from torch import Tensor
 
 from meshwright.config.schema import Model
+from meshwright.errors import CheckpointError, DataError
 from meshwright.models.section import Transformer
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.convert.settings import Settings, as_text
+from meshwright.tools.convert.folder import Settings
 
 TensorShape = tuple[int, ...]
 Names = Mapping[str, str | Sequence[str]]
@@ -66,10 +70,33 @@ def in_blocks(table: Names, count: int, theirs: str, first: int = 0) -> dict[str
     for number in range(count):
         block = theirs.replace("N", str(number))
         for layer, inside in table.items():
-            listed = [inside] if isinstance(inside, str) else inside
-            every = [f"{block}.{one}" for one in listed]
-            names[f"blocks.{first + number}.{layer}"] = every[0] if isinstance(inside, str) else every
+            one = isinstance(inside, str)
+            names[f"blocks.{first + number}.{layer}"] = (
+                f"{block}.{inside}" if one else [f"{block}.{part}" for part in inside]
+            )
     return names
+
+
+def as_text(content: Mapping[str, object]) -> str:
+    """A JSON file's text."""
+    return json.dumps(content, indent=2) + "\n"
+
+
+def with_tokens(text: str, ids: Mapping[str, int], template: processors.PostProcessor) -> str:
+    """A tokenizer.json's text with the tokens appended that the model has, and their template, for those who read
+    nothing else.
+
+    A text that has them all is returned as it is. Raises DataError where the library would give them other ids.
+    """
+    library = tokenizers.Tokenizer.from_str(text)
+    if all(library.token_to_id(name) is not None for name in ids):
+        return text
+    library.add_special_tokens(list(ids))
+    given, wanted = [library.token_to_id(name) for name in ids], list(ids.values())
+    if given != wanted:
+        raise DataError(f"the tokenizer gives {', '.join(ids)} the ids {given}, and the model has them as {wanted}")
+    library.post_processor = template
+    return str(library.to_str(pretty=True)) + "\n"
 
 
 class Family(ABC):
@@ -110,9 +137,13 @@ class Family(ABC):
         """Their rows by our layer's name, for layers that have rows of padding here."""
 
     @abstractmethod
-    def files(self, model: Any, tokenizer: str | None, dtype: str) -> dict[str, str]:
-        """The texts beside the weights, by file name; of a model, its tokenizer.json where there is one, and the
-        dtype."""
+    def further_settings(self, model: Any) -> dict[str, object]:
+        """The settings of config.json that are not written key by key."""
+
+    def with_tokenizer(self, model: Any, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
+        """A tokenizer.json's text with the model's special tokens in it; the settings of config.json that are their
+        ids; and those of tokenizer_config.json that are their spellings."""
+        return tokenizer, {}, {}
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         """Fields that are not read key by key. Raises CheckpointError where a setting is of no model that we have."""
@@ -128,7 +159,8 @@ class Family(ABC):
 
     def read(self, settings: Settings, stored: Set[str]) -> Model:
         """The model of a config.json and of the names of the stored tensors. Raises CheckpointError."""
-        settings.require(*(self.fields[field] for field in self.required))
+        if missing := [self.fields[field] for field in self.required if self.fields[field] not in settings.values]:
+            raise CheckpointError(f"{settings.path} lacks {', '.join(missing)}")
         more = self.further(settings, stored)
         for key, ours in self.fixed.items():
             settings.only(key, ours)
@@ -136,21 +168,19 @@ class Family(ABC):
             more["dropout"] = settings.one_number(self.dropouts, self.dropout)
         return settings.section(self.section, self.fields, family=self.name, **more)
 
-    def settings(self, model: Any, dtype: str, **more: object) -> dict[str, object]:
-        """The config.json of a model; `more`: settings of its own."""
+    def files(self, model: Any, tokenizer: str | None, dtype: str) -> dict[str, str]:
+        """The texts beside the weights, by file name; `tokenizer`: the model's tokenizer.json, where there is one."""
         values = model.model_dump() | {"inner": model.inner}
-        named = {key: values[field] for field, key in self.fields.items()}
-        further = {"model_type": self.model_types[0], "torch_dtype": dtype, **more}
-        return named | dict.fromkeys(self.dropouts, model.dropout) | dict(self.fixed) | further
-
-    def with_tokenizer(
-        self, model: Any, settings: dict[str, object], tokenizer: str, special_tokens: Mapping[str, object]
-    ) -> dict[str, str]:
-        """The files of a folder with a tokenizer."""
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.positions, **special_tokens}
+        settings = {key: values[field] for field, key in self.fields.items()}
+        settings |= dict.fromkeys(self.dropouts, model.dropout) | dict(self.fixed)
+        settings |= {"model_type": self.model_types[0], "torch_dtype": dtype} | self.further_settings(model)
+        if tokenizer is None:
+            return {"config.json": as_text(settings)}
+        text, ids, tokens = self.with_tokenizer(model, tokenizer)
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.positions, **tokens}
         return {
-            "config.json": as_text(settings),
-            "tokenizer.json": tokenizer,
+            "config.json": as_text(settings | ids),
+            "tokenizer.json": text,
             "tokenizer_config.json": as_text(about),
         }
 

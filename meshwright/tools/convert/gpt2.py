@@ -20,7 +20,7 @@ from meshwright.data.tokenizer import END, parse_tokenizer
 from meshwright.models.gpt import GPT
 from meshwright.models.section import Gpt2
 from meshwright.tools.convert.family import Family, Names, in_blocks
-from meshwright.tools.convert.settings import Settings, as_text
+from meshwright.tools.convert.folder import Settings
 
 _PREFIX = "transformer."
 _TABLE, _HEAD = f"{_PREFIX}wte.weight", "lm_head.weight"
@@ -81,24 +81,20 @@ class Gpt2Family(Family):
         settings.only("activation_function", *_ACTIVATIONS)
         return {}
 
-    def files(self, model: Gpt2, tokenizer: str | None, dtype: str) -> dict[str, str]:
-        end = parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json").end if tokenizer is not None else None
-        settings = self.settings(
-            model,
-            dtype,
-            architectures=["GPT2LMHeadModel"],
-            n_ctx=model.positions,
-            n_inner=None,
-            activation_function=_ACTIVATIONS[0],
-            initializer_range=0.02,
-            bos_token_id=end,
-            eos_token_id=end,
-            use_cache=True,
-        )
-        if tokenizer is None:
-            return {"config.json": as_text(settings)}
-        ends = any(token["content"] == END for token in json.loads(tokenizer).get("added_tokens", []))
-        return self.with_tokenizer(model, settings, tokenizer, {"bos_token": END, "eos_token": END} if ends else {})
+    def further_settings(self, model: Gpt2) -> dict[str, object]:
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "n_ctx": model.positions,
+            "n_inner": None,
+            "activation_function": _ACTIVATIONS[0],
+            "initializer_range": 0.02,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "use_cache": True,
+        }
 
-
-GPT2_FAMILY = Gpt2Family()
+    def with_tokenizer(self, model: Gpt2, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
+        end = parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json").end
+        spelled = any(token["content"] == END for token in json.loads(tokenizer).get("added_tokens", []))
+        tokens = {"bos_token": END, "eos_token": END} if spelled else {}
+        return tokenizer, {"bos_token_id": end, "eos_token_id": end}, tokens

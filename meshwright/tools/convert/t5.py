@@ -19,13 +19,14 @@ from collections.abc import Mapping, Set
 from typing import ClassVar
 
 import tokenizers
+from tokenizers import processors
 
-from meshwright.data.specials import SEQUENCE_PADDING, specials_with_room, with_t5_specials
+from meshwright.data.specials import SENTINEL, SEQUENCE_PADDING, specials_with_room
 from meshwright.data.tokenizer import parse_tokenizer
 from meshwright.models.section import T5
 from meshwright.models.t5 import T5Model
-from meshwright.tools.convert.family import Family, Names, in_blocks
-from meshwright.tools.convert.settings import Settings, as_text
+from meshwright.tools.convert.family import Family, Names, in_blocks, with_tokens
+from meshwright.tools.convert.folder import Settings
 
 _TABLE = "shared.weight"
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
@@ -96,37 +97,35 @@ class T5Family(Family):
         return dict.fromkeys(_COPIES, _TABLE)
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
-        activation = settings.get("feed_forward_proj", _FIRST_VERSION)
+        activation = settings.values.get("feed_forward_proj", _FIRST_VERSION)
         if activation != _FIRST_VERSION:
             kind = "T5 1.1 and its kin (mT5, Flan-T5) have gated feed-forwards, and ours is T5 1.0"
             raise settings.refused(f"feed_forward_proj={activation} is not supported: {kind}; valid: {_FIRST_VERSION}")
-        layers, decoders = settings.get("num_layers", None), settings.get("num_decoder_layers", None)
+        layers, decoders = settings.values.get("num_layers"), settings.values.get("num_decoder_layers")
         if decoders not in (None, layers):
-            raise settings.refused(
-                f"num_decoder_layers={decoders} is not num_layers={layers}: ours has one number for both"
-            )
+            unlike = f"num_decoder_layers={decoders} is not num_layers={layers}"
+            raise settings.refused(f"{unlike}: ours has one number for both")
         return {}
 
-    def files(self, model: T5, tokenizer: str | None, dtype: str) -> dict[str, str]:
-        settings = self.settings(
-            model,
-            dtype,
-            architectures=["T5ForConditionalGeneration"],
-            num_decoder_layers=model.layers,
-            feed_forward_proj=_FIRST_VERSION,
-            initializer_factor=1.0,
-        )
-        if tokenizer is None:
-            return {"config.json": as_text(settings)}
+    def further_settings(self, model: T5) -> dict[str, object]:
+        return {
+            "architectures": ["T5ForConditionalGeneration"],
+            "num_decoder_layers": model.layers,
+            "feed_forward_proj": _FIRST_VERSION,
+            "initializer_factor": 1.0,
+        }
+
+    def with_tokenizer(self, model: T5, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
         specials = specials_with_room(model, parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json"))
-        settings |= {
+        end = tokenizers.Tokenizer.from_str(tokenizer).id_to_token(specials.end) or ""
+        ids = {SEQUENCE_PADDING: specials.padding}
+        ids |= {SENTINEL.format(number): sentinel for number, sentinel in enumerate(specials.sentinels)}
+        template = processors.TemplateProcessing(
+            single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, specials.end)]
+        )
+        settings = {
             "pad_token_id": specials.padding,
             "decoder_start_token_id": specials.start,
             "eos_token_id": specials.end,
         }
-        end = tokenizers.Tokenizer.from_str(tokenizer).id_to_token(specials.end)
-        tokens = {"pad_token": SEQUENCE_PADDING, "eos_token": end}
-        return self.with_tokenizer(model, settings, with_t5_specials(tokenizer, specials), tokens)
-
-
-T5_FAMILY = T5Family()
+        return with_tokens(tokenizer, ids, template), settings, {"pad_token": SEQUENCE_PADDING, "eos_token": end}

@@ -32,22 +32,21 @@ from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.parameters.shard import Box
 from meshwright.parts import DTYPES
-from meshwright.tools.convert.bert import BERT_FAMILY
+from meshwright.tools.convert.bert import BertFamily
 from meshwright.tools.convert.family import Family, TensorPair
-from meshwright.tools.convert.gpt2 import GPT2_FAMILY
-from meshwright.tools.convert.settings import Settings
-from meshwright.tools.convert.source import SINGLE, Source
-from meshwright.tools.convert.t5 import T5_FAMILY
-from meshwright.tools.convert.vit import VIT_FAMILY
+from meshwright.tools.convert.folder import SINGLE, Settings, Source
+from meshwright.tools.convert.gpt2 import Gpt2Family
+from meshwright.tools.convert.t5 import T5Family
+from meshwright.tools.convert.vit import VitFamily
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2_FAMILY, BERT_FAMILY, T5_FAMILY, VIT_FAMILY)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (Gpt2Family(), BertFamily(), T5Family(), VitFamily())}
 """By `model.family`."""
 
 
 def family_of(settings: Settings) -> Family:
     """The family of a config.json. Raises CheckpointError naming those that there are."""
     known = [kind for family in FAMILIES.values() for kind in family.model_types]
-    kind = settings.get("model_type", known[0])
+    kind = settings.values.get("model_type", known[0])
     for family in FAMILIES.values():
         if kind in family.model_types:
             return family
@@ -74,7 +73,6 @@ FILE = "rank-0.safetensors"
 class Imported:
     """The result of an import. `has_tokenizer`: whether the folder had one; without it, no text goes in or out."""
 
-    folder: Path
     model: Model
     parameters: int
     reads_text: bool
@@ -106,7 +104,7 @@ def import_folder(source: Path, out: Path, report: ShowProgress = silent) -> Imp
             (folder / TOKENIZER_FILE).write_bytes((source / TOKENIZER_FILE).read_bytes())
         _write(folder, tensors, _config(model, family, tensors))
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    return Imported(out, model, parameters, family.reads_text, has_tokenizer)
+    return Imported(model, parameters, family.reads_text, has_tokenizer)
 
 
 def _pairs(settings: Settings, family: Family, model: Model, num_stored: int) -> list[TensorPair]:
@@ -171,22 +169,13 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: Config) -> None:
     path = folder / FILE
     save_file({f"weight/{name}": tensor for name, tensor in tensors.items()}, path)
     beside = [folder / TOKENIZER_FILE] if (folder / TOKENIZER_FILE).is_file() else []
-    entries = tuple(
-        StoredPart(
-            name,
-            "weight",
-            tuple(tensor.shape),
-            (0,) * tensor.dim(),
-            tuple(tensor.shape),
-            str(tensor.dtype).removeprefix("torch."),
-            FILE,
-            f"weight/{name}",
-        )
-        for name, tensor in tensors.items()
-    )
+    entries = []
+    for name, tensor in tensors.items():
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        entries.append(StoredPart(name, "weight", shape, (0,) * len(shape), shape, dtype, FILE, f"weight/{name}"))
     dump = config.model_dump(mode="json", by_alias=True)
     files = tuple(stored_file(file) for file in (path, *beside))
-    Manifest(Progress(), Origin(dump), files, entries).write(folder)
+    Manifest(Progress(), Origin(dump), files, tuple(entries)).write(folder)
 
 
 def export_folder(path: Path, out: Path, report: ShowProgress = silent) -> Path:

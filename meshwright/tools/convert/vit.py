@@ -24,8 +24,8 @@ from torch import Tensor
 
 from meshwright.models.section import Vit
 from meshwright.models.vit import ViT
-from meshwright.tools.convert.family import Family, Names, TensorPair, TensorShape, in_blocks
-from meshwright.tools.convert.settings import Settings, as_text
+from meshwright.tools.convert.family import Family, Names, TensorPair, TensorShape, as_text, in_blocks
+from meshwright.tools.convert.folder import Settings
 
 _EMBEDDINGS = "vit.embeddings"
 _PROJECTION = f"{_EMBEDDINGS}.patch_embeddings.projection"
@@ -68,7 +68,7 @@ class VitFamily(Family):
         return {"head": model.classes}
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
-        labels = settings.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # a missing one means two
+        labels = settings.values.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # a missing one means two
         if not isinstance(labels, dict):
             raise settings.refused(f"id2label={labels} names no classes")
         return {"classes": len(labels)}
@@ -84,16 +84,15 @@ class VitFamily(Family):
                 Settings(beside).only(key, [0.5] * model.channels)
         return model
 
+    def further_settings(self, model: Vit) -> dict[str, object]:
+        return {
+            "architectures": ["ViTForImageClassification"],
+            "initializer_range": 0.02,
+            "id2label": {str(number): f"LABEL_{number}" for number in range(model.classes)},
+            "label2id": {f"LABEL_{number}": number for number in range(model.classes)},
+        }
+
     def files(self, model: Vit, tokenizer: str | None, dtype: str) -> dict[str, str]:
-        names = [f"LABEL_{number}" for number in range(model.classes)]
-        settings = self.settings(
-            model,
-            dtype,
-            architectures=["ViTForImageClassification"],
-            initializer_range=0.02,
-            id2label={str(number): name for number, name in enumerate(names)},
-            label2id={name: number for number, name in enumerate(names)},
-        )
         processor = {
             "image_processor_type": "ViTImageProcessor",
             "do_resize": True,
@@ -105,7 +104,7 @@ class VitFamily(Family):
             "image_mean": [0.5] * model.channels,
             "image_std": [0.5] * model.channels,
         }
-        return {"config.json": as_text(settings), _PROCESSOR: as_text(processor)}
+        return super().files(model, tokenizer, dtype) | {_PROCESSOR: as_text(processor)}
 
     def pair(self, name: str, shape: TensorShape, model: Vit, names: Names, rows: Mapping[str, int]) -> TensorPair:
         if name == "patches.weight":
@@ -143,6 +142,3 @@ def _positions(name: str, shape: TensorShape, model: Vit) -> TensorPair:
         f"{_EMBEDDINGS}.position_embeddings": (1, model.positions, model.hidden),
     }
     return TensorPair(name, shape, theirs, to_ours, to_theirs, shape[0] - model.positions)
-
-
-VIT_FAMILY = VitFamily()

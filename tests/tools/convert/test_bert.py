@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint import Checkpoint, CheckpointWriter, load_weights, pieces_of
-from meshwright.checkpoint.manifest import Origin, Progress
+from meshwright.checkpoint import Checkpoint, load_weights
 from meshwright.config.schema import Config, Precision
 from meshwright.data.section import MaskedData
-from meshwright.data.specials import specials_of, with_specials
+from meshwright.data.specials import specials_of
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.models.bert import BERT
@@ -23,7 +21,10 @@ from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.convert import export_folder, import_folder
+from meshwright.tools.convert.bert import with_specials
 from tests.harness import build
+from tests.tools.convert.folders import check_refused, check_round_trip, saved
+from tests.tools.evaluate.tiny import lively, save
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,12 +52,7 @@ def hugging_face(
 ) -> Any:
     """A random BERT as transformers saves it, with a tokenizer."""
     kind = getattr(transformers, KINDS[order, pairs])
-    torch.manual_seed(4)
-    model = kind(kind.config_class(**{**SIZES, **changes})).to(dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)  # biases and norms too
-    model.save_pretrained(folder)
+    model = saved(kind, kind.config_class(**{**SIZES, **changes}), folder, dtype)
     tokenizer = byte_tokenizer()
     (folder / "tokenizer.json").write_text(with_specials(tokenizer.to_json(), specials_of(tokenizer)))
     return model
@@ -90,16 +86,7 @@ def our_checkpoint(folder: Path, order: Any, pairs: bool) -> Path:
     config = Config(
         model=model, data=MaskedData(kind="masked", sequence=8), precision=Precision(level="O0", dtype="float64")
     )
-    mesh = solo_mesh(torch.device("cpu"))
-    parts = build(config, mesh)
-    generator = torch.Generator().manual_seed(5)
-    for parameter in parts.model.parameters():
-        parameter.data.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.2)
-    dump = config.model_dump(mode="json", by_alias=True)
-    writer = CheckpointWriter(folder / "checkpoints", mesh, 9, Origin(dump), byte_tokenizer().to_json())
-    writer.save(Progress(step=1, samples=1), pieces_of(parts))
-    writer.wait()
-    return folder / "checkpoints" / "step-1"
+    return save(lively(build(config, solo_mesh(torch.device("cpu")))), folder)
 
 
 @BOTH
@@ -140,16 +127,8 @@ def test_exported_tokenizer_is_understood(tmp_path: Path) -> None:
 @BOTH
 def test_round_trip_keeps_every_bit(tmp_path: Path, order: str, pairs: bool) -> None:
     hugging_face(tmp_path / "hf", order, pairs, dtype=torch.bfloat16)
-    import_folder(tmp_path / "hf", tmp_path / "run" / "checkpoints" / "step-0")
-    export_folder(tmp_path / "run", tmp_path / "back")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
-    copies = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
-    assert before.keys() - copies == after.keys()
-    for name, tensor in after.items():
-        assert tensor.dtype == before[name].dtype == torch.bfloat16
-        assert torch.equal(tensor, before[name]), name
-    tokenizers = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("hf", "back")]
-    assert tokenizers[0] == tokenizers[1]
+    copies = ("cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+    check_round_trip(tmp_path, torch.bfloat16, *copies)
 
 
 def test_old_names_and_copies(tmp_path: Path) -> None:
@@ -192,8 +171,4 @@ def test_old_names_and_copies(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
     hugging_face(tmp_path / "hf")
-    path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(CheckpointError, match=message):
-        import_folder(tmp_path / "hf", tmp_path / "step-0")
-    assert not (tmp_path / "step-0").exists()
+    check_refused(tmp_path, change, message)

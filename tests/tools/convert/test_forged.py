@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.models.section import T5, Bert, Gpt2, Vit
 from meshwright.tools.convert import export_folder, import_folder
-from meshwright.tools.convert.settings import Settings
+from meshwright.tools.convert.folder import Settings
 from meshwright.tools.convert.transfer import FAMILIES, family_of
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.convert import export_folder, import_folder
-from meshwright.tools.convert.t5 import T5_FAMILY
+from meshwright.tools.convert.t5 import T5Family
 from meshwright.tools.generate import Request, generate
 from tests.harness import build
+from tests.tools.convert.folders import check_refused, check_round_trip, saved
 from tests.tools.evaluate.tiny import lively, save
 
 transformers = pytest.importorskip("transformers")
@@ -39,14 +39,8 @@ SIZES = {
 
 def hugging_face(folder: Path, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """A random T5 as transformers saves it."""
-    torch.manual_seed(4)
     config = transformers.T5Config(**{**SIZES, **changes}, decoder_start_token_id=0)
-    model = transformers.T5ForConditionalGeneration(config).to(dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)  # norms too
-    model.save_pretrained(folder)
-    return model
+    return saved(transformers.T5ForConditionalGeneration, config, folder, dtype)
 
 
 @torch.no_grad()
@@ -124,26 +118,20 @@ def test_exported_tokenizer_and_model_go_together(tmp_path: Path) -> None:
         assert "".join(ours.parts) == tokenizer.decode(theirs, skip_special_tokens=True)
     text = byte_tokenizer().to_json()
     larger = T5(family="t5", vocabulary=360)
-    (tmp_path / "tokenizer.json").write_text(T5_FAMILY.files(larger, text, "float32")["tokenizer.json"])
+    (tmp_path / "tokenizer.json").write_text(T5Family().files(larger, text, "float32")["tokenizer.json"])
     spans = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     assert spans("a<extra_id_0>b<extra_id_99>")["input_ids"] == [97, 258, 98, 357, 256]
     assert (
-        T5_FAMILY.files(larger, (tmp_path / "tokenizer.json").read_text(), "float32")["tokenizer.json"]
+        T5Family().files(larger, (tmp_path / "tokenizer.json").read_text(), "float32")["tokenizer.json"]
         == (tmp_path / "tokenizer.json").read_text()
     )
     with pytest.raises(DataError, match="has 258 tokens with the model's own, and the model knows 257"):
-        T5_FAMILY.files(T5(family="t5", vocabulary=257), text, "float32")
+        T5Family().files(T5(family="t5", vocabulary=257), text, "float32")
 
 
 def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
     hugging_face(tmp_path / "hf", torch.bfloat16)
-    import_folder(tmp_path / "hf", tmp_path / "run" / "checkpoints" / "step-0")
-    export_folder(tmp_path / "run", tmp_path / "back")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
-    assert before.keys() == after.keys()
-    for name, tensor in after.items():
-        assert tensor.dtype == before[name].dtype == torch.bfloat16
-        assert torch.equal(tensor, before[name]), name
+    check_round_trip(tmp_path, torch.bfloat16)
 
 
 def test_old_folders_hold_copies_and_what_none_reads(tmp_path: Path) -> None:
@@ -181,8 +169,4 @@ def test_old_folders_hold_copies_and_what_none_reads(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
     hugging_face(tmp_path / "hf")
-    path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(CheckpointError, match=message):
-        import_folder(tmp_path / "hf", tmp_path / "step-0")
-    assert not (tmp_path / "step-0").exists()
+    check_refused(tmp_path, change, message)

@@ -18,6 +18,7 @@ from meshwright.tools.convert import export_folder, import_folder
 from meshwright.tools.evaluate.accuracy import image_accuracy
 from meshwright.tools.evaluate.load import load_images
 from tests.harness import build
+from tests.tools.convert.folders import check_refused, saved
 from tests.tools.evaluate.tiny import lively, save
 
 transformers = pytest.importorskip("transformers")
@@ -32,13 +33,7 @@ SIZES = {
 def hugging_face(folder: Path, **changes: Any) -> Any:
     """A random ViT as transformers saves it."""
     settings = transformers.ViTConfig(**{**SIZES, **changes}, attn_implementation="sdpa")
-    torch.manual_seed(4)
-    model = transformers.ViTForImageClassification(settings).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)  # biases and norms too
-    model.save_pretrained(folder)
-    return model
+    return saved(transformers.ViTForImageClassification, settings, folder)
 
 
 def our_checkpoint(folder: Path) -> Path:
@@ -119,11 +114,7 @@ def test_a_round_trip_gives_the_same_bits(tmp_path: Path) -> None:
 )
 def test_settings_that_ours_has_not(tmp_path: Path, key: str, value: object, message: str) -> None:
     hugging_face(tmp_path / "hf")
-    path = tmp_path / "hf" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    with pytest.raises(CheckpointError, match=message):
-        import_folder(tmp_path / "hf", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    check_refused(tmp_path, {key: value}, message)
 
 
 def test_pixels_of_another_scale_are_refused(tmp_path: Path) -> None:
