@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.config import Config
-from meshwright.data_parallel.strategy import Strategy
 from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import usable_cores
 from meshwright.memory.live import LiveBytes
@@ -76,7 +75,13 @@ class BuiltStages:
         return balanced(costs, pipeline.size)
 
     def fixed_bytes(self, config: Config) -> Sequence[int]:
-        return [_fixed_bytes(config, parts.strategy) for parts in self._parts(config)]
+        sizes = []
+        for parts in self._parts(config):
+            weights = [flat.values for flat in parts.strategy.weights]
+            gradients = sum(x.numel() * gradient_dtype(x.dtype, config.widens_gradients).itemsize for x in weights)
+            slots = [(slot.parameter.numel(), slot.parameter.dtype) for slot in parts.strategy.slots]
+            sizes.append(sum(map(size_bytes, weights)) + gradients + all_state_bytes(config, slots, config.device))
+        return sizes
 
     def block_bytes(self, config: Config) -> Sequence[Sequence[int]]:
         kits = [parts.kit for parts in self._parts(config)]
@@ -84,13 +89,6 @@ class BuiltStages:
 
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
         return microbatch_bytes(config, "cuda" if config.device == "cuda" else "cpu", fuses=True)
-
-
-def _fixed_bytes(config: Config, strategy: Strategy) -> int:
-    weights = [flat.values for flat in strategy.weights]
-    gradients = sum(x.numel() * gradient_dtype(x.dtype, config.widens_gradients).itemsize for x in weights)
-    slots = [(slot.parameter.numel(), slot.parameter.dtype) for slot in strategy.slots]
-    return sum(map(size_bytes, weights)) + gradients + all_state_bytes(config, slots, config.device)
 
 
 def all_state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], device: str) -> int:
