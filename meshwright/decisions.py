@@ -163,22 +163,17 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
         layers = sizes.partition(config)
         resolved = resolved.decide(PARTITION, layers, f"{' + '.join(map(str, layers))} layers")
     if by_memory:
-        rank_bytes = _rank_bytes(config, machine)
+        rank_bytes = machine.rank_bytes(config.layout.world_size)
+        if config.device == "cuda" and machine.shared:  # the fullest GPU here decides
+            from meshwright.stage_costs import free_gpu_bytes
+
+            rank_bytes = free_gpu_bytes(machine.ranks_here(config.layout.world_size))
         free = [max(0, rank_bytes - fixed) for fixed in sizes.fixed_bytes(resolved.config)]
         if decides_products(config):
             resolved = _resolve_products(resolved, sizes.block_bytes(resolved.config), free)
         if pipeline.limit_by_memory:
             resolved = _resolve_limit(resolved, sizes.microbatch_bytes(resolved.config), free)
     return resolved
-
-
-def _rank_bytes(config: Config, machine: Machine) -> int:
-    """Memory that a rank's tensors can take: on a GPU that of the fullest one here."""
-    if config.device == "cuda" and machine.shared:
-        from meshwright.stage_costs import free_gpu_bytes
-
-        return free_gpu_bytes(machine.ranks_here(config.layout.world_size))
-    return machine.rank_bytes(config.layout.world_size)
 
 
 def decides_products(config: Config) -> bool:
@@ -205,10 +200,8 @@ def affordable_products(block_bytes: Sequence[int], q: int, free_bytes: int) -> 
 def _resolve_limit(resolved: Resolved, microbatch_bytes: Sequence[int], free: Sequence[int]) -> Resolved:
     """All stages have as many microbatches in flight as the one that can hold the fewest in half of its memory."""
     count = resolved.config.num_microbatches
-    limits = [
-        max(1, min(count, free_bytes // 2 // max(1, each)))
-        for each, free_bytes in zip(microbatch_bytes, free, strict=True)
-    ]
+    pairs = zip(microbatch_bytes, free, strict=True)
+    limits = [max(1, min(count, free_bytes // 2 // max(1, each))) for each, free_bytes in pairs]
     stage = min(range(len(limits)), key=lambda stage: (limits[stage], free[stage]))
     limit = limits[stage]
     used = _size(limit * microbatch_bytes[stage])

@@ -21,7 +21,7 @@ from meshwright.errors import LaunchError
 LauncherName = Literal["none", "torchrun", "slurm", "mpi"]
 
 ATTEMPT = "MESHWRIGHT_ATTEMPT"
-"""Set by our own mpiexec launcher: how often the job was restarted."""
+"""Our own mpiexec launcher says in it how often the job was restarted."""
 
 PLACE_VARIABLES: Mapping[str, tuple[str, ...]] = {
     # rank, world size, local rank, local world size, attempt

@@ -18,7 +18,7 @@ class MeshwrightError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """What the command ends with."""
+        """The exit code of the command that raises it."""
         return 1
 
 
@@ -26,7 +26,7 @@ class MeshwrightError(Exception):
 class Problem:
     """One mistake in a config: the field, what it holds, the rule it breaks, and what would work.
 
-    `reads`: further fields that it rests on. Where one of them is mistaken itself, this is none yet.
+    `reads`: further fields that it rests on. Where one of them is mistaken itself, it is not reported.
     """
 
     field: str
@@ -49,7 +49,7 @@ class ConfigError(MeshwrightError):
 
     @property
     def exit_code(self) -> int:
-        """As of a command with a wrong option: nothing was begun."""
+        """A command with a wrong option ends with the same: nothing was begun."""
         return 2
 
     @classmethod

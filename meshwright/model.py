@@ -1,6 +1,6 @@
-"""What a model reads and what it is: batches of named tensors, and a chain of layers that a pipeline may cut.
+"""Models and their batches: a chain of layers that a pipeline may cut, and named tensors.
 
-A batch: what a model reads, as named tensors whose first dim counts the samples (sequences, images).
+A batch is all that a model reads of some samples (sequences, images), which the first dim of its tensors counts.
 
 A label of IGNORED is not valid. Every loss of a model is a sum over the valid elements of one entry, its label;
 divided by their number in the global batch it is a mean, also where ranks and microbatches have different numbers.
@@ -23,10 +23,10 @@ from torch import Tensor
 IGNORED = -100
 
 Batch = dict[str, Tensor]
-"""By name, each [B, ...]."""
+"""Tensors by name, each [B, ...]."""
 
 Scales = Mapping[str, float]
-"""What the sum of each loss is multiplied with, by the name of its label."""
+"""Factors of the losses' sums, by the name of their label."""
 
 LoadRows = Callable[[int, int], Batch]
 """load(first, count): rows first..first+count of the step's global batch."""
@@ -83,7 +83,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a model cost, in any one unit: embeddings, each layer, head and losses."""
+    """Costs of a model's parts, in any one unit: embeddings, each layer, head and losses."""
 
     embedding: float
     layers: tuple[float, ...]
@@ -104,10 +104,10 @@ class Model(Protocol):
     """The batch's entries that are read inside of branches, and sliced for there: masks of attention."""
 
     def __call__(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
-        """What the stage after reads; of the last stage (the losses' sum, each times its scale,)."""
+        """The input of the stage after; the last stage returns (the losses' sum, each times its scale,)."""
 
     def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
-        """What the stage after reads; of the last stage the normed hidden states [B, T, H]."""
+        """The input of the stage after; the last stage returns the normed hidden states [B, T, H]."""
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
         """The losses of hidden states."""

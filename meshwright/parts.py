@@ -1,4 +1,4 @@
-"""From a config to the parts of a run, for one rank.
+"""The parts of a run, built for one rank from its config.
 
 First every stage's chunk of the model is built on the meta device, so that each rank knows the whole model's parameters
 and what passes between stages; then this rank's own, with the strategies that the config names (registry.py).
@@ -51,10 +51,10 @@ STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
 
 @dataclass(frozen=True)
 class Stages:
-    """What each stage of a pipeline holds, which every rank knows.
+    """The stages of a pipeline, all of which every rank knows.
 
-    `specs`: of all parameters of the whole model; `tied` are those that two stages hold: embeddings that are the head's
-    table as well, on the first and the last. `passing`: what stage i gives to stage i + 1.
+    `specs`: all parameters of the whole model; `tied` are those that two stages hold: embeddings that are the head's
+    table as well, on the first and the last. `passing`: the tensors that stage i gives to stage i + 1.
     """
 
     chunks: tuple[Chunk, ...]
@@ -62,14 +62,14 @@ class Stages:
     passing: tuple[tuple[TensorMeta, ...], ...]
 
     def message(self, stage: int) -> MessageMeta:
-        """What a stage gets from those beside it, and sends them."""
+        """The tensors that a stage and its neighbours send each other."""
         ends = ((), *self.passing, ())
         return {"before": ends[stage], "after": ends[stage + 1]}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the train loop turns: built for one rank."""
+    """One rank's parts, which the training loop steps."""
 
     config: Config
     """The run's, without autos (decisions.py)."""
@@ -84,7 +84,7 @@ class Parts:
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
-        """Of all parameters of the whole model, in all stages."""
+        """All parameters of the whole model, in all stages."""
         return self.stages.specs
 
     def microbatches(self, batch: Batch) -> list[Batch]:
@@ -165,7 +165,7 @@ def empty_batch(config: Config, kit: Kit, inside: Sequence[str], device: torch.d
 
 
 def recompute_in(config: Config, model: Chain, stage_layers: int) -> None:
-    """Set which parts of a model keep only what they read, in a stage of so many layers."""
+    """Choose the parts of a model that keep their inputs alone, in a stage of so many layers."""
     setting, layers = config.memory.recompute, model.chunk.layers
     if setting == "selective":
         for module in model.modules():
@@ -202,7 +202,7 @@ def build_pipeline(config: Config, mesh: Mesh, model: Chain, stages: Stages, str
 
 
 def bucket_bytes(config: Config) -> int:
-    """What one collective sums: with an offloaded optimizer a chunk, so that it steps one while the next is summed."""
+    """Bytes that a collective sums: with an offloaded optimizer a chunk, which is stepped while the next is summed."""
     offload = config.memory.offload
     if offload.to == "none":
         return config.layout.data.bucket

@@ -16,7 +16,6 @@ An entry is written `module:attribute`, ours here, those of another package as e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -75,31 +74,25 @@ BASES: Mapping[str, str] = {
     "syncs": "meshwright.data_parallel.section:Sync",
     "optimizers": "meshwright.optim.section:Update",
 }
-"""What an entry of a group is, or is a subclass of."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """`entries`: by name, ours first. `failures`: a line for each entry of another package that cannot be used."""
-
-    entries: dict[str, Any]
-    failures: tuple[str, ...]
+"""The class that an entry of a group is an instance or a subclass of."""
 
 
 def entries(group: str) -> dict[str, Any]:
     """The strategies of a group by name, ours first; without those that cannot be used (check_plugins)."""
-    return _group(group).entries
+    return _group(group)[0]
 
 
 def check_plugins() -> None:
     """Raises PluginError where a strategy of another package cannot be used: package, entry point, cause."""
-    if failures := [failure for group in OURS for failure in _group(group).failures]:
+    if failures := [failure for group in OURS for failure in _group(group)[1]]:
         raise PluginError("; ".join(failures))
 
 
 @cache
-def _group(group: str) -> Group:
-    base, failures = load_entry(BASES[group]), []
+def _group(group: str) -> tuple[dict[str, Any], list[str]]:
+    """Entries by name, and a line for each entry of another package that cannot be used."""
+    base = load_entry(BASES[group])
+    failures: list[str] = []
     known = {name: load_entry(value) for name, value in OURS[group].items()}
     for point in metadata.entry_points(group=f"meshwright.{group}"):
         package = point.dist.name if point.dist is not None else "a package"
@@ -116,9 +109,9 @@ def _group(group: str) -> Group:
             known[point.name] = entry
         else:
             failures.append(f"{where} is no {base.__name__}")
-    return Group(known, tuple(failures))
+    return known, failures
 
 
 def load_entry(value: str) -> Any:
-    """What `module:attribute` names."""
+    """The object that `module:attribute` names."""
     return metadata.EntryPoint("", value, "").load()

@@ -82,7 +82,7 @@ Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 """Every layer is an object of Python's: a slip of a thousand million would be built for hours."""
 Seconds = Annotated[float, Field(gt=0, le=10 * 365 * 86400)]
-"""Of a wait: at most ten years, since the clocks of the libraries overflow."""
+"""A wait of at most ten years, since the clocks of the libraries overflow."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -124,7 +124,7 @@ def fields_meet(fields: Collection[str], others: Collection[str]) -> bool:
 
 
 def field_of(section: Any, field: str) -> Any:
-    """What a section, or its dump, holds under a dotted name."""
+    """The value that a section, or its dump, has under a dotted name."""
     if not isinstance(section, dict):
         return attrgetter(field)(section)
     name, _, rest = field.partition(".")

@@ -1,4 +1,4 @@
-"""Between a run's parts and a checkpoint: each rank's pieces, and how any layout loads what another wrote."""
+"""Pieces of a run that each rank writes into a checkpoint, and loading one, whatever layout wrote it."""
 
 from __future__ import annotations
 

@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from meshwright.config import Config
 
 
-def _load(run: Path, overrides: Sequence[str]) -> Config:
+def _load(run: Path, overrides: Sequence[str] | None) -> Config:
     """The checked run. Only `layout: auto` goes to the planner, which reports how far its search is."""
+    words = overrides or ()
     from meshwright.config.load import parse_run, read_run
 
     file = read_run(run)
     if not file.auto:
-        return parse_run(file.tree, overrides)
+        return parse_run(file.tree, words)
     from meshwright.tools.plan.auto import planned_config
 
     with progress() as show:
-        return planned_config(file, overrides, show)
+        return planned_config(file, words, show)
 
 
 @app.command()
@@ -64,7 +65,7 @@ def train(
         raise ConfigError.of("--json", "true", "has no effect on training", "leave it out, or add --status OUT")
     if run is None:
         raise typer.BadParameter("Missing argument 'RUN.yaml' (or --status OUT).")
-    config = _load(run, overrides or ())
+    config = _load(run, overrides)
     if explain:
         from meshwright.tools.plan.explain import explain as explain_run
 
@@ -132,7 +133,7 @@ def verify(
 
     Example: meshwright verify run.yaml layout.data.size=4 layout.data.sync=ring
     """
-    config = _load(run, overrides or ())
+    config = _load(run, overrides)
     from meshwright.tools.verify import table
     from meshwright.tools.verify.job import verify as run_verification
 

@@ -151,7 +151,7 @@ def idle_fields(config: Config) -> list[str]:
 def without_effect(
     config: Config, mistaken: Collection[str], words: Collection[str], undecided: Collection[str]
 ) -> Iterator[Problem]:
-    """What the user wrote and has no effect.
+    """Problems of fields that the user wrote and that have no effect.
 
     `mistaken`: fields that hold no legal value. `words`: the fields that were set on top of the file. `undecided`:
     sections that somebody else will decide; what they make idle is no mistake yet.

@@ -1,4 +1,4 @@
-"""From a YAML file and `key.sub=value` words to one frozen Config, or to a ConfigError that lists every mistake."""
+"""A YAML file and `key.sub=value` words become one frozen Config, or a ConfigError that lists every mistake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshwright.registry import check_plugins
 from meshwright.section import shown
 
 DECIDED = ("layout", "batch.micro", "memory")
-"""What the planner decides where the layout is open, so that nobody knows what of it will have an effect."""
+"""The planner decides these where the layout is open: nobody knows yet which of their fields will have an effect."""
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 MAX_BYTES = 2**20
@@ -95,7 +95,7 @@ def _text(path: Path) -> str:
 
 
 def _shipped_runs() -> str:
-    """What a run file looks like, by example."""
+    """Run files to look at."""
     return "a YAML file such as " + ", ".join(str(path) for path in sorted((CONFIGS / "runs").glob("*.yaml")))
 
 

@@ -197,7 +197,7 @@ def _where_chosen(group: str, field: str) -> Iterator[Rule]:
 
 
 PARTITION_RULES = (stages_have_layers, partition_is_of_the_layers, limit_has_an_effect)
-"""What a resumed run's decisions must fit, too."""
+"""A resumed run's decisions must keep them, too."""
 
 RULES = (
     family_reads_data,

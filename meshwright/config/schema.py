@@ -1,4 +1,4 @@
-"""The config's nouns: frozen typed models, one a section of the YAML file. Rules that join sections: rules.py.
+"""The sections of a config, frozen and typed, one for each of the YAML file's. Rules that join them: rules.py.
 
 No torch here: a bad config must fail in the time that reading it takes.
 """
@@ -203,7 +203,7 @@ class ScheduleSection(Section):
 
 
 class OptimizerSection(Section):
-    """Which update, and with what. Weight decay acts on matrices only; `clip` bounds the global gradient norm."""
+    """An update and its numbers. Weight decay acts on matrices only; `clip` bounds the global gradient norm."""
 
     name: OptimizerName = "adamw"
     lr: Annotated[float, Field(gt=0, le=1000)] = 3e-4
@@ -283,7 +283,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def decide_kind_of_data(cls, tree: object) -> object:
-        """The kind of data is decided here, once: who reads the config finds it written."""
+        """Decide the kind of data once, here: who reads the config finds it written."""
         if not isinstance(tree, dict):
             return tree
         return tree | {"data": with_kind(tree.get("data", {}), tree.get("model"))}

@@ -17,7 +17,7 @@ MAX_VALUES = 100_000
 
 
 def plain_values(text: str) -> Any:
-    """What the only document of a YAML text holds; None where there is none. Raises yaml.YAMLError."""
+    """The values of a YAML text's only document; None where there is none. Raises yaml.YAMLError."""
     _check_levels(text)
     loader = _Loader(text)
     try:

@@ -1,4 +1,4 @@
-"""What a run checks of its own memory: numbers stay finite, and replicas hold the same bits.
+"""A run checks its own memory: numbers stay finite, and replicas hold the same bits.
 
 Numbers: nothing is looked through while all is well. A step knows by the norm and the loss, a checkpoint looks before
 it is written. Every rank says in the same words which parameter is the first that is bad, and on which rank, since all
@@ -130,7 +130,7 @@ class Difference:
 
     @property
     def text(self) -> str:
-        """Who differs from whom."""
+        """A sentence on who differs from whom."""
         others = [rank for rank in self.group if rank not in self.odd]
         if not others:
             return (
@@ -141,8 +141,8 @@ class Difference:
 
 
 def differences(grid: Grid, hashes: Sequence[Sequence[int]]) -> list[Difference]:
-    """Who is odd, from every rank's hashes, in rank order."""
-    found = []
+    """The groups in which somebody is odd, by every rank's hashes, in rank order."""
+    odd_groups = []
     for index, axes in enumerate(copy_sets(grid)):
         for group in grid.groups(*axes):
             values = Counter(hashes[rank][index] for rank in group)
@@ -150,19 +150,19 @@ def differences(grid: Grid, hashes: Sequence[Sequence[int]]) -> list[Difference]
             if len(values) > 1:
                 majority = 2 * count > len(group)
                 odd = tuple(rank for rank in group if not majority or hashes[rank][index] != usual)
-                found.append(Difference(axes, group, odd))
-    return found
+                odd_groups.append(Difference(axes, group, odd))
+    return odd_groups
 
 
 def require_equal_replicas(parts: Parts, step: int, hashes: Sequence[Sequence[int]]) -> None:
     """Raise CorruptionError where the hashes say that replicas differ. All ranks have the same hashes, and call it."""
-    found = differences(parts.mesh.grid, hashes)
-    if not found:
+    odd_groups = differences(parts.mesh.grid, hashes)
+    if not odd_groups:
         return
-    names = _differing_parameters(parts, found[0])
+    names = _differing_parameters(parts, odd_groups[0])
     where = f" ({names})" if names else " (in what has been overwritten since, or in an optimizer's states)"
     raise CorruptionError(
-        f"step {step}: {found[0].text}{where}: a bit has flipped in a memory or on its way; go on from the newest "
+        f"step {step}: {odd_groups[0].text}{where}: a bit has flipped in a memory or on its way; go on from the newest "
         "checkpoint, whose replicas agreed (restarts does so); where this comes again, test the memory of the rank's "
         "host, and the layout with meshwright verify"
     )
@@ -171,7 +171,7 @@ def require_equal_replicas(parts: Parts, step: int, hashes: Sequence[Sequence[in
 def _differing_parameters(parts: Parts, difference: Difference) -> str:
     """The first parameter in which the group differs now, and how many there are; '' where none does."""
     mesh = parts.mesh
-    found: set[str] = set()
+    names: set[str] = set()
     if mesh.rank in difference.group:
         comm = mesh.comm(*difference.axes)
         for flat in parts.strategy.weights:
@@ -179,14 +179,16 @@ def _differing_parameters(parts: Parts, difference: Difference) -> str:
                 hashes = [hash_bits(flat.values[place.start : place.stop]) for place in flat.places]
                 everyone = all_rows(torch.stack(hashes), comm)
                 unequal = (everyone != everyone[:1]).any(0).tolist()
-                found |= {place.name for place, bad in zip(flat.places, unequal, strict=True) if bad}
-    first, count = _told(parts, found)[difference.group[0]]
+                names |= {place.name for place, bad in zip(flat.places, unequal, strict=True) if bad}
+    first, count = _first_named(parts, names)[difference.group[0]]
     return "" if count == 0 else list(parts.specs)[first] + (f" and {count - 1} more" if count > 1 else "")
 
 
-def _told(parts: Parts, names: Collection[str]) -> list[list[int]]:
-    """From every rank the number, in the model's order, of the first parameter that it names, and how many it names.
-    A rank that names none says the number of parameters. Sends 16 bytes."""
+def _first_named(parts: Parts, names: Collection[str]) -> list[list[int]]:
+    """Every rank tells the index, in the model's order, of the first parameter that it names, and how many it names.
+
+    A rank that names none tells the number of parameters. Sends 16 bytes.
+    """
     order = [index for index, name in enumerate(parts.specs) if name in names]
     mine = torch.tensor([min(order, default=len(parts.specs)), len(order)], device=parts.mesh.device)
     rows: list[list[int]] = all_rows(mine, parts.mesh.world).tolist()
@@ -232,17 +234,17 @@ def diagnosed(parts: Parts, reports: Sequence[StepReport], error: DivergedError)
     """The error of a step whose gradient is not finite, with what is known of it. Called by all ranks."""
     slots = parts.strategy.slots
     gradients = [FlatWeights(slot.parameter.grad, slot.places, ()) for slot in slots if slot.parameter.grad is not None]
-    found = [str(error)]
+    findings = [str(error)]
     if bad := _first_bad(parts, gradients):
-        found.append(f"the gradient of {bad} is not finite")
+        findings.append(f"the gradient of {bad} is not finite")
     if parts.optimizer.streams:
-        found.append("the weights have taken the step already, and are not saved")
+        findings.append("the weights have taken the step already, and are not saved")
     else:
         bad = _first_bad(parts, parts.strategy.weights)
-        found.append("all weights are finite" if bad is None else f"the weights of {bad} are not finite")
+        findings.append("all weights are finite" if bad is None else f"the weights of {bad} are not finite")
     if losses := _bad_losses(reports):
-        found.append(losses)
-    return DivergedError("; ".join([*found, REMEDY]))
+        findings.append(losses)
+    return DivergedError("; ".join([*findings, REMEDY]))
 
 
 def require_curable(parts: Parts, step: int) -> None:
@@ -254,14 +256,14 @@ def require_curable(parts: Parts, step: int) -> None:
 def _first_bad(parts: Parts, memory: Iterable[FlatWeights], limit: float = math.inf) -> Bad | None:
     """The model's first parameter that reaches `limit` or is not a number on some rank, and on how many parameters a
     rank found such."""
-    found = {
+    bad = {
         place.name
         for flat in memory
         if not _largest(flat.values) < limit
         for place in flat.places
         if not _largest(flat.values[place.start : place.stop]) < limit
     }
-    rows, names = _told(parts, found), list(parts.specs)
+    rows, names = _first_named(parts, bad), list(parts.specs)
     first, rank = min((first, rank) for rank, (first, _) in enumerate(rows))
     return None if first == len(names) else Bad(names[first], rank, max(count for _, count in rows))
 

@@ -90,18 +90,17 @@ def begin(out: Path, config: Config) -> None:
 def identity_of(out: Path) -> str:
     """The run's name for itself; of a folder without one a new name."""
     try:
-        run = str(json.loads((out / IDENTITY).read_text())["run"])
+        return str(json.loads((out / IDENTITY).read_text())["run"])
     except FileNotFoundError:
         return secrets.token_hex(8)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{out / IDENTITY} cannot be read ({error}): remove it, and --resume makes it anew"
         ) from error
-    return run
 
 
 def write_whole(out: Path, name: str, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file whole or not at all."""
     try:
         partial = out / f".{name}.partial"
         partial.write_text(text, encoding="utf-8")

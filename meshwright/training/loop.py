@@ -66,7 +66,7 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
 
 
 class Trainer:
-    """Turns the parts over a stream of batches. `step` counts finished steps, `samples` is the data cursor."""
+    """Steps of a rank's parts on a stream of batches. `step` counts finished steps, `samples` is the data cursor."""
 
     def __init__(self, parts: Parts, train: Samples, *, step: int = 0, samples: int = 0) -> None:
         self.parts = parts
@@ -129,7 +129,7 @@ class Trainer:
     def _then_reports(
         self, arrivals: Iterable[int], exchange: ReportExchange, reports: list[StepReport]
     ) -> Iterator[int]:
-        """The arrivals, and behind the last one all ranks' reports; an error where they say that replicas differ.
+        """Pass on the arrivals, then read all ranks' reports. Raises where these say that replicas differ.
 
         So a step of weights that are wrong is not taken (but for slots that stream), and the first that differs can
         still be named: later all do.
@@ -140,7 +140,7 @@ class Trainer:
             require_equal_replicas(self.parts, self.step + 1, [report.hashes for report in reports])
 
     def _apply(self, arrivals: Iterable[int], reports: list[StepReport]) -> StepResult:
-        """The optimizer's step, published. Raises where the step's numbers are bad."""
+        """Take the optimizer's step, and publish it. Raises where the step's numbers are bad."""
         parts, step = self.parts, self.step + 1
         try:
             result = parts.optimizer.step(self.step, arrivals)
@@ -165,7 +165,7 @@ class Trainer:
             require_equal_replicas(parts, self.step, gathered(parts, state_hashes(parts)))
 
     def _suspect_replicas(self, reports: Sequence[StepReport]) -> None:
-        """A gradient is not finite: where this step's reports have not compared the weights, do so now."""
+        """Compare the weights, if this step's reports have not: a flipped bit may be why a gradient is not finite."""
         parts = self.parts
         if parts.config.check.every and not reports[0].hashes and not parts.optimizer.streams:
             require_equal_replicas(parts, self.step + 1, gathered(parts, weight_hashes(parts)))

@@ -22,6 +22,7 @@ from meshwright.model import Costs
 from meshwright.models.chain import chain_of
 from meshwright.optim.optimizer import StepResult
 from meshwright.ranks.grid import PIPE, Grid
+from meshwright.training.folder import write_whole
 from meshwright.training.step_report import StepReport
 
 PAPER_TOKENS = 3e11
@@ -132,7 +133,7 @@ def _idle_shares(reports: Sequence[StepReport], grid: Grid) -> list[float]:
 
 
 class MetricsWriter:
-    """Appends lines to metrics.jsonl, and scalars to TensorBoard event files where asked.
+    """A log that appends lines to metrics.jsonl, and scalars to TensorBoard event files where asked.
 
     A full disk or a folder that was removed costs lines, never the run: what is lost is returned as a warning.
     """
@@ -150,15 +151,16 @@ class MetricsWriter:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, line: Mapping[str, Any]) -> list[str]:
-        """Append a step's line. What a user should know: the first of several losses, their end, a file made anew."""
+        """Append a step's line; returns notes to the user: the first of several losses, their end, a file made anew."""
         notes = []
-        text = json.dumps({key: _in_json(value) for key, value in line.items()}) + "\n"
+        # JSON has no word for the numbers of an overflow or a diverged run: "inf", "nan".
+        odd = {key: str(value) for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
         try:
             if not self._in_place():
                 notes.append(
                     f"warning: {self.path} was removed during the run: it begins anew with step {line['step']}"
                 )
-            self._append(text.encode())
+            self._append(f"{json.dumps({**line, **odd})}\n".encode())
         except OSError as error:
             if not self._losing:
                 lost = f"step {line['step']} and those that follow are not in it until it can be written again"
@@ -193,7 +195,7 @@ class MetricsWriter:
         return self._losing  # it was said before
 
     def _append(self, content: bytes) -> None:
-        """All of it or nothing: half a line is taken back. Raises OSError."""
+        """Write all of it or nothing: half a line is taken back. Raises OSError."""
         assert self._descriptor is not None, "an open file is in place"
         before = os.fstat(self._descriptor).st_size
         written = os.write(self._descriptor, content)
@@ -202,7 +204,7 @@ class MetricsWriter:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _show(self, line: Mapping[str, Any]) -> list[str]:
-        """The line's numbers for TensorBoard, which is given up where it cannot write."""
+        """Give the line's numbers to TensorBoard, which is given up where it cannot write."""
         if self._board is None:
             return []
         try:
@@ -215,11 +217,6 @@ class MetricsWriter:
                 f"warning: TensorBoard's files cannot be written: {error.strerror}; they end before step {line['step']}"
             ]
         return []
-
-
-def _in_json(value: Any) -> Any:
-    """JSON has no word for the numbers of an overflow or a diverged run: "inf", "nan"."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_after(path: Path, step: int) -> None:
@@ -239,6 +236,4 @@ def _drop_after(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError) as error:
             raise MeshwrightError(f"{path} line {number} is no step's metrics: mend or remove it") from error
         kept.append(line)
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.rename(path)  # a kill in between must not cost the lines of earlier steps
+    write_whole(path.parent, path.name, "".join(kept))  # a kill in between must not cost the lines of earlier steps

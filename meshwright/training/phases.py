@@ -24,7 +24,7 @@ BETWEEN = "between phases"
 
 
 class PhaseClock:
-    """Tells the phases of one step apart, by the device's clock, and the flight recorder of each."""
+    """A clock of one step's phases, by the device's time, which tells the flight recorder of each."""
 
     def __init__(self, device: torch.device, recorder: FlightRecorder) -> None:
         self._recorder = recorder
@@ -34,13 +34,13 @@ class PhaseClock:
         self._running: tuple[str, Moment] | None = None
 
     def begin(self, phase: str) -> None:
-        """From here on the step is in this phase, and no longer in the one before."""
+        """End the phase that the step is in, and begin this one."""
         now = self._end()
         self._running = phase, now
         self._recorder.enter(phase)
 
     def pause(self) -> None:
-        """From here on it is in none."""
+        """End the phase that the step is in: it is in none then."""
         self._end()
         self._recorder.enter(BETWEEN)
         self._running = None
@@ -52,7 +52,7 @@ class PhaseClock:
         return now
 
     def waiting(self, arrivals: Iterable[int]) -> Iterator[int]:
-        """Pass on what arrives. Each wait is of the data-parallel phase, what is done in between of the optimizer's."""
+        """Pass on the arrivals. Waits for them are the data-parallel phase, the time between is the optimizer's."""
         rest = iter(arrivals)
         while True:
             self.begin(DATA_PARALLEL)
@@ -63,7 +63,7 @@ class PhaseClock:
             yield index
 
     def seconds(self) -> dict[str, float]:
-        """How long the step was in each phase."""
+        """Seconds that the step was in each phase."""
         totals = dict.fromkeys(PHASES, 0.0)
         for phase, start, end in self._ended:
             totals[phase] += end() - start()

@@ -17,10 +17,10 @@ from meshwright.section import leaves_of
 from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, identity_of, write_whole
 
 _DECISIVE = ("seed", "model.", "data.", "batch.global")
-"""Fields that a resumed run shares with the run that it goes on with, unless --accept-changes."""
+"""A resumed run shares these fields with the run that it goes on with, unless --accept-changes."""
 _FREE = ("model.dropout",)
 _OF_THE_SOURCE = ("data.source", "data.target", "data.languages", "data.tokenizer", "data.validation")
-"""Fields that say where tokens come from: free where the prepared tokens are the same ones."""
+"""They say where tokens come from: free where the prepared tokens are the same ones."""
 
 
 def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_changes: bool) -> list[str]:

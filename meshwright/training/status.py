@@ -23,7 +23,7 @@ STATUS = "status"
 
 LOOK_SECONDS = 0.2
 PATIENCE_SECONDS = 4.0
-"""Several records of a rank that lives."""
+"""A rank that lives leaves several records in this time."""
 
 LONG_SECONDS = 5.0
 """A wait of which somebody who asks for the status wants to know the cause."""

@@ -22,7 +22,7 @@ from meshwright.ranks.grid import PIPE
 
 @dataclass(frozen=True)
 class TrainStep(StepResult):
-    """What all ranks know of a step: also its mean loss over the global batch."""
+    """A step's result, which all ranks know, with its mean loss over the global batch."""
 
     loss: float
 

@@ -144,7 +144,7 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Is told every rank's own seconds, step by step."""
+    """A judge of stragglers, told every rank's own seconds step by step."""
 
     def __init__(self, grid: Grid) -> None:
         stages = [grid.index(rank, PIPE) for rank in range(grid.world_size)]
