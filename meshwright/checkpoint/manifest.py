@@ -64,9 +64,13 @@ class StoredPart:
         return Box(self.offsets, self.lengths)
 
     @property
-    def size_bytes(self) -> int:
+    def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = vars(torch)[self.dtype]
-        return math.prod(self.lengths) * dtype.itemsize
+        return dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.lengths) * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True, config=_CLOSED)

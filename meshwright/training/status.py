@@ -42,19 +42,15 @@ class RunStatus:
     @property
     def summary(self) -> str:
         last = max((record.where.step for record in self.records), default=0)
-        match self.state:
-            case "alive":
-                running = [record.rank for record in self.records if record.state == "running"]
-                silent = [str(rank) for rank in running if rank not in self.renewed]
-                unheard = f"; no sign of life from rank {', '.join(silent)}" if silent else ""
-                return f"{self.out}: a run is alive, in step {last}{unheard}"
-            case "ended":
-                return f"{self.out}: no run is alive here; the last one ended by itself, after step {last}"
-            case "hung":
-                return f"{self.out}: no run is alive here; the last one gave up waiting in step {last}"
-            case "dead":
-                return f"{self.out}: no run is alive here; the last one was killed in step {last}"
-        return f"{self.out}: no run is alive here, and none has left a status"
+        if self.state == "alive":
+            running = [record.rank for record in self.records if record.state == "running"]
+            silent = [str(rank) for rank in running if rank not in self.renewed]
+            unheard = f"; no sign of life from rank {', '.join(silent)}" if silent else ""
+            return f"{self.out}: a run is alive, in step {last}{unheard}"
+        if self.state == "none":
+            return f"{self.out}: no run is alive here, and none has left a status"
+        ends = {"ended": "ended by itself, after", "hung": "gave up waiting in", "dead": "was killed in"}
+        return f"{self.out}: no run is alive here; the last one {ends[self.state]} step {last}"
 
     @property
     def exit_code(self) -> int:
@@ -112,6 +108,9 @@ def render(status: RunStatus) -> None:
         for record in status.records:
             where = record.where
             wait = where.waiting[0] if where.waiting else None
+            # On its own host a record's age is counted by the clock that never jumps.
+            here = record.host == socket.gethostname()
+            age = time.monotonic() - record.seconds if here else time.time() - record.time
             table.add_row(
                 str(record.rank),
                 record.host,
@@ -121,15 +120,8 @@ def render(status: RunStatus) -> None:
                 where.task,
                 str(wait or ""),
                 f"{wait.seconds:.0f} s" if wait else "",
-                "now" if record.rank in status.renewed else f"{_age(record):.0f} s ago, {record.state}",
+                "now" if record.rank in status.renewed else f"{age:.0f} s ago, {record.state}",
             )
         console.print(table)
     if status.waits:
         console.print(status.waits, markup=False, soft_wrap=True)
-
-
-def _age(record: Record) -> float:
-    """Since a record was written: on its own host by the clock that never jumps."""
-    if record.host == socket.gethostname():
-        return time.monotonic() - record.seconds
-    return time.time() - record.time
