@@ -149,6 +149,16 @@ def enter_local_rank(
     )
 
 
+def use_interface(name: str, variables: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo talk over the interface, unless the user has named one. NCCL finds its own: it never takes loopback."""
+    variables.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def has_agent(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether an agent of torchrun's started this process and watches it: others set RANK and WORLD_SIZE as well."""
+    return "TORCHELASTIC_RUN_ID" in variables
+
+
 def mpi_worker_variables(
     attempt: int,
     threads: int,

@@ -78,6 +78,13 @@ class LaunchError(MeshwrightError):
     """Workers that could not be started, or that died: names the rank and the cause."""
 
 
+class LostRankError(LaunchError):
+    """A rank that others were connected to is gone: names it and its host. A restart goes on without a mistake of its
+    own."""
+
+    restartable: ClassVar[bool] = True
+
+
 class DivergedError(MeshwrightError):
     """A run whose numbers are no numbers any more: names the first parameter that is not finite, and its rank."""
 

@@ -1,4 +1,4 @@
-"""Text, pairs and images in, batches out: corpus -> split -> tokenizer -> packed files -> samples.
+"""Text in, batches out: corpus -> split -> tokenizer -> packed files -> sampler.
 
-Text is read, packed and counted without torch: the launcher does it before any rank exists.
+Torch-free up to the packed files; `meshwright.data.sampler` alone imports torch.
 """

@@ -137,7 +137,7 @@ class Report:
     """A failed rank's last words. `details`: its traceback; empty for a user's mistake, whose text says all.
 
     `nanoseconds`: when it failed, by the clock of all processes here that never jumps. `certain`: the same run, started
-    again, would fail so again.
+    again, would fail so again. `host`: named where the job may have several.
     """
 
     rank: int
@@ -145,6 +145,7 @@ class Report:
     summary: str
     details: str
     certain: bool = False
+    host: str = ""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Report:
@@ -168,7 +169,8 @@ class Report:
         partial.rename(target)
 
     def __str__(self) -> str:
-        text = f"rank {self.rank} failed: {self.summary}"
+        where = f" on {self.host}" if self.host else ""
+        text = f"rank {self.rank}{where} failed: {self.summary}"
         return f"{text}\n{self.details}" if self.details else text
 
     @property

@@ -9,16 +9,18 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.environment import Environment, read_environment
+from meshwright.environment import Environment, has_agent, read_environment
 from meshwright.errors import LaunchError
 from meshwright.launch.failure import Report, allow_open_files, leave, write_result
 from meshwright.launch.signals import STOPPED_EXIT_CODE, FileStop, SignalStop, StopRequest
+from meshwright.launch.tether import die_with_parent
 from meshwright.machine import keep_freed_memory
 from meshwright.streams import PatientStream, flush
 
@@ -91,6 +93,8 @@ def run_worker(job: Job, threads: int) -> Any:
 
     torch.set_num_threads(threads)
     keep_freed_memory()
+    if has_agent():  # else a rank whose agent alone was killed trains on, and its node is never free
+        die_with_parent(None)
     environment = replace(read_environment(), status_folder=None if job.status is None else Path(job.status))
     stop = SignalStop()
     try:
@@ -102,7 +106,8 @@ def run_worker(job: Job, threads: int) -> Any:
     except BaseException as error:
         if _asks_to_leave(error):
             raise
-        print(Report.of(environment.rank, error), file=PatientStream(sys.stderr))
+        report = replace(Report.of(environment.rank, error), host=socket.gethostname())
+        print(report, file=PatientStream(sys.stderr))
         _flush()
         leave()
 

@@ -2,7 +2,7 @@
 
     rank 0, or torchrun's agent, opens a TCPStore at (address, port); everybody else connects
     job            rank 0 says which job this is; a rank of another one, which was given the same port, is turned away
-    came/R         a rank says that it is here, and on which host; once
+    came/R         a rank says that it is here, on which host and at which address; once
     all came/*     everybody waits for everybody, so that whoever gives up can say who is missing
 
 Everything waits as long as it is told to and then raises LaunchError in a sentence. Nothing here catches signals: a
@@ -23,30 +23,34 @@ import torch.distributed as dist
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import LaunchError
 from meshwright.ranks.hang import names_of
+from meshwright.ranks.peers import Peer, Peers
 
 _PAUSE_SECONDS = 0.1
 """Between two attempts to reach a store that is not open yet."""
 
 
-def join_job(environment: Environment, point: Rendezvous, seconds: float) -> dist.Store:
-    """The job's store, when all of its ranks have come to it. Raises LaunchError that names those who have not."""
+def join_job(environment: Environment, point: Rendezvous, seconds: float) -> tuple[dist.Store, Peers]:
+    """The job's store and where its ranks stand, when all have come. Raises LaunchError that names who has not."""
     me = _Comer(environment, point, seconds)
     try:
         socket.getaddrinfo(point.address, point.port)
     except OSError as error:
         rule = f"MASTER_ADDR={point.address} is not a host that {socket.gethostname()} knows ({error.strerror})"
         raise LaunchError(f"{rule}: set it to the name or address of rank 0's host") from error
-    shared = me.open_store() if point.is_server(environment) else me.connect()
+    if point.is_server(environment):
+        shared, mine = me.open_store(), Peer.connected(environment.rank, None)
+    else:
+        shared, mine = me.connect()
     # A fresh prefix for each attempt: after a restart the store still holds the dead attempt's keys.
     store = dist.PrefixStore(f"attempt-{environment.attempt}", shared)
     try:
         # The job is asked for first, so that a rank of another one leaves before it counts as one of this one's.
         me.check_job(store)
-        me.come(store)
-        me.wait_for_all(store)
+        me.come(store, mine)
+        ranks = me.wait_for_all(store)
     except dist.DistNetworkError as error:
         raise LaunchError(f"{me} lost the store at {me.place}: the job's rank 0 has left") from error
-    return store
+    return store, Peers(ranks, environment.rank)
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,13 @@ class _Comer:
             text = f"{self} cannot open port {self.point.port}: it {reason}; set MASTER_PORT to a free one"
             raise LaunchError(text) from error
 
-    def connect(self) -> dist.Store:
+    def connect(self) -> tuple[dist.Store, Peer]:
         """Connect as soon as something listens there. torch's own wait prints a stack of C++ for each attempt."""
         end = time.monotonic() + self.seconds
         while True:
             try:
-                socket.create_connection((self.point.address, self.point.port), timeout=self.seconds).close()
+                with socket.create_connection((self.point.address, self.point.port), timeout=self.seconds) as way:
+                    mine = Peer.connected(self.environment.rank, way)
                 break
             except OSError as error:
                 if time.monotonic() > end:
@@ -98,7 +103,7 @@ class _Comer:
                     raise LaunchError(f"{text}: {rule}?") from error
                 time.sleep(_PAUSE_SECONDS)
         try:
-            return self._tcp_store(is_master=False)
+            return self._tcp_store(is_master=False), mine
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             text = f"what listens at {self.place} does not answer {self} as a job's rank 0 would"
             raise LaunchError(f"{text}: set MASTER_PORT to a free port, the same for all ranks") from error
@@ -118,20 +123,22 @@ class _Comer:
             rule = "give each job a MASTER_PORT of its own, and all ranks of a job the same --out"
             raise LaunchError(f"{mine}, but rank 0 on {theirs['host']}, at {self.place}, of {other}: {rule}")
 
-    def come(self, store: dist.Store) -> None:
+    def come(self, store: dist.Store, mine: Peer) -> None:
         rank = self.environment.rank
         if store.add(f"times/{rank}", 1) > 1:
             text = f"{self} is the second rank {rank} that came to {self.place}"
             raise LaunchError(f"{text}: is the same run started twice?")
-        store.set(f"came/{rank}", socket.gethostname())
+        store.set(f"came/{rank}", mine.to_json())
 
-    def wait_for_all(self, store: dist.Store) -> None:
+    def wait_for_all(self, store: dist.Store) -> list[Peer]:
         ranks = range(self.environment.world_size)
+        names = [f"came/{rank}" for rank in ranks]
         try:
-            store.wait([f"came/{rank}" for rank in ranks], timedelta(seconds=self.seconds))
+            store.wait(names, timedelta(seconds=self.seconds))
+            return [Peer.from_json(text.decode()) for text in store.multi_get(names)]
         except dist.DistStoreError as error:
             came = [rank for rank in ranks if store.check([f"came/{rank}"])]
-            who = names_of(came, lambda rank: f"{rank} on {store.get(f'came/{rank}').decode()}")
+            who = names_of(came, lambda rank: f"{rank} on {Peer.from_json(store.get(names[rank]).decode()).host}")
             missing = names_of([rank for rank in ranks if rank not in came])
             within = f"within {self.seconds:g} s (timeout.join)"
             counts = f"{len(came)} of {len(ranks)} ranks came to {self.place} {within}: rank {who}"

@@ -82,8 +82,8 @@ MOST_LINES = 16
 """A message on a thousand ranks must be read, too: it names that many."""
 
 
-def names_of(ranks: Sequence[int], text: Callable[[int], str] = str) -> str:
-    """The first ranks by name: 0, 1, 2, ..."""
+def names_of(ranks: Sequence[Any], text: Callable[[Any], str] = str) -> str:
+    """The first ranks, or hosts, by name: 0, 1, 2, ..."""
     return ", ".join(map(text, ranks[:MOST_LINES])) + (", ..." if len(ranks) > MOST_LINES else "")
 
 
@@ -112,6 +112,9 @@ def explain_hang(records: Sequence[Record]) -> str | None:
     lines = [parted] if parted else [_accusation(rank, missed[rank], known) for rank in blamed]
     limit = max(record.limit_seconds for record in hung)
     late = f"a wait took {limit:g} s; when the ranks left their records, all had come to what the others waited for"
+    hosts = sorted({record.host for record in hung})
+    if len(hosts) > 1:
+        late += f": the network between {names_of(hosts)} carries nothing, or was too slow"
     first = f"no progress: {lines[0]} (timeout: {limit:g} s)" if lines else late
     others = [record.rank for record in hung if record.rank not in blamed]
     details = [f"  {_where(rank, known.get(rank), hung)}" for rank in [*blamed, *others]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,12 +26,15 @@ DEFAULT_TIMEOUT = Timeout()
 class Transport(Protocol):
     """Makes the comm over a group of ranks, the mailbox along an axis. Called by the group's ranks and nobody else.
 
+    `named_when_lost`: while entered, an error of the library on a broken connection becomes one that names the rank.
     TorchTransport (gloo, NCCL), MpiTransport, SoloTransport, and LedgerTransport of a planned job.
     """
 
     def comm(self, group: RankGroup) -> Comm: ...
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox: ...
+
+    def named_when_lost(self) -> AbstractContextManager[None]: ...
 
     def close(self) -> None: ...
 
@@ -44,6 +47,9 @@ class SoloTransport:
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         return SoloMailbox(group.axis)
+
+    def named_when_lost(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         return None
@@ -164,8 +170,9 @@ def open_mesh(
             timeout=timeout,
         )
         try:
-            yield mesh
-            mesh.world.assemble()  # over MPI asleep
-            mesh.world.barrier()
+            with opened.named_when_lost():
+                yield mesh
+                mesh.world.assemble()  # over MPI asleep
+                mesh.world.barrier()
         finally:
             mesh.close()

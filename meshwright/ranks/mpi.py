@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,9 @@ class MpiTransport:
         if len(group.ranks) == 1:
             return SoloMailbox(group.axis)
         return MpiMailbox(group, _communicator(group.ranks, MAILBOX_TAG + group.tag))
+
+    def named_when_lost(self) -> AbstractContextManager[None]:
+        return nullcontext()  # MPI ends the process
 
     def close(self) -> None:
         return None

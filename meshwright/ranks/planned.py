@@ -6,6 +6,7 @@ The planner runs a rank of a layout so: what it sends is exact, and an observer 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,6 +102,9 @@ class LedgerTransport:
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         return PlannedMailbox(group) if len(group.ranks) > 1 else SoloMailbox(group.axis)
+
+    def named_when_lost(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         return None

@@ -10,6 +10,7 @@ two of them send each other is a batch, which takes the group's communicator ins
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config.schema import Timeout
-from meshwright.environment import Environment, Rendezvous
+from meshwright.environment import Environment, Rendezvous, use_interface
 from meshwright.ranks import comm_store
 from meshwright.ranks.comm import Comm, RankGroup, RecordedComm, SoloComm, Work
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
+from meshwright.ranks.peers import Peers, interface_at
 
 try:
     from torch.distributed import all_gather_single, reduce_scatter_single
@@ -99,6 +101,7 @@ class TorchTransport:
     timeout: timedelta
     device: torch.device
     births: bool
+    peers: Peers
 
     def comm(self, group: RankGroup) -> Comm:
         if len(group.ranks) == 1:
@@ -151,6 +154,9 @@ class TorchTransport:
         assert isinstance(group, dist.ProcessGroup), f"rank {ranks[index]} is not in its own group {met_as}"
         return self.born(group)
 
+    def named_when_lost(self) -> AbstractContextManager[None]:
+        return self.peers.named_when_lost()
+
     def close(self) -> None:
         dist.destroy_process_group()
 
@@ -158,10 +164,13 @@ class TorchTransport:
 def open_torch(
     environment: Environment, device: torch.device, point: Rendezvous, recorder: FlightRecorder, timeout: Timeout
 ) -> TorchTransport:
-    """Join the job's store at `point`, and its process group. Raises LaunchError that says who has not come."""
+    """Join the job's store at `point`, and its process group. Raises LaunchError that says who has not come, and
+    LostRankError for one that came and cannot be reached."""
     patience = timedelta(seconds=timeout.wait + TORCH_MARGIN_SECONDS)
-    store = comm_store.join_job(environment, point, timeout.join)
-    with recorder.waiting(Call("world", CONNECT, 0, tuple(range(environment.world_size)))):
+    store, peers = comm_store.join_job(environment, point, timeout.join)
+    if peers.address and (interface := interface_at(peers.address)):
+        use_interface(interface)
+    with recorder.waiting(Call("world", CONNECT, 0, tuple(range(environment.world_size)))), peers.named_when_lost():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -169,4 +178,4 @@ def open_torch(
             world_size=environment.world_size,
             timeout=patience,
         )  # no device_id: with one, NCCL makes groups by splitting the world, which needs every rank of it
-    return TorchTransport(patience, device, births=device.type == "cuda")
+    return TorchTransport(patience, device, births=device.type == "cuda", peers=peers)

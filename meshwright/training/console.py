@@ -18,13 +18,14 @@ SECONDS_BETWEEN_STRAGGLERS = 300.0
 
 
 class RunDisplay:
-    """Steps and losses, shown while it is entered; only rank 0's speaks."""
+    """Steps and losses, shown while it is entered; only rank 0's speaks. `live`: a terminal gets a bar."""
 
-    def __init__(self, first_step: int, steps: int, *, speaks: bool) -> None:
+    def __init__(self, first_step: int, steps: int, *, speaks: bool, live: bool) -> None:
         self.console = Console(file=cast(TextIO, PatientStream(sys.stdout)), highlight=False, quiet=not speaks)
         self.steps = steps
         self._last_line = 0.0
         self._last_straggler = -SECONDS_BETWEEN_STRAGGLERS
+        self._draws = live and self.console.is_terminal
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -32,7 +33,7 @@ class RunDisplay:
             TextColumn("{task.fields[facts]}"),
             TimeRemainingColumn(),
             console=self.console,
-            disable=not speaks or not self.console.is_terminal,
+            disable=not speaks or not self._draws,
         )
         self._task = self._bar.add_task("training", total=steps, completed=first_step, facts="")
 
@@ -50,7 +51,7 @@ class RunDisplay:
             facts += f"  overflow: step skipped, loss scale {line['loss_scale']:g}"
         self._bar.update(self._task, completed=line["step"], facts=facts)
         due = time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES or line["step"] == self.steps
-        if not self.console.is_terminal and due:
+        if not self._draws and due:
             self._last_line = time.monotonic()
             self.say(f"step {line['step']}/{self.steps}  {facts}")
         if line["straggler"] is not None and time.monotonic() - self._last_straggler > SECONDS_BETWEEN_STRAGGLERS:

@@ -5,6 +5,9 @@ same path, trains on in silence to a mixture of both. So every rank states its f
 
     all-gather of a SHA-256 of the facts     the whole meeting where all agree, which is always but once
     all-gathers of length and text           who differs in what, the same sentence on every rank
+
+On several hosts they also look whether all of them see the run's folder: one that does not would write its part of a
+checkpoint where nobody finds it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import secrets
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,12 +26,17 @@ import torch
 import meshwright
 from meshwright.config import Config
 from meshwright.errors import LaunchError
-from meshwright.ranks.agreement import all_texts, same_everywhere
+from meshwright.ranks.agreement import all_texts, same_everywhere, text_of_root
+from meshwright.ranks.hang import names_of
 from meshwright.ranks.mesh import Mesh
 from meshwright.section import leaves_of
 
 _HOST = "host"
 """The one fact that may differ."""
+
+_PATIENCE_SECONDS = 10.0
+"""How long a network's file system may take to show a new file."""
+_LOOK_SECONDS = 0.05
 
 _MOST_SHOWN = 3
 """Differences of a rank in a sentence."""
@@ -62,6 +72,28 @@ def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
     every = [json.loads(one) for one in stated]
     rank = next(rank for rank, theirs in enumerate(every) if _differences(theirs, every[0]))
     raise LaunchError(_sentence(rank, every[rank], every[0]))
+
+
+def share_folder(mesh: Mesh, out: Path) -> None:
+    """Return where every rank sees a file that rank 0 leaves in `out`; else LaunchError on all, naming who does not.
+
+    The name is new each time: a network's file system may remember for seconds that a name was not there.
+    """
+    token = out / f".seen-by-all-{secrets.token_hex(8)}"
+    if mesh.rank == 0:
+        token.touch()
+    name, first = text_of_root(f"{token.name} {socket.gethostname()}", mesh.world, mesh.device).split()
+    token = out / name
+    end = time.monotonic() + min(_PATIENCE_SECONDS, mesh.timeout.wait / 2)
+    while not (seen := token.exists()) and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS)
+    blind = all_texts("" if seen else f"rank {mesh.rank} on {socket.gethostname()}", mesh.world, mesh.device)
+    if mesh.rank == 0:
+        token.unlink()
+    if any(blind):
+        who = names_of([rank for rank, name in enumerate(blind) if name], lambda rank: blind[rank])
+        rule = "--out must be a folder that all hosts share; no step was made"
+        raise LaunchError(f"{who} does not see what rank 0 on {first} writes to {out}: {rule}")
 
 
 def _differences(theirs: Mapping[str, str], first: Mapping[str, str]) -> list[str]:

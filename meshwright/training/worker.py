@@ -26,7 +26,7 @@ from meshwright.section import field_of, with_field
 from meshwright.training.console import RunDisplay
 from meshwright.training.folder import CHECKPOINTS
 from meshwright.training.loop import Trainer, validate
-from meshwright.training.meeting import facts_of, meet
+from meshwright.training.meeting import facts_of, meet, share_folder
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.resume import checkpoint_of_run, decided_before, with_offer
 
@@ -48,6 +48,8 @@ def train_rank(
     """
     mesh, environment = rank.mesh, rank.environment
     meet(mesh, facts_of(asked, data, resume=resume, trace=list(trace)))
+    if not environment.launched and mesh.grid.world_size > 1:
+        share_folder(mesh, out)
     opened = config.data.open(config, data)
     resume = resume or environment.attempt > 0
     name, found = checkpoint_of_run(out, resume=resume) if mesh.rank == 0 else ("", None)
@@ -60,7 +62,7 @@ def train_rank(
     origin = Origin(dump, name, config.data.fingerprint(data), resolved_fields(asked, config))
     parts = build(config, mesh, out)
     _Run(parts, opened, out, frozenset(trace), origin).train(
-        rank.stop, step, resume=resume, attempt=environment.attempt
+        rank.stop, step, resume=resume, attempt=environment.attempt, live=environment.launched
     )
 
 
@@ -99,8 +101,11 @@ class _Run:
     traced: frozenset[int]
     origin: Origin
 
-    def train(self, stop: StopRequest, step: int | None, *, resume: bool, attempt: int) -> None:
-        """Train from the checkpoint of `step`, or the beginning, to the last step or a stop request."""
+    def train(self, stop: StopRequest, step: int | None, *, resume: bool, attempt: int, live: bool) -> None:
+        """Train from the checkpoint of `step`, or the beginning, to the last step or a stop request.
+
+        `live`: under our own launcher, a terminal gets a bar. mpirun gives its ranks a terminal that is none.
+        """
         parts, config, mesh = self.parts, self.parts.config, self.parts.mesh
         checkpoints = self.out / CHECKPOINTS
         writer = CheckpointWriter(checkpoints, mesh, config.checkpoint.keep, self.origin, self.data.tokenizer)
@@ -110,7 +115,7 @@ class _Run:
                 started = restore(parts, Checkpoint(checkpoints / f"step-{step}"))
             except DamagedError as error:
                 raise with_offer(error, checkpoints, step) from error
-        with RunDisplay(started.step, config.steps, speaks=mesh.rank == 0) as display:
+        with RunDisplay(started.step, config.steps, speaks=mesh.rank == 0, live=live) as display:
             self._greet(display, writer.unfinished, attempt)
             if step is not None:
                 display.say(f"going on from checkpoint step-{step}")

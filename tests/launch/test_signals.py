@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -253,4 +254,5 @@ def test_a_joined_worker_leaves_at_once_when_asked_twice(tmp_path: Path, in_torc
 def test_a_joined_worker_that_fails_says_so_once(in_torchrun: None, capfd: pytest.CaptureFixture[str]) -> None:
     worker = start_joined("refuse", {})
     join(worker)
-    assert (worker.exitcode, capfd.readouterr().err) == (1, "rank 0 failed: corpus.bin is damaged: build it again\n")
+    text = f"rank 0 on {socket.gethostname()} failed: corpus.bin is damaged: build it again\n"
+    assert (worker.exitcode, capfd.readouterr().err) == (1, text)

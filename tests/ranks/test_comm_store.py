@@ -32,7 +32,7 @@ def free_port() -> int:
 def come(rank: int, world: int, point: Rendezvous, seconds: float, answers: Any) -> None:
     environment = Environment(rank, world, rank, world, 0, "torchrun")
     try:
-        store = comm_store.join_job(environment, point, seconds)
+        store, _ = comm_store.join_job(environment, point, seconds)
         answers.put((rank, "met"))
         store.set(f"left-{rank}", "")
         store.wait([f"left-{other}" for other in range(world)])  # rank 0 holds the store for the others

@@ -19,16 +19,16 @@ from meshwright.training.job import train
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps", "well", "under", "trees"]
 
 
-def make_text(folder: Path) -> Path:
-    choose = random.Random(1)
+def make_text(folder: Path, seed: int = 1) -> Path:
+    choose = random.Random(seed)
     path = folder / "text.txt"
     path.write_text("\n".join(" ".join(choose.choice(WORDS) for _ in range(12)) for _ in range(300)))
     return path
 
 
-def make_corpus(folder: Path) -> Path:
+def make_corpus(folder: Path, seed: int = 1) -> Path:
     """A prepared folder of bytes."""
-    prepare(str(make_text(folder)), "bytes", folder / "corpus")
+    prepare(str(make_text(folder, seed)), "bytes", folder / "corpus")
     return folder / "corpus"
 
 

@@ -1,4 +1,4 @@
-"""Pictures drawn from the metrics of runs, and tables on a terminal."""
+"""What people look at after a run: pictures drawn from its metrics, tables on a terminal."""
 
 from __future__ import annotations
 

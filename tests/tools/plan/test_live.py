@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.memory.live import LiveBytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from tests.tools.plan.live import LiveBytes
 from tests.workers import run_ranks
 
 SIDE = 100

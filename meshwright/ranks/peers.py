@@ -1,0 +1,122 @@
+"""Where the ranks of a job stand: each one's host, and the address at which it reached the job's store.
+
+gloo takes the address of the host's own name, and tells the others to connect there. Debian's installer writes
+`127.0.1.1 HOST` into /etc/hosts: every host then names itself, and ranks of different hosts never meet. The way to the
+store is one that all ranks have just used, so gloo gets the interface that it leads over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from meshwright.errors import LostRankError
+from meshwright.ranks.hang import names_of
+
+_SIOCGIFADDR = 0x8915
+"""Linux's question for an interface's IPv4 address."""
+
+_GLOO_PEER = re.compile(r"gloo.*?\[([\da-fA-F.:]+)\]:\d+", re.DOTALL)
+_CAUSE = re.compile(r"(Connection \w+(?: by peer)?|Broken pipe|No route to host|timed out|Network is unreachable)")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank as it came to the store. `address`: its own end of that connection, `reached`: the store's.
+
+    Both are empty for the rank that opened the store.
+    """
+
+    rank: int
+    host: str
+    address: str = ""
+    reached: str = ""
+
+    @classmethod
+    def connected(cls, rank: int, connection: socket.socket | None) -> Peer:
+        """This process, by its connection to the store, or as the one that has opened it."""
+        if connection is None:
+            return cls(rank, socket.gethostname())
+        own, other = connection.getsockname()[0], connection.getpeername()[0]
+        return cls(rank, socket.gethostname(), own, other)
+
+    @property
+    def far(self) -> bool:
+        """Whether the rank came over a network: other hosts can reach its address."""
+        return bool(self.address) and not ip_address(self.address.partition("%")[0]).is_loopback
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Peer:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Peers:
+    """All ranks of the job in order, as rank `me` sees them."""
+
+    ranks: Sequence[Peer]
+    me: int
+
+    @property
+    def address(self) -> str:
+        """The address at which the others reach this rank; empty where all are on one host.
+
+        A rank beside the store came by loopback. The others have reached its host at the store's address.
+        """
+        far = [peer for peer in self.ranks if peer.far]
+        mine = self.ranks[self.me]
+        if not far:
+            return ""
+        return mine.address if mine.far else far[0].reached
+
+    @contextmanager
+    def named_when_lost(self) -> Iterator[None]:
+        """While entered, gloo's error on a broken connection becomes one that says which rank is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if lost := self._lost(str(error)):
+                raise lost from error
+            raise
+
+    def _lost(self, text: str) -> LostRankError | None:
+        found = _GLOO_PEER.search(text)
+        if found is None:
+            return None
+        cause = _CAUSE.search(text)
+        there = [peer for peer in self.ranks if self._is_at(peer, found[1]) and peer.rank != self.me]
+        who = names_of([peer.rank for peer in there], lambda rank: f"rank {rank} on {self.ranks[rank].host}")
+        lost = " or ".join(who.split(", ")) if there else f"a rank at {found[1]}"
+        why = cause[0].lower() if cause else "no reason given"
+        return LostRankError(f"lost {lost} ({found[1]}: {why}); the message of the rank that left first has the cause")
+
+    def _is_at(self, peer: Peer, address: str) -> bool:
+        return address == (peer.address if peer.far else Peers(self.ranks, peer.rank).address)
+
+
+def interface_at(address: str) -> str | None:
+    """The name of this host's interface that has the address; None where none has, as behind a NAT."""
+    if ":" in address:
+        wanted = f"{int(ip_address(address.partition('%')[0])):032x}"
+        with suppress(OSError):
+            rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+            return next((row[-1] for row in rows if row[0] == wanted), None)
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

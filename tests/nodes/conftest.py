@@ -1,0 +1,50 @@
+"""Networks of nodes, and what the runs on them are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshwright.config import parse_config
+from tests.nodes.launchers import write_run
+from tests.nodes.network import Network, why_not
+from tests.training.runs import lines_of, make_corpus, run
+
+Nodes = Callable[..., Network]
+
+
+@pytest.fixture(scope="session")
+def can_make_nodes() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, can_make_nodes: None) -> Iterator[Nodes]:
+    """nodes(n): a network of n nodes, gone at the test's end."""
+    with ExitStack() as stack:
+
+        def make(num_nodes: int, **options: str) -> Network:
+            return stack.enter_context(Network(num_nodes, tmp_path / "nodes", **options))
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def losses_of_one(folder: Path, corpus: Path, **changes: object) -> list[float]:
+    """The losses of one rank on this machine."""
+    tree = yaml.safe_load(write_run(folder, corpus, 1, **changes).read_text())
+    return [line["loss"] for line in lines_of(run(parse_config(tree), folder / "out"))]
+
+
+@pytest.fixture(scope="session")
+def one_node(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[float]:
+    return losses_of_one(tmp_path_factory.mktemp("one"), corpus)

@@ -1,0 +1,268 @@
+"""Nodes on one machine: each has its own network, host name, mounts and process numbers; a bridge joins them.
+
+    lab     one process in a network namespace of its own, which holds the bridge and all cables (and, where we are not
+            root, in a user namespace, in which we are)
+    node i  a process of its own namespaces: eth0 10.77.0.(i + 1), host name and hosts file nodeI, its own /dev/shm
+
+Nothing is made in the machine's own namespaces, and all of it goes with its processes: the lab dies with the test's
+process, a node with its first process. One kernel, one disk, one clock: this tests reactions, not speeds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NETWORK = "10.77.0"
+TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc", "mount", "env")
+TIED = ("setpriv", "--pdeathsig", "KILL")
+"""What this runs dies with the test's process."""
+START_SECONDS = 20.0
+
+
+def why_not() -> str:
+    """Why no nodes can be made here; empty where they can."""
+    if sys.platform != "linux":
+        return "nodes are Linux namespaces"
+    if missing := [tool for tool in TOOLS if shutil.which(tool, path=_path()) is None]:
+        return f"no {', '.join(missing)} here (Debian: util-linux, iproute2)"
+    words = [*_unshare(), "sh", "-c", "ip link add br0 type bridge && mount -t tmpfs none /dev/shm"]
+    tried = subprocess.run(words, capture_output=True, text=True, env=_variables())
+    return "" if tried.returncode == 0 else f"no namespaces or bridges here: {tried.stderr.strip()}"
+
+
+def _path() -> str:
+    """The search path with the system's own tools, which a user's often leaves out."""
+    return os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+
+
+def _variables() -> dict[str, str]:
+    return {**os.environ, "PATH": _path()}
+
+
+def _unshare() -> list[str]:
+    """Become the root of new namespaces, also where we are nobody."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    kinds = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return ["unshare", *user, *kinds]
+
+
+@dataclass
+class Running:
+    """A command on a node. `out`: the file that its stdout and stderr go to."""
+
+    node: Node
+    process: subprocess.Popen[bytes]
+    out: Path
+
+    def wait(self, seconds: float) -> int:
+        """The exit code; -999 where it has not ended by then."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return -999
+
+    @property
+    def text(self) -> str:
+        return self.out.read_text(errors="replace")
+
+    def processes(self, word: str = "") -> list[psutil.Process]:
+        """The processes under this command in whose command line the word is, the outermost first."""
+        try:
+            below = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        return [process for process in below if _lives(process) and any(word in part for part in _words_of(process))]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+@dataclass
+class Node:
+    """A node of a network. `first`: the number of its first process, as the machine sees it."""
+
+    name: str
+    address: str
+    first: int
+    folder: Path
+    enters: tuple[str, ...]
+    processes: list[subprocess.Popen[bytes]]
+
+    def command(self, words: Sequence[str], variables: Mapping[str, str] | None = None) -> list[str]:
+        settings = {"TMPDIR": str(self.folder), "PYTHONPATH": str(ROOT), "PATH": _path(), **(variables or {})}
+        pairs = [f"{name}={value}" for name, value in settings.items()]
+        return [*self.enters, "env", f"--chdir={self.folder}", *pairs, *words]
+
+    def start(self, *words: str, variables: Mapping[str, str] | None = None) -> Running:
+        """Start a command on the node; it is killed with the test."""
+        out = self.folder / f"command-{len(self.processes)}.txt"
+        with out.open("wb") as sink:
+            process = subprocess.Popen(
+                [*TIED, *self.command(words, variables)],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return Running(self, process, out)
+
+    def run(self, *words: str) -> str:
+        """Run a short command on the node; its output."""
+        done = subprocess.run(self.command(words), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{' '.join(words)} on {self.name}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def mount(self, source: Path, target: Path) -> None:
+        """What is at `source` lies at `target`, on this node alone."""
+        self.run("mount", "--bind", str(source), str(target))
+
+    def die(self) -> None:
+        """Lose power: every process of the node is gone at once, and its cable answers nobody."""
+        os.kill(self.first, signal.SIGKILL)
+
+
+@dataclass
+class Network:
+    """Nodes behind one bridge, while entered. `folder`: holds a folder of each node, its temporary files' too."""
+
+    num_nodes: int
+    folder: Path
+    rate: str = ""
+    nodes: list[Node] = field(default_factory=list)
+    _lab: subprocess.Popen[bytes] | None = None
+    _first: int = 0
+
+    def __enter__(self) -> Self:
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getitem__(self, index: int) -> Node:
+        return self.nodes[index]
+
+    def close(self) -> None:
+        """End every process of the lab and its nodes; their namespaces go with them."""
+        for node in self.nodes:
+            if psutil.pid_exists(node.first):
+                node.die()
+            for process in node.processes:
+                process.wait()
+        if self._lab is not None:
+            self._lab.kill()
+            self._lab.wait()
+
+    def _build(self) -> None:
+        self._lab, self._first = self._holder(_unshare())
+        self.lab("ip link add br0 type bridge && ip link set br0 up && ip link set lo up")
+        for index in range(self.num_nodes):
+            self._add_node(index)
+        hosts = "".join(f"{node.address} {node.name}\n" for node in self.nodes)
+        for node in self.nodes:
+            self.set_hosts(node, f"127.0.0.1 localhost\n{hosts}")
+
+    def _enter(self, process: int) -> tuple[str, ...]:
+        user = () if os.geteuid() == 0 else ("--user", "--preserve-credentials")
+        return ("nsenter", "--target", str(process), *user, "--net", "--uts", "--mount", "--pid")
+
+    def _holder(self, words: Sequence[str]) -> tuple[subprocess.Popen[bytes], int]:
+        """A process that stays in new namespaces: who waits for it, and its own number."""
+        process = subprocess.Popen(
+            [*TIED, *words, "sleep", "infinity"],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # unshare complains when the process that it waits for is killed
+            env=_variables(),
+        )
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            below = psutil.Process(process.pid).children(recursive=True)
+            asleep = [child.pid for child in below if _words_of(child)[:1] == ["sleep"]]
+            if asleep:
+                return process, asleep[0]
+            time.sleep(0.01)
+        raise AssertionError(f"no namespaces within {START_SECONDS:g} s")
+
+    def lab(self, script: str) -> str:
+        """Run a shell script where the bridge is."""
+        words = [*self._enter(self._first), "sh", "-ec", script]
+        done = subprocess.run(words, capture_output=True, text=True, env=_variables(), timeout=60)
+        assert done.returncode == 0, f"{script}: {done.stderr}"
+        return done.stdout
+
+    def _add_node(self, index: int) -> None:
+        name, address = f"node{index}", f"{NETWORK}.{index + 1}"
+        folder = self.folder / name
+        folder.mkdir(parents=True)
+        process, first = self._holder([*self._enter(self._first), *_unshare()[:1], *_unshare()[-7:]])
+        number = _number_in(first, level=1)  # as the lab sees it
+        cable = f"ip link add v{index} type veth peer name eth0 netns {number} && ip link set v{index} master br0 up"
+        self.lab(cable)
+        node = Node(name, address, first, folder, self._enter(first), [process])
+        self.nodes.append(node)
+        node.run(
+            "sh", "-ec", f"hostname {name}; ip link set lo up; ip addr add {address}/24 dev eth0; ip link set eth0 up; "
+            f"mount -t tmpfs none /dev/shm; {self._rate_of('eth0')}"
+        )  # fmt: skip
+        if self.rate:
+            self.lab(self._rate_of(f"v{index}"))
+
+    def _rate_of(self, device: str) -> str:
+        if not self.rate:
+            return "true"
+        return f"tc qdisc add dev {device} root tbf rate {self.rate} burst 64kb latency 100ms"
+
+    def set_hosts(self, node: Node, text: str) -> None:
+        """The node's /etc/hosts."""
+        hosts = node.folder / "hosts"
+        hosts.write_text(text)
+        node.mount(hosts, Path("/etc/hosts"))
+
+    def name_as_debian_does(self) -> None:
+        """Give every node the hosts file that Debian's installer writes: its own name is 127.0.1.1 to itself."""
+        for node in self.nodes:
+            others = "".join(f"{other.address} {other.name}\n" for other in self.nodes if other is not node)
+            self.set_hosts(node, f"127.0.0.1 localhost\n127.0.1.1 {node.name}\n{others}")
+
+    def set_link(self, index: int, state: str) -> None:
+        """Pull a node's cable (`down`), or put it back (`up`)."""
+        self.lab(f"ip link set v{index} {state}")
+
+
+def _number_in(process: int, level: int) -> str:
+    """A process's number in the namespace so many levels below the machine's."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return line.split()[1 + level]
+    raise AssertionError(f"process {process} has no numbers")

@@ -1,0 +1,58 @@
+"""A remote shell for nodes, which have no sshd: `python remote_shell.py serve` there, then `... HOST COMMAND...` here.
+
+As `ssh HOST COMMAND` to Open MPI and others: stdout and the exit code come back. It listens on the node's own network
+only, which nobody but the test's nodes is on.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+PORT = 2222
+START_SECONDS = 20.0
+END = b"\nexit code "
+
+
+def serve() -> None:
+    """Run what is asked for, until the node is gone."""
+    listener = socket.create_server(("", PORT))
+    while True:
+        caller, _ = listener.accept()
+        threading.Thread(target=_answer, args=(caller,), daemon=True).start()
+
+
+def _answer(caller: socket.socket) -> None:
+    with caller:
+        command = caller.makefile("r").readline().strip()
+        done = subprocess.run(command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        caller.sendall(done.stdout + END + str(done.returncode).encode())
+
+
+def _connect(host: str) -> socket.socket:
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host, PORT))
+        except ConnectionRefusedError:  # it does not listen yet
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+def ask(host: str, command: str) -> int:
+    """Run the command there; its exit code."""
+    with _connect(host) as there:
+        there.sendall(command.encode() + b"\n")
+        output, _, code = there.makefile("rb").read().rpartition(END)
+    sys.stdout.buffer.write(output)
+    return int(code)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    sys.exit(ask(sys.argv[1], " ".join(sys.argv[2:])))

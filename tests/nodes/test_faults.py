@@ -1,0 +1,130 @@
+"""Faults between nodes: each ends by itself, within its timeout, in a message that names rank and host."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.nodes.conftest import Nodes
+from tests.nodes.launchers import by_hand, torchrun, train_words, write_run
+from tests.nodes.network import Network, Running
+from tests.training.runs import lines_of, make_corpus
+
+START_SECONDS = 60.0
+WAIT_SECONDS = 5.0
+"""`timeout.wait` of these runs."""
+MARGIN_SECONDS = 10.0
+FOR_EVER = 100_000
+"""Steps."""
+
+
+def wait_for_steps(out: Path, started: list[Running], steps: int = 3) -> None:
+    end = time.monotonic() + START_SECONDS
+    while not (out / "metrics.jsonl").exists() or len(lines_of(out)) < steps:
+        ended = [one.text for one in started if one.process.poll() is not None]
+        assert not ended, "\n".join(ended)
+        assert time.monotonic() < end, "no step within a minute"
+        time.sleep(0.05)
+
+
+def text_after(fault: Callable[[], object], survivor: Running, seconds: float) -> str:
+    """The survivor's words, who must have ended so soon after the fault."""
+    fault()
+    code = survivor.wait(seconds)
+    assert code not in (0, -999), survivor.text
+    return survivor.text
+
+
+@pytest.fixture
+def pair(nodes: Nodes, corpus: Path, tmp_path: Path) -> tuple[Network, list[Running]]:
+    """Two nodes with a rank each, which train."""
+    network = nodes(2)
+    words = train_words(write_run(tmp_path, corpus, 2, steps=FOR_EVER), tmp_path / "out")
+    started = by_hand(network, words)
+    wait_for_steps(tmp_path / "out", started)
+    return network, started
+
+
+def test_a_node_dies(pair: tuple[Network, list[Running]]) -> None:
+    network, started = pair
+    text = text_after(network[1].die, started[0], MARGIN_SECONDS)
+    assert re.search(r"^rank 0 on node0 failed: lost rank 1 on node1 \(10\.77\.0\.2: connection ", text, re.MULTILINE)
+    assert "Traceback" not in text
+
+
+def test_a_cable_is_pulled(pair: tuple[Network, list[Running]]) -> None:
+    """No connection breaks: nothing comes any more. The run's folder is a shared one, so one message knows of both."""
+    network, started = pair
+    text = text_after(lambda: network.set_link(1, "down"), started[0], WAIT_SECONDS + MARGIN_SECONDS)
+    either = (
+        r"no progress: rank \d \(node\d\) did not come to .* waits? for 5 s \(timeout: 5 s\)",
+        r"a wait took 5 s; .*: the network between node0, node1 carries nothing, or was too slow",
+    )
+    assert re.search(f"^meshwright: ({'|'.join(either)})$", text, re.MULTILINE), text
+    assert "rank 0 (node0, process " in text
+    assert "rank 1 (node1, process " in text
+    assert started[1].wait(MARGIN_SECONDS) == 124
+
+
+def test_a_cable_is_pulled_and_put_back(nodes: Nodes, corpus: Path, tmp_path: Path, one_node: list[float]) -> None:
+    """Within the timeout, the run goes on as if nothing had been."""
+    network = nodes(2)
+    run = write_run(tmp_path, corpus, 2, steps=100, timeout={"join": 60, "wait": 30})
+    started = by_hand(network, train_words(run, tmp_path / "out"))
+    wait_for_steps(tmp_path / "out", started)
+    network.set_link(1, "down")
+    time.sleep(1.5)
+    stood = len(lines_of(tmp_path / "out"))
+    network.set_link(1, "up")
+    assert stood < 100
+    assert [one.wait(START_SECONDS) for one in started] == [0, 0], started[0].text
+    losses = [line["loss"] for line in lines_of(tmp_path / "out")]
+    assert len(losses) == 100
+    assert losses[: len(one_node)] == pytest.approx(one_node, rel=1e-10, abs=0)
+
+
+def test_an_agent_of_torchrun_dies(nodes: Nodes, corpus: Path, tmp_path: Path, one_node: list[float]) -> None:
+    """Up to then the losses are those of one node, though the nodes call themselves loopback. Then the agent's rank
+    goes with it, the other node sees that, and no orphan trains on."""
+    network = nodes(2)
+    network.name_as_debian_does()
+    words = train_words(write_run(tmp_path, corpus, 2, steps=FOR_EVER), tmp_path / "out")
+    started = torchrun(network, 1, words)
+    wait_for_steps(tmp_path / "out", started, len(one_node))
+    losses = [line["loss"] for line in lines_of(tmp_path / "out")]
+    assert losses[: len(one_node)] == pytest.approx(one_node, rel=1e-10, abs=0)
+    ranks = started[1].processes("meshwright")
+    agent = next(process for process in ranks if "torch.distributed.run" in process.cmdline())
+    text = text_after(agent.kill, started[0], MARGIN_SECONDS)
+    assert "rank 0 on node0 failed: lost rank 1 on node1" in text
+    psutil.wait_procs(ranks, MARGIN_SECONDS)
+    assert not [process for process in ranks if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("differs", ["the run file", "the corpus", "--out"])
+def test_what_differs_on_the_second_node_is_said_before_the_first_step(
+    differs: str, nodes: Nodes, corpus: Path, tmp_path: Path
+) -> None:
+    network, other, out = nodes(2), tmp_path / "other", tmp_path / "out"
+    run = write_run(tmp_path, corpus, 2)
+    other.mkdir()
+    out.mkdir()
+    if differs == "the run file":
+        network[1].mount(write_run(other, corpus, 2, steps=9), run)
+        rule = "rank 1 on node1 differs from rank 0 on node0: steps is 9, not 8; no step was made"
+    elif differs == "the corpus":
+        network[1].mount(make_corpus(other, seed=2), corpus)
+        rule = r"rank 1 on node1 differs from rank 0 on node0: data is \w+, not \w+; no step was made"
+    else:
+        network[1].mount(other, out)
+        rule = rf"rank 1 on node1 does not see what rank 0 on node0 writes to {out}: --out must be a folder that all"
+    started = by_hand(network, train_words(run, out))
+    assert [one.wait(START_SECONDS) for one in started] == [1, 1], started[0].text
+    for one in started:
+        assert re.search(rf"^rank \d on node\d failed: {rule}", one.text, re.MULTILINE), one.text
+    assert not (out / "metrics.jsonl").exists()
