@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.data_parallel.strategy import Synchroniser, nothing_to_publish, whole
+from meshwright.data_parallel.strategy import Replicated, Synchroniser
 from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket
 from meshwright.ranks.collectives import gather
@@ -26,14 +26,10 @@ from meshwright.ranks.comm import Comm, Work
 _ROOT = 0
 
 
-class Rooted:
+class Rooted(Replicated):
     """The root gathers every rank's gradients, sums them in rank order and broadcasts the sum."""
 
-    replicated = True
     blocks = True  # the root sums between two verbs
-
-    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
-        return whole(bucket)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         rows = comm.size if comm.index == _ROOT else 0
@@ -42,9 +38,6 @@ class Rooted:
         if comm.index == _ROOT:
             torch.sum(everyone, 0, out=bucket.gradients)
         return comm.broadcast(bucket.gradients, _ROOT, wait=False)
-
-    def publish(self, bucket: Bucket, comm: Comm) -> Work:
-        return nothing_to_publish(bucket, comm)
 
 
 class Server:

@@ -18,25 +18,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.data_parallel.strategy import nothing_to_publish, whole
+from meshwright.data_parallel.strategy import Replicated
 from meshwright.parameters.bucket import Bucket
 from meshwright.ranks.comm import DONE, Comm, Work
 
 
-class AllReduce:
+class AllReduce(Replicated):
     """One all-reduce a bucket, by the transport's own algorithm."""
-
-    replicated = True
-    blocks = False
-
-    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
-        return whole(bucket)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         return comm.all_reduce(bucket.gradients, wait=False)
-
-    def publish(self, bucket: Bucket, comm: Comm) -> Work:
-        return nothing_to_publish(bucket, comm)
 
 
 def ring_all_reduce(x: Tensor, comm: Comm) -> None:
@@ -52,21 +43,14 @@ def ring_all_reduce(x: Tensor, comm: Comm) -> None:
         comm.exchange(blocks[(index - step + 1) % size], after, blocks[(index - step) % size], before)
 
 
-class Ring:
+class Ring(Replicated):
     """Ring all-reduce of each bucket."""
 
-    replicated = True
     blocks = True
-
-    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
-        return whole(bucket)
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         ring_all_reduce(bucket.gradients, comm)
         return DONE
-
-    def publish(self, bucket: Bucket, comm: Comm) -> Work:
-        return nothing_to_publish(bucket, comm)
 
 
 class Zero1:

@@ -39,6 +39,19 @@ class Policy(Protocol):
         """Bring the owners' new values to every rank."""
 
 
+class Replicated:
+    """The part of a policy whose ranks all step the whole bucket, so that nothing is left to publish."""
+
+    replicated = True
+    blocks = False
+
+    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
+        return 0, bucket.values.numel()
+
+    def publish(self, bucket: Bucket, comm: Comm) -> Work:
+        return DONE
+
+
 class Strategy(Protocol):
     """A data-parallel strategy, as the train loop sees it. `gradients`: where the model's layers add theirs up."""
 
@@ -182,13 +195,3 @@ def _ended(works: list[Work]) -> Iterator[int]:
     for index, work in enumerate(works):
         work.wait()
         yield index
-
-
-def whole(bucket: Bucket) -> tuple[int, int]:
-    """Every rank steps the whole bucket."""
-    return 0, bucket.values.numel()
-
-
-def nothing_to_publish(bucket: Bucket, comm: Comm) -> Work:
-    """Every rank has stepped the whole bucket itself."""
-    return DONE

@@ -42,30 +42,24 @@ from meshwright.tensor.serial import SerialEmbedding, SerialHead, SerialNorm, Se
 
 
 class CommonPair:
-    """Both linears common, and what stands between them."""
+    """Both linears common. `core`: what stands between them is assigned; else it is common, too."""
+
+    def __init__(self, segment: Segment, *, core: bool) -> None:
+        self.segment = segment
+        self._first, self._second = (SlicedLinear, JoinedLinear) if core else (CommonLinear, CommonLinear)
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        return self._first(self.segment, hidden, _grouped(inner, groups), initial, bias=bias)
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return self._second(self.segment, inner, (hidden,), initial, bias=bias)
+
+
+class BranchPair:
+    """The linears belong to the branches: each rank has its columns of the first, its rows of the second."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
-        return CommonLinear(self.segment, hidden, _grouped(inner, groups), initial, bias=bias)
-
-    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return CommonLinear(self.segment, inner, (hidden,), initial, bias=bias)
-
-
-class CorePair(CommonPair):
-    """Both linears common; what stands between them is assigned."""
-
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
-        return SlicedLinear(self.segment, hidden, _grouped(inner, groups), initial, bias=bias)
-
-    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return JoinedLinear(self.segment, inner, (hidden,), initial, bias=bias)
-
-
-class BranchPair(CommonPair):
-    """The linears belong to the branches: each rank has its columns of the first, its rows of the second."""
 
     def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
         return CutExpand(self.segment.mesh, hidden, _grouped(inner, groups), initial, self.segment, bias=bias)
@@ -88,8 +82,10 @@ class SubgraphKit:
         """`num_rows`: of a replica's microbatch."""
         self.mesh = mesh
         self.segment: Segment = AllCommon(mesh) if settings.common == "all" else OneCommon(mesh, num_rows)
-        self.branches: LinearPair = (CorePair if settings.branch == "attention-core" else BranchPair)(self.segment)
-        self._slices: LinearPair = (BranchPair if settings.branch == "block" else CommonPair)(self.segment)
+        branches, common = BranchPair(self.segment), CommonPair(self.segment, core=False)
+        core = settings.branch == "attention-core"
+        self.branches: LinearPair = CommonPair(self.segment, core=True) if core else branches
+        self._slices: LinearPair = branches if settings.branch == "block" else common
 
     def _common(self, layer: ShardedModule, absent: Callable[[ShardedModule], Absent]) -> ShardedModule:
         """A common layer, or what stands for it where it does not live."""

@@ -43,6 +43,9 @@ _NUMBER = re.compile(r"\d+")
 Branch = Literal["attention-core", "attention", "block"]
 """A value of layout.tensor.branch."""
 
+Where = Literal["branches", "slices"]
+"""From which of the kit's two pairs a linear is."""
+
 
 class TracedHead(SerialHead):
     """Whole logits, and torch's cross entropy."""
@@ -61,43 +64,27 @@ class TracedHead(SerialHead):
 class TracedKit(SerialKit):
     """The serial kit, which notes `pairs`: the linears that come in pairs, and where: those of `branches` apart."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, where: Where = "slices", pairs: dict[nn.Module, Where] | None = None) -> None:
         super().__init__(mesh)
-        self.pairs: dict[nn.Module, Literal["branches", "slices"]] = {}
+        self.where: Where = where
+        self.pairs = {} if pairs is None else pairs
 
     @property
-    def branches(self) -> TracedBranches:
-        return TracedBranches(self)
+    def branches(self) -> TracedKit:
+        return TracedKit(self.mesh, "branches", self.pairs)
 
     def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
         layer = super().expand(hidden, inner, initial, groups=groups, bias=bias)
-        self.pairs[layer] = "slices"
+        self.pairs[layer] = self.where
         return layer
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         layer = super().contract(inner, hidden, initial, bias=bias)
-        self.pairs[layer] = "slices"
+        self.pairs[layer] = self.where
         return layer
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return TracedHead(self.mesh, shape, tied)
-
-
-class TracedBranches:
-    """The kit's `branches`."""
-
-    def __init__(self, kit: TracedKit) -> None:
-        self.kit = kit
-
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
-        return self._noted(self.kit.expand(hidden, inner, initial, groups=groups, bias=bias))
-
-    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return self._noted(self.kit.contract(inner, hidden, initial, bias=bias))
-
-    def _noted(self, layer: nn.Module) -> nn.Module:
-        self.kit.pairs[layer] = "branches"
-        return layer
 
 
 @dataclass(frozen=True)
@@ -107,7 +94,7 @@ class TracedModel:
 
     rows: int
     graph: OperatorGraph
-    pairs: dict[str, Literal["branches", "slices"]]
+    pairs: dict[str, Where]
 
     def cut_by(self, region: Region) -> tuple[Branch, ...]:
         """The values of layout.tensor.branch under which a sub-graph layout assigns this region's branches."""
