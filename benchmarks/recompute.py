@@ -3,17 +3,15 @@
     python -m benchmarks.recompute [--rounds N] [--steps N] [--json FILE]
 
 A GPT-2 of 12 layers, hidden 256, sequence 256, dropout 0.1, one microbatch of 2 sequences, float32, one thread.
-Bytes: `counted` is what autograd keeps of a forward pass, counted on tensors without numbers (memory/activations.py),
-which does not see the inputs that recomputed groups keep. `kept` and `peak` are measured: the memory of all tensors
-that a forward pass has made and left alive, and the most alive at any time in the forward and the backward pass.
+Bytes (memory/live.py): `kept` is the memory of all tensors that a forward pass has made and left alive, `peak` the most
+alive at any time in the forward and the backward pass; `counted` is `kept` as meta tensors tell it.
 (Gradients are written into their buckets, which are there before.) Times: a whole step, all settings in turns.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,18 +19,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
 from meshwright.config import Config, parse_config
-from meshwright.data_parallel.strategy import Synchroniser
-from meshwright.memory.recompute import kept_bytes
+from meshwright.memory.live import LiveBytes
 from meshwright.parts import Parts, build, empty_batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh
+from meshwright.stage_costs import AsOnDevice
 from meshwright.training.step import train_step
 
 SETTINGS: dict[str, Any] = {"none": "none", "selective": "selective", "auto (every 3)": "auto", "every 1": 1}
@@ -77,50 +73,24 @@ class Footprint:
     peak: int
 
 
-class Alive(TorchDispatchMode):
-    """Counts the bytes of the memory that tensors hold and that was not `there` before, and the most at any time."""
-
-    def __init__(self, there: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.bytes = 0
-        self.peak = 0
-        self._known = {x.untyped_storage()._cdata for x in there}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._see, out)
-        return out
-
-    def _see(self, x: torch.Tensor) -> None:
-        storage = x.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
-        if address in self._known:
-            return
-        self._known.add(address)
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-        weakref.finalize(storage, self._gone, address, size)
-
-    def _gone(self, address: int, size: int) -> None:
-        self._known.remove(address)
-        self.bytes -= size
-
-
 def footprint(name: str) -> Footprint:
-    """One microbatch's bytes: a plan counts what autograd keeps, a run what tensors hold."""
+    """The bytes of one microbatch, counted on meta tensors and measured on real ones."""
     config = config_of(SETTINGS[name])
     planned = build(config, planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes))
-    counted = kept_bytes(lambda: next(passes(planned)), planned.model.parameters())
-    parts = build(config, solo_mesh(torch.device("cpu")))
-    assert isinstance(parts.strategy, Synchroniser)
-    flat = [x for bucket in parts.strategy.buckets for x in (bucket.values, bucket.gradients)]
-    with Alive(flat) as alive:
+    with AsOnDevice("cpu", fuses=True):
+        counted, _ = kept_and_peak(planned)
+    return Footprint(name, counted, *kept_and_peak(build(config, solo_mesh(torch.device("cpu")))))
+
+
+def kept_and_peak(parts: Parts) -> tuple[int, int]:
+    """The bytes alive after the forward pass, and the most in both passes."""
+    with LiveBytes() as live:
         halves = passes(parts)
         next(halves)
-        kept = alive.bytes
+        kept = live.live
         for _ in halves:
             pass
-    return Footprint(name, counted, kept, alive.peak)
+    return kept, live.peak
 
 
 def show_footprints(footprints: list[Footprint]) -> None:

@@ -3,7 +3,7 @@
     python -m benchmarks.tensor_scaling [--sequence N] [--json FILE]
 
 The size is that of strong scaling in Tesseract's Table 1: hidden 3072, 64 heads, batch 16; the paper gives no sequence
-length. The bytes are those of `meshwright train --explain`: of one rank that works on tensors without numbers. Weights
+length. The bytes are those of `meshwright train --explain`: of one rank that works on meta tensors. Weights
 of 2-D products are gathered (`memory.summa: gather`).
 
 A layer is the difference between a model of two layers and of one; the rest of the model of one is the embeddings, the

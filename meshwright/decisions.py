@@ -61,7 +61,7 @@ class StageSizes(Protocol):
         """The rank's block of each weight that takes part in 2-D products."""
 
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
-        """A microbatch in flight: its activations, and as much again for what its weight gradients wait with."""
+        """The most that a microbatch in flight holds between two of its tasks, as the run recomputes."""
 
 
 @dataclass(frozen=True)

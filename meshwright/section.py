@@ -1,4 +1,4 @@
-"""What every section of a config is made of: the base class, the kinds of numbers in it, and rules over fields.
+"""The base of all sections of a config, the kinds of numbers in them, and rules over fields.
 
 It stands beside config/ and not in it, so that a strategy's own section (tensor/section.py, ...) can be imported
 before the config that is composed of all of them.
@@ -14,12 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
-from meshwright.errors import Problem
+from meshwright.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from meshwright.config import Config
 
 _UNITS = {"k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def parse_counts(option: str, text: str, what: str, least: int) -> tuple[int, ...]:
+    """`4, 2,4` -> (2, 4). Raises ConfigError where a word of an option is not a number of `what`, or below `least`."""
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not (word.isdecimal() and int(word) >= least):
+            raise ConfigError.of(option, word, f"is not a number of {what}", f"{least} or more, such as 2,4,8")
+    return tuple(sorted(set(map(int, words))))
 
 
 def parse_size(value: object) -> object:

@@ -5,36 +5,41 @@
 | work of each link         | products of a forward pass, and the work on parameters in the same unit (`shared_work`)|
 | seconds of each link      | forward and backward of one microbatch on one device, with partition: measured         |
 | memory that is taken      | weights and gradients with their buckets' padding, the optimizer's states              |
-| memory of a microbatch    | what autograd keeps of its forward pass, twice: weight gradients wait with as much     |
+| memory of a microbatch    | what is alive of it after F, and after B until W, under the recomputation that is set  |
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Sequence
-from functools import partial
-from typing import Literal
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.config import Config
-from meshwright.data_parallel.strategy import Strategy
 from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import usable_cores
+from meshwright.memory.live import LiveBytes
 from meshwright.memory.offload import host_store_bytes, state_bytes
-from meshwright.memory.recompute import kept_bytes
-from meshwright.model import Chunk, Costs, Hidden
+from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import Chain, chain_of, make_chain, split_name
 from meshwright.parameters.bucket import gradient_dtype
-from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs
-from meshwright.parts import Parts, build, build_kit, build_model, empty_batch, plan_stages
+from meshwright.parameters.gradients import Gradients
+from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs, use_gradients
+from meshwright.parts import Parts, build, build_kit, build_model, empty_batch, plan_stages, recompute_in
 from meshwright.pipeline.partition import balanced
+from meshwright.pipeline.stage import Stage
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.mailbox import MessageMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
+from meshwright.tensor.gelu import gelu_by_slices
 from meshwright.tensor.serial import SerialKit
 from meshwright.tensor.tesseract import TesseractKit
 
@@ -70,37 +75,112 @@ class BuiltStages:
         return balanced(costs, pipeline.size)
 
     def fixed_bytes(self, config: Config) -> Sequence[int]:
-        return [_fixed_bytes(config, parts.strategy) for parts in self._parts(config)]
+        sizes = []
+        for parts in self._parts(config):
+            weights = [flat.values for flat in parts.strategy.weights]
+            gradients = sum(x.numel() * gradient_dtype(x.dtype, config.widens_gradients).itemsize for x in weights)
+            slots = [(slot.parameter.numel(), slot.parameter.dtype) for slot in parts.strategy.slots]
+            sizes.append(sum(map(size_bytes, weights)) + gradients + all_state_bytes(config, slots, config.device))
+        return sizes
 
     def block_bytes(self, config: Config) -> Sequence[Sequence[int]]:
         kits = [parts.kit for parts in self._parts(config)]
         return [[size_bytes(block) for block in kit.weights.blocks] for kit in kits if isinstance(kit, TesseractKit)]
 
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
-        stages = plan_stages(config, first_ranks(config)[0])
-        sizes = []
-        for stage, mesh in enumerate(first_ranks(config)):
-            kit = build_kit(config, mesh)
-            model = build_model(config, kit, mesh, stages.chunks[stage])
-            batch = empty_batch(config, kit, model.inside, mesh.device)
-            forms = stages.message(stage)["before"]
-            given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta").requires_grad_() for form in forms)
-            sizes.append(
-                2 * kept_bytes(partial(model, batch, dict.fromkeys(model.labels, 1.0), given), model.parameters())
-            )
-        return sizes
-
-
-def _fixed_bytes(config: Config, strategy: Strategy) -> int:
-    weights = [flat.values for flat in strategy.weights]
-    gradients = sum(x.numel() * gradient_dtype(x.dtype, config.widens_gradients).itemsize for x in weights)
-    slots = [(slot.parameter.numel(), slot.parameter.dtype) for slot in strategy.slots]
-    return sum(map(size_bytes, weights)) + gradients + all_state_bytes(config, slots, config.device)
+        return microbatch_bytes(config, "cuda" if config.device == "cuda" else "cpu", fuses=True)
 
 
 def all_state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], device: str) -> int:
     """The optimizer's states in the device's memory: on a CPU an offloaded optimizer's store lies there as well."""
     return state_bytes(config, slots) + (host_store_bytes(config, slots) if device == "cpu" else 0)
+
+
+def microbatch_bytes(config: Config, device: str, *, fuses: bool) -> list[int]:
+    """The most bytes that a microbatch in flight holds between two tasks, by stage, as the run recomputes.
+
+    After F it holds what autograd and recomputed groups keep; after B, while W waits, the inputs and the gradients of
+    products, which recomputation has computed again. The last stage goes backward as soon as it has gone forward, so
+    only the latter adds up there. `device`, `fuses`: as AsOnDevice has them.
+    """
+    meshes = first_ranks(config)
+    stages = plan_stages(config, meshes[0])
+    known: dict[Hashable, int] = {}
+    sizes = []
+    for mesh, chunk, message in zip(meshes, stages.chunks, map(stages.message, range(len(meshes))), strict=True):
+        kit = build_kit(config, mesh)
+        model = build_model(config, kit, mesh, chunk)
+        recompute_in(config, model, len(chunk.layers))
+        inner = tuple((split_name(name)[1], x.shape) for name, x in model.named_parameters())
+        key = inner, chunk.last  # stages of the same layers hold the same
+        if key not in known:
+            gradients = Gradients()
+            use_gradients(model, gradients)
+            stage = Stage(model, gradients)
+            batch = empty_batch(config, kit, model.inside, mesh.device)
+            with AsOnDevice(device, fuses=fuses):
+                held_bytes(stage, 0, batch, message)  # which gathers what the later ones find
+                after_forward, after_backward = held_bytes(stage, 1, batch, message)
+            known[key] = after_backward if chunk.last else max(after_forward, after_backward)
+        sizes.append(known[key])
+    return sizes
+
+
+def held_bytes(stage: Stage, index: int, batch: Batch, message: MessageMeta) -> tuple[int, int]:
+    """Run F and B of a microbatch; the bytes that are alive because of it after each."""
+    device = next(iter(batch.values())).device
+    with LiveBytes() as live:
+        given, coming = (
+            tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in message[side])
+            for side in ("before", "after")
+        )
+        waiting = sum(map(size_bytes, coming))
+        stage.forward(index, given, batch, dict.fromkeys(stage.model.labels, 1.0))
+        after_forward = live.live - waiting
+        stage.backward(index, coming, defers=True)
+        del given, coming
+        return after_forward, live.live
+
+
+class AsOnDevice(TorchFunctionMode):
+    """Makes meta tensors do what a device's do: attention as its fused kernel, where it has one and that fits, as
+    F.scaled_dot_product_attention would choose; on a CPU our own GELU."""
+
+    def __init__(self, device_type: str, *, fuses: bool) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.fuses = fuses
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is F.scaled_dot_product_attention and self.fuses:
+            return self._attend(*args, **(kwargs or {}))
+        if function is F.gelu and kwargs == {"approximate": "tanh"} and self.device_type == "cpu":
+            [x] = args
+            if x.element_size() >= 4:  # as gelu.py decides
+                return gelu_by_slices(x)
+        return function(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        learns_mask = attn_mask is not None and attn_mask.requires_grad
+        if learns_mask or (self.device_type == "cpu" and dropout_p > 0):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
+        if self.device_type == "cpu":
+            attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        else:
+            bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+            attended = torch.ops.aten._scaled_dot_product_efficient_attention(
+                query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+            )[0]
+        return attended
 
 
 def counted_costs(config: Config) -> Costs:

@@ -25,13 +25,17 @@ from meshwright.decisions import (
 from meshwright.environment import Environment
 from meshwright.errors import CheckpointError, LaunchError
 from meshwright.machine import RANK_BYTES, Machine, available_memory_bytes, find_mpiexec
+from meshwright.parts import empty_batch
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import open_mesh, solo_mesh
-from meshwright.stage_costs import BuiltStages
+from meshwright.ranks.mesh import Mesh, open_mesh, solo_mesh
+from meshwright.section import with_field
+from meshwright.stage_costs import BuiltStages, held_bytes
+from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.predict import Planner
 from tests.harness import Weightless, build
 from tests.tools.plan.test_predict import CLUSTER
 from tests.training.runs import config_for, losses_of, make_corpus, run
+from tests.workers import run_ranks
 
 CPU = torch.device("cpu")
 MODEL = {"layers": 4, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 300, "vocabulary_multiple": 8}
@@ -119,6 +123,8 @@ def test_nothing_is_left_for_ranks_to_decide() -> None:
         ({"tensor": {"kind": "tesseract", "q": 2}, "pipeline": {"size": 2}}, {"batch": {"global": 8, "micro": 2}}),
         ({"pipeline": {"size": 2}}, {"precision": {"level": "O2", "dtype": "bf16"}}),
         ({"pipeline": {"size": 2}}, {"optimizer": {"name": "momentum"}, "precision": {"dtype": "float64"}}),
+        ({"pipeline": {"size": 2}}, {"memory": {"recompute": "auto"}}),
+        ({"pipeline": {"size": 2}, "tensor": {"kind": "megatron", "size": 2}}, {"memory": {"recompute": "selective"}}),
     ],
 )
 def test_what_was_planned_is_what_runs(layout: dict[str, Any], sections: dict[str, Any], room: int) -> None:
@@ -135,6 +141,36 @@ def test_what_was_planned_is_what_runs(layout: dict[str, Any], sections: dict[st
     assert resolved_fields(config, planned) == resolved_fields(config, run)
     assert "auto" not in resolved_fields(config, run).values()
     assert list(planner.fixed_bytes(planned)) == list(BuiltStages().fixed_bytes(run))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", 1, "auto"])
+def test_a_microbatch_is_counted_as_it_is_held(recompute: str | int) -> None:
+    """The count on the meta device is what real tensors of a stage's first and last hold after F and after B."""
+    config = tiny(layout={"pipeline": {"size": 2, "partition": [2, 2]}}, memory={"recompute": recompute})
+    config = with_field(config, "model.dropout", 0.0)
+    assert BuiltStages().microbatch_bytes(config) == run_ranks(bytes_in_flight, Grid(config.layout.axes), config)
+
+
+def bytes_in_flight(mesh: Mesh, config: Config) -> int:
+    """What the second microbatch of a stage's step leaves between its tasks; of the last stage, before W alone."""
+    parts = build(config, mesh)
+    batch = empty_batch(config, parts.kit, parts.model.inside, mesh.device)
+    message = parts.stages.message(mesh.index("pipe"))
+    held = [held_bytes(parts.pipeline.stage, index, batch, message) for index in range(2)][1]
+    return held[1] if parts.model.chunk.last else max(held)
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto", "selective"])
+def test_the_limit_uses_the_memory_that_recomputation_leaves(recompute: str) -> None:
+    """12 billion parameters in 24 stages: a count of all activations twice had left room for one microbatch."""
+    config = parse_config({
+        "model": "axonn-12b", "data": {"sequence": 512}, "batch": {"global": 512, "micro": 1},
+        "precision": {"level": "O2", "dtype": "fp16"}, "memory": {"recompute": recompute},
+        "layout": {"data": {"size": 2}, "pipeline": {"size": 24}},
+    })  # fmt: skip
+    made = Planner(load_cluster("summit")).predict(config)
+    assert made.config.layout.pipeline.limit >= 5
+    assert made.fits
 
 
 def test_moments_and_gradients_to_come_are_not_free() -> None:

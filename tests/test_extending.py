@@ -72,10 +72,11 @@ from meshwright.tools.plan.space import SearchJob, legal_layouts
 
 if __name__ == "__main__":
     run, fixed = sys.argv[1], sys.argv[2].split()
-    config, out = mw.load(run), Path("out") / run
+    words = ["layout.transport=torch"]  # forked ranks import nothing anew; each of MPI's imports torch
+    config, out = mw.load(run, words), Path("out") / run
     mw.verify(config, steps=2).check()
     mw.train(config, out)
-    mw.train(mw.load(run, ["steps=6"]), out, resume=True)
+    mw.train(mw.load(run, [*words, "steps=6"]), out, resume=True)
     layouts = legal_layouts(SearchJob(config, load_cluster("two-cores"), config.layout.world_size, fixed))
     tried = [[l.layout.tensor.kind, l.layout.pipeline.schedule, l.layout.data.sync] for l in layouts]
     best = mw.plan(config, "two-cores", fixed=[*fixed, *sys.argv[3].split()]).predictions[0].config.layout

@@ -13,6 +13,7 @@ from typer import Argument, Option
 
 from meshwright.cli.app import AsJson, ClusterName, DeviceOption, Overrides, RunFile, app, print_result, progress
 from meshwright.errors import ConfigError
+from meshwright.section import parse_counts
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -157,9 +158,9 @@ def branches(
 
     config = load_config(run, overrides or ())
     from meshwright.tools.branches import report
-    from meshwright.tools.branches.findings import find_branches, parse_grids
+    from meshwright.tools.branches.findings import find_branches
 
-    print_result(report, find_branches(config, parse_grids(grids)), as_json)
+    print_result(report, find_branches(config, parse_counts("--grids", grids, "sub-grids", least=2)), as_json)
 
 
 @app.command()
@@ -229,7 +230,7 @@ def scale(
     names = tuple(scale.STRATEGIES) if strategies is None else scale.parse_strategies(strategies)
     described, fixed = load_cluster(cluster), fixed_fields(overrides or ())
     question = scale.ScalingQuestion(
-        config, described, scale.parse_devices(devices), scale.parse_mode(mode), names, fixed
+        config, described, parse_counts("--devices", devices, "devices", least=1), scale.parse_mode(mode), names, fixed
     )
     if out is not None:
         report.check_new(out)

@@ -1,4 +1,4 @@
-"""Text in, batches out: corpus -> split -> tokenizer -> packed files -> sampler.
+"""Text, pairs and images in, batches out: corpus -> split -> tokenizer -> packed files -> samples.
 
-Torch-free up to the packed files; `meshwright.data.sampler` alone imports torch.
+Text is read, packed and counted without torch: the launcher does it before any rank exists.
 """

@@ -15,6 +15,7 @@ import json
 import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -76,8 +77,7 @@ def source_name(source: str) -> str:
 def source_identity(source: str) -> list[object]:
     """Facts that change when the source does, known without reading it: names, sizes and, of paths, times of change."""
     if source == STDLIB:
-        root = _stdlib_root()
-        listed = [(str(path.relative_to(root)), path.stat().st_size) for path in _stdlib_files()]
+        listed = [(name, path.stat().st_size) for name, path in _stdlib_files()]
         return [STDLIB, platform.python_version(), listed]
     path = _existing(source).resolve()
     files = [path] if path.is_file() else _folder_files(path)
@@ -85,30 +85,26 @@ def source_identity(source: str) -> list[object]:
 
 
 def _existing(source: str) -> Path:
-    path = Path(source).expanduser()
+    path, valid = Path(source).expanduser(), f"(give `{STDLIB}`, a file, or a folder)"
     if not path.exists():
-        raise DataError(f"{source}: no such file or folder (give `{STDLIB}`, a file, or a folder)")
+        raise DataError(f"{source}: no such file or folder {valid}")
     if not path.is_file() and not path.is_dir():
-        raise DataError(f"{source}: is a pipe or a device, which may never end (give `{STDLIB}`, a file, or a folder)")
+        raise DataError(f"{source}: is a pipe or a device, which may never end {valid}")
     return path
 
 
-def _stdlib_root() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
-
-
-def _stdlib_files() -> list[Path]:
-    root = _stdlib_root()
-    kept = (path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts))
-    return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
+def _stdlib_files() -> list[tuple[str, Path]]:
+    """(name within the library, path), sorted by name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    named = ((path.relative_to(root), path) for path in root.rglob("*.py"))
+    return sorted((name.as_posix(), path) for name, path in named if not _LEFT_OUT.intersection(name.parts))
 
 
 def _stdlib_documents() -> Iterator[str]:
-    for path in _stdlib_files():
-        try:
+    for _, path in _stdlib_files():
+        # A source file in another encoding (PEP 263) is left out: nothing the user could mend.
+        with suppress(UnicodeDecodeError):
             yield path.read_bytes().decode()
-        except UnicodeDecodeError:
-            continue  # a source file in another encoding (PEP 263): nothing the user could mend
 
 
 def _folder_documents(folder: Path) -> Iterator[str]:
@@ -127,40 +123,36 @@ def _folder_documents(folder: Path) -> Iterator[str]:
 
 
 def _folder_files(folder: Path) -> list[Path]:
-    entries = [path for path in folder.rglob("*") if not any(map(_is_hidden, path.relative_to(folder).parts))]
-    for path in entries:
+    files = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        if any(part.startswith(".") or part == "__pycache__" for part in name.parts):
+            continue
         if path.is_dir() and path.is_symlink():  # it may lead back to where it lies
             raise DataError(f"{path}: is a link to a folder, which is not followed; put the folder in its place")
         if not path.is_dir() and not path.is_file():
             raise DataError(f"{path}: is a pipe, a device or a link to nothing; move it out of the source")
-    files = (path for path in entries if path.is_file())
-    return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__pycache__"
+        if path.is_file():
+            files[name.as_posix()] = path
+    return [files[name] for name in sorted(files)]
 
 
 def _file_documents(path: Path) -> Iterator[str]:
     match path.suffix.lower():
         case ".jsonl":
-            return _jsonl_documents(path)
+            yield from _jsonl_documents(path)
         case ".parquet":
-            return _parquet_documents(path)
+            yield from _parquet_documents(path)
         case ".arrow":
             raise DataError(f"{path}: is a part of a Hugging Face dataset; give the folder that save_to_disk wrote")
         case _:
-            return _text_document(path)
-
-
-def _text_document(path: Path) -> Iterator[str]:
-    try:
-        yield path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        hint = "convert it to UTF-8, unpack it, or move it out of the source"
-        raise DataError(f"{path}: is no UTF-8 text (byte {error.start}): {hint}") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+            try:
+                yield path.read_bytes().decode()
+            except UnicodeDecodeError as error:
+                hint = "convert it to UTF-8, unpack it, or move it out of the source"
+                raise DataError(f"{path}: is no UTF-8 text (byte {error.start}): {hint}") from error
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _jsonl_documents(path: Path) -> Iterator[str]:
@@ -190,11 +182,10 @@ def checked_text(value: object, where: str, key: str = TEXT_KEY) -> str:
     """A string that has a UTF-8 form: JSON may hold lone surrogates, which have none."""
     if not isinstance(value, str):
         raise DataError(f"{where}: `{key}` holds no string but {value!r:.40}")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"{where}: `{key}` has a lone surrogate at character {error.start}") from error
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: `{key}` has a lone surrogate at character {error.start}") from error
     return value
 
 

@@ -112,10 +112,10 @@ def _folder(folder: Path) -> ImageSource:
         raise DataError(f"{folder}: no such folder (give `{DIGITS}`, or a folder of class folders)")
     image = _library("PIL.Image", "pillow")
     splits = [folder / split for split in SPLITS]
-    given = all(path.is_dir() for path in splits)
-    by_split = [_class_files(path) for path in (splits if given else [folder])]
+    is_split = all(path.is_dir() for path in splits)
+    by_split = [_class_files(path) for path in (splits if is_split else [folder])]
     classes = tuple(by_split[0])
-    if given and (unknown := set(by_split[1]) - set(classes)):
+    if is_split and (unknown := set(by_split[1]) - set(classes)):
         raise DataError(f"{splits[1] / min(unknown)}: is a class that {splits[0]} has not")
     files, labels, held_out = [], [], []
     for split, by_class in enumerate(by_split):
@@ -136,7 +136,7 @@ def _folder(folder: Path) -> ImageSource:
 
     facts = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     identity = hashlib.sha256(json.dumps([str(folder.resolve()), facts]).encode()).hexdigest()
-    fixed = np.array(held_out) if given else None
+    fixed = np.array(held_out) if is_split else None
     return ImageSource(identity, folder.resolve().name, classes, np.array(labels, np.int64), fixed, read)
 
 

@@ -62,6 +62,7 @@ def pack(corpus: Corpus, tokenizer: str, out: Path, validation: float, progress:
             if is_prepared(out):
                 return _reuse(out, corpus.where, tokenizer, validation, plan)
             with staged_folder(out) as folder:
+                # The tokenizer learns the train split alone: held-out text must be as new to it as to the model.
                 learned = (text for split, texts in split_records(corpus, plan) if split == "train" for text in texts)
                 trained = make_tokenizer(tokenizer, learned, progress)
                 facts = {"tokenizer": kind, "validation_share": validation}

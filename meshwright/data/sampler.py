@@ -103,7 +103,7 @@ class ShuffledSamples:
         return self._read(self._order.rows(first, count), draws)
 
     def held_out(self, first: int, count: int) -> Batch:
-        """As `samples`, in the file's order, each time the same."""
+        """Things first ... first + count - 1 in the file's order, each time the same."""
         assert 0 <= first <= first + count <= len(self), (first, count, len(self))
         rows = np.arange(first, first + count, dtype=np.int64)
         return self._read(rows, [f"held out/{row}" for row in rows.tolist()])

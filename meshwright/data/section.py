@@ -69,6 +69,8 @@ class DataSection(Section):
     reads_folders_alone: ClassVar[bool] = False
     header: ClassVar[str] = PREPARED
     """The file of a prepared folder that has the checksums of the others."""
+    sentinels: ClassVar[int] = 0
+    """Tokens that stand for spans, which the model must know besides its own special ones."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Rules of its fields, and of these with the model and the layout; checked where the kind is chosen."""
 
@@ -85,11 +87,6 @@ class DataSection(Section):
     def lengths(self) -> Lengths:
         """Tokens of a sample of the longest batch."""
         return Lengths(0, 0)
-
-    @property
-    def sentinels(self) -> int:
-        """Tokens that stand for spans, which the model must know besides its own special ones."""
-        return 0
 
     def prepare(self, config: Config, progress: ShowProgress) -> Path:
         """Build the data set, or find it built; the folder. Raises DataError where it does not suit the run."""
@@ -139,18 +136,16 @@ def tokenizer_fits(config: Config) -> Iterator[Problem]:
     data, model = config.data, config.model
     assert isinstance(data, TokenSection), data
     tokenizer = data.tokenizer
-    if tokenizer == "bytes":
-        size = 257
-    elif tokenizer.startswith("bpe:"):
-        if not tokenizer[4:].isdigit() or int(tokenizer[4:]) < 257:
-            rule_text = "does not name a vocabulary of 257 tokens or more"
-            yield Problem("data.tokenizer", tokenizer, rule_text, "bpe:257, bpe:4096 ...")
-            return
-        size = int(tokenizer[4:])
-    else:
+    if tokenizer != "bytes" and not tokenizer.startswith("bpe:"):
         if not Path(tokenizer).expanduser().is_file():
             yield Problem("data.tokenizer", tokenizer, "is no such file", "bytes, bpe:SIZE, a tokenizer.json file")
         return
+    asked = "257" if tokenizer == "bytes" else tokenizer.removeprefix("bpe:")
+    if not asked.isdigit() or int(asked) < 257:
+        rule_text = "does not name a vocabulary of 257 tokens or more"
+        yield Problem("data.tokenizer", tokenizer, rule_text, "bpe:257, bpe:4096 ...")
+        return
+    size = int(asked)
     rule_text = f"is smaller than the {size} tokens of data.tokenizer={tokenizer}"
     size += len(model.special_tokens) + data.sentinels  # a tokenizer of its own may have some of them already
     if model.special_tokens:
@@ -231,8 +226,10 @@ class MaskedData(TokenSection):
         assert isinstance(model, Bert), model
         specials = specials_of(packed.tokenizer)
         packed.check_vocabulary(model.vocabulary, specials.vocabulary_size, " with BERT's")
-        tokens, name, pairs = packed.tokens(split), packed.name(split), model.next_sentence
-        return MaskedSamples(tokens, specials, self.sequence, config.seed, next_sentence=pairs, name=name), ""
+        return MaskedSamples(
+            packed.tokens(split), specials, self.sequence, config.seed,
+            next_sentence=model.next_sentence, name=packed.name(split),
+        ), ""  # fmt: skip
 
 
 class SpanData(TokenSection):
@@ -240,16 +237,13 @@ class SpanData(TokenSection):
 
     kind: Literal["spans"]
     gives: ClassVar[str] = "sequences"
+    sentinels: ClassVar[int] = SENTINELS
 
     @property
     def lengths(self) -> Lengths:
         from meshwright.data.span_window import span_lengths
 
         return span_lengths(self.sequence)
-
-    @property
-    def sentinels(self) -> int:
-        return SENTINELS
 
     def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
         from meshwright.data.spans import SpanSamples
@@ -357,14 +351,9 @@ class PairData(TokenSection):
         from meshwright.data.specials import specials_for
 
         pairs = PairSamples(
-            packed.tokens(split),
-            specials_for(config, packed.tokenizer),
-            self.sequence,
-            buckets=self.buckets,
-            batch=config.batch.global_,
-            seed=config.seed,
-            name=packed.name(split),
-        )
+            packed.tokens(split), specials_for(config, packed.tokenizer), self.sequence,
+            buckets=self.buckets, batch=config.batch.global_, seed=config.seed, name=packed.name(split),
+        )  # fmt: skip
         return pairs, pairs.note
 
 

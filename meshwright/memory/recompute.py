@@ -4,8 +4,6 @@ Chen et al., arXiv 1604.06174. torch's own checkpoint, which gives the second pa
 that dropout masks are the same. In a stage of l of the network's N layers, groups of a cost about l/a inputs and the
 activations of a layers: least where a is near √N (AxoNN, arXiv 2110.13005, section 4.2).
 
-`kept_bytes` counts, on meta tensors, what a forward pass keeps for its backward pass.
-
 Not everything is worth it: GELU alone is never recomputed, since the next linear keeps its output anyway. Groups of one
 layer held half as much at the peak as the paper's in our measurements, at no more time (docs/memory.md).
 """
@@ -13,11 +11,9 @@ layer held half as much at the peak as the paper's in our measurements, at no mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -35,24 +31,3 @@ def best_group(stage_layers: int, network_layers: int) -> int:
     """The factor of a stage's layers nearest to the square root of the network's; of two as near, the smaller."""
     factors = [size for size in range(1, stage_layers + 1) if stage_layers % size == 0]
     return min(factors, key=lambda size: abs(size - math.sqrt(network_layers)), default=1)
-
-
-def kept_bytes(forward: Callable[[], object], parameters: Iterable[Tensor]) -> int:
-    """Bytes of the tensors that autograd keeps of a forward pass. Views of one memory count once, parameters do not.
-
-    What torch.utils.checkpoint keeps by itself, the arguments of a recomputed function, is not seen.
-    """
-    held = {parameter.untyped_storage()._cdata for parameter in parameters}
-    sizes: dict[int, int] = {}
-    alive: list[Tensor] = []  # a freed memory's address may come again
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage._cdata not in held:
-            sizes[storage._cdata] = storage.nbytes()
-            alive.append(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        forward()
-    return sum(sizes.values())

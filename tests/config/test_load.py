@@ -13,6 +13,7 @@ import pytest
 from meshwright.config import Config, dump_config, load_config, model_names, parse_config
 from meshwright.config.load import CONFIGS
 from meshwright.errors import ConfigError
+from meshwright.section import parse_counts
 
 RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
 
@@ -211,3 +212,10 @@ def test_config_errors_come_without_torch() -> None:
 
 def test_model_names_are_the_shipped_files() -> None:
     assert {"gpt2-mini", "gpt2-small", "megatron-8.3b", "axonn-100b"} <= set(model_names())
+
+
+def test_counts_of_an_option_are_sorted_and_each_once() -> None:
+    assert parse_counts("--ranks", "4, 2,4", "ranks", least=2) == (2, 4)
+    for words in ("1", "two", "2,,4", "0", ""):
+        with pytest.raises(ConfigError, match=r"--ranks=\w* is not a number of ranks; valid: 2 or more, such as 2,4,8"):
+            parse_counts("--ranks", words, "ranks", least=2)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
-from meshwright.memory.recompute import best_group, groups_of, kept_bytes
+from meshwright.memory.live import LiveBytes
+from meshwright.memory.recompute import best_group, groups_of
 from meshwright.parts import Parts, empty_batch
+from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
@@ -121,7 +123,9 @@ def counted(model: str, setting: str | int, dropout: float) -> int:
     parts = plan(config)
     batch = empty_batch(config, parts.kit, parts.model.inside, torch.device("meta"))
     scales = dict.fromkeys(parts.model.labels, 1.0)
-    return kept_bytes(lambda: parts.model(batch, scales), parts.model.parameters())
+    with LiveBytes() as live:
+        loss = parts.model(batch, scales)
+        return live.live - size_bytes(*loss)
 
 
 def plan(config: Config) -> Parts:

@@ -11,9 +11,9 @@ from meshwright.models.chain import make_chain
 from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.encoder_decoder_blocks import DecoderCache
 from meshwright.parameters.shard import num_parameters, shard_specs
-from meshwright.parts import build_model
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
+from tests.models.harness import random_model
 
 B = 3
 
@@ -32,21 +32,10 @@ def pair_batch(vocabulary: int, source: int, target: int, padded: bool) -> Batch
     }
 
 
-def random_model(mesh: Mesh, config: Config) -> EncoderDecoderChain:
-    """Every parameter moved away from its first value, also biases and norms."""
-    model = build_model(config, SerialKit(mesh), mesh)
-    assert isinstance(model, EncoderDecoderChain)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
-    return model
-
-
 def decoded(mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
     """The hidden states of padded pairs [B, T, H]: of the trunk; token by token behind a cache; and so again with the
     rows in another order from the fourth token on."""
-    model = random_model(mesh, config)
+    model = random_model(EncoderDecoderChain, mesh, config)
     batch = pair_batch(config.model.vocabulary, 8, 6, True)
     order = torch.tensor([2, 0, 1])
     with torch.no_grad():
@@ -67,7 +56,7 @@ def decoded(mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
 
 def dropout_facts(mesh: Mesh, config: Config) -> tuple[bool, bool]:
     """Whether two passes differ: while training, while evaluating."""
-    model = random_model(mesh, config)
+    model = random_model(EncoderDecoderChain, mesh, config)
     batch = pair_batch(config.model.vocabulary, 8, 6, True)
     scales = scales_of(model.labels, counts_of(batch, model.labels), 1.0)
     with torch.no_grad():

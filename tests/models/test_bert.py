@@ -23,6 +23,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.convert.bert import BertFamily
+from tests.models.harness import random_model, train_both
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))
@@ -38,17 +39,6 @@ def config_of(**model: Any) -> Config:
     }  # fmt: skip
     precision = {"level": "O0", "dtype": "float64"}
     return parse_config({"model": shape | model, "data": {"sequence": T}, "precision": precision})
-
-
-def random_model(mesh: Mesh, config: Config) -> BERT:
-    """Every parameter moved away from its first value, also biases and norms."""
-    model = build_model(config, SerialKit(mesh), mesh)
-    assert isinstance(model, BERT)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
-    return model
 
 
 def batch_of(step: int = 0, real: tuple[int, ...] = (T, T - 2, T - 5)) -> Batch:
@@ -126,7 +116,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 def compare_gradients(mesh: Mesh, order: Order) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Relative distances of the logits, of both losses and their sum, and of each gradient."""
     config = config_of(norm_order=order)
-    model, batch = random_model(mesh, config), batch_of()
+    model, batch = random_model(BERT, mesh, config), batch_of()
     theirs = hugging_face(model, config)
     wanted = theirs_on(theirs, batch)
     h = model.trunk(batch)
@@ -185,20 +175,17 @@ def test_logits_losses_and_gradients_equal_hugging_faces(order: Order) -> None:
 
 def compare_training(mesh: Mesh, order: Order) -> tuple[list[float], list[float]]:
     config = config_of(norm_order=order)
-    model = random_model(mesh, config)
+    model = random_model(BERT, mesh, config)
     theirs = hugging_face(model, config)
     # Adam would blow up the noise that is the gradient of the keys' biases: its epsilon stands above that noise.
     settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
     optimizers = [torch.optim.AdamW(each.parameters(), **settings) for each in (model, theirs)]
-    losses: tuple[list[float], list[float]] = ([], [])
-    for step in range(STEPS):
+
+    def losses_at(step: int) -> tuple[Tensor, Tensor]:
         batch = batch_of(step)
-        for index, loss in enumerate((loss_of(model, batch), theirs_on(theirs, batch).loss)):
-            loss.backward()
-            losses[index].append(float(loss.detach()))
-            optimizers[index].step()
-            optimizers[index].zero_grad()
-    return losses
+        return loss_of(model, batch), theirs_on(theirs, batch).loss
+
+    return train_both(optimizers, STEPS, losses_at)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -210,7 +197,7 @@ def test_twenty_steps_equal_hugging_faces(order: Order) -> None:
 
 def padded_losses(mesh: Mesh, next_sentence: bool) -> tuple[float, float, int]:
     """The losses of a batch, and of the same with other tokens and segments where its rows are padding."""
-    model = random_model(mesh, config_of(next_sentence=next_sentence))
+    model = random_model(BERT, mesh, config_of(next_sentence=next_sentence))
     batch = batch_of()
     other = dict(batch)
     padding = batch["mask"] == 0
@@ -229,7 +216,7 @@ def test_padding_is_seen_by_nobody(next_sentence: bool) -> None:
 
 def right_counts(mesh: Mesh) -> tuple[list[int], list[int], list[int]]:
     """The counts of the model, of its logits, and of the labels."""
-    model = random_model(mesh, config_of())
+    model = random_model(BERT, mesh, config_of())
     batch = batch_of()
     with torch.no_grad():
         h = model.trunk(batch)
@@ -249,7 +236,7 @@ def test_right_answers_are_counted() -> None:
 
 def loss_without_next_sentence(mesh: Mesh) -> tuple[tuple[str, ...], float, float, list[str]]:
     """Labels; the loss of a model without the head; the masked loss of one with it; the parameters it has more."""
-    small, large = random_model(mesh, config_of(next_sentence=False)), random_model(mesh, config_of())
+    small, large = random_model(BERT, mesh, config_of(next_sentence=False)), random_model(BERT, mesh, config_of())
     weights = dict(large.named_parameters())
     with torch.no_grad():
         for name, parameter in small.named_parameters():
@@ -268,7 +255,7 @@ def test_without_next_sentence() -> None:
 
 def dropout_facts(mesh: Mesh, order: Order) -> tuple[bool, bool]:
     """Whether two passes differ: while training, while evaluating."""
-    model = random_model(mesh, config_of(dropout=0.5, norm_order=order))
+    model = random_model(BERT, mesh, config_of(dropout=0.5, norm_order=order))
     with torch.no_grad():
         training = [float(loss_of(model, batch_of())) for _ in range(2)]
         model.eval()

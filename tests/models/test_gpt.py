@@ -17,6 +17,7 @@ from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
+from tests.models.harness import random_model, train_both
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))
@@ -38,17 +39,6 @@ def config_of(**model: Any) -> Config:
     }  # fmt: skip
     precision = {"level": "O0", "dtype": "float64"}
     return parse_config({"model": shape | model, "data": {"sequence": T}, "precision": precision})
-
-
-def random_model(mesh: Mesh, config: Config) -> GPT:
-    """Every parameter moved away from its first value, also biases and norms."""
-    model = build_model(config, SerialKit(mesh), mesh)
-    assert isinstance(model, GPT)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
-    return model
 
 
 def batch(step: int = 0) -> tuple[Tensor, Tensor]:
@@ -107,7 +97,7 @@ def losses_of(theirs: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 def compare_gradients(mesh: Mesh, tied: bool) -> tuple[float, dict[str, float], float]:
     """Relative distance of the logits and of each gradient; the losses' distance."""
     config = config_of(tied=tied)
-    model = random_model(mesh, config)
+    model = random_model(GPT, mesh, config)
     theirs = hugging_face(model, config)
     tokens, labels = batch()
     wanted = theirs(tokens).logits.detach()
@@ -148,19 +138,16 @@ def test_logits_and_gradients_equal_hugging_faces(tied: bool) -> None:
 
 def compare_training(mesh: Mesh) -> tuple[list[float], list[float]]:
     config = config_of(tied=True)
-    model = random_model(mesh, config)
+    model = random_model(GPT, mesh, config)
     theirs = hugging_face(model, config)
     settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
     optimizers = [torch.optim.AdamW(each.parameters(), **settings) for each in (model, theirs)]
-    losses: tuple[list[float], list[float]] = ([], [])
-    for step in range(STEPS):
+
+    def losses_at(step: int) -> tuple[Tensor, Tensor]:
         tokens, labels = batch(step)
-        for index, loss in enumerate((loss_of(model, tokens, labels), losses_of(theirs, tokens, labels))):
-            loss.backward()
-            losses[index].append(float(loss.detach()))
-            optimizers[index].step()
-            optimizers[index].zero_grad()
-    return losses
+        return loss_of(model, tokens, labels), losses_of(theirs, tokens, labels)
+
+    return train_both(optimizers, STEPS, losses_at)
 
 
 def test_twenty_steps_equal_hugging_faces() -> None:
@@ -171,7 +158,7 @@ def test_twenty_steps_equal_hugging_faces() -> None:
 
 def cached_logits(mesh: Mesh, prompt: int) -> tuple[Tensor, Tensor, int]:
     """The logits of the tokens from the prompt's last on: in one pass, and one token after another."""
-    model = random_model(mesh, config_of()).eval()
+    model = random_model(GPT, mesh, config_of()).eval()
     tokens, _ = batch()
     cache = KeyValueCache()
     with torch.no_grad():
@@ -242,7 +229,7 @@ def test_parameter_counts_are_the_published_ones(name: str, wanted: int) -> None
 
 def dropout_facts(mesh: Mesh) -> tuple[bool, bool]:
     """Whether two passes differ: while training, while evaluating."""
-    model = random_model(mesh, config_of(dropout=0.5))
+    model = random_model(GPT, mesh, config_of(dropout=0.5))
     tokens, labels = batch()
     with torch.no_grad():
         training = [float(loss_of(model, tokens, labels)) for _ in range(2)]

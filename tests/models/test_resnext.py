@@ -23,6 +23,7 @@ from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import counted_costs, time_links
 from meshwright.tensor.serial import SerialKit
+from tests.models.harness import random_model
 from tests.tensor.test_equality import check, run
 from tests.workers import run_ranks
 
@@ -38,17 +39,6 @@ def config_of(**model: Any) -> Config:
     }  # fmt: skip
     precision = {"level": "O0", "dtype": "float64"}
     return parse_config({"model": shape | model, "data": {"source": "digits"}, "precision": precision})
-
-
-def random_model(mesh: Mesh, config: Config) -> ResNeXtModel:
-    """Every parameter moved away from its first value, also biases and norms."""
-    model = build_model(config, SerialKit(mesh), mesh)
-    assert isinstance(model, ResNeXtModel)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
-    return model
 
 
 def batch(config: Config) -> dict[str, Tensor]:
@@ -115,7 +105,7 @@ def as_plain(ours: dict[str, Tensor]) -> dict[str, Tensor]:
 def compare(mesh: Mesh, stem: str) -> tuple[float, dict[str, float]]:
     """The losses' distance, and the relative one of each gradient."""
     config = config_of(stem=stem, image=24 if stem == "imagenet" else 12)
-    model, plain = random_model(mesh, config), Plain(config).double()
+    model, plain = random_model(ResNeXtModel, mesh, config), Plain(config).double()
     with torch.no_grad():
         weights = as_plain(dict(model.named_parameters()))
         assert weights.keys() == dict(plain.named_parameters()).keys()
@@ -146,7 +136,7 @@ def test_values_and_gradients_equal_plain_torchs(stem: str) -> None:
 def explicit_paths(mesh: Mesh) -> float:
     """A block's distance from the sum of its paths, each computed by itself (figure 3 (a) of the paper)."""
     config = config_of()
-    model, paths = random_model(mesh, config), config.model.paths
+    model, paths = random_model(ResNeXtModel, mesh, config), config.model.paths
     block: Any = model.blocks["2"]
     h = torch.randn(B, 144, 32, dtype=torch.float64)
     x = h.transpose(1, 2).unflatten(2, (12, 12))

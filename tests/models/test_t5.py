@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from meshwright.config import Config, parse_config
 from meshwright.model import counts_of, scales_of
+from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.t5 import T5Model, distance_buckets
 from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
-from tests.models.pairs import counted_parameters, decoded, dropout_facts, pair_batch, random_model
+from tests.models.harness import random_model
+from tests.models.pairs import counted_parameters, decoded, dropout_facts, pair_batch
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))
@@ -112,7 +114,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 def compare(mesh: Mesh, padded: bool) -> tuple[float, float, dict[str, float]]:
     """Relative distances of the logits, of the loss, of each gradient."""
     config = config_of()
-    model = random_model(mesh, config)
+    model = random_model(EncoderDecoderChain, mesh, config)
     assert isinstance(model, T5Model)
     theirs, batch = hugging_face(model, config), pair_batch(VOCABULARY, S, T, padded)
     wanted = theirs(

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch, counts_of, scales_of
 from meshwright.models.chain import chain_of
+from meshwright.models.encoder_decoder import EncoderDecoderChain
 from meshwright.models.transformer import sinusoids
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.models.pairs import B, counted_parameters, decoded, dropout_facts, pair_batch, random_model
+from tests.models.harness import random_model
+from tests.models.pairs import B, counted_parameters, decoded, dropout_facts, pair_batch
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))
@@ -101,7 +103,11 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 def compare(mesh: Mesh, padded: bool, smoothing: float) -> tuple[float, float, dict[str, float]]:
     """Relative distances of the logits, of the loss, of each gradient."""
     config = config_of(label_smoothing=smoothing)
-    model, theirs, batch = random_model(mesh, config), torchs(config), pair_batch(VOCABULARY, S, T, padded)
+    model, theirs, batch = (
+        random_model(EncoderDecoderChain, mesh, config),
+        torchs(config),
+        pair_batch(VOCABULARY, S, T, padded),
+    )
     ours = {name: parameter.detach() for name, parameter in model.named_parameters()}
     table = ours.pop("tokens.weight").clone().requires_grad_()
     theirs.load_state_dict(as_theirs(ours, config.model.layers))
@@ -160,7 +166,7 @@ def counted_flops(mesh: Mesh) -> int:
     """The flops of products that torch runs forward and backward, without the attention's, whose kernel hides them."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = random_model(mesh, config_of(vocabulary_multiple=1))
+    model = random_model(EncoderDecoderChain, mesh, config_of(vocabulary_multiple=1))
     batch = pair_batch(VOCABULARY, S, S, False)
     with FlopCounterMode(display=False) as counter:
         model(batch, {"labels": 1.0})[0].backward()

@@ -18,6 +18,7 @@ from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
+from tests.models.harness import random_model, train_both
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))
@@ -39,17 +40,6 @@ def config_of(**model: Any) -> Config:
     }  # fmt: skip
     precision = {"level": "O0", "dtype": "float64"}
     return parse_config({"model": shape | model, "data": {"source": "digits"}, "precision": precision})
-
-
-def random_model(mesh: Mesh, config: Config) -> ViT:
-    """Every parameter moved away from its first value, also biases and norms."""
-    model = build_model(config, SerialKit(mesh), mesh)
-    assert isinstance(model, ViT)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
-    return model
 
 
 def batch(step: int = 0, channels: int = 3) -> dict[str, Tensor]:
@@ -114,7 +104,7 @@ def their_loss(theirs: nn.Module, rows: dict[str, Tensor]) -> Tensor:
 def compare_gradients(mesh: Mesh) -> tuple[float, dict[str, float], float]:
     """Relative distance of the logits and of each gradient; the losses' distance."""
     config = config_of()
-    model = random_model(mesh, config)
+    model = random_model(ViT, mesh, config)
     theirs = hugging_face(model, config)
     rows = batch()
     wanted = theirs(pixel_values=rows["images"].double() / 127.5 - 1).logits.detach()
@@ -150,19 +140,16 @@ def test_logits_and_gradients_equal_hugging_faces() -> None:
 def compare_training(mesh: Mesh) -> tuple[list[float], list[float]]:
     """Losses under AdamW. Theirs has our class token's row twice, as a sum: one of the two is left as it is."""
     config = config_of()
-    model = random_model(mesh, config)
+    model = random_model(ViT, mesh, config)
     theirs = hugging_face(model, config)
     theirs.get_parameter("vit.embeddings.cls_token").requires_grad_(False)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, weight_decay=0.0) for each in (model, theirs)]
-    losses: tuple[list[float], list[float]] = ([], [])
-    for step in range(STEPS):
+
+    def losses_at(step: int) -> tuple[Tensor, Tensor]:
         rows = batch(step)
-        for index, loss in enumerate((loss_of(model, rows), their_loss(theirs, rows))):
-            loss.backward()
-            losses[index].append(float(loss.detach()))
-            optimizers[index].step()
-            optimizers[index].zero_grad()
-    return losses
+        return loss_of(model, rows), their_loss(theirs, rows)
+
+    return train_both(optimizers, STEPS, losses_at)
 
 
 def test_twenty_steps_equal_hugging_faces() -> None:
@@ -232,7 +219,7 @@ def test_parameter_counts_are_the_published_ones(name: str, wanted: int) -> None
 
 def dropout_facts(mesh: Mesh) -> tuple[bool, bool]:
     """Whether two passes differ: while training, while evaluating."""
-    model = random_model(mesh, config_of(dropout=0.5))
+    model = random_model(ViT, mesh, config_of(dropout=0.5))
     with torch.no_grad():
         training = [float(loss_of(model, batch())) for _ in range(2)]
         model.eval()

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.errors import ConfigError
 from meshwright.model import IGNORED
 from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import Initial
@@ -188,15 +187,6 @@ def findings_of(model: TracedModel, grids: Sequence[int]) -> Findings:
         if assigned:
             layouts[value] = {size: bound(total, assigned, size) for size in grids}
     return Findings(model.rows, total, model.graph.longest_flops, joins.lone, groups, layouts)
-
-
-def parse_grids(text: str) -> tuple[int, ...]:
-    """`2,4,8` -> (2, 4, 8). Raises ConfigError for what is no number of sub-grids."""
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if not (word.isdecimal() and int(word) > 1):
-            raise ConfigError.of("--grids", word, "is not a number of sub-grids", "2 or more, such as 2,4,8")
-    return tuple(map(int, words))
 
 
 def unnumbered(path: str) -> str:

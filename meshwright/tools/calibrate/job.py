@@ -20,6 +20,7 @@ from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import Machine, memory_bytes, usable_cores
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.section import TransportName
+from meshwright.section import parse_counts
 from meshwright.tools.calibrate.fit import fit_device, fit_links, merged, rounded
 from meshwright.tools.calibrate.kernels import measure_device
 from meshwright.tools.calibrate.links import measure_links, measure_overlap, measure_turns
@@ -54,21 +55,14 @@ def measured_machine(ranks: str | None, device: str) -> MeasuredMachine:
         raise ConfigError.of("--device", device, "finds no GPU", "cpu")
     if device == "cpu" or not gpus:
         backends: tuple[TransportName, ...] = ("torch", "mpi") if Machine.here().has_mpi else ("torch",)
-        return MeasuredMachine("cpu", usable_cores(), parse_ranks(ranks or "2,4"), backends)
+        return MeasuredMachine(
+            "cpu", usable_cores(), parse_counts("--ranks", ranks or "2,4", "ranks", least=2), backends
+        )
     powers = [2**power for power in range(1, gpus.bit_length()) if 2**power <= gpus]
-    counts = tuple(powers) if ranks is None else parse_ranks(ranks)
+    counts = tuple(powers) if ranks is None else parse_counts("--ranks", ranks, "ranks", least=2)
     if any(count > gpus for count in counts):
         raise ConfigError.of("--ranks", ranks, f"is more than the {gpus} GPUs here", f"up to {gpus}")
     return MeasuredMachine("cuda", gpus, counts, ("torch",))
-
-
-def parse_ranks(text: str) -> tuple[int, ...]:
-    """`2,4` -> (2, 4). Raises ConfigError for what is no number of ranks."""
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if not (word.isdecimal() and int(word) > 1):
-            raise ConfigError.of("--ranks", word, "is no number of ranks between which there are links", "2,4")
-    return tuple(sorted(set(map(int, words))))
 
 
 def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowProgress = silent) -> Cluster:

@@ -40,7 +40,7 @@ from meshwright.tools.convert.t5 import T5Family
 from meshwright.tools.convert.vit import VitFamily
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (Gpt2Family(), BertFamily(), T5Family(), VitFamily())}
-"""By `model.family`."""
+"""The families that are converted, by `model.family`."""
 
 
 def family_of(settings: Settings) -> Family:
@@ -102,7 +102,7 @@ def import_folder(source: Path, out: Path, report: ShowProgress = silent) -> Imp
         report("writing", None)
         if has_tokenizer:
             (folder / TOKENIZER_FILE).write_bytes((source / TOKENIZER_FILE).read_bytes())
-        _write(folder, tensors, _config(model, family, tensors))
+        _write(folder, tensors, model)
     parameters = sum(tensor.numel() for tensor in tensors.values())
     return Imported(model, parameters, family.reads_text, has_tokenizer)
 
@@ -157,15 +157,13 @@ def _checked(stored: Source, name: str, shape: tuple[int, ...]) -> Tensor:
     return tensor
 
 
-def _config(model: Model, family: Family, tensors: dict[str, Tensor]) -> Config:
-    """A config that says what the weights are. The rest of it, data above all, is the fine-tuning run's to say."""
+def _write(folder: Path, tensors: dict[str, Tensor], model: Model) -> None:
+    """Write a checkpoint of step 0, whose config says what the weights are: the rest, data above all, is the
+    fine-tuning run's to say."""
     double = all(tensor.dtype == torch.float64 for tensor in tensors.values())
     precision = Precision(level="O0", dtype="float64" if double else "float32")
     data = data_for(model, **({"sequence": model.longest} if model.longest else {}))
-    return Config(model=model, data=data, precision=precision)
-
-
-def _write(folder: Path, tensors: dict[str, Tensor], config: Config) -> None:
+    config = Config(model=model, data=data, precision=precision)
     path = folder / FILE
     save_file({f"weight/{name}": tensor for name, tensor in tensors.items()}, path)
     beside = [folder / TOKENIZER_FILE] if (folder / TOKENIZER_FILE).is_file() else []

@@ -53,8 +53,8 @@ class Beam:
 
 def beam_of(beams: int | None, length_penalty: float | None) -> Beam:
     """The settings that a user gave; None: the default. Raises ConfigError on one that would have no effect."""
-    given = {"beams": beams, "length_penalty": length_penalty}
-    beam = Beam(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    options = {"beams": beams, "length_penalty": length_penalty}
+    beam = Beam(**{name: value for name, value in options.items() if value is not None})  # type: ignore[arg-type]
     if length_penalty is not None and beams == 1:
         raise ConfigError.of("--length-penalty", length_penalty, "has no effect on one hypothesis", "with --beams 2")
     return beam

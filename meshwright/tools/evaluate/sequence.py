@@ -75,8 +75,8 @@ def answers(
         batch = to_device(sequence_batch(read, empty, loaded.specials, Lengths(len(read[0]), 1)), loaded.device)
         limits = torch.tensor([most or min(len(ids) + MORE, loaded.context) for ids in read], device=loaded.device)
         step = _Decoder(loaded, batch)
-        given = beam_search(step, loaded.specials.start, loaded.specials.end, limits, beam)
-        answered |= dict(zip(chosen, given, strict=True))
+        found = beam_search(step, loaded.specials.start, loaded.specials.end, limits, beam)
+        answered |= dict(zip(chosen, found, strict=True))
         progress("answers", len(answered) / len(sources))
     return [answered[index] for index in range(len(sources))]
 

@@ -44,7 +44,7 @@ class Question:
 
     @property
     def options(self) -> dict[str, int | float | str | None]:
-        """Those that not every task reads, as they are spelled."""
+        """The options that not every task reads, as they are spelled."""
         common = ("checkpoint", "device", "data")
         return {name.replace("_", "-"): value for name, value in vars(self).items() if name not in common}
 

@@ -1,6 +1,6 @@
 """Gradients' buckets as a run would make them, the programs that sum and publish them, and what a rank holds.
 
-The programs are the data-parallel policies' own (data_parallel/), run on buckets without numbers.
+The programs are the data-parallel policies' own (data_parallel/), run on buckets of meta tensors.
 
 | part        | bytes                                                                                             |
 |-------------|---------------------------------------------------------------------------------------------------|

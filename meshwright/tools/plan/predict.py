@@ -24,7 +24,7 @@ from meshwright.ranks.mailbox import AHEAD
 from meshwright.ranks.section import TransportName
 from meshwright.registry import entries
 from meshwright.section import with_field
-from meshwright.stage_costs import BuiltStages, all_state_bytes, shared_work
+from meshwright.stage_costs import all_state_bytes, microbatch_bytes, shared_work
 from meshwright.tools.plan.buckets import Buckets, Memory, PlannedBucket, memory_of, share_program, slots_of, streams
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.compose import Composition, Cost, StagePlan, compose_stages
@@ -161,12 +161,15 @@ class Planner:
         ]
 
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
-        """Counted as a run counts it, so that both decide alike: recordings know more than what autograd keeps."""
-        layout = config.layout
+        """Counted by the run's own function, so that both decide alike: recordings differ by some percent."""
+        layout, device = config.layout, self.cluster.device
         axes = tuple(axis for axis in layout.axes if axis[0] != "data")
-        key = config.model, config.data, config.precision, config.micro, layout.tensor, axes, layout.pipeline.partition
+        key = (
+            config.model, config.data, config.precision, config.micro, config.memory, layout.tensor, axes,
+            layout.pipeline.partition,
+        )  # fmt: skip
         if key not in self._microbatches:
-            self._microbatches[key] = BuiltStages().microbatch_bytes(config)
+            self._microbatches[key] = microbatch_bytes(config, device.kind, fuses=device.attention is not None)
         return self._microbatches[key]
 
     def stages(self, config: Config) -> list[StagePlan]:

@@ -1,9 +1,7 @@
 """What a rank does in a task, recorded on meta tensors: kernels and collectives in the order in which they begin.
 
-While a Recorder is entered, every operation on meta tensors is written down as a kernel, and memory is followed: a
-storage lives from the operation that makes it to the moment when the last tensor on it is gone. It is also the watch of
-a planned mesh (comm.py). Where the device has a fused attention, it is taken in place of torch's step-by-step one,
-which is all that meta tensors have.
+While a Recorder is entered, every operation on meta tensors is written down as a kernel, and memory is followed
+(memory/live.py). It is also the observer of a planned mesh (ranks/planned.py).
 
 | kind      | a kernel that                                                                    |
 |-----------|----------------------------------------------------------------------------------|
@@ -17,22 +15,18 @@ which is all that meta tensors have.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.memory.live import LiveBytes
 from meshwright.ranks.comm import Work
 from meshwright.ranks.ledger import Ledger, Traffic
-from meshwright.tensor.gelu import gelu_by_slices
 
 KernelKind = Literal["product", "attention", "special", "random", "element"]
 
@@ -96,8 +90,6 @@ class Program:
         return sum(event.times * event.touched_bytes for event in self.events if isinstance(event, Kernel))
 
 
-aten = torch.ops.aten
-
 _PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
 """Products of matrices, and at which argument the first factor is."""
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
@@ -132,32 +124,21 @@ class UnderWay:
         self.wait_for()
 
 
-class Recorder(TorchDispatchMode):
-    """Records all programs of a rank. `live_bytes`: alive now, of what was made while it was entered."""
+class Recorder(LiveBytes):
+    """Records the programs of a rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live_bytes = 0
-        self._most_bytes = 0
         self._events: list[Event] = []
         self._number = 0
         self._ledger = Ledger()
-        self._alive: dict[int, weakref.ref[Any]] = {}
 
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = op(*args, **(kwargs or {}))
-        results = list(_tensors((result,)))
-        given = [*_tensors(args), *_tensors(kwargs.values() if kwargs else ())]
-        given_storages = {x.untyped_storage()._cdata for x in given}
-        new = [x for x in results if x.untyped_storage()._cdata not in given_storages]
-        for x in new:
-            self._follow(x)
+    def note(
+        self, op: Any, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], new: list[Tensor]
+    ) -> None:
         name, mutates = _facts(op)
         if name not in NOTHING and (new or mutates or not results):
             self._events.append(_kernel(name, args, given, results, self._ledger.times))
-        return result
 
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
         """A collective begins (planned.Observer)."""
@@ -168,88 +149,16 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def program(self, ledger: Ledger) -> Iterator[Callable[[], Program]]:
         """Record what is done inside; the function that it gives makes the program of it, afterwards."""
-        self._events, self._most_bytes, before = [], self.live_bytes, self.live_bytes
-        self._ledger = ledger
+        before = self.live
+        self._events, self.peak, self._ledger = [], before, ledger
         ledger.traffic.clear()
 
         def make() -> Program:
-            kept, peak = self.live_bytes - before, self._most_bytes - before
-            return Program(tuple(self._events), kept, peak, _copied(ledger.traffic))
+            traffic = {key: entry.scaled(1) for key, entry in ledger.traffic.items()}
+            return Program(tuple(self._events), self.live - before, self.peak - before, traffic)
 
         with self:
             yield make
-
-    def _follow(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        address = storage._cdata
-        if address in self._alive:
-            return
-        size = storage.nbytes()
-        self.live_bytes += size
-        self._most_bytes = max(self._most_bytes, self.live_bytes)
-
-        def gone(_: object) -> None:
-            del self._alive[address]
-            self.live_bytes -= size
-
-        self._alive[address] = weakref.ref(storage, gone)
-
-
-class AsOnDevice(TorchFunctionMode):
-    """Makes meta tensors do what a device's do: attention as its fused kernel, where it has one and that fits, as
-    F.scaled_dot_product_attention would choose; on a CPU our own GELU."""
-
-    def __init__(self, device_type: str, *, fuses: bool) -> None:
-        super().__init__()
-        self.device_type = device_type
-        self.fuses = fuses
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if function is F.scaled_dot_product_attention and self.fuses:
-            return self._attend(*args, **(kwargs or {}))
-        if function is F.gelu and kwargs == {"approximate": "tanh"} and self.device_type == "cpu":
-            [x] = args
-            if x.element_size() >= 4:  # as gelu.py decides
-                return gelu_by_slices(x)
-        return function(*args, **(kwargs or {}))
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-    ) -> Tensor:
-        learns_mask = attn_mask is not None and attn_mask.requires_grad
-        if learns_mask or (self.device_type == "cpu" and dropout_p > 0):
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
-        if self.device_type == "cpu":
-            attended: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-            )[0]
-            return attended
-        keeps = torch.is_grad_enabled()
-        bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
-        efficient: Tensor = aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, keeps, dropout_p, is_causal, scale=scale
-        )[0]
-        return efficient
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among an operation's arguments or results, and in lists of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 @cache
@@ -314,7 +223,3 @@ def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float]:
 def _size_bytes(x: Tensor) -> int:
     """What of its memory a tensor shows: an expanded one no more than there is."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
-
-
-def _copied(traffic: Mapping[tuple[str, str], Traffic]) -> dict[tuple[str, str], Traffic]:
-    return {key: entry.scaled(1) for key, entry in traffic.items()}

@@ -35,9 +35,9 @@ from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
-from meshwright.stage_costs import links, parameters_of
+from meshwright.stage_costs import AsOnDevice, links, parameters_of
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.plan.recorder import AsOnDevice, Program, Recorder
+from meshwright.tools.plan.recorder import Program, Recorder
 
 Forms = tuple[TensorMeta, ...]
 
@@ -240,9 +240,9 @@ def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Form
         forms = () if chunk.last else tuple(TensorMeta(tuple(x.shape), x.dtype) for x in outgoing)
         recomputes = model.run_group is recomputed and len(chunk.layers) > 0
         holds_input = recomputes or any(x.untyped_storage()._cdata in saved for x in given)
-        alive = recorder.live_bytes
+        alive = recorder.live
         del outgoing
-        output_bytes = alive - recorder.live_bytes
+        output_bytes = alive - recorder.live
         coming = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
         with on_device, recorder.program(mesh.ledger) as recorded:
             returned = stage.backward(index, coming, defers=splits(config))

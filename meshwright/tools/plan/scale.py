@@ -226,15 +226,6 @@ def _found(strategy: ScaledStrategy, run: Config, devices: int, given: frozenset
     return find(strategy.applied(run), devices, given | strategy.fixed.keys(), strategy.keeps)
 
 
-def parse_devices(text: str) -> tuple[int, ...]:
-    """`4,16,64` -> (4, 16, 64), sorted and each once. Raises ConfigError for what is no number of devices."""
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if not (word.isdecimal() and int(word) > 0):
-            raise ConfigError.of("--devices", word, "is not a number of devices", "1 or more, such as 4,16,64")
-    return tuple(sorted(set(map(int, words))))
-
-
 def parse_strategies(text: str) -> tuple[str, ...]:
     """`data,best` -> (data, best), each once. Raises ConfigError for what is none."""
     words = [word.strip() for word in text.split(",")]

@@ -1,4 +1,4 @@
-"""What people look at after a run: pictures drawn from its metrics, tables on a terminal."""
+"""Pictures drawn from the metrics of runs, and tables on a terminal."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.config import Config, parse_config
-from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
-from meshwright.tools.branches.findings import Findings, RegionGroup, TracedModel, findings_of, parse_grids, trace_model
+from meshwright.tools.branches.findings import Findings, RegionGroup, TracedModel, findings_of, trace_model
 from meshwright.tools.branches.regions import find_operator_parts
 from meshwright.tools.branches.report import flops_text, place_text, render
 
@@ -112,8 +111,6 @@ def test_the_command(tmp_path: Path) -> None:
     facts = json.loads(answer.output)
     assert [region["num_branches"] for region in facts["regions"]] == [8, 8, N]
     assert facts["layouts"]["block"]["4"]["all"] == pytest.approx(4)
-    with pytest.raises(ConfigError, match="--grids=one is not a number of sub-grids; valid: 2 or more, such as 2,4,8"):
-        parse_grids("2,one")
 
 
 def test_tables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError
 from meshwright.machine import find_mpiexec
 from meshwright.ranks.ledger import VERBS
 from meshwright.ranks.section import TransportName
-from meshwright.tools.calibrate.job import MeasuredMachine, calibrate, measured_machine, parse_ranks
+from meshwright.tools.calibrate.job import MeasuredMachine, calibrate, measured_machine
 from meshwright.tools.calibrate.report import render, yaml_text
 from meshwright.tools.calibrate.timing import CallTimer, Effort, effort_of, lower_quartile
 from meshwright.tools.plan.cluster import Cluster, load_cluster
@@ -69,16 +69,6 @@ def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rule):
             calibrate(tmp_path / name, machine, TINY)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize("words", ["1", "two", "2,,4", "0", ""])
-def test_ranks_between_which_there_are_no_links(words: str) -> None:
-    with pytest.raises(ConfigError, match="is no number of ranks"):
-        parse_ranks(words)
-
-
-def test_ranks_are_counted_once() -> None:
-    assert parse_ranks("4, 2,4") == (2, 4)
 
 
 def test_a_device_that_is_not_here() -> None:

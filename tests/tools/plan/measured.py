@@ -9,6 +9,7 @@ import torch
 
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
+from meshwright.memory.live import LiveBytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
 from meshwright.optim.states import InPlace
@@ -17,7 +18,6 @@ from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import backward, publish
 from tests.harness import build
-from tests.tools.plan.live import LiveBytes
 
 Counts = dict[tuple[str, str], tuple[int, int]]
 """Calls and bytes by axis and verb."""

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.planned import LedgerComm
-from meshwright.tools.plan.recorder import AsOnDevice, Kernel, Program, Recorder, Start, WaitFor
+from meshwright.stage_costs import AsOnDevice
+from meshwright.tools.plan.recorder import Kernel, Program, Recorder, Start, WaitFor
 
 META = torch.device("meta")
 

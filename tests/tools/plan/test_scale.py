@@ -21,7 +21,6 @@ from meshwright.tools.plan.scale import (
     Scaling,
     ScalingQuestion,
     as_dict,
-    parse_devices,
     parse_mode,
     parse_strategies,
     render,
@@ -137,11 +136,8 @@ def test_what_the_user_fixed_stays() -> None:
 
 
 def test_mistakes() -> None:
-    assert parse_devices("16, 4,4") == (4, 16)
     assert parse_strategies("best,data,best") == ("best", "data")
     for parse, text, says in [
-        (parse_devices, "4,none", r"--devices=none is not a number of devices; valid: 1 or more, such as"),
-        (parse_devices, "0", r"--devices=0 is not a number of devices"),
         (parse_strategies, "fast", r"--strategies=fast is no strategy; valid: data, zero1, megatron, .*best"),
         (parse_mode, "both", r"--mode=both is no kind of scaling; valid: strong, weak"),
     ]:
