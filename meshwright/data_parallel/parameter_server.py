@@ -72,7 +72,8 @@ class ServerLoss(ServerGradient):
     """Variant 'loss': the workers' outputs are gathered, and the server alone computes the loss.
 
     Only the server runs the head, so only there the head's own gradients could fill a bucket. No bucket may leave
-    before the outputs' gradient is scattered: all ranks must send in the same order.
+    before the outputs' gradient is scattered: all ranks must send in the same order. The autograd graph of the forward
+    pass is the whole protocol: a stage of its own would be a second place where passes are written.
     """
 
     def expect(self, final: bool) -> None:

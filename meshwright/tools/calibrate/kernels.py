@@ -65,7 +65,7 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
         "reserved": [(_reserved_bytes(device), 0.0)],
         f"product {curve}": [(side, _product_seconds(timer, side, DTYPES[curve])) for side in effort.sides],
     }
-    for name, dtype in DTYPES.items():
+    for name, dtype in DTYPES.items():  # none is left out: a slow prediction helps more than a refusal
         if name != curve:
             points[f"product {name}"] = [(effort.dtype_side, _product_seconds(timer, effort.dtype_side, dtype))]
     points["attention"] = list(_attentions(effort, timer, DTYPES[curve]))
@@ -109,7 +109,10 @@ def _product_seconds(timer: CallTimer, side: int, dtype: torch.dtype) -> float:
 
 
 def _linear_seconds(timer: CallTimer, batch: int, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
-    """A linear's product forward, its input's gradient and its weight's: `batch` times x [M, K], w [N, K], y [M, N]."""
+    """A linear's product forward, its input's gradient and its weight's: `batch` times x [M, K], w [N, K], y [M, N].
+
+    All three, since one of them in bf16 can take 15 times as long as another on a CPU.
+    """
     rows, columns, inner = shape
     lead = (batch,) if batch > 1 else ()
     sizes = ((rows, inner), (columns, inner), (rows, columns))

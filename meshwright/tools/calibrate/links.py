@@ -52,12 +52,16 @@ class Conversation:
 
     def seconds(self, call: TimedCall) -> float:
         """Seconds of a call in an undisturbed round, as this rank sees them."""
-        self._round(call, 2)  # connections, buffers
-        calls = self.agreed(self._round(call, 2))
-        return lower_quartile([self._round(call, calls) for _ in range(ROUNDS)])
+        return self.undisturbed(lambda calls: self._round(call, calls))
 
-    def agreed(self, once: float) -> int:
-        """How many calls of about `once` seconds make a round. Ends the rank where the job is to stop."""
+    def undisturbed(self, one_round: Callable[[int], float]) -> float:
+        """The same where `one_round` makes so many calls by itself, and gives the seconds of one."""
+        one_round(2)  # connections, buffers
+        calls = self._agreed(one_round(2))
+        return lower_quartile([one_round(calls) for _ in range(ROUNDS)])
+
+    def _agreed(self, once: float) -> int:
+        """The number of calls of about `once` seconds that make a round. Ends the rank where the job is to stop."""
         wanted = max(1, min(MOST_CALLS, math.ceil(self.point_seconds / ROUNDS / once)))
         calls = torch.tensor([0 if self.stop.requested else wanted], device=self.device)
         self.comm.broadcast(calls, root=0)
@@ -114,8 +118,10 @@ def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
 
 def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
     """Oversubscription: how many times as long a rank's work takes among all of them as its own processor time, where
-    they sum
-    MEETING_BYTES after every WORK_SECONDS of it: cores are shared unevenly, and all wait for the last. For CPUs.
+    they sum MEETING_BYTES after every WORK_SECONDS of it. For CPUs.
+
+    Ranks that share cores and meet often lose more than their share of a core (2.3 in place of 2 for 4 ranks on 2
+    cores): cores are shared unevenly, and all wait for the last.
     """
     comm = mesh.comm(PIPE)
     conversation = Conversation(comm, mesh.device, TURNS_ROUNDS * effort.point_seconds, stop)
@@ -175,9 +181,7 @@ class Exchange:
 
     def seconds(self, conversation: Conversation, payload: int) -> float:
         """Seconds of one way, in an undisturbed round."""
-        self._there_and_back(conversation, payload, 2)
-        calls = conversation.agreed(self._there_and_back(conversation, payload, 2))
-        return lower_quartile([self._there_and_back(conversation, payload, calls) for _ in range(ROUNDS)]) / 2
+        return conversation.undisturbed(lambda calls: self._there_and_back(conversation, payload, calls)) / 2
 
     def _there_and_back(self, conversation: Conversation, payload: int, calls: int) -> float:
         x = torch.zeros(payload, dtype=torch.uint8, device=conversation.device)

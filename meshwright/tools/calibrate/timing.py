@@ -67,8 +67,11 @@ def effort_of(kind: str, *, quick: bool) -> Effort:
 
 @dataclass(frozen=True)
 class CallTimer:
-    """Times calls of this rank alone, which compute and do not wait: on a CPU it counts what the rank has of its core,
-    not what another process takes of it. `meet`: returns when all ranks are there, and ends them if they are to stop.
+    """Times calls of this rank alone, which compute and do not wait. `meet`: returns when all ranks are there, and ends
+    them if they are to stop.
+
+    On a CPU it counts the rank's own processor time, not what another process takes of its core: by wall time, float32
+    products lost half their rate on a busy machine.
     """
 
     device: torch.device

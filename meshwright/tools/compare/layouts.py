@@ -6,10 +6,10 @@ A layouts file is YAML: a piece of a run file, or several under `layouts`:
       - {name: stages, layout: {pipeline: {size: 2}}, batch: {micro: 2}}
       - {name: blocks, layout: {tensor: {kind: tesseract, q: 2}}, memory: {recompute: auto}}
 
-`layout` is said whole: it takes the place of the run's, for half of one means little over another; where it is not said
-the run's stands. Other keys lie over the run's one by one. The command line's `key=value` words come last, for every
-layout. A whole run file is a layouts file too. What makes losses and times comparable must be the run's own: model,
-data, batch.global, optimizer, seed.
+`layout` is said whole and takes the place of the run's, because half of one over another would mix kinds; where it is
+not said the run's stands. Other keys lie over the run's one by one. The command line's `key=value` words come last, for
+every layout. A whole run file is a layouts file too. What makes losses and times comparable must be the run's own:
+model, data, batch.global, optimizer, seed.
 """
 
 from __future__ import annotations

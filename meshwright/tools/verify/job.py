@@ -211,7 +211,7 @@ def reference_worker(rank: Rank, config: Config, out: Path, data: Path, steps: i
 
 
 def leave_reference(config: Config, train: Samples, folder: Path, steps: int, device: torch.device) -> None:
-    """As `leave_layout`."""
+    """The reference's steps. Leaves what `leave_layout` does, in whole tensors."""
     rows = config.batch.global_
     outcome = reference_run(config, (train.samples(step * rows, rows) for step in range(steps)), steps, device)
     if not outcome.gradients:
