@@ -68,7 +68,7 @@ class CheckpointWriter:
         self.unfinished = self._clear() if mesh.rank == 0 else []
         self._own = set(self._steps_of_run()) if mesh.rank == 0 else set()
         # A name of this writer's own, so that nothing of an earlier attempt is taken for a part of this one's.
-        token = torch.tensor([time.time_ns() % 2**40], dtype=torch.int64, device=mesh.device)
+        token = torch.tensor([time.time_ns() % 2**40], dtype=torch.int64)
         mesh.world.broadcast(token, 0)
         self._token = f"{PARTIAL}{int(token):x}"
         self._thread: threading.Thread | None = None
@@ -86,7 +86,7 @@ class CheckpointWriter:
         notes = self._notes(self._outcome())
         copies = [(piece, piece.tensor.detach().to("cpu", copy=True).contiguous()) for piece in pieces]
         needed = sum(tensor.numel() * tensor.element_size() + ENTRY_BYTES for _, tensor in copies)
-        total = torch.tensor([needed], dtype=torch.int64, device=self.mesh.device)
+        total = torch.tensor([needed], dtype=torch.int64)
         self.mesh.world.all_reduce(total)
         self._step = progress.step
         partial = self.folder / f"{self._token}-step-{progress.step}"
@@ -118,7 +118,7 @@ class CheckpointWriter:
 
     def _agree(self, failure: str) -> str:
         """The first rank's failure that is a cause and not a consequence."""
-        texts = all_texts(failure[:TEXT_LENGTH], self.mesh.world, self.mesh.device)
+        texts = all_texts(failure[:TEXT_LENGTH], self.mesh.world)
         if cause := next((text for text in texts if text and text != ABANDONED), ""):
             return cause
         # Consequences without a cause: nobody but a person or another program took the folder away.

@@ -1,11 +1,16 @@
 """The driver on a rank: it does what the engine says, sends what comes of it, and waits for messages.
 
+A GPU does tasks later than its host gives them. A schedule that were asked at once would know nothing of the messages
+that come while a task runs, and W would always follow its B. So it is asked for the next task when the task before the
+last has ended: one task runs then, and one waits behind it.
+
 A model on one device is a pipeline of one stage, to which no message comes. The clock (clock.py) drives the same
 engine without a rank.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -18,7 +23,7 @@ from meshwright.pipeline.schedule import FORWARD_ONLY, Schedule, ScheduleRule
 from meshwright.pipeline.span import Moment, Span, Watch, task_span
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Arrival, Task, TaskKind, View
-from meshwright.ranks.comm import Comm
+from meshwright.ranks.comm import NAP_SECONDS, Comm
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta
 from meshwright.ranks.mesh import Mesh
@@ -63,7 +68,7 @@ class Pipeline:
         self.mailbox = mailbox
         self.forms = forms
         self.strategy = strategy
-        self._watch = Watch(mesh.device)
+        self.watch = Watch(mesh.device)
         self._done: list[tuple[Task, Moment, Moment]] = []
         self._epoch = -1
 
@@ -127,11 +132,11 @@ class Pipeline:
         after = 0 if self.stage.is_last or TaskKind.BACKWARD not in rule.kinds else num_batches
         self.mailbox.open(self._epoch, self.forms, before, after)
         self._done = []
-        self._watch.start()
-        schedule = agreed(rule.schedule, rule.kinds, self.peers, self.mesh.device)
+        self.watch.start()
+        schedule = agreed(rule.schedule, rule.kinds, self.peers, planned=self.mesh.device.type == "meta")
         process = stage_process(rule.view(self.row.index, self.row.size, num_batches), schedule)
         arrived: list[Arrival] | None = None
-        start = self._watch.now()
+        start = self.watch.now()
         while True:
             try:
                 action = next(process) if arrived is None else process.send(arrived)
@@ -140,29 +145,38 @@ class Pipeline:
             if isinstance(action, Task):
                 recorder.task = action
                 act(action)
-                end = self._watch.now()
+                end = self.watch.now()
                 self._done.append((action, start, end))
-                start, messages = end, self.mailbox.poll()
+                start, messages = end, self._messages_until_due()
             else:
                 recorder.task = ""
                 messages = self.mailbox.wait()
-                start = self._watch.now()
+                start = self.watch.now()
             arrived = [_arrival(message) for message in messages]
             received.update(zip(arrived, (message.tensors for message in messages), strict=True))
         recorder.task = ""
         self.mailbox.flush()
         self.row.assemble()  # stages end at different moments, and the next thing they do is a collective
 
+    def _messages_until_due(self) -> list[Message]:
+        """What has come when it is time to choose a task: when the device has ended the one before the last."""
+        messages = self.mailbox.poll()
+        while self.row.size > 1 and len(self._done) > 1 and not self._done[-2][-1].is_past():
+            time.sleep(NAP_SECONDS)
+            messages += self.mailbox.poll()
+        return messages
+
 
 def _arrival(message: Message) -> Arrival:
     return Arrival(TaskKind.FORWARD if message.side == "before" else TaskKind.BACKWARD, message.index)
 
 
-def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, device: torch.device) -> Schedule:
+def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, *, planned: bool) -> Schedule:
     """The schedule as the first of a stage's ranks follows it: it tells the others what it decides, and they obey.
 
     Ranks that share layers meet in the layers' collectives, so they must do the same tasks in the same order, though
-    messages reach them at different moments. Sends one broadcast of 8 bytes a task.
+    messages reach them at different moments. Sends one broadcast of 8 bytes a task, between hosts. `planned`: nobody is
+    there to be told by, and each decides what the first would.
     """
     if peers.size == 1:
         return schedule
@@ -171,13 +185,13 @@ def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, device:
     def lead(view: View) -> Task | None:
         task = schedule(view)
         if task is not None:
-            peers.broadcast(torch.tensor(kinds.index(task.kind), device=device), 0)
+            peers.broadcast(torch.tensor(kinds.index(task.kind)), 0)
         return task
 
     def follow(view: View) -> Task | None:
         nonlocal told
         if told is None:
-            code = torch.empty((), dtype=torch.int64, device=device)
+            code = torch.empty((), dtype=torch.int64)
             peers.broadcast(code, 0)
             told = view.next(kinds[int(code)])
         if not view.ready(told.kind):
@@ -185,5 +199,4 @@ def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, device:
         task, told = told, None
         return task
 
-    planned = device.type == "meta"  # nobody is there to be told by: each decides what the first would
     return lead if peers.index == 0 or planned else follow

@@ -9,15 +9,51 @@ to be measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from meshwright.pipeline.task import Task, TaskKind
 
-Moment = Callable[[], float]
-"""When it was, in seconds since the epoch. On a GPU: waits until the device has passed it."""
+
+class Moment(Protocol):
+    """Called, it says when it was, in seconds since the epoch. On a GPU that waits until the device has passed it."""
+
+    def __call__(self) -> float: ...
+
+    def is_past(self) -> bool:
+        """Whether the device has passed it. Waits for nothing."""
+
+
+@dataclass(frozen=True)
+class HostMoment:
+    """A moment of a device that has done what it was given when the call returns."""
+
+    seconds: float
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def is_past(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class GpuMoment:
+    """An event in a GPU's stream, `start` being another at the time `started`."""
+
+    event: torch.cuda.Event
+    start: torch.cuda.Event
+    started: float
+
+    def __call__(self) -> float:
+        self.event.synchronize()
+        return float(self.started + self.start.elapsed_time(self.event) / 1e3)
+
+    def is_past(self) -> bool:
+        return self.event.query()
 
 
 class Watch:
@@ -35,15 +71,8 @@ class Watch:
     def now(self) -> Moment:
         """This moment: when the device has done what it was given so far."""
         if self.device.type == "cuda":
-            started, start, event = self._started, self._start, self._event()
-
-            def ask() -> float:
-                event.synchronize()
-                return float(started + start.elapsed_time(event) / 1e3)
-
-            return ask
-        seconds = self._started + time.perf_counter() - self._from
-        return lambda: seconds
+            return GpuMoment(self._event(), self._start, self._started)
+        return HostMoment(self._started + time.perf_counter() - self._from)
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,7 @@
-"""Facts that the ranks of a group tell each other: rows, texts, whether they hold the same bits."""
+"""Facts that the ranks of a group tell each other: rows, texts, whether they hold the same bits.
+
+Facts lie on the host, and travel between hosts (torch_comm.py): no device is waited for.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,24 @@ def all_rows(row: Tensor, comm: Comm) -> Tensor:
     return rows
 
 
-def all_texts(text: str, comm: Comm, device: torch.device) -> list[str]:
+def all_texts(text: str, comm: Comm) -> list[str]:
     """Every member's text, in order. Sends the lengths, then the texts as bytes; only the lengths if all are empty."""
     content = text.encode(errors="surrogatepass")  # a file's name may hold bytes that are no text
-    lengths = all_rows(torch.tensor([len(content)], device=device), comm).flatten().tolist()
+    lengths = all_rows(torch.tensor([len(content)]), comm).flatten().tolist()
     if not any(lengths):
         return [""] * comm.size
-    padded = torch.frombuffer(bytearray(content.ljust(max(lengths))), dtype=torch.uint8).to(device)
+    padded = torch.frombuffer(bytearray(content.ljust(max(lengths))), dtype=torch.uint8)
     rows = all_rows(padded, comm).tolist()
     return [bytes(row[:length]).decode(errors="surrogatepass") for row, length in zip(rows, lengths, strict=True)]
 
 
-def text_of_root(text: str, comm: Comm, device: torch.device, root: int = 0) -> str:
+def text_of_root(text: str, comm: Comm, root: int = 0) -> str:
     """The text of the member `root`, on every member."""
     content = text.encode(errors="surrogatepass")
-    length = torch.tensor([len(content)], device=device)
+    length = torch.tensor([len(content)])
     comm.broadcast(length, root)
     buffer = bytearray(content if comm.index == root else int(length))
-    row = torch.frombuffer(buffer, dtype=torch.uint8).to(device)
+    row = torch.frombuffer(buffer, dtype=torch.uint8)
     comm.broadcast(row, root)
     return bytes(row.tolist()).decode(errors="surrogatepass")
 
@@ -42,7 +45,7 @@ def text_of_root(text: str, comm: Comm, device: torch.device, root: int = 0) -> 
 def same_everywhere(x: Tensor, comm: Comm) -> bool:
     """Whether all members hold the same bits, by a SHA-256 of them. Sends 32 bytes."""
     digest = hashlib.sha256(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
-    rows = all_rows(torch.tensor(list(digest), dtype=torch.uint8, device=x.device), comm)
+    rows = all_rows(torch.tensor(list(digest), dtype=torch.uint8), comm)
     return bool((rows == rows[comm.index]).all())
 
 

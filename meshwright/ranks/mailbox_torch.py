@@ -8,8 +8,8 @@ and puts what came into the inbox.
 An NCCL receive that is enqueued before its message exists spins on the GPU until then, and enough of them, on streams
 that share a hardware queue with what they wait for, never end. So the host knows first:
 
-    sender      packs on its device ── when that is done: header to the neighbour's host, and the send is enqueued
-    receiver    the header comes ── the receive is enqueued ── when that is done: the message has come
+    sender      packs on its device ── when that is done: enqueues the send, and the header goes to the other host
+    receiver    has the header ── enqueues the receive ── when that is done: the message has come
 
 Both ends enqueue a link's transfers in the order of the sender's headers, and each finds its partner there or nearly.
 What came first is as true as between hosts: a header leaves when its tensors exist.
@@ -231,8 +231,8 @@ class DeviceMailbox(GlooMailbox):
         for side, packed in self._packed.items():
             while packed and packed[0][0].query():
                 _, header, buffer = packed.popleft()
-                super()._dispatch(side, header, header)
                 self._leaving[side].append((self.links.send(side, buffer), buffer))
+                super()._dispatch(side, header, header)
             _take_past(self._leaving[side])
         for packet in super()._arrived():
             event, buffer = self.links.receive(packet.side, partial(self.new_buffer, packet.side))

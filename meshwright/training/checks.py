@@ -114,7 +114,7 @@ def _shared(grid: Grid, copy_axes: CopyAxes) -> CopyAxes:
 
 def gathered(parts: Parts, hashes: Sequence[int]) -> list[list[int]]:
     """Every rank's hashes, in rank order."""
-    mine = torch.tensor(hashes, dtype=torch.int64, device=parts.mesh.device)
+    mine = torch.tensor(hashes, dtype=torch.int64)
     world = parts.mesh.world
     rows: list[list[int]] = all_rows(mine, world).tolist() if hashes else [[] for _ in range(world.size)]
     return rows
@@ -177,7 +177,7 @@ def _differing_parameters(parts: Parts, difference: Difference) -> str:
         for flat in parts.strategy.weights:
             if _shared(mesh.grid, flat.copy_axes) == difference.axes:
                 hashes = [hash_bits(flat.values[place.start : place.stop]) for place in flat.places]
-                everyone = all_rows(torch.stack(hashes), comm)
+                everyone = all_rows(torch.stack(hashes).cpu(), comm)
                 unequal = (everyone != everyone[:1]).any(0).tolist()
                 names |= {place.name for place, bad in zip(flat.places, unequal, strict=True) if bad}
     first, count = _first_named(parts, names)[difference.group[0]]
@@ -190,7 +190,7 @@ def _first_named(parts: Parts, names: Collection[str]) -> list[list[int]]:
     A rank that names none tells the number of parameters. Sends 16 bytes.
     """
     order = [index for index, name in enumerate(parts.specs) if name in names]
-    mine = torch.tensor([min(order, default=len(parts.specs)), len(order)], device=parts.mesh.device)
+    mine = torch.tensor([min(order, default=len(parts.specs)), len(order)])
     rows: list[list[int]] = all_rows(mine, parts.mesh.world).tolist()
     return rows
 

@@ -80,7 +80,7 @@ class Trainer:
         self._work = work_of(parts.config, parts.mesh.device)
         self._batch = self._load(samples)
         """The replica's rows of the next step's batch."""
-        mine = torch.tensor(counts_of(self._batch, parts.model.labels), dtype=torch.float64, device=parts.mesh.device)
+        mine = torch.tensor(counts_of(self._batch, parts.model.labels), dtype=torch.float64)
         parts.mesh.comm("data").all_reduce(mine)
         self._counts = [int(count) for count in mine]
         """How many elements of each label are valid in its global batch."""

@@ -66,9 +66,9 @@ def _source_digest() -> str:
 def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
     """Return where all ranks state the same facts; else LaunchError on all of them, naming the first who differs."""
     text = json.dumps(dict(facts), sort_keys=True)
-    if same_everywhere(torch.tensor(list(text.encode()), dtype=torch.uint8, device=mesh.device), mesh.world):
+    if same_everywhere(torch.tensor(list(text.encode()), dtype=torch.uint8), mesh.world):
         return
-    stated = all_texts(json.dumps({**facts, _HOST: socket.gethostname()}), mesh.world, mesh.device)
+    stated = all_texts(json.dumps({**facts, _HOST: socket.gethostname()}), mesh.world)
     every = [json.loads(one) for one in stated]
     rank = next(rank for rank, theirs in enumerate(every) if _differences(theirs, every[0]))
     raise LaunchError(_sentence(rank, every[rank], every[0]))
@@ -82,12 +82,12 @@ def share_folder(mesh: Mesh, out: Path) -> None:
     token = out / f".seen-by-all-{secrets.token_hex(8)}"
     if mesh.rank == 0:
         token.touch()
-    name, first = text_of_root(f"{token.name} {socket.gethostname()}", mesh.world, mesh.device).split()
+    name, first = text_of_root(f"{token.name} {socket.gethostname()}", mesh.world).split()
     token = out / name
     end = time.monotonic() + min(_PATIENCE_SECONDS, mesh.timeout.wait / 2)
     while not (seen := token.exists()) and time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)
-    blind = all_texts("" if seen else f"rank {mesh.rank} on {socket.gethostname()}", mesh.world, mesh.device)
+    blind = all_texts("" if seen else f"rank {mesh.rank} on {socket.gethostname()}", mesh.world)
     if mesh.rank == 0:
         token.unlink()
     if any(blind):

@@ -37,7 +37,7 @@ def train_step(
     DivergedError where the gradient is not finite and no smaller loss scale can help.
     """
     number = parts.optimizer.steps_taken if step is None else step
-    loss = torch.tensor(backward(parts, batch, number), dtype=torch.float64, device=parts.mesh.device)
+    loss = torch.tensor(backward(parts, batch, number), dtype=torch.float64)
     arrivals: Iterable[int] = parts.strategy.arrivals()
     whole_loss = parts.mesh.world.all_reduce(loss, wait=False)  # behind the last bucket, as on every rank
     if observe is not None:

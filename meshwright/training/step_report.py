@@ -75,7 +75,7 @@ class ReportExchange:
         """Send this rank's report to all others, without waiting for theirs."""
         numbers = torch.tensor(report.numbers(), dtype=torch.float64)
         hashes = torch.tensor(report.hashes, dtype=torch.int64)
-        mine = torch.cat([numbers.view(torch.int64), hashes]).to(mesh.device)
+        mine = torch.cat([numbers.view(torch.int64), hashes])
         everyone = mine.new_empty(mesh.world.size, mine.numel())
         work = mesh.world.all_gather(everyone, mine, wait=False)
         return cls(everyone, work, len(report.next_counts), len(report.hashes))
@@ -83,7 +83,7 @@ class ReportExchange:
     def read(self) -> list[StepReport]:
         """All reports, in rank order."""
         self.work.wait()
-        everyone = self.everyone.cpu()
+        everyone = self.everyone
         split = everyone.shape[1] - self.num_hashes
         numbers, hashes = everyone[:, :split].contiguous().view(torch.float64).tolist(), everyone[:, split:].tolist()
         return [StepReport.of(row, self.num_labels, own) for row, own in zip(numbers, hashes, strict=True)]

@@ -72,7 +72,7 @@ def _resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *,
         memory = torch.cuda.mem_get_info(mesh.device)[0]
     else:
         memory = Machine.here().rank_bytes(settings.layout.world_size)
-    least = int(all_rows(torch.tensor([memory], device=mesh.device), mesh.world).min())
+    least = int(all_rows(torch.tensor([memory]), mesh.world).min())
     resolved = Resolved(settings)
     if mesh.rank == 0:
         before = decided_before(asked, out) if resume else asked
@@ -80,13 +80,13 @@ def _resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *,
             settings = with_field(settings, field, field_of(before, field))
         resolved = resolve_layout(settings, Machine(cores=1, memory=least, shared=False))
     text = json.dumps([resolved.config.model_dump(mode="json", by_alias=True), resolved.notes])
-    tree = json.loads(text_of_root(text, mesh.world, mesh.device))
+    tree = json.loads(text_of_root(text, mesh.world))
     return Resolved(Config.model_validate(tree[0]), tuple(tree[1]))
 
 
 def _agreed(mesh: Mesh, step: int | None) -> int | None:
     """The step that rank 0 found a checkpoint of: ranks may see a shared folder at different times."""
-    found = torch.tensor([-1 if step is None else step], dtype=torch.int64, device=mesh.device)
+    found = torch.tensor([-1 if step is None else step], dtype=torch.int64)
     mesh.world.broadcast(found, 0)
     return None if int(found) < 0 else int(found)
 

@@ -80,7 +80,7 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
     else:
         transport = SoloTransport()
     try:
-        with patch("meshwright.pipeline.pipeline.agreed", lambda schedule, *others: schedule):
+        with patch("meshwright.pipeline.pipeline.agreed", lambda schedule, *others, planned: schedule):
             yield Mesh(grid, rank, device, transport, config.layout.token_axes, "cuda", timeout=Timeout())
     finally:
         if grid.world_size > 1:
@@ -107,7 +107,7 @@ def _transport() -> Any:
         def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
             return HastyMailbox(group) if len(group.ranks) > 1 else SoloMailbox(group.axis)
 
-    return Transport(timedelta(seconds=60))
+    return Transport(timedelta(seconds=60), torch.device("cuda", 0), births=True)
 
 
 def main() -> None:

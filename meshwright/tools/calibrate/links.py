@@ -63,7 +63,7 @@ class Conversation:
     def _agreed(self, once: float) -> int:
         """The number of calls of about `once` seconds that make a round. Ends the rank where the job is to stop."""
         wanted = max(1, min(MOST_CALLS, math.ceil(self.point_seconds / ROUNDS / once)))
-        calls = torch.tensor([0 if self.stop.requested else wanted], device=self.device)
+        calls = torch.tensor([0 if self.stop.requested else wanted])
         self.comm.broadcast(calls, root=0)
         if not calls.item():
             sys.exit()
@@ -99,7 +99,7 @@ def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
     a, b = (torch.randn(effort.dtype_side, effort.dtype_side, device=mesh.device) for _ in range(2))
     alone = conversation.seconds(lambda _: comm.all_reduce(x))
     product = conversation.seconds(lambda _: torch.matmul(a, b))
-    count = torch.tensor([math.ceil(2 * alone / product)], device=mesh.device)
+    count = torch.tensor([math.ceil(2 * alone / product)])
     comm.broadcast(count, root=0)
 
     def compute() -> None:

@@ -1,0 +1,59 @@
+"""A schedule decides on a device that lags behind its host as on one that does not; and nothing waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
+from meshwright.ranks.grid import Grid
+from tests.rehearsal.async_device import DURATION, Outcome, run_stage
+from tests.workers import run_ranks
+
+RULES = {"gpipe": GPIPE, "1f1b": ONE_F_ONE_B, "axonn": AXONN, "message-driven": MESSAGE_DRIVEN}
+
+
+def run(grid: Grid, rule: ScheduleRule, num_batches: int, durations: Sequence[float] | int, **more: Any) -> Any:
+    return run_ranks(run_stage, grid, rule, num_batches, durations, *more.values())
+
+
+def at_once(order: list[str]) -> int:
+    """How many weight gradients follow their own backward pass."""
+    return sum(after == f"W{before[1:]}" for before, after in pairwise(order) if before[0] == "B")
+
+
+FASTER_FIRST = (DURATION / 4, DURATION)
+
+
+def test_weight_gradients_wait_for_what_neighbours_wait_for() -> None:
+    """The first stage is faster, so that the last always has a forward pass to do; weights come at the end."""
+    _, last = run(Grid((("data", 1), ("pipe", 2))), MESSAGE_DRIVEN.limited(8), 6, FASTER_FIRST)
+    assert at_once(last.order) <= 2, last.order
+    assert last.order.index("W0") > last.order.index("F2"), last.order
+
+
+def test_a_driver_that_asks_at_once_defers_nothing() -> None:
+    """What the rehearsal would find: a task that is only given is taken for done."""
+    _, last = run(Grid((("data", 1), ("pipe", 2))), MESSAGE_DRIVEN.limited(8), 6, FASTER_FIRST, at_once=True)
+    assert at_once(last.order) >= 4, last.order
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", RULES)
+def test_tasks_of_any_length_come_to_their_end(name: str, seed: int) -> None:
+    """And no receive is begun before its send, which would spin on a GPU meanwhile."""
+    outcomes: list[Outcome] = run(Grid((("data", 1), ("pipe", 3))), RULES[name], 6, seed)
+    for outcome in outcomes:
+        assert len(outcome.order) == 6 * len(RULES[name].kinds)
+        assert outcome.early == 0
+
+
+def test_ranks_of_a_stage_do_the_same_in_the_same_order() -> None:
+    grid = Grid((("data", 1), ("pipe", 2), ("row", 2)))
+    outcomes: list[Outcome] = run(grid, MESSAGE_DRIVEN, 6, 3)
+    for stage in range(2):
+        first, second = outcomes[2 * stage : 2 * stage + 2]
+        assert first.order == second.order
