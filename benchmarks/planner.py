@@ -32,7 +32,7 @@ from rich.table import Table
 from benchmarks.planner_cases import SHAPES, Case, cases
 from benchmarks.visits import Visitor
 from meshwright.tools.plan.cluster import Cluster, load_cluster
-from meshwright.tools.plan.predict import predict
+from meshwright.tools.plan.predict import Planner
 from meshwright.tools.plan.recordings import Recordings
 
 SET, SETS, SEED = 5, 1000, 1
@@ -109,7 +109,7 @@ def outcomes_of(wanted: Sequence[Case], measured: Sequence[float], cluster: Clus
     """With what the planner says of each case. Recordings are shared, as in a search."""
     recordings = Recordings()
     for case, milliseconds in zip(wanted, measured, strict=True):
-        yield Outcome(case, milliseconds, 1e3 * predict(case.config, cluster, recordings).seconds)
+        yield Outcome(case, milliseconds, 1e3 * Planner(cluster, recordings).predict(case.config).seconds)
 
 
 def mean_error(outcomes: Iterable[Outcome]) -> float:

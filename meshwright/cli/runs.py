@@ -235,7 +235,7 @@ def scale(
     if out is not None:
         report.check_new(out)
     with progress() as show:
-        scaling = scale.scale(question, scale.Search(described, show))
+        scaling = scale.scale(question, scale.searching(described, show))
     print_result(scale, scaling, as_json, [] if out is None else scale.write(scaling, out))
 
 

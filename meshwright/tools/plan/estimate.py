@@ -2,7 +2,7 @@
 
 The memory is that of the real kit's parameters in the real buckets. The estimate is composed as a prediction is
 (predict.py), but of recordings at two sizes of microbatch, between and beyond which kernels and payloads are
-interpolated (interpolate.py), and with a formula (`pipeline_seconds`) in place of the simulated pipeline.
+interpolated (recorder.py), and with a formula (`pipeline_seconds`) in place of the simulated pipeline.
 
 Recomputation is not recorded: it adds to a backward pass and takes from what is kept.
 """
@@ -23,9 +23,8 @@ from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.buckets import Memory, Peak, memory_of, streams
 from meshwright.tools.plan.compose import StagePlan
-from meshwright.tools.plan.interpolate import interpolated_program
 from meshwright.tools.plan.predict import Planner, Prediction, TimedRun, check
-from meshwright.tools.plan.recorder import Program
+from meshwright.tools.plan.recorder import Program, interpolated_program
 from meshwright.tools.plan.recordings import Forms, Parameter, Recording, parameters_in, splits
 
 SURE = 0.95

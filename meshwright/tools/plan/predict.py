@@ -179,11 +179,6 @@ class Planner:
         return compose_stages(config, self.cluster.device, self.recordings, self.partition(config))
 
 
-def predict(config: Config, cluster: Cluster, recordings: Recordings | None = None) -> Prediction:
-    """A run on a cluster. `recordings`: of earlier predictions for the same kind of device. Raises as Planner does."""
-    return Planner(cluster, Recordings() if recordings is None else recordings).predict(config)
-
-
 def check(config: Config) -> None:
     """Raises ConfigError for what cannot be predicted."""
     check_recorded(config)

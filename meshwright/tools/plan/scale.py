@@ -24,8 +24,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -55,7 +54,8 @@ _WIDTH = 160
 
 @dataclass(frozen=True)
 class ScaledStrategy:
-    """What it fixes of a layout; the search chooses all else, the sizes of `tensor` too. `staged`: only with stages."""
+    """A strategy fixes these of a layout; the search chooses all else, the sizes of `tensor` too. `staged`: it has
+    stages."""
 
     tensor: TensorSection | None = None
     stages: int | None = None
@@ -101,49 +101,28 @@ STRATEGIES = {
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Why a strategy has no layout on so many devices."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Point:
-    """A strategy on so many devices, `samples` a step: the fastest of its layouts that fit, or why there is none."""
+    """A strategy on so many devices, `samples` a step. `best`: the fastest of its layouts that fit, or the reason why
+    there is none. `efficiency`: its samples a second and device, relative to those of its first point with a layout."""
 
+    strategy: str
     devices: int
     samples: int
-    found: Prediction | Gap
+    best: Prediction | str
+    efficiency: float | None = None
 
     @property
     def samples_per_second(self) -> float | None:
-        return None if isinstance(self.found, Gap) else self.samples / self.found.seconds
-
-
-@dataclass(frozen=True)
-class ScalingCurve:
-    """A strategy's points, by rising devices."""
-
-    strategy: str
-    points: tuple[Point, ...]
-
-    @cached_property
-    def efficiencies(self) -> tuple[float | None, ...]:
-        """Each point's samples a second and device, relative to those of the first one that has a layout."""
-        rates = [(point.samples_per_second, point.devices) for point in self.points]
-        each = [None if rate is None else rate / devices for rate, devices in rates]
-        first = next((rate for rate in each if rate is not None), 1.0)
-        return tuple(None if rate is None else rate / first for rate in each)
+        return None if isinstance(self.best, str) else self.samples / self.best.seconds
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A run's curves on a cluster."""
+    """A run's curves on a cluster: the points of each strategy, by rising devices."""
 
-    run: Config
     cluster: Cluster
     mode: str
-    curves: tuple[ScalingCurve, ...]
+    curves: tuple[tuple[Point, ...], ...]
 
     @property
     def title(self) -> str:
@@ -173,35 +152,31 @@ class ScalingQuestion:
         return self.run.model_copy(update={"batch": batch})
 
 
-Find = Callable[[Config, int, Collection[str], Keep], Prediction | Gap]
-"""find(config, devices, fixed, keep): the fastest layout that fits of those that are kept."""
+Find = Callable[[Config, int, Collection[str], Keep], Prediction | str]
+"""find(config, devices, fixed, keep): the fastest layout that fits of those that are kept, or why there is none."""
 
 
-class Search:
-    """The planner's search as a Find. `report`: is told how far it is."""
+def searching(cluster: Cluster, report: ShowProgress = silent) -> Find:
+    """The planner's search as a Find. `report` is told how far it is."""
+    recordings = Recordings()
+    models: dict[int, Estimates] = {}
 
-    def __init__(self, cluster: Cluster, report: ShowProgress = silent) -> None:
-        self.cluster = cluster
-        self.report = report
-        self._recordings = Recordings()
-        self._estimates: dict[int, Estimates] = {}
+    def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
+        known = models.setdefault(devices, Estimates(Planner(cluster, recordings)))
 
-    def __call__(self, config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | Gap:
-        if devices not in self._estimates:
-            self._estimates[devices] = Estimates(Planner(self.cluster, self._recordings))
-        models = self._estimates[devices]
-
-        def report(text: str, done: float | None) -> None:
-            self.report(f"{devices:,} devices: {text}", done)
+        def tell(text: str, done: float | None) -> None:
+            report(f"{devices:,} devices: {text}", done)
 
         try:
-            found = search(config, self.cluster, devices, 1, fixed=fixed, keep=keep, models=models, report=report)
+            result = search(config, cluster, devices, 1, fixed=fixed, keep=keep, models=known, report=tell)
         except ConfigError as error:
             first, *others = error.problems
             if first.field != "--devices":
-                return Gap(str(error))  # what the closest lacks
-            return Gap("; ".join(map(str, others)) or f"{devices} devices make no layout of this kind")
-        return found.predictions[0]
+                return str(error)  # says what the closest layout lacks
+            return "; ".join(map(str, others)) or f"{devices} devices make no layout of this kind"
+        return result.predictions[0]
+
+    return find
 
 
 def scale(question: ScalingQuestion, find: Find) -> Scaling:
@@ -209,20 +184,24 @@ def scale(question: ScalingQuestion, find: Find) -> Scaling:
     runs = {devices: question.run_on(devices) for devices in sorted(question.devices)}
     curves = []
     for name in question.strategies:
-        strategy = STRATEGIES[name]
-        points = (
-            Point(devices, run.batch.global_, _found(strategy, run, devices, question.given, find))
-            for devices, run in runs.items()
-        )
-        curves.append(ScalingCurve(name, tuple(points)))
-    return Scaling(question.run, question.cluster, question.mode, tuple(curves))
+        points: list[Point] = []
+        first: float | None = None
+        for devices, run in runs.items():
+            best = _best(STRATEGIES[name], run, devices, question.given, find)
+            point = Point(name, devices, run.batch.global_, best)
+            if (rate := point.samples_per_second) is not None:
+                first = rate / devices if first is None else first
+                point = replace(point, efficiency=rate / devices / first)
+            points.append(point)
+        curves.append(tuple(points))
+    return Scaling(question.cluster, question.mode, tuple(curves))
 
 
-def _found(strategy: ScaledStrategy, run: Config, devices: int, given: frozenset[str], find: Find) -> Prediction | Gap:
-    """The strategy's best layout, where the user has not fixed anything else."""
+def _best(strategy: ScaledStrategy, run: Config, devices: int, given: frozenset[str], find: Find) -> Prediction | str:
+    """The strategy's best layout, unless the user has fixed another value of what it fixes."""
     for name, value in strategy.fixed.items():
         if name in given and field_of(run, name) != value:
-            return Gap(f"{name}={field_of(run, name)} was asked for")
+            return f"{name}={field_of(run, name)} was asked for"
     return find(strategy.applied(run), devices, given | strategy.fixed.keys(), strategy.keeps)
 
 
@@ -242,28 +221,28 @@ def parse_mode(text: str) -> str:
     return text
 
 
+def _row(point: Point) -> dict[str, object]:
+    best, reason = (None, point.best) if isinstance(point.best, str) else (point.best, None)
+    return {
+        "strategy": point.strategy,
+        "devices": point.devices,
+        "samples": point.samples,
+        "layout": best and layout_text(best.config),
+        "seconds": best and best.seconds,
+        "samples_per_second": point.samples_per_second,
+        "efficiency": point.efficiency,
+        "memory_bytes": best and best.worst_memory,
+        "reason": reason,
+    }
+
+
 def as_dict(scaling: Scaling) -> dict[str, object]:
-    """The curves as plain values for a script: a row a strategy and number of devices, of a gap its reason alone."""
-    rows: list[dict[str, object]] = []
-    for curve in scaling.curves:
-        for point, efficiency in zip(curve.points, curve.efficiencies, strict=True):
-            found, gap = (None, point.found.reason) if isinstance(point.found, Gap) else (point.found, None)
-            rows.append({
-                "strategy": curve.strategy,
-                "devices": point.devices,
-                "samples": point.samples,
-                "layout": found and layout_text(found.config),
-                "seconds": found and found.seconds,
-                "samples_per_second": point.samples_per_second,
-                "efficiency": efficiency,
-                "memory_bytes": found and found.worst_memory,
-                "reason": gap,
-            })  # fmt: skip
+    """The curves as plain values for a script: a row a strategy and number of devices."""
     return {
         "cluster": scaling.cluster.name,
         "mode": scaling.mode,
         "device_memory_bytes": scaling.cluster.device.memory,
-        "rows": rows,
+        "rows": [_row(point) for curve in scaling.curves for point in curve],
     }
 
 
@@ -276,15 +255,14 @@ def render(scaling: Scaling) -> None:
         title=f"{scaling.title} (devices of {scaling.cluster.device.memory / 1e9:.1f} GB)",
     )  # fmt: skip
     for curve in scaling.curves:
-        for index, (point, efficiency) in enumerate(zip(curve.points, curve.efficiencies, strict=True)):
-            cells = ["" if index else curve.strategy, f"{point.devices:,}", f"{point.samples:,}"]
-            found = point.found
-            if isinstance(found, Gap):
-                cells += ["-", "-", "-", "-", found.reason]
+        for index, point in enumerate(curve):
+            best = point.best
+            if isinstance(best, str):
+                cells = ["-", "-", "-", "-", best]
             else:
-                cells += [f"{found.seconds:.4g}", f"{point.samples_per_second:,.4g}", f"{efficiency:.1%}"]
-                cells += [f"{found.worst_memory / 1e9:.2f}", layout_text(found.config)]
-            table.add_row(*cells)
+                cells = [f"{best.seconds:.4g}", f"{point.samples_per_second:,.4g}", f"{point.efficiency:.1%}"]
+                cells += [f"{best.worst_memory / 1e9:.2f}", layout_text(best.config)]
+            table.add_row("" if index else point.strategy, f"{point.devices:,}", f"{point.samples:,}", *cells)
         table.add_section()
     Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(table)
 
@@ -293,26 +271,21 @@ def write(scaling: Scaling, folder: Path) -> list[Path]:
     """Write scaling.csv, scaling.json and, where any strategy has a layout, scaling.png. Older ones are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     table, values, picture = (folder / f"scaling.{ending}" for ending in ("csv", "json", "png"))
-    tree = as_dict(scaling)
-    rows = tree["rows"]
-    assert isinstance(rows, list), rows
+    rows = [_row(point) for curve in scaling.curves for point in curve]
     with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    values.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    lines = {curve.strategy: _line(curve) for curve in scaling.curves}
+    values.write_text(json.dumps(as_dict(scaling), indent=1) + "\n", encoding="utf-8")
+    lines = {curve[0].strategy: _line(curve) for curve in scaling.curves}
     if not any(line.devices for line in lines.values()):
         return [table, values]
     draw_scaling(lines, picture, scaling.title)
     return [table, values, picture]
 
 
-def _line(curve: ScalingCurve) -> Line:
+def _line(curve: tuple[Point, ...]) -> Line:
     """The curve's points that have a layout."""
-    there = [
-        (point.devices, point.samples_per_second, efficiency)
-        for point, efficiency in zip(curve.points, curve.efficiencies, strict=True)
-        if point.samples_per_second is not None and efficiency is not None
-    ]
-    return Line(*zip(*there, strict=True)) if there else Line((), (), ())
+    figures = ((point.devices, point.samples_per_second, point.efficiency) for point in curve)
+    present = [(devices, rate, part) for devices, rate, part in figures if rate is not None and part is not None]
+    return Line(*zip(*present, strict=True)) if present else Line((), (), ())

@@ -20,14 +20,13 @@ from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from meshwright.config import Config
 from meshwright.config.schema import Layout
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
 from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.estimate import Estimate, Estimates
+from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Memory, Planner, Prediction
 from meshwright.tools.plan.space import SearchJob, legal_layouts
 
@@ -35,18 +34,6 @@ Keep = Callable[[Layout], bool]
 
 TRIES = 6
 """How many layouts of a strategy that has none among the fastest are predicted until one fits."""
-
-
-class Models(Protocol):
-    """What the search asks of the planner's models of memory and time (estimate.py)."""
-
-    def weights_memory(self, config: Config) -> Memory:
-        """What the fullest rank holds before it computes anything: weights, gradients, states."""
-
-    def estimate(self, config: Config) -> Estimate:
-        """Nearly what a step takes and holds, and hardly ever more."""
-
-    def predict(self, config: Config) -> Prediction: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,7 @@ def search(
     *,
     fixed: Collection[str] = (),
     keep: Keep = lambda layout: True,
-    models: Models | None = None,
+    models: Estimates | None = None,
     report: ShowProgress = silent,
 ) -> SearchResult:
     """The `top` fastest layouts of a run on so many devices that fit, of those that `keep` lets pass.
@@ -155,7 +142,7 @@ def _uncollected() -> Iterator[None]:
 class _Hunt:
     """A search under way. `queue`: estimated seconds, a number that no two share, the layout."""
 
-    def __init__(self, job: SearchJob, top: int, models: Models, report: ShowProgress) -> None:
+    def __init__(self, job: SearchJob, top: int, models: Estimates, report: ShowProgress) -> None:
         self.job, self.top, self.models, self.report = job, top, models, report
         self.legal = self.too_full = self.unfit = self.dominated = self.predicted = 0
         self.kinds: set[str] = set()

@@ -10,7 +10,7 @@ from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.tools.plan.cluster import Cluster, Device, Level, Links
-from meshwright.tools.plan.predict import Planner, predict
+from meshwright.tools.plan.predict import Planner, Prediction
 from tests.harness import counted_step
 
 DEVICE = Device(
@@ -58,6 +58,10 @@ def config_for(tensor: dict[str, Any], pipeline: dict[str, Any], recompute: Any,
     return parse_config(tree | more)
 
 
+def predicted(config: Config) -> Prediction:
+    return Planner(CLUSTER).predict(config)
+
+
 def sent(traffic: Any) -> dict[tuple[str, str], tuple[int, int]]:
     """Calls and bytes."""
     return {key: (entry.calls, entry.sent_bytes) for key, entry in traffic.items() if entry.calls}
@@ -68,7 +72,7 @@ def test_traffic_and_weights_are_those_of_the_whole_run(
     tensor: dict[str, Any], pipeline: dict[str, Any], recompute: str, sync: str
 ) -> None:
     config = config_for(tensor, pipeline, recompute, sync=sync)
-    made = predict(config, CLUSTER)
+    made = predicted(config)
     grid = Grid(config.layout.axes)
     for stage in range(config.layout.pipeline.size):
         parts = counted_step(config, grid.rank(dict.fromkeys(grid.names, 0) | {PIPE: stage}))
@@ -86,32 +90,32 @@ def test_traffic_and_weights_are_those_of_the_whole_run(
 def test_groups_of_recomputed_layers_follow_from_small_ones() -> None:
     """Five layers at once, from one and two."""
     config = config_for({"kind": "megatron", "size": 2}, {}, 5)
-    made, parts = predict(config, CLUSTER), counted_step(config)
+    made, parts = predicted(config), counted_step(config)
     assert sent(made.traffic[0]) == sent(parts.mesh.ledger.traffic)
-    assert made.flops == pytest.approx(predict(config_for({"kind": "megatron", "size": 2}, {}, 1), CLUSTER).flops)
+    assert made.flops == pytest.approx(predicted(config_for({"kind": "megatron", "size": 2}, {}, 1)).flops)
 
 
 def test_recomputation_trades_memory_for_products() -> None:
-    plain, again = (predict(config_for({}, {}, recompute), CLUSTER) for recompute in ("none", "auto"))
+    plain, again = (predicted(config_for({}, {}, recompute)) for recompute in ("none", "auto"))
     assert again.memory[0].activations < plain.memory[0].activations / 2
     assert 1.2 * plain.flops < again.flops < 4 / 3 * plain.flops
 
 
 def test_half_the_ranks_do_twice_the_work() -> None:
     """The layers' products are shared out evenly by every kit."""
-    whole = predict(config_for({}, {}, "none"), CLUSTER)
+    whole = predicted(config_for({}, {}, "none"))
     for tensor, parts in (({"kind": "megatron", "size": 2}, 2), ({"kind": "tesseract", "q": 2, "d": 1}, 4)):
-        made = predict(config_for(tensor, {}, "none"), CLUSTER)
+        made = predicted(config_for(tensor, {}, "none"))
         assert made.flops == pytest.approx(whole.flops / parts, rel=0.02)
 
 
 def test_offload_leaves_the_staging_on_the_device() -> None:
     half = {"precision": {"level": "O2", "dtype": "bf16"}}
-    here = predict(config_for({}, {}, "none", **half), CLUSTER).memory[0]
+    here = predicted(config_for({}, {}, "none", **half)).memory[0]
     config = config_for({}, {}, "none", **half)
     offload = config.memory.offload.model_copy(update={"to": "host", "bucket": 1024})
     config = config.model_copy(update={"memory": config.memory.model_copy(update={"offload": offload})})
-    there = predict(config, CLUSTER).memory[0]
+    there = predicted(config).memory[0]
     assert there.states == 16 * 1024
     assert here.states == pytest.approx(6 * here.weights, rel=0.05)  # 12 bytes to the 2 of a half
 
@@ -127,19 +131,19 @@ def test_offload_leaves_the_staging_on_the_device() -> None:
 )
 def test_what_cannot_be_planned_is_refused(more: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        predict(config_for({}, {}, "none", **more), CLUSTER)
+        predicted(config_for({}, {}, "none", **more))
 
 
 def test_a_server_is_slower_than_a_ring() -> None:
     """It sends the model to everyone, takes all gradients, and steps alone."""
-    server, ring = (predict(config_for({}, {}, "none", sync=sync), CLUSTER) for sync in ("server-gradient", "ring"))
+    server, ring = (predicted(config_for({}, {}, "none", sync=sync)) for sync in ("server-gradient", "ring"))
     assert server.seconds > ring.seconds
     assert server.traffic[0]["data", "broadcast"].sent_bytes == server.memory[0].weights
 
 
 def test_a_partition_measured_at_the_start_is_refused() -> None:
     with pytest.raises(ConfigError, match="measured"):
-        predict(config_for({}, {"size": 2, "partition": "measured"}, "none"), CLUSTER)
+        predicted(config_for({}, {"size": 2, "partition": "measured"}, "none"))
 
 
 def test_what_was_recorded_serves_other_layouts() -> None:

@@ -17,7 +17,6 @@ from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.scale import (
     STRATEGIES,
-    Gap,
     Scaling,
     ScalingQuestion,
     as_dict,
@@ -45,11 +44,11 @@ def predicted(config: Config, seconds: float) -> Prediction:
     return Prediction(config, FLAT, seconds, {}, (memory,), ({},), Timeline(1, ()), 0.0)
 
 
-def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | Gap:
+def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
     """Replicas alone, each two samples a second, less a part for every doubling."""
     found = laid_out(config, data={"size": devices})
     if config.layout.tensor.kind != "none" or not keep(found.layout):
-        return Gap("no such layout here")
+        return "no such layout here"
     samples = config.batch.global_
     return predicted(found, samples / (2 * devices) * (1 + 0.25 * (devices.bit_length() - 1)))
 
@@ -60,25 +59,25 @@ def scaled(mode: str, *strategies: str, devices: tuple[int, ...] = (2, 4, 8)) ->
 
 def test_strong_keeps_the_batch_and_weak_the_samples_a_device() -> None:
     (strong,), (weak,) = scaled("strong", "data").curves, scaled("weak", "data").curves
-    assert [point.samples for point in strong.points] == [8, 8, 8]
-    assert [point.samples for point in weak.points] == [8, 16, 32]
-    assert [point.found.seconds for point in strong.points] == pytest.approx([2.5, 1.5, 0.875])
-    assert [point.found.seconds for point in weak.points] == pytest.approx([2.5, 3.0, 3.5])
+    assert [point.samples for point in strong] == [8, 8, 8]
+    assert [point.samples for point in weak] == [8, 16, 32]
+    assert [point.best.seconds for point in strong] == pytest.approx([2.5, 1.5, 0.875])
+    assert [point.best.seconds for point in weak] == pytest.approx([2.5, 3.0, 3.5])
 
 
 @pytest.mark.parametrize("mode", ["strong", "weak"])
 def test_efficiency_is_samples_a_second_and_device_in_those_of_the_fewest(mode: str) -> None:
     (curve,) = scaled(mode, "data").curves
-    assert curve.efficiencies == pytest.approx((1, 1.25 / 1.5, 1.25 / 1.75))
-    assert curve.points[1].samples_per_second == pytest.approx(8 / 1.5)
+    assert [point.efficiency for point in curve] == pytest.approx([1, 1.25 / 1.5, 1.25 / 1.75])
+    assert curve[1].samples_per_second == pytest.approx(8 / 1.5)
 
 
 def test_efficiency_begins_where_a_strategy_has_its_first_layout() -> None:
-    def late(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | Gap:
-        return Gap("too full") if devices == 2 else find(config, devices, fixed, keep)
+    def late(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
+        return "too full" if devices == 2 else find(config, devices, fixed, keep)
 
     (curve,) = scale(ScalingQuestion(RUN, FLAT, (2, 4, 8), "strong", ("data",)), late).curves
-    assert curve.efficiencies == (None, 1, pytest.approx(1.5 / 1.75))
+    assert [point.efficiency for point in curve] == [None, 1, pytest.approx(1.5 / 1.75)]
 
 
 def test_a_gap_is_said_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,13 +122,13 @@ def test_what_the_user_fixed_stays() -> None:
     run = laid_out(RUN, tensor={"kind": "megatron", "size": 4})
     asked: list[tuple[Config, Collection[str]]] = []
 
-    def note(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | Gap:
+    def note(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
         asked.append((config, fixed))
-        return Gap("not here")
+        return "not here"
 
     data, megatron = scale(ScalingQuestion(run, FLAT, (4,), "strong", ("data", "megatron"), given), note).curves
-    assert data.points[0].found == Gap("layout.tensor.kind=megatron was asked for")
-    assert megatron.points[0].found == Gap("not here")
+    assert data[0].best == "layout.tensor.kind=megatron was asked for"
+    assert megatron[0].best == "not here"
     ((config, fixed),) = asked
     assert config.layout.tensor == run.layout.tensor
     assert set(fixed) == {*given, "layout.pipeline.size"}
