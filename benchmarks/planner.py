@@ -33,7 +33,6 @@ from benchmarks.planner_cases import SHAPES, Case, cases
 from benchmarks.visits import Visitor
 from meshwright.tools.plan.cluster import Cluster, load_cluster
 from meshwright.tools.plan.predict import Planner
-from meshwright.tools.plan.recordings import Recordings
 
 SET, SETS, SEED = 5, 1000, 1
 """Layouts in a comparison, comparisons, and what they are drawn with."""
@@ -107,9 +106,9 @@ def measure(wanted: Sequence[Case], rounds: int, steps: int) -> list[float]:
 
 def outcomes_of(wanted: Sequence[Case], measured: Sequence[float], cluster: Cluster) -> Iterator[Outcome]:
     """With what the planner says of each case. Recordings are shared, as in a search."""
-    recordings = Recordings()
+    planner = Planner(cluster)
     for case, milliseconds in zip(wanted, measured, strict=True):
-        yield Outcome(case, milliseconds, 1e3 * Planner(cluster, recordings).predict(case.config).seconds)
+        yield Outcome(case, milliseconds, 1e3 * planner.predict(case.config).seconds)
 
 
 def mean_error(outcomes: Iterable[Outcome]) -> float:

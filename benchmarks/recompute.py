@@ -3,8 +3,8 @@
     python -m benchmarks.recompute [--rounds N] [--steps N] [--json FILE]
 
 A GPT-2 of 12 layers, hidden 256, sequence 256, dropout 0.1, one microbatch of 2 sequences, float32, one thread.
-Bytes (memory/live.py): `kept` is the memory of all tensors that a forward pass has made and left alive, `peak` the most
-alive at any time in the forward and the backward pass; `counted` is `kept` as meta tensors tell it.
+Bytes (memory/recompute.py): `kept` is the memory of all tensors that a forward pass has made and left alive, `peak`
+the most alive at any time in the forward and the backward pass; `counted` is `kept` as meta tensors tell it.
 (Gradients are written into their buckets, which are there before.) Times: a whole step, all settings in turns.
 """
 
@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
 from meshwright.config import Config, parse_config
-from meshwright.memory.live import LiveBytes
+from meshwright.memory.recompute import LiveBytes
 from meshwright.parts import Parts, build, empty_batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import solo_mesh

@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from meshwright.config import Config
 from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import usable_cores
-from meshwright.memory.live import LiveBytes
 from meshwright.memory.offload import host_store_bytes, state_bytes
+from meshwright.memory.recompute import LiveBytes
 from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import Chain, chain_of, make_chain, split_name
 from meshwright.parameters.bucket import gradient_dtype

@@ -4,6 +4,8 @@ Chen et al., arXiv 1604.06174. torch's own checkpoint, which gives the second pa
 that dropout masks are the same. In a stage of l of the network's N layers, groups of a cost about l/a inputs and the
 activations of a layers: least where a is near √N (AxoNN, arXiv 2110.13005, section 4.2).
 
+`LiveBytes` follows what a forward pass keeps, and what is left of it at any time.
+
 Not everything is worth it: GELU alone is never recomputed, since the next linear keeps its output anyway. Groups of one
 layer held half as much at the peak as the paper's in our measurements, at no more time (docs/memory.md).
 """
@@ -11,9 +13,12 @@ layer held half as much at the peak as the paper's in our measurements, at no mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 
@@ -31,3 +36,59 @@ def best_group(stage_layers: int, network_layers: int) -> int:
     """The factor of a stage's layers nearest to the square root of the network's; of two as near, the smaller."""
     factors = [size for size in range(1, stage_layers + 1) if stage_layers % size == 0]
     return min(factors, key=lambda size: abs(size - math.sqrt(network_layers)), default=1)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of tensors that are alive, followed from operation to operation, on meta tensors as on real ones.
+
+    A storage counts from the operation that makes it until the last tensor on it is gone. What operations allocate
+    inside of themselves is not seen, nor what other threads allocate. `live`: bytes of what was made while this was
+    entered and is still there; `peak`: the most that ever was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = op(*args, **(kwargs or {}))
+        given = [*tensors_in(args), *tensors_in(kwargs.values() if kwargs else ())]
+        results = list(tensors_in((result,)))
+        there = {x.untyped_storage()._cdata for x in given}
+        new = [x for x in results if x.untyped_storage()._cdata not in there]
+        for x in new:
+            self._follow(x)
+        self.note(op, args, given, results, new)
+        return result
+
+    def note(
+        self, op: Any, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], new: list[Tensor]
+    ) -> None:
+        """For subclasses that write operations down. `new`: the results that are no views of what was given."""
+
+    def _follow(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._storages:
+            return
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def gone(_: object) -> None:
+            del self._storages[address]
+            self.live -= size
+
+        self._storages[address] = weakref.ref(storage, gone)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments or results, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)

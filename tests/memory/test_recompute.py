@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
-from meshwright.memory.live import LiveBytes
-from meshwright.memory.recompute import best_group, groups_of
+from meshwright.memory.recompute import LiveBytes, best_group, groups_of
 from meshwright.parts import Parts, empty_batch
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import Grid

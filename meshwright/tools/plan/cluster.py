@@ -64,6 +64,11 @@ class Device(Section):
     disk: Rate = 1e9
     """Bytes a second of a node's disk."""
 
+    @property
+    def fuses(self) -> bool:
+        """Whether the device has a fused attention."""
+        return self.attention is not None
+
 
 class Level(Section):
     """Links between units: devices at the innermost level, at the next ones what the level before has joined.

@@ -23,7 +23,7 @@ from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic
 from meshwright.ranks.mailbox import FURTHER, Side
 from meshwright.tools.plan.buckets import Buckets, PlannedBucket
 from meshwright.tools.plan.recorder import Program
-from meshwright.tools.plan.recordings import Forms, Parameter, RecordedDevice, Recording, Recordings, place, splits
+from meshwright.tools.plan.recordings import Forms, Parameter, Recording, Recordings, place, splits
 
 Sent = dict[tuple[str, str], Traffic]
 _Seconds = Callable[[Program], float]
@@ -146,9 +146,7 @@ class StagePlan:
         return costs
 
 
-def compose_stages(
-    config: Config, device: RecordedDevice, recordings: Recordings, partition: Sequence[int]
-) -> list[StagePlan]:
+def compose_stages(config: Config, recordings: Recordings, partition: Sequence[int]) -> list[StagePlan]:
     """Every stage of a layout with so many layers a stage; each is given what the one before gives."""
     stages: list[StagePlan] = []
     outline, runs = recordings.outline(config), ranges_of(partition)
@@ -159,7 +157,7 @@ def compose_stages(
         parameters: dict[str, Parameter] = {}
         last = stage == len(runs) - 1
         for chunk in _chunks(config, Chunk(layers, stage == 0, last)):
-            unit = _unit(config, device, recordings, chunk, forms)
+            unit = _unit(config, recordings, chunk, forms)
             forms = unit.recording.outgoing
             units.append(unit)
             parameters |= {parameter.name: parameter for parameter in unit.parameters}
@@ -178,14 +176,14 @@ def _chunks(config: Config, chunk: Chunk) -> list[Chunk]:
     return chunks + ([Chunk(range(0), False, True)] if chunk.last else [])
 
 
-def _unit(config: Config, device: RecordedDevice, recordings: Recordings, chunk: Chunk, incoming: Forms) -> Unit:
+def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms) -> Unit:
     count, layers = len(chunk.layers), chunk.layers
     alike = {recordings.outline(config).alike[layer] for layer in layers}
     if count <= 2 or len(alike) > 1:
-        recording = recordings.of(config, device, chunk, incoming)
+        recording = recordings.of(config, chunk, incoming)
         return Unit(recording, recording.parameters)
-    ones = [recordings.of(config, device, Chunk(range(layer, layer + 1), False, False), incoming) for layer in layers]
-    two = recordings.of(config, device, Chunk(layers[:2], False, False), incoming)
+    ones = [recordings.of(config, Chunk(range(layer, layer + 1), False, False), incoming) for layer in layers]
+    two = recordings.of(config, Chunk(layers[:2], False, False), incoming)
     return Unit(two, tuple(parameter for one in ones for parameter in one.parameters), ones[0], count)
 
 

@@ -180,11 +180,9 @@ class Estimates:
         if tensor not in self._kept_shares:
             alone = _alone(config, _SIZES[0] * smallest_micro(config))
             again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
-            recordings, device = self.planner.recordings, self.planner.cluster.device
-            forms = recordings.of(alone, device, Chunk(range(0), True, False), ()).outgoing
-            kept, still = (
-                _kept(recordings.of(one, device, Chunk(range(1), False, False), forms)) for one in (alone, again)
-            )
+            recordings = self.planner.recordings
+            forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
+            kept, still = (_kept(recordings.of(one, Chunk(range(1), False, False), forms)) for one in (alone, again))
             self._kept_shares[tensor] = still / kept
         return self._kept_shares[tensor]
 
@@ -288,7 +286,7 @@ class Estimates:
         forms: Forms = ()
         recorded: dict[int, Recording] = {}
         for place, chunk in self._distinct(config):
-            recorded[place] = self.planner.recordings.of(config, self.planner.cluster.device, chunk, forms)
+            recorded[place] = self.planner.recordings.of(config, chunk, forms)
             forms = recorded[place].outgoing
         return recorded
 

@@ -47,14 +47,6 @@ UNIT = "forward passes of a microbatch"
 
 
 @dataclass(frozen=True)
-class AnyDevice:
-    """What is sent, and held of parameters, is the same on all devices."""
-
-    kind: str = "cpu"
-    attention: float | None = None
-
-
-@dataclass(frozen=True)
 class Explained:
     """A run's layout, composed. `layers`: of each stage; `machine`: on which it would start; `traffic`: what each
     stage's first rank sends in a step by axis and verb."""
@@ -126,7 +118,7 @@ def compose(config: Config) -> Explained:
     partition = config.layout.pipeline.partition
     if isinstance(partition, str):  # of one stage nobody decides it
         partition = (config.model.num_blocks,)
-    run = Composition(config, compose_stages(config, AnyDevice(), recordings, partition), Buckets())
+    run = Composition(config, compose_stages(config, recordings, partition), Buckets())
     traffic = (run.traffic(stage) for stage in range(len(run.stages)))
     sent = ({key: entry for key, entry in ledger.items() if entry.calls} for ledger in traffic)
     return Explained(run, ranges_of(partition), machine, recordings, tuple(sent))

@@ -72,13 +72,16 @@ class Planner:
     """Predicts runs on one cluster, and remembers what they have in common."""
 
     cluster: Cluster
-    recordings: Recordings = field(default_factory=Recordings)
+    recordings: Recordings = field(init=False)
     buckets: Buckets = field(default_factory=Buckets)
     passes: dict[Hashable, Passes] = field(default_factory=dict)
     _timers: dict[int, Timer] = field(default_factory=dict)
     _partitions: dict[tuple[object, int], tuple[int, ...]] = field(default_factory=dict)
     _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
     _networks: dict[tuple[TransportName, tuple[tuple[str, int], ...]], ClusterNetwork] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.recordings = Recordings(self.cluster.device.kind, fuses=self.cluster.device.fuses)
 
     def predict(self, config: Config) -> Prediction:
         """Raises ConfigError for what cannot be planned: sync fsdp and server-loss, O1, a partition that is
@@ -169,14 +172,14 @@ class Planner:
             layout.pipeline.partition,
         )  # fmt: skip
         if key not in self._microbatches:
-            self._microbatches[key] = microbatch_bytes(config, device.kind, fuses=device.attention is not None)
+            self._microbatches[key] = microbatch_bytes(config, device.kind, fuses=device.fuses)
         return self._microbatches[key]
 
     def stages(self, config: Config) -> list[StagePlan]:
         """A layout's stages. Until somebody has decided how 2-D operands travel, they keep no gathered weights."""
         if config.memory.summa == "auto":
             config = with_field(config, "memory.summa", "whole")
-        return compose_stages(config, self.cluster.device, self.recordings, self.partition(config))
+        return compose_stages(config, self.recordings, self.partition(config))
 
 
 def check(config: Config) -> None:

@@ -1,7 +1,7 @@
 """What a rank does in a task, recorded on meta tensors: kernels and collectives in the order in which they begin.
 
 While a Recorder is entered, every operation on meta tensors is written down as a kernel, and memory is followed
-(memory/live.py). It is also the observer of a planned mesh (ranks/planned.py).
+(memory/recompute.py). It is also the observer of a planned mesh (ranks/planned.py).
 
 | kind      | a kernel that                                                                    |
 |-----------|----------------------------------------------------------------------------------|
@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshwright.memory.live import LiveBytes
+from meshwright.memory.recompute import LiveBytes
 from meshwright.ranks.comm import Work
 from meshwright.ranks.ledger import Ledger, Traffic
 

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -45,16 +44,6 @@ DISTINCT = 3
 """Places in a step that a microbatch can have: first, between, last."""
 
 _ALL = 2**60
-
-
-class RecordedDevice(Protocol):
-    """What a recording depends on of a device: its kind, and whether it has a fused attention."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def attention(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -126,9 +115,14 @@ def splits(config: Config) -> bool:
 
 
 class Recordings:
-    """Records what it is asked for, and remembers it."""
+    """Records the parts that it is asked for, and remembers them.
 
-    def __init__(self) -> None:
+    Of a device they depend on its kind, and on whether its attention is fused (AsOnDevice). What is sent, and held of
+    parameters, is the same on all.
+    """
+
+    def __init__(self, kind: str = "cpu", *, fuses: bool = False) -> None:
+        self._kind, self._fuses = kind, fuses
         self._recorded: dict[Hashable, Recording] = {}
         self._outlines: dict[Hashable, Outline] = {}
 
@@ -142,7 +136,7 @@ class Recordings:
             self._outlines[key] = _outline(config)
         return self._outlines[key]
 
-    def of(self, config: Config, device: RecordedDevice, chunk: Chunk, incoming: Forms) -> Recording:
+    def of(self, config: Config, chunk: Chunk, incoming: Forms) -> Recording:
         """The beginning, the end, or some layers, which are recomputed together where any are. `incoming`: what it is
         given by the part before."""
         further = 0
@@ -152,9 +146,9 @@ class Recordings:
             if all(alike[layer] == first for layer in chunk.layers):  # then those after the first of its kind are too
                 further = chunk.layers.start - first
                 chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
-        key = (chunk, incoming, *_what_matters(config), device.kind, device.attention is None)
+        key = (chunk, incoming, *_what_matters(config))
         if key not in self._recorded:
-            self._recorded[key] = _record(config, device, chunk, incoming)
+            self._recorded[key] = _record(config, AsOnDevice(self._kind, fuses=self._fuses), chunk, incoming)
         return self._recorded[key].moved(further)
 
 
@@ -209,12 +203,12 @@ def _moved(name: str, layers: int) -> str:
     return name if layer is None else f"blocks.{layer + layers}.{inner}"
 
 
-def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Forms) -> Recording:
+def _record(config: Config, on_device: AsOnDevice, chunk: Chunk, incoming: Forms) -> Recording:
     """Run a part's tasks for each place of a microbatch."""
     recorder, layout = Recorder(), config.layout
     alone = (PIPE,) if layout.data.strategy.unplanned else ("data", PIPE)
     grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes))
-    mesh = planned_mesh(grid, 0, layout.token_axes, device.kind, recorder.started)
+    mesh = planned_mesh(grid, 0, layout.token_axes, on_device.device_type, recorder.started)
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, chunk)
     recompute_in(config, model, len(chunk.layers))
@@ -227,7 +221,6 @@ def _record(config: Config, device: RecordedDevice, chunk: Chunk, incoming: Form
     strategy.expect(False)
     stage = Stage(model, gradients, run=strategy.forward if chunk.last else run_model)
     leads = layout.tensor.leading_ranks
-    on_device = AsOnDevice(device.kind, fuses=device.attention is not None)
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     scales, count = dict.fromkeys(model.labels, 1.0), min(config.num_microbatches, DISTINCT)
     for index in range(count):

@@ -40,7 +40,6 @@ from meshwright.tensor.section import TensorSection, Whole
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.recordings import Recordings
 from meshwright.tools.plan.search import Keep, layout_text, search
 from meshwright.tools.report.scaling import Line, draw_scaling
 
@@ -158,11 +157,11 @@ Find = Callable[[Config, int, Collection[str], Keep], Prediction | str]
 
 def searching(cluster: Cluster, report: ShowProgress = silent) -> Find:
     """The planner's search as a Find. `report` is told how far it is."""
-    recordings = Recordings()
+    planner = Planner(cluster)
     models: dict[int, Estimates] = {}
 
     def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
-        known = models.setdefault(devices, Estimates(Planner(cluster, recordings)))
+        known = models.setdefault(devices, Estimates(planner))
 
         def tell(text: str, done: float | None) -> None:
             report(f"{devices:,} devices: {text}", done)

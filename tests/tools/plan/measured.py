@@ -9,7 +9,7 @@ import torch
 
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
-from meshwright.memory.live import LiveBytes
+from meshwright.memory.recompute import LiveBytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
 from meshwright.optim.states import InPlace

@@ -25,17 +25,10 @@ from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import LedgerTransport
-from meshwright.tools.plan.cluster import Device
 from meshwright.tools.plan.recorder import Kernel, Program, Recorder
 from meshwright.tools.plan.recordings import Recording, Recordings
 from tests.workers import run_ranks
 
-CPU = Device(
-    kind="cpu", memory=2**30, peak={"float32": 1e11}, efficiency=((1, 1),), attention=0.5, bandwidth=((1, 1e10),),
-    host_link=1e10,
-)  # fmt: skip
-
-NOTHING = range(0)
 CHUNKS = (Chunk(NOTHING, True, False), Chunk(range(1), False, False), Chunk(NOTHING, False, True))
 """Embeddings, a layer, head and loss."""
 
@@ -68,9 +61,9 @@ def config_for(tensor: dict[str, object], model: dict[str, object] | None = None
 
 def recordings_of(config: Config) -> list[Recording]:
     """The programs of embeddings, a layer, head and loss."""
-    known, recorded = Recordings(), list[Recording]()
+    known, recorded = Recordings("cpu", fuses=True), list[Recording]()
     for chunk in CHUNKS:
-        recorded.append(known.of(config, CPU, chunk, recorded[-1].outgoing if recorded else ()))
+        recorded.append(known.of(config, chunk, recorded[-1].outgoing if recorded else ()))
     return recorded
 
 
