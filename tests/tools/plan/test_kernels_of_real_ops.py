@@ -29,6 +29,7 @@ from meshwright.tools.plan.recorder import Kernel, Program, Recorder
 from meshwright.tools.plan.recordings import Recording, Recordings
 from tests.workers import run_ranks
 
+NOTHING = range(0)
 CHUNKS = (Chunk(NOTHING, True, False), Chunk(range(1), False, False), Chunk(NOTHING, False, True))
 """Embeddings, a layer, head and loss."""
 
