@@ -2,8 +2,8 @@
 
 | question                  | answer                                                                                 |
 |---------------------------|----------------------------------------------------------------------------------------|
-| work of each link         | products of a forward pass, and the work on parameters in the same unit (`shared_work`)|
-| seconds of each link      | forward and backward of one microbatch on one device, with partition: measured         |
+| work of each part         | products of a forward pass, and the work on parameters in the same unit (`shared_work`)|
+| seconds of each part      | forward and backward of one microbatch on one device, with partition: measured         |
 | memory that is taken      | weights and gradients with their buckets' padding, the optimizer's states              |
 | memory of a microbatch    | what is alive of it after F, and after B until W, under the recomputation that is set  |
 """
@@ -184,7 +184,7 @@ class AsOnDevice(TorchFunctionMode):
 
 
 def counted_costs(config: Config) -> Costs:
-    """The work of each link of the chain, `shared_work` of its parameters."""
+    """The work of each part of the chain, `shared_work` of its parameters."""
     mesh = first_ranks(config)[0]
     kit = build_kit(config, mesh)
     specs = (shard_specs(build_model(config, kit, mesh, chunk)) for chunk in links(config.model.num_blocks))
@@ -192,7 +192,7 @@ def counted_costs(config: Config) -> Costs:
 
 
 def parameters_of(embedding: dict[str, ShardSpec], layers: dict[str, ShardSpec], head: dict[str, ShardSpec]) -> Costs:
-    """How many parameters the embeddings, each layer and the head have."""
+    """Numbers of parameters of the embeddings, each layer and the head."""
     blocks: dict[int, list[ShardSpec]] = {}
     for name, spec in layers.items():
         layer, _ = split_name(name)
@@ -216,13 +216,13 @@ def shared_work(config: Config, parameters: Costs) -> Costs:
 
 
 def links(num_layers: int) -> tuple[Chunk, Chunk, Chunk]:
-    """The beginning, all layers and the end of the chain, each by itself."""
+    """The embeddings, all layers and the head, each by itself."""
     nothing = range(0)
     return Chunk(nothing, True, False), Chunk(range(num_layers), False, False), Chunk(nothing, False, True)
 
 
 def measured_costs(config: Config) -> Costs:
-    """Seconds of each link of the chain, timed in a process of its own, as ranks run: this one may start no threads."""
+    """Seconds of each part of the chain, timed in a process of its own, as ranks run: this one may start no threads."""
     if joined():
         begin, *layers, end = time_links(config, torch.device("cuda" if config.device == "cuda" else "cpu"))
     else:
@@ -238,7 +238,7 @@ def time_links_on(rank: Rank, config: Config) -> list[float]:
 
 
 def time_links(config: Config, device: torch.device) -> list[float]:
-    """Seconds of a microbatch forward and backward in each link of the chain, whole, on one device.
+    """Seconds of a microbatch forward and backward in each part of the chain, whole, on one device.
 
     Only their ratios count. Of layers that are alike, in what they read and in their parameters, the first is timed.
     """

@@ -8,7 +8,7 @@ The programs are the data-parallel policies' own (data_parallel/), run on bucket
 | gradients   | as much; in float32 where several microbatches of half-precision ones are added up                |
 | states      | float32 masters of half-precision weights, and moments; with offload the two half-buckets instead |
 | activations | the most that microbatches in flight keep                                                         |
-| temporaries | what tasks need beside that at the fullest moment; or the optimizer's float32 gradients           |
+| temporaries | needed by tasks beside that at the fullest moment; or the optimizer's float32 gradients           |
 | framework   | what the cluster says that libraries hold                                                         |
 """
 
@@ -113,7 +113,7 @@ class Buckets:
 
 
 def share_program(config: Config) -> Program:
-    """How rank 0 gets its part of a step's batch: from itself, or where it is the server, which scatters it."""
+    """The program by which rank 0 gets its rows of a step's batch. Where it is the server, it scatters all of them."""
     recorder = Recorder()
     mesh = planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes, "cpu", recorder.started)
     sync = config.layout.data.strategy
@@ -130,7 +130,7 @@ def share_program(config: Config) -> Program:
 def _programs(
     policy: Policy, kind: BucketKey, summed_in: torch.dtype, num_elements: int, mesh: Mesh, recorder: Recorder
 ) -> tuple[int, Program, Program]:
-    """How many elements this rank steps, and what it does to sum and to publish."""
+    """The number of elements that this rank steps, and its programs that sum and publish."""
     values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
     gradients = torch.empty_like(values, dtype=summed_in)
     bucket = Bucket(values, gradients, (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
@@ -146,13 +146,13 @@ def _programs(
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a stage's tasks keep for microbatches in flight, and the most that there is at any time."""
+    """The most that a stage's tasks keep for microbatches in flight, and the most that is alive at any time."""
 
     activation_bytes: int
     total_bytes: int
 
     def beside(self, other_bytes: int) -> Peak:
-        """Beside what is there all the time."""
+        """This peak beside bytes that are there all the time."""
         return replace(self, total_bytes=self.total_bytes + other_bytes)
 
 
@@ -173,7 +173,7 @@ class Memory:
 
     @property
     def fixed(self) -> int:
-        """What a run holds before its first forward pass, once the optimizer has its states."""
+        """Bytes that a run holds before its first forward pass, once the optimizer has its states."""
         return self.weights + self.gradients + self.states + self.framework
 
     @property

@@ -22,7 +22,7 @@ from meshwright.ranks.section import TransportName
 from meshwright.section import Positive, Section, Size
 
 CALIBRATED = Path("cluster.yaml")
-"""Where `meshwright calibrate` writes what it has measured, unless it is told otherwise."""
+"""The file that `meshwright calibrate` writes, unless it is told another."""
 
 _Seconds = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
@@ -131,7 +131,7 @@ class Cluster(Section):
 
     name: str
     source: str = ""
-    """Where the figures come from."""
+    """The source of the figures."""
     device: Device
     devices_per_node: Positive
     cores: Positive | None = None
@@ -139,7 +139,7 @@ class Cluster(Section):
     links: dict[TransportName, Links]
 
     def oversubscription(self, ranks_per_node: int) -> float:
-        """How many times as long as alone a rank takes where ranks share cores: no less than its share of a core."""
+        """The slowdown of a rank where ranks share cores: no less than the number of ranks to a core."""
         if self.cores is None:
             return 1.0
         shared = max(1.0, ranks_per_node / self.cores)

@@ -30,7 +30,7 @@ _Seconds = Callable[[Program], float]
 
 
 def no_seconds(program: Program) -> float:
-    """For who asks of bytes and operations alone."""
+    """A stand-in for callers that count bytes and operations alone."""
     return 0.0
 
 
@@ -48,7 +48,7 @@ class Cost:
         return cls(seconds(program), program.kept_bytes, program.peak_bytes, program.flops)
 
     def then(self, other: Cost) -> Cost:
-        """This one, and after it the other."""
+        """The cost of this task and the other after it."""
         return Cost(
             self.seconds + other.seconds,
             self.kept_bytes + other.kept_bytes,
@@ -57,7 +57,7 @@ class Cost:
         )
 
     def freeing(self, freed_bytes: int) -> Cost:
-        """With so much less kept at the end."""
+        """This cost with so much less kept at the end."""
         return replace(self, kept_bytes=self.kept_bytes - freed_bytes)
 
     def extended(self, step: Cost, times: int) -> Cost:
@@ -124,7 +124,7 @@ class StagePlan:
         return reduce(Cost.then, self.costs(kind, which, seconds), Cost())
 
     def costs(self, kind: TaskKind, which: int, seconds: _Seconds) -> list[Cost]:
-        """The same by unit, in the order in which they run; what comes and leaves counts at the ends."""
+        """The cost of each unit, in the order in which they run; messages count at the ends."""
         order = self.units if kind is TaskKind.FORWARD else self.units[::-1]
         costs = [unit.cost(kind, which, seconds) for unit in order]
         if kind is TaskKind.FORWARD:
@@ -212,11 +212,11 @@ class Composition:
 
     @property
     def agrees(self) -> bool:
-        """Whether a stage's ranks must agree on each task (pipeline.agreed)."""
+        """True where a stage's ranks must agree on each task (pipeline.agreed)."""
         return len(self.stages) > 1 and self.grid.size(*(self.peers.split("+") if self.peers else ())) > 1
 
     def traffic(self, stage: int) -> Sent:
-        """What the stage's first rank sends in a step: its kit in tasks, messages, agreements, gradients' sums."""
+        """The ledger of the stage's first rank: its kit's collectives, messages, agreements, gradients' sums."""
         plan, count = self.stages[stage], self.config.num_microbatches
         total: Sent = {}
         for which, times in enumerate(self.counts):
@@ -255,12 +255,12 @@ def include(total: Sent, more: Mapping[tuple[str, str], Traffic], times: int = 1
 
 
 def microbatches_by_place(num_microbatches: int) -> list[int]:
-    """How many microbatches there are at each place of the step."""
+    """The number of microbatches at each place of the step."""
     places = [place(index, num_microbatches) for index in range(num_microbatches)]
     return [places.count(which) for which in range(max(places) + 1)]
 
 
 def _work(stage: StagePlan, tied: set[str]) -> Hashable:
-    """What tells a stage's work from another's: programs, how often, and whether it has a tied parameter."""
+    """A key that stages of equal work share: programs, how often, and whether a parameter is tied."""
     shared = any(parameter.name in tied for parameter in stage.parameters)
     return tuple((id(unit.recording.programs), unit.layers) for unit in stage.units), shared

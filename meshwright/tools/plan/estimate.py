@@ -1,4 +1,4 @@
-"""What the search asks of a layout before it predicts it: the memory of its weights, and an estimate of its step.
+"""Estimates for the search: a layout's memory of weights and its step, before it is worth a prediction.
 
 The memory is that of the real kit's parameters in the real buckets. The estimate is composed as a prediction is
 (predict.py), but of recordings at two sizes of microbatch, between and beyond which kernels and payloads are
@@ -165,7 +165,7 @@ class Estimates:
         return stages
 
     def _kept_bytes(self, config: Config, stage: Sequence[_TimedPart], num_layers: int) -> float:
-        """What a microbatch leaves on a stage of so many layers: of a group that is recomputed, one input."""
+        """Bytes that a forward pass keeps on a stage of so many layers; a recomputed group keeps one input."""
         setting = config.memory.recompute
         if setting == "none":
             return sum(timed.part.kept_bytes for timed in stage)
@@ -257,7 +257,7 @@ class Estimates:
         return self._timed[key]
 
     def _time(self, config: Config, part: _Part) -> _TimedPart:
-        """At its quickest place in the step. Half of a backward pass's kernels are for weights."""
+        """The part's seconds at its quickest place in the step. Half of a backward pass's kernels are for weights."""
         timer, network = self.planner.timer(config), self.planner.network(config)
         forward, backward = (
             min((timer.seconds(program, network), place) for place, program in enumerate(part.programs[kind]))
@@ -320,7 +320,7 @@ def pipeline_seconds(
 
 
 def strides(config: Config, *more: str) -> Hashable:
-    """How far apart the ranks are that share a layer, and those on more axes."""
+    """The distance between ranks along the tensor section's axes and those named, which tells the links between them."""
     axes, names = config.layout.axes, {*(name for name, _ in config.layout.tensor.axes), *more}
     return tuple(
         (name, size, math.prod(after for _, after in axes[index + 1 :]))

@@ -230,7 +230,7 @@ def _weights(run: Composition) -> Table:
 
 
 def _products(explained: Explained) -> Table:
-    """What stays where it is in each 2-D product; no row where there are none."""
+    """The operand that stays in place in each 2-D product; no row where there are none."""
     run, config = explained.run, explained.run.config
     mesh = planned_mesh(run.grid, 0, config.layout.token_axes)
     chunk = Chunk(explained.layers[0][:1], True, len(run.stages) == 1)

@@ -131,7 +131,7 @@ class Tiers:
         return _Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
 
     def _even(self, grid: Grid) -> bool:
-        """Whether units and the grid's inner axes divide each other all the way, so that all groups lie alike."""
+        """True where units and the grid's inner axes divide each other all the way, so that all groups lie alike."""
         for size in self.sizes:
             left = min(size, grid.world_size)
             for _, axis in reversed(grid.axes):
@@ -190,7 +190,7 @@ class _Group:
 
 
 class ClusterNetwork:
-    """What a job's ranks send over a cluster. `overlaps`: the part of a collective that goes on under computation.
+    """Seconds of a job's collectives on a cluster. `overlaps`: the part of one that goes on under computation.
 
     Measured times (`Links.measured`) go before models, for groups of neighbours (`Shape.close`). Between numbers of
     ranks, and between payloads, they follow straight lines over logarithms; beyond the largest payload its
@@ -241,7 +241,7 @@ class ClusterNetwork:
         return self._slowdown * SECONDS[verb](shape, payload_bytes) if measured is None else measured
 
     def _timed(self, verb: str, num_ranks: int, payload_bytes: int) -> float | None:
-        """As measured; None beyond the numbers of ranks with which it was."""
+        """Measured seconds; None beyond the numbers of ranks with which it was measured."""
         numbers = sorted(ranks for name, ranks in self._measured if name == verb)
         fewer = [number for number in numbers if number <= num_ranks]
         more = [number for number in numbers if number >= num_ranks]

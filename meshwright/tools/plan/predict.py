@@ -1,4 +1,4 @@
-"""What a run would cost on a cluster: a step's seconds, every stage's memory, what its ranks send. Nothing is trained.
+"""Predictions of a run on a cluster: a step's seconds, every stage's memory, what its ranks send. Nothing is trained.
 
 A run's `auto` fields are resolved as the run itself resolves them (decisions.py), with the cluster's memory for the
 machine's and recordings for built stages.
@@ -105,7 +105,7 @@ class Planner:
         )
 
     def timer(self, config: Config) -> Timer:
-        """How fast a rank computes. On a machine (with `cores`) all ranks start, elsewhere as many as a node has."""
+        """A rank's pace. On a machine (with `cores`) all ranks share it, elsewhere as many as a node has."""
         ranks = config.layout.world_size
         if self.cluster.cores is None:
             ranks = min(ranks, self.cluster.devices_per_node)

@@ -1,4 +1,4 @@
-"""What a rank does in a task, recorded on meta tensors: kernels and collectives in the order in which they begin.
+"""Records a rank's task on meta tensors: kernels and collectives in the order in which they begin.
 
 While a Recorder is entered, every operation on meta tensors is written down as a kernel, and memory is followed
 (memory/recompute.py). It is also the observer of a planned mesh (ranks/planned.py).
@@ -66,7 +66,7 @@ class WaitFor:
     number: int
 
 
-Event = Kernel | Start | WaitFor
+_Event = Kernel | Start | WaitFor
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Program:
     """A task as it was recorded. `kept_bytes`: what it leaves in memory, less what it freed; `peak_bytes`: the most it
     held above what was there when it began. `traffic`: what it sent, as a run's ledger would say."""
 
-    events: tuple[Event, ...] = ()
+    events: tuple[_Event, ...] = ()
     kept_bytes: int = 0
     peak_bytes: int = 0
     traffic: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Program:
 _PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
 """Products of matrices, and at which argument the first factor is."""
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
-"""And how many convolutions' worth of products one is."""
+"""Convolutions, and the number of products of a forward pass in each."""
 ATTENTIONS = {
     "_scaled_dot_product_flash_attention_for_cpu": (0, 1.0),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2.5),
@@ -129,7 +129,7 @@ class Recorder(LiveBytes):
 
     def __init__(self) -> None:
         super().__init__()
-        self._events: list[Event] = []
+        self._events: list[_Event] = []
         self._number = 0
         self._ledger = Ledger()
 
@@ -177,7 +177,7 @@ def _kernel(name: str, args: tuple[Any, ...], given: list[Tensor], results: list
 
 
 def _moved(name: str, given: list[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """What is read and written, as tensors of these sizes."""
+    """Tensors of the sizes that are read and written."""
     if name in LOOKUPS:
         return [*given[1:], *results, *results]
     if name in UPDATES:
@@ -221,7 +221,7 @@ def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float]:
 
 
 def _size_bytes(x: Tensor) -> int:
-    """What of its memory a tensor shows: an expanded one no more than there is."""
+    """The bytes of memory that a tensor shows: an expanded one no more than its storage has."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
@@ -244,7 +244,7 @@ def interpolated_program(small: Program, large: Program, share: float) -> Progra
     return Program(tuple(events))
 
 
-def _interpolated_event(one: Event, other: Event, share: float) -> Event | None:
+def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | None:
     """None for events of two kinds."""
 
     def between(small: float, large: float) -> float:

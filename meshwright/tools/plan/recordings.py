@@ -84,7 +84,7 @@ class Recording:
     kept_gradient_bytes: int
 
     def moved(self, layers: int) -> Recording:
-        """The same part so many layers further on."""
+        """This part so many layers further on."""
         if layers == 0:
             return self
         moved = (replace(parameter, name=_moved(parameter.name, layers)) for parameter in self.parameters)
@@ -93,7 +93,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a model is made of, whatever the layout. `alike`: for each layer the first of its like neighbours;
+    """A model's parts, whatever the layout. `alike`: for each layer the first of its like neighbours;
     `order`: the place of each parameter in the whole model, by name; `parameters`: how many each part has.
     """
 
@@ -110,7 +110,7 @@ def place(microbatch: int, num_microbatches: int) -> int:
 
 
 def splits(config: Config) -> bool:
-    """Whether weight gradients are tasks of their own."""
+    """True where weight gradients are tasks of their own."""
     return config.layout.pipeline.size > 1 and config.layout.pipeline.rule.splits
 
 
@@ -127,7 +127,7 @@ class Recordings:
         self._outlines: dict[Hashable, Outline] = {}
 
     def __len__(self) -> int:
-        """How many parts it knows."""
+        """The number of parts that are recorded."""
         return len(self._recorded)
 
     def outline(self, config: Config) -> Outline:

@@ -1,4 +1,4 @@
-"""What a search found: tables for a terminal, plain values for a script, a run file that `train` takes, a timeline."""
+"""Reports of a search: tables for a terminal, plain values for a script, a run file that `train` takes, a timeline."""
 
 from __future__ import annotations
 

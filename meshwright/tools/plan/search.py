@@ -33,22 +33,22 @@ from meshwright.tools.plan.space import SearchJob, legal_layouts
 Keep = Callable[[Layout], bool]
 
 TRIES = 6
-"""How many layouts of a strategy that has none among the fastest are predicted until one fits."""
+"""The most layouts that are predicted until one fits, of a strategy that has none among the fastest."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many layouts are legal, and what became of them."""
+    """Numbers of layouts, by what became of them."""
 
     legal: int
     too_full: int
     """Weights, gradients and states alone do not fit."""
     unfit: int
-    """With activations and all else they do not."""
+    """Activations and all else do not fit beside them."""
     dominated: int
-    """The same layout fits without recomputing or moving."""
+    """They recompute or offload, where the same layout fits without."""
     too_slow: int
-    """By their estimates they are not among the fastest."""
+    """Their estimates are behind the fastest."""
     predicted: int
 
 
@@ -175,13 +175,13 @@ class _Hunt:
         heapq.heapify(self.queue)
 
     def run(self) -> None:
-        """Until nothing in the queue can be among the best."""
+        """Predict until nothing in the queue can be among the best."""
         while self.queue and (len(self.best) < self.top or self.queue[0][0] < self.best[-1].seconds):
             self._predict(heapq.heappop(self.queue)[-1])
 
     def losers(self) -> tuple[Loser, ...]:
-        """Of each strategy but the fastest's. Where none of its layouts has been predicted, the first that fits of
-        those with the least estimates."""
+        """The best layout of each strategy but the fastest's. Where none of its layouts has been predicted, that is the
+        first that fits of those with the least estimates."""
         waiting: dict[str, list[tuple[float, int, Config]]] = {}
         for entry in sorted(self.queue):
             waiting.setdefault(strategy_of(entry[-1]), []).append(entry)
@@ -194,7 +194,7 @@ class _Hunt:
         return tuple(self._loser(strategy) for strategy in sorted(strategies - {strategy_of(self.best[0].config)}))
 
     def nothing_fits(self) -> ConfigError:
-        """With the layout that lacks least."""
+        """The error that names the layout which lacks least memory."""
         closest = min(self.closest.values(), key=_lack)
         device = self.job.cluster.device.memory
         needs = f"{closest.memory.text}; {(closest.memory.total - device) / 1e9:.2f} GB are missing"
@@ -254,5 +254,5 @@ def _keeping(config: Config) -> Config | None:
 
 
 def _lack(loser: Loser) -> tuple[bool, int]:
-    """What orders layouts that do not fit: those that are counted whole before the others."""
+    """The order of layouts that do not fit: those that are counted whole before the others."""
     return not loser.whole, loser.memory.total

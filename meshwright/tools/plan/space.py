@@ -45,7 +45,7 @@ _SIZES = ("layout.tensor", "layout.pipeline.size", "layout.data.size")
 
 @dataclass(frozen=True)
 class SearchJob:
-    """What layouts are sought for. `fixed`: dotted names of fields that keep the run's values."""
+    """The run, cluster and devices of a search. `fixed`: dotted names of fields that keep the run's values."""
 
     run: Config
     cluster: Cluster
@@ -129,7 +129,7 @@ def _allowed(choice: Choice, config: Config, job: SearchJob) -> Iterable[Any]:
 
 
 def _field(section: TensorSection, name: str) -> object:
-    """What a section has under a dotted name's last word; None where it has no such field."""
+    """A section's value under a dotted name's last word; None where it has no such field."""
     return section.model_dump().get(name.rpartition(".")[2])
 
 

@@ -71,8 +71,8 @@ def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = 
 
 
 def _depth(rule: ScheduleRule, stages: int, count: int) -> int:
-    """How many microbatches pass before the middle of a step looks the same: as many as are in flight, of which a limit
-    that grows with the step is no measure."""
+    """The microbatches of a step before its middle repeats itself: as many as are in flight, of which a limit that
+    grows with the step is no measure."""
     limit = rule.limit(0, stages, count)
     return stages if limit == count else max(limit, stages)
 
@@ -80,7 +80,7 @@ def _depth(rule: ScheduleRule, stages: int, count: int) -> int:
 def _run(
     rule: ScheduleRule, stages: int, some: int, count: int, costs: TaskCosts, latency: Latency, pace: Pace
 ) -> Passes:
-    """So many microbatches, whose places are those of a step of `count`."""
+    """Simulate `some` microbatches, whose places are those of a step of `count`."""
     known: dict[tuple[int, TaskKind, int], Cost] = {}
     hop = cache(latency)
 
@@ -122,9 +122,8 @@ def _peak(costs: Sequence[Cost]) -> Peak:
 
 
 def _prolonged(longer: Passes, shorter: Passes, more: int, difference: int, *, fills: bool) -> Passes:
-    """With so many more microbatches, of which `difference` are between the two. `fills`: each may take more memory;
-    else a limit has been reached.
-    """
+    """The longer step with so many more microbatches; it has `difference` more than the shorter one. `fills`: each may
+    take more memory; else a limit has been reached."""
 
     def beyond(long: float, short: float) -> float:
         return more * (long - short) / difference
@@ -194,7 +193,7 @@ def finish(
 
 
 def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
-    """When each bucket is summed. Beside a task only the part `overlaps` of a collective goes on."""
+    """The moments at which buckets are summed. Beside a task only the part `overlaps` of a collective goes on."""
     times, free = [], last.start_seconds
     for one in sums:
         begin = max(free, last.start_seconds + one.ready)
@@ -212,7 +211,7 @@ def _walked(begin: float, sums: Sequence[Sum]) -> float:
 
 
 def _streamed(arrivals: Sequence[float], sums: Sequence[Sum], last: Span) -> float:
-    """The same, of one that steps each when it has come."""
+    """The end of an optimizer that steps each bucket when it has come."""
     now = last.end_seconds
     for arrived, one in zip(arrivals, sums, strict=True):
         now = max(now, arrived) + max(one.steps, one.lane)

@@ -1,4 +1,4 @@
-"""How long kernels and programs take on a device.
+"""Seconds of kernels and programs on a device.
 
 A kernel: a roofline over what such kernels reach (Williams et al., CACM 2009).
 
@@ -39,7 +39,7 @@ class Kernels:
         self.slowdown = cluster.oversubscription(ranks_per_node)
 
     def gain(self, ranks: int) -> float:
-        """How much faster they go while only so many of the node's ranks compute: the others leave them their cores."""
+        """The speed-up while only so many of the node's ranks compute: the others leave them their cores."""
         return self.slowdown / self._cluster.oversubscription(ranks)
 
     def seconds(self, kernel: Kernel) -> float:
@@ -87,7 +87,7 @@ class Timer:
         return self._played(program, network, network.overlaps)
 
     def apart(self, program: Program, network: ClusterNetwork) -> float:
-        """The same where nothing is sent under kernels."""
+        """Seconds of a program where nothing is sent under kernels."""
         return self._played(program, network, 0.0)
 
     def computing(self, program: Program) -> float:

@@ -80,7 +80,7 @@ class Topology:
         return total(parts)
 
     def _to_each(self, rank: int, ranks: Sequence[int], messages: int, sent_bytes: int) -> Volume:
-        """So many messages to each of the ranks, bytes in equal parts to all but itself."""
+        """The volume of so many messages to each of the ranks, bytes in equal parts to all but itself."""
         elsewhere = sum(self.node(member) != self.node(rank) for member in ranks)
         between = sent_bytes * elsewhere // (len(ranks) - 1)
         return Volume(messages * (len(ranks) - elsewhere), messages * elsewhere, sent_bytes - between, between)
