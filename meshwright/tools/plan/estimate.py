@@ -320,7 +320,7 @@ def pipeline_seconds(
 
 
 def strides(config: Config, *more: str) -> Hashable:
-    """The distance between ranks along the tensor section's axes and those named, which tells the links between them."""
+    """The distance between ranks along the tensor section's axes and those named, hence over which links they send."""
     axes, names = config.layout.axes, {*(name for name, _ in config.layout.tensor.axes), *more}
     return tuple(
         (name, size, math.prod(after for _, after in axes[index + 1 :]))
