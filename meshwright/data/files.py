@@ -44,15 +44,6 @@ def folder_lock(out: Path, progress: ShowProgress) -> Iterator[None]:
     """Hold the right to write `out`. Waits while another process holds it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     path = out.parent / f".{out.name}.lock"
-    descriptor = _lock(path, out, progress)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)  # while the lock is held: who waits for it sees a file that is gone, and retries
-        os.close(descriptor)
-
-
-def _lock(path: Path, out: Path, progress: ShowProgress) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -62,7 +53,12 @@ def _lock(path: Path, out: Path, progress: ShowProgress) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
+                break
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while the lock is held: who waits for it sees a file that is gone, and retries
         os.close(descriptor)
 
 

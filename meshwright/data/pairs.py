@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
+from typing import BinaryIO
 
 from meshwright.data.corpus import STDLIB, Corpus, checked_text, documents, json_records, source_identity, source_name
 from meshwright.data.section import PREPARED, PairData
@@ -51,7 +52,7 @@ def pair_corpus(data: PairData) -> Corpus:
     for path in (Path(file).expanduser() for file in files if file != STDLIB):
         if not path.is_file():
             raise DataError(f"{path}: is no file; pairs are in a tsv or jsonl file, or in two text files")
-    pairs = _reader(data)
+    pairs = _reader(data)  # here, so that a form that cannot be is refused before anything is read
 
     def read() -> Iterator[Pair]:
         return ((source, target) for source, target in pairs() if source.strip() and target.strip())
@@ -93,11 +94,15 @@ def _first_keys(path: Path) -> set[str]:
     if not path.is_file():  # a pipe would wait for its writer
         return set()
     try:
-        with gzip.open(path) if path.suffix == GZIP else path.open("rb") as lines:
+        with _opened(path) as lines:
             first = json.loads(next((line for line in lines if line.strip()), b"0"))
     except (OSError, EOFError, ValueError):
         return set()
     return set(first) if isinstance(first, dict) else set()
+
+
+def _opened(path: Path) -> BinaryIO | gzip.GzipFile:
+    return gzip.open(path) if path.suffix == GZIP else path.open("rb")
 
 
 def _partners(source: Path, target: Path) -> Iterator[Pair]:
@@ -136,7 +141,7 @@ def _lines(path: Path) -> Iterator[str]:
     """The file's lines without their ends. Only a line feed ends one: Unicode's other separators are text."""
     number = 1
     try:
-        with gzip.open(path) if path.suffix == GZIP else path.open("rb") as file:
+        with _opened(path) as file:
             for line in file:
                 yield line.decode().rstrip("\r\n")
                 number += 1

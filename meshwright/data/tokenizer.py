@@ -27,7 +27,6 @@ END = "<|endoftext|>"
 
 # How published tokenizers spell the end of a text, in order of preference.
 _END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
-_PIECE_CHARACTERS = 2**20
 
 
 class Tokenizer:
@@ -80,7 +79,11 @@ class Tokenizer:
 
 def byte_tokenizer() -> Tokenizer:
     """Every byte a token: id = byte, 256 ends a text."""
-    library = tokenizers.Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+    # The byte-level alphabet in the order of its bytes: printable Latin-1 is itself, the rest follows from U+0100.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+    library = tokenizers.Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([END])
@@ -151,7 +154,7 @@ def make_tokenizer(tokenizer: str, texts: Iterable[str], progress: ShowProgress)
     return train_bpe(texts, size)
 
 
-def pieces(text: str, characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
+def pieces(text: str, characters: int = 2**20) -> Iterator[str]:
     """The text in parts of about `characters`, so that a huge document needs no huge memory.
 
     The cut lies in front of a space that a word follows, where GPT-2's splitting rule begins a new token whatever
@@ -166,11 +169,3 @@ def pieces(text: str, characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
         yield text[start : space.start()]
         start = space.start()
     yield text[start:]
-
-
-def _byte_vocabulary() -> dict[str, int]:
-    """The byte-level alphabet in the order of its bytes: printable Latin-1 is itself, the rest follows from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
-    return {letters[byte]: byte for byte in range(256)}

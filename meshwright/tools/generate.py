@@ -17,8 +17,8 @@ from torch import Tensor
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError
 from meshwright.models.gpt import KeyValueCache
-from meshwright.tools.evaluate.beam import Beam, beam_of
-from meshwright.tools.evaluate.load import LoadedSequence, LoadedText, config_at, load_sequence, load_text
+from meshwright.tools.evaluate.beam import beam_of
+from meshwright.tools.evaluate.load import LoadedText, config_at, load_sequence, load_text
 from meshwright.tools.evaluate.sequence import answers, source_ids, text_of
 
 DEFAULT_TOKENS = 100
@@ -81,7 +81,8 @@ class Generated:
 def generate(checkpoint: Path, request: Request, device: str = "auto", context: int | None = None) -> Generated:
     """Go on from a prompt, or answer it.
 
-    Raises ConfigError on options without an effect on the checkpoint's family; and as the loaders do.
+    Raises ConfigError on options without an effect on the checkpoint's family, or a prompt that an encoder-decoder's
+    context cannot hold; and as the loaders do.
     """
     sampling, model = request.sampling, config_at(checkpoint).model
     family = model.family
@@ -90,7 +91,12 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
         _refuse(options, family, "which searches its likeliest answer", "--beams, --length-penalty")
         beam = beam_of(request.beams, request.length_penalty)
         answering = load_sequence(checkpoint, device, context)
-        return Generated(answering.folder, "", iter([answer_text(answering, request.prompt, beam, request.tokens)]))
+        ids = source_ids(answering, request.prompt)
+        if len(ids) > answering.context:
+            rule = f"has {len(ids)} tokens with its end, and the model reads {answering.context}"
+            raise ConfigError.of("--prompt", f"{request.prompt:.20}...", rule, "a shorter one, or a larger --context")
+        found = answers(answering, [ids], beam, request.tokens)[0]
+        return Generated(answering.folder, "", iter([text_of(answering, found.tokens)]))
     options = {"--beams": request.beams, "--length-penalty": request.length_penalty}
     _refuse(options, family, "which goes on token by token", "--temperature, --top-k, --seed")
     loaded = load_text(checkpoint, device, context)
@@ -102,15 +108,6 @@ def _refuse(options: dict[str, float | None], family: str, how: str, valid: str)
     for option, value in options.items():
         if value is not None:
             raise ConfigError.of(option, value, f"has no effect on a {family}, {how}", valid)
-
-
-def answer_text(loaded: LoadedSequence, prompt: str, beam: Beam, most: int | None) -> str:
-    """An encoder-decoder's answer. Raises ConfigError where the prompt does not fit the context."""
-    ids = source_ids(loaded, prompt)
-    if len(ids) > loaded.context:
-        rule = f"has {len(ids)} tokens with its end, and the model reads {loaded.context}"
-        raise ConfigError.of("--prompt", f"{prompt:.20}...", rule, "a shorter one, or a larger --context")
-    return text_of(loaded, answers(loaded, [ids], beam, most)[0].tokens)
 
 
 def _chosen(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from meshwright.config.messages import problems_of
 from meshwright.errors import CheckpointError
 from meshwright.models.section import Transformer
+from meshwright.parts import DTYPES
 from meshwright.section import shown
 
 AnyTransformer = TypeVar("AnyTransformer", bound=Transformer)
@@ -99,10 +100,6 @@ class Source:
     def names(self) -> frozenset[str]:
         return frozenset(self._places)
 
-    def file_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
-        return self._places[name][0]
-
     def read(self, name: str) -> Tensor:
         """A tensor by its full name."""
         if name not in self._places:
@@ -113,6 +110,22 @@ class Source:
                 tensor: Tensor = file.get_tensor(stored)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {stored} cannot be read: {error}") from error
+        return tensor
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of a shape, of a dtype that weights have, and finite. Raises CheckpointError."""
+        tensor = self.read(name)
+        if tuple(tensor.shape) != shape:
+            was, wanted = list(tensor.shape), list(shape)
+            raise CheckpointError(f"{self.folder}: {name} is {was}, and config.json makes it {wanted}")
+        if tensor.dtype not in DTYPES.values():
+            valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+            stored = f"is stored as {tensor.dtype}, which holds no weights"
+            raise CheckpointError(f"{self.folder}: {name} {stored}; valid: {valid}")
+        if wrong := int((~tensor.isfinite()).sum()):
+            numbers = "1 number that is" if wrong == 1 else f"{wrong:,} numbers that are"
+            where = f"{self._places[name][0]}: {name}"
+            raise CheckpointError(f"{where} holds {numbers} not finite: it was damaged, or diverged")
         return tensor
 
 

@@ -31,7 +31,6 @@ from meshwright.data.files import ShowProgress, folder_lock, silent, staged_fold
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.parameters.shard import Box
-from meshwright.parts import DTYPES
 from meshwright.tools.convert.bert import BertFamily
 from meshwright.tools.convert.family import Family, TensorPair
 from meshwright.tools.convert.folder import SINGLE, Settings, Source
@@ -134,27 +133,11 @@ def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies
 
 def _ours(stored: Source, pair: TensorPair) -> Tensor:
     """One tensor in our dims, with rows of zeros where a table is padded."""
-    theirs = [_checked(stored, name, shape) for name, shape in pair.theirs.items()]
+    theirs = [stored.weight(name, shape) for name, shape in pair.theirs.items()]
     rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
     if pair.padding:
         rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
     return rows.contiguous()
-
-
-def _checked(stored: Source, name: str, shape: tuple[int, ...]) -> Tensor:
-    tensor = stored.read(name)
-    if tuple(tensor.shape) != shape:
-        was, wanted = list(tensor.shape), list(shape)
-        raise CheckpointError(f"{stored.folder}: {name} is {was}, and config.json makes it {wanted}")
-    if tensor.dtype not in DTYPES.values():
-        valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
-        raise CheckpointError(
-            f"{stored.folder}: {name} is stored as {tensor.dtype}, which holds no weights; valid: {valid}"
-        )
-    if wrong := int((~tensor.isfinite()).sum()):
-        numbers = "1 number that is" if wrong == 1 else f"{wrong:,} numbers that are"
-        raise CheckpointError(f"{stored.file_of(name)}: {name} holds {numbers} not finite: it was damaged, or diverged")
-    return tensor
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], model: Model) -> None:
