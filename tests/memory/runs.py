@@ -12,14 +12,14 @@ from torch import Tensor
 
 from meshwright.config import Config
 from meshwright.memory.offload import Offloaded
-from meshwright.model import counts_of, rows_of, scales_of
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
 from meshwright.parts import Parts
 from meshwright.ranks.mesh import Mesh
+from meshwright.training.step import train_step as step_on
 from tests.checkpoint.states import Held, held_by
 from tests.data_parallel.test_equality import config_for, global_batch
-from tests.harness import build, forward_and_backward
+from tests.harness import build
 
 STEPS = 10
 OVERFLOWS = (2, 3, 7)
@@ -66,24 +66,16 @@ def parts_of(mesh: Mesh, case: Case, folder: Path) -> Parts:
 
 
 def train_step(parts: Parts, step: int) -> tuple[float, bool]:
-    """One step as the train loop takes it; in fp16 some overflow on the last rank. The norm, and whether it applied."""
-    config, mesh = parts.config, parts.mesh
-    everyone = global_batch(config, step)
-    scale = parts.optimizer.scaler.scale
-    scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), scale)
-    batch = parts.strategy.share(
-        lambda first, count: rows_of(everyone, slice(first, first + count)), config.replica_batch
-    )
-    for index in range(config.num_microbatches):
-        rows = slice(index * config.micro, (index + 1) * config.micro)
-        final = index == config.num_microbatches - 1
-        forward_and_backward(parts, rows_of(batch, rows), scales, final=final)
-        if config.precision.dtype == "fp16" and step in OVERFLOWS and not final and mesh.rank == mesh.world.size - 1:
-            gradient = parts.model.get_parameter("blocks.0.attention.output.bias").grad
-            assert gradient is not None
-            gradient[0] = torch.inf
-    result = parts.optimizer.step(step, parts.strategy.arrivals())
-    parts.strategy.publish()
+    """One step; in fp16 some overflow. The norm, and whether it applied."""
+
+    def overflow() -> None:
+        gradient = parts.strategy.slots[0].parameter.grad
+        assert gradient is not None
+        gradient[0] = torch.inf
+
+    overflows = parts.config.precision.dtype == "fp16" and step in OVERFLOWS
+    batch = global_batch(parts.config, step)
+    result = step_on(parts, batch, step, observe=overflow if overflows else None)
     return result.gradient_norm, result.applied
 
 
