@@ -135,11 +135,11 @@ class CheckpointWriter:
         """Make the folder to write into where there is room for the checkpoint; returns why it cannot be written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(self.folder).free < needed:
+            if _room(self.folder) < needed:
                 # The new one needs room beside the newest, which is never removed before another is complete: a kill
                 # in between would lose the run. So keep=1 takes room for two.
                 self._prune(max(1, self.keep - 1))
-            if (room := shutil.disk_usage(self.folder).free) < needed:
+            if (room := _room(self.folder)) < needed:
                 stay = "; the newest stays until the next is complete" if self.keep == 1 else ""
                 return f"it needs {needed:,} bytes, and {self.folder} has {room:,}{stay}"
             partial.mkdir()
@@ -239,6 +239,11 @@ class CheckpointWriter:
             if time.monotonic() > deadline or not path.parent.exists():
                 raise CheckpointError(f"{path} was never finished")
             time.sleep(0.005)
+
+
+def _room(folder: Path) -> int:
+    """The bytes that this user may still write there."""
+    return shutil.disk_usage(folder).free
 
 
 def synced(path: Path) -> None:
