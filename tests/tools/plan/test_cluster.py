@@ -10,6 +10,7 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import VERBS
+from meshwright.ranks.section import TRANSPORTS
 from meshwright.tools.plan.cluster import cluster_names, interpolated, load_cluster
 from meshwright.tools.plan.network import ClusterNetwork
 
@@ -77,7 +78,7 @@ def test_all_mistakes_by_field(tmp_path: Path) -> None:
             "links.torch.measured.0.verb=all_reduced is none of the choices (did you mean all_reduce?); "
             f"valid: {', '.join(VERBS)}",
             f"links.torch.measured.0.points=3 is not a list of numbers; {curve}",
-            "links.gloo=gloo is an unknown key; valid: torch, mpi",
+            f"links.gloo=gloo is an unknown key; valid: {', '.join(TRANSPORTS)}",
         ]
     )
 
@@ -91,9 +92,8 @@ def test_what_fields_do_not_say_alone(tmp_path: Path) -> None:
     assert "has a mesh that does not say how many units it joins" in lonely
     (speechless,) = mistakes(tmp_path, ("torch:", "mpi:"))
     assert speechless.startswith("links={mpi: ")
-    assert speechless.endswith(
-        "has no torch, which can carry every run; valid: a section with some of the keys torch, mpi"
-    )
+    valid = f"a section with some of the keys {', '.join(TRANSPORTS)}"
+    assert speechless.endswith(f"has no torch, which can carry every run; valid: {valid}")
     (empty,) = mistakes(tmp_path, ("[[64, 0.1], [1024, 0.5]]", "[]"))
     assert empty.startswith("device.efficiency=[] has too few items; valid: a list")
 
