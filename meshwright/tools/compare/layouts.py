@@ -29,6 +29,7 @@ from meshwright.config.load import load_undecided, read_run, read_yaml
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
 from meshwright.machine import usable_cores
+from meshwright.section import leaves_of
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.search import search
 from meshwright.tools.plan.space import fixed_fields
@@ -119,7 +120,7 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
         for name, piece in _pieces(path):
             where = str(path) if name == path.stem else f"{path}, {name}"
             try:
-                laid_over = [field for field, _ in _flat(piece)] + [*({"layout"} & piece.keys())]
+                laid_over = [*leaves_of(piece), *({"layout"} & piece.keys())]
                 config = parse_run(_laid_over(tree, piece), overrides, laid_over=laid_over)
             except ConfigError as error:
                 mistakes = list(error.problems)
@@ -180,15 +181,7 @@ def _task(config: Config) -> dict[str, Any]:
     """The fields that must be alike in all layouts, flat: `model.hidden` -> 64."""
     tree = config.model_dump(mode="json", by_alias=True, exclude=set(OWN))
     del tree["batch"]["micro"]
-    return dict(_flat(tree))
-
-
-def _flat(tree: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield before + key, value
+    return leaves_of(tree)
 
 
 def _foreign(own: dict[str, Any], run: dict[str, Any]) -> Iterator[Problem]:
