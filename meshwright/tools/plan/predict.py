@@ -32,7 +32,7 @@ from meshwright.tools.plan.network import ClusterNetwork
 from meshwright.tools.plan.recorder import Kernel, Program
 from meshwright.tools.plan.recordings import Recordings
 from meshwright.tools.plan.step import Passes, Sum, finish, run_passes
-from meshwright.tools.plan.timing import Kernels, Timer
+from meshwright.tools.plan.timing import Timer
 
 SYNC = "layout.data.sync"
 
@@ -110,7 +110,7 @@ class Planner:
         if self.cluster.cores is None:
             ranks = min(ranks, self.cluster.devices_per_node)
         if ranks not in self._timers:
-            self._timers[ranks] = Timer(Kernels(self.cluster, ranks))
+            self._timers[ranks] = Timer(self.cluster, ranks)
         return self._timers[ranks]
 
     def network(self, config: Config) -> ClusterNetwork:
@@ -236,8 +236,8 @@ class TimedRun(Composition):
             config.num_microbatches, layout.tensor, layout.axes, layout.pipeline, layout.transport,
         )  # fmt: skip
         if key not in self.known_passes:
-            ranks, kernels = self.grid.world_size // len(self.stages), self.timer.kernels
-            pace = undisturbed if self.cluster.cores is None else lambda busy: kernels.gain(busy * ranks)
+            ranks = self.grid.world_size // len(self.stages)
+            pace = undisturbed if self.cluster.cores is None else lambda busy: self.timer.gain(busy * ranks)
             self.known_passes[key] = run_passes(config, self.cost, self.latency, pace)
         return self.known_passes[key]
 
@@ -290,6 +290,6 @@ class TimedRun(Composition):
         rate = device.host_link if config.memory.offload.to == "host" else min(device.host_link, device.disk)
         touched = bucket.touched_bytes(config)
         kernel = Kernel("element", 0.0, touched, bucket.stepped_elements, "float32")
-        steps = self.timer.kernels.seconds(kernel) if touched else 0.0
+        steps = self.timer.kernel_seconds(kernel) if touched else 0.0
         reduce, publish = self.seconds(bucket.reduce), self.seconds(bucket.publish)
         return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate)

@@ -18,7 +18,6 @@ begins earlier, the part `Links.overlaps` goes on meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from meshwright.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
@@ -26,15 +25,18 @@ from meshwright.tools.plan.cluster import Cluster, interpolated
 from meshwright.tools.plan.network import ClusterNetwork
 from meshwright.tools.plan.recorder import Kernel, Program, Start, WaitFor
 
+DeviceLane = float | Start | WaitFor
+"""Seconds of kernels, or what begins or is waited for."""
 
-class Kernels:
-    """Seconds of a rank's kernels while `ranks_per_node` ranks compute on its node. `slowdown`: how many times as long
-    everything takes as on a core of one's own (Cluster.oversubscription).
-    """
+
+class Timer:
+    """Seconds of a rank's kernels and programs while `ranks_per_node` ranks compute on its node. `slowdown`: how many
+    times as long everything takes as on a core of one's own (Cluster.oversubscription)."""
 
     def __init__(self, cluster: Cluster, ranks_per_node: int) -> None:
         self._cluster = cluster
         self._seconds: dict[Kernel, float] = {}
+        self._steps: dict[int, tuple[Program, tuple[DeviceLane, ...]]] = {}
         self.ranks_per_node = ranks_per_node
         self.slowdown = cluster.oversubscription(ranks_per_node)
 
@@ -42,7 +44,7 @@ class Kernels:
         """The speed-up while only so many of the node's ranks compute: the others leave them their cores."""
         return self.slowdown / self._cluster.oversubscription(ranks)
 
-    def seconds(self, kernel: Kernel) -> float:
+    def kernel_seconds(self, kernel: Kernel) -> float:
         """Seconds of one of its `times`. Raises ConfigError where the device's peak in its dtype is not known."""
         known = self._seconds.get(kernel)
         if known is None:
@@ -70,18 +72,6 @@ class Kernels:
         rule = f"is no dtype of which {self._cluster.name} says how fast it multiplies (device.peak)"
         raise ConfigError.of("precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak))
 
-
-DeviceLane = float | Start | WaitFor
-"""Seconds of kernels, or what begins or is waited for."""
-
-
-@dataclass
-class Timer:
-    """Seconds of programs on a cluster's ranks; it remembers each program's kernels added up."""
-
-    kernels: Kernels
-    _steps: dict[int, tuple[Program, tuple[DeviceLane, ...]]] = field(default_factory=dict)
-
     def seconds(self, program: Program, network: ClusterNetwork) -> float:
         """Seconds from a program's beginning to its last kernel or wait."""
         return self._played(program, network, network.overlaps)
@@ -99,7 +89,7 @@ class Timer:
             self._condensed(program),
             lambda start: start.times * network.collective(start.axes, start.verb, start.payload_bytes),
             overlaps,
-            self.kernels.gain(self.kernels.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
+            self.gain(self.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
         )
 
     def _condensed(self, program: Program) -> tuple[DeviceLane, ...]:
@@ -112,7 +102,7 @@ class Timer:
         seconds = 0.0
         for event in program.events:
             if isinstance(event, Kernel):
-                seconds += event.times * self.kernels.seconds(event)
+                seconds += event.times * self.kernel_seconds(event)
             else:
                 yield seconds
                 yield event

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.tools.plan.recorder import Kernel
-from meshwright.tools.plan.timing import Kernels
+from meshwright.tools.plan.timing import Timer
 from tests.tools.plan.clusters import FLAT, cluster
 
 PRODUCT = Kernel("product", 2e9, 10**6, 10**6, "fp16", 1000)
@@ -16,7 +16,7 @@ LAUNCH = 1e-5
 
 
 def seconds(kernel: Kernel, ranks: int = 1) -> float:
-    return Kernels(FLAT, ranks).seconds(kernel)
+    return Timer(FLAT, ranks).kernel_seconds(kernel)
 
 
 def test_product_is_bound_by_flops_or_by_bytes() -> None:
@@ -54,10 +54,10 @@ def test_small_kernels_have_the_small_bandwidth() -> None:
 
 def test_ranks_take_turns_on_cores() -> None:
     shared = cluster({"latency": 0, "bandwidth": 1}, cores=2)
-    alone = Kernels(shared, 2).seconds(PRODUCT)
+    alone = Timer(shared, 2).kernel_seconds(PRODUCT)
     assert alone == seconds(PRODUCT, 4)  # each has a device of its own there
-    assert Kernels(shared, 1).seconds(PRODUCT) == alone
-    assert Kernels(shared, 3).seconds(PRODUCT) == pytest.approx(1.5 * alone)
+    assert Timer(shared, 1).kernel_seconds(PRODUCT) == alone
+    assert Timer(shared, 3).kernel_seconds(PRODUCT) == pytest.approx(1.5 * alone)
 
 
 def test_unknown_dtype_names_the_known_ones() -> None:
@@ -68,7 +68,7 @@ def test_unknown_dtype_names_the_known_ones() -> None:
 def test_no_fused_attention_where_there_is_none() -> None:
     device = FLAT.device.model_copy(update={"attention": None})
     with pytest.raises(AssertionError, match="made-up has no fused attention"):
-        Kernels(FLAT.model_copy(update={"device": device}), 1).seconds(Kernel("attention", 1e9, 1, 1, "fp16"))
+        Timer(FLAT.model_copy(update={"device": device}), 1).kernel_seconds(Kernel("attention", 1e9, 1, 1, "fp16"))
 
 
 def test_turns_as_they_were_measured_but_no_less_than_the_share_of_a_core() -> None:
