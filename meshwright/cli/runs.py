@@ -13,7 +13,6 @@ from typer import Argument, Option
 
 from meshwright.cli.app import AsJson, ClusterName, DeviceOption, Overrides, RunFile, app, print_result, progress
 from meshwright.errors import ConfigError
-from meshwright.section import parse_counts
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -157,6 +156,7 @@ def branches(
     from meshwright.config import load_config
 
     config = load_config(run, overrides or ())
+    from meshwright.section import parse_counts
     from meshwright.tools.branches import report
     from meshwright.tools.branches.findings import find_branches
 
@@ -223,6 +223,7 @@ def scale(
     from meshwright.config.load import load_undecided
 
     config = load_undecided(run, overrides or ())
+    from meshwright.section import parse_counts
     from meshwright.tools.plan import report, scale
     from meshwright.tools.plan.cluster import load_cluster
     from meshwright.tools.plan.space import fixed_fields

@@ -210,6 +210,13 @@ def test_config_errors_come_without_torch() -> None:
     assert answer.stdout.split() == ["2", "False", "False"], answer.stdout + answer.stderr
 
 
+def test_help_comes_without_the_config() -> None:
+    """Its schema takes most of the time of a command that needs none."""
+    code = "import sys, meshwright.cli; print({'meshwright.section', 'meshwright.launch', 'torch'} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout == "set()\n"
+
+
 def test_model_names_are_the_shipped_files() -> None:
     assert {"gpt2-mini", "gpt2-small", "megatron-8.3b", "axonn-100b"} <= set(model_names())
 
