@@ -1,9 +1,14 @@
 """The store at which the ranks of a job meet, before there is a process group: who has come, and who belongs here.
 
     rank 0, or torchrun's agent, opens a TCPStore at (address, port); everybody else connects
-    job            rank 0 says which job this is; a rank of another one, which was given the same port, is turned away
-    came/R         a rank says that it is here, on which host and at which address; once
-    all came/*     everybody waits for everybody, so that whoever gives up can say who is missing
+    leader         rank 0 says which job this is, and a name of its own, under which the others now come to it
+    NAME/came/R    a rank says that it is here, on which host and at which address; once
+    NAME/all       rank 0, when all have come: who they are
+
+A store may have outlived an attempt at the job, with all that was written there. No count of attempts tells what is
+old: torchrun's agents each count their own failures, so that after one node's the others have another number. A rank
+that followed a dead rank 0 does not find itself among those who came to it, and looks for the next; a rank of another
+job, which was given the same port, is turned away.
 
 Everything waits as long as it is told to and then raises LaunchError in a sentence. Nothing here catches signals: a
 SIGTERM ends a rank that waits.
@@ -13,10 +18,12 @@ from __future__ import annotations
 
 import errno
 import json
+import secrets
 import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,6 +34,10 @@ from meshwright.ranks.peers import Peer, Peers
 
 _PAUSE_SECONDS = 0.1
 """Between two attempts to reach a store that is not open yet."""
+_MOST_PAUSE_SECONDS = 0.25
+"""Between two looks whether all have come: a thousand ranks ask one store."""
+_DOUBLE_SECONDS = 5.0
+"""How long a rank whose number has come before waits for the rank 0 of its own attempt."""
 
 
 def join_job(environment: Environment, point: Rendezvous, seconds: float) -> tuple[dist.Store, Peers]:
@@ -41,13 +52,8 @@ def join_job(environment: Environment, point: Rendezvous, seconds: float) -> tup
         shared, mine = me.open_store(), Peer.connected(environment.rank, None)
     else:
         shared, mine = me.connect()
-    # A fresh prefix for each attempt: after a restart the store still holds the dead attempt's keys.
-    store = dist.PrefixStore(f"attempt-{environment.attempt}", shared)
     try:
-        # The job is asked for first, so that a rank of another one leaves before it counts as one of this one's.
-        me.check_job(store)
-        me.come(store, mine)
-        ranks = me.wait_for_all(store)
+        store, ranks = (me.lead if environment.rank == 0 else me.follow)(shared, mine)
     except dist.DistNetworkError as error:
         raise LaunchError(f"{me} lost the store at {me.place}: the job's rank 0 has left") from error
     return store, Peers(ranks, environment.rank)
@@ -108,38 +114,63 @@ class _Comer:
             text = f"what listens at {self.place} does not answer {self} as a job's rank 0 would"
             raise LaunchError(f"{text}: set MASTER_PORT to a free port, the same for all ranks") from error
 
-    def check_job(self, store: dist.Store) -> None:
-        job, ranks = self.point.job, self.environment.world_size
-        if self.environment.rank == 0:
-            store.set("job", json.dumps({"job": job, "host": socket.gethostname(), "ranks": ranks}))
-            return
+    def lead(self, shared: dist.Store, mine: Peer) -> tuple[dist.Store, list[Peer]]:
+        """Rank 0's part: all come to it."""
+        name, ranks = secrets.token_hex(8), range(self.environment.world_size)
+        store = dist.PrefixStore(name, shared)
+        store.set("came/0", mine.to_json())
+        job = {"name": name, "job": self.point.job, "host": socket.gethostname(), "ranks": len(ranks)}
+        shared.set("leader", json.dumps(job))
         try:
-            theirs = json.loads(store.get("job"))
+            store.wait([f"came/{rank}" for rank in ranks], timedelta(seconds=self.seconds))
+        except dist.DistStoreError as error:
+            raise self._missing(store) from error
+        came = [store.get(f"came/{rank}").decode() for rank in ranks]
+        store.set("all", json.dumps(came))
+        return store, [Peer.from_json(text) for text in came]
+
+    def follow(self, shared: dist.Store, mine: Peer) -> tuple[dist.Store, list[Peer]]:
+        """Another rank's part: it comes to the rank 0 of now, until one has all of this attempt's ranks."""
+        text, end, pause, rank = mine.to_json(), time.monotonic() + self.seconds, _PAUSE_SECONDS / 4, mine.rank
+        name, doubles_until = "", end
+        while True:
+            if (leader := self._leader(shared))["name"] != name:
+                name, doubles_until = leader["name"], end
+                store = dist.PrefixStore(name, shared)
+                if store.add(f"times/{rank}", 1) == 1:
+                    store.set(f"came/{rank}", text)
+                else:  # of this attempt, or of one whose rank 0 is dead: then another will soon be there
+                    doubles_until = min(end, time.monotonic() + _DOUBLE_SECONDS)
+            began = store.check(["all"])
+            if began and (came := json.loads(store.get("all")))[rank] == text:
+                return store, [Peer.from_json(each) for each in came]
+            if time.monotonic() > (end if began else doubles_until):
+                if not began and doubles_until == end:
+                    raise self._missing(store)
+                double = f"{self} is the second rank {rank} that came to {self.place}"
+                raise LaunchError(f"{double}: is the same run started twice?")
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_PAUSE_SECONDS)
+
+    def _leader(self, shared: dist.Store) -> dict[str, Any]:
+        """What rank 0 says of itself. Raises LaunchError where it is another job's."""
+        try:
+            theirs: dict[str, Any] = json.loads(shared.get("leader"))
         except dist.DistStoreError as error:
             raise LaunchError(f"{self} waits at {self.place}, but rank 0 has not come") from error
+        job, ranks = self.point.job, self.environment.world_size
         if (theirs["job"], theirs["ranks"]) != (job, ranks):
             mine = f"{self} is of {job or 'a nameless job'} ({ranks} ranks)"
             other = f"{theirs['job'] or 'a nameless job'} ({theirs['ranks']} ranks)"
             rule = "give each job a MASTER_PORT of its own, and all ranks of a job the same --out"
             raise LaunchError(f"{mine}, but rank 0 on {theirs['host']}, at {self.place}, of {other}: {rule}")
+        return theirs
 
-    def come(self, store: dist.Store, mine: Peer) -> None:
-        rank = self.environment.rank
-        if store.add(f"times/{rank}", 1) > 1:
-            text = f"{self} is the second rank {rank} that came to {self.place}"
-            raise LaunchError(f"{text}: is the same run started twice?")
-        store.set(f"came/{rank}", mine.to_json())
-
-    def wait_for_all(self, store: dist.Store) -> list[Peer]:
+    def _missing(self, store: dist.Store) -> LaunchError:
         ranks = range(self.environment.world_size)
-        names = [f"came/{rank}" for rank in ranks]
-        try:
-            store.wait(names, timedelta(seconds=self.seconds))
-            return [Peer.from_json(text.decode()) for text in store.multi_get(names)]
-        except dist.DistStoreError as error:
-            came = [rank for rank in ranks if store.check([f"came/{rank}"])]
-            who = names_of(came, lambda rank: f"{rank} on {Peer.from_json(store.get(names[rank]).decode()).host}")
-            missing = names_of([rank for rank in ranks if rank not in came])
-            within = f"within {self.seconds:g} s (timeout.join)"
-            counts = f"{len(came)} of {len(ranks)} ranks came to {self.place} {within}: rank {who}"
-            raise LaunchError(f"{counts}; missing: rank {missing}") from error
+        came = [rank for rank in ranks if store.check([f"came/{rank}"])]
+        who = names_of(came, lambda rank: f"{rank} on {Peer.from_json(store.get(f'came/{rank}').decode()).host}")
+        missing = names_of([rank for rank in ranks if rank not in came])
+        within = f"within {self.seconds:g} s (timeout.join)"
+        counts = f"{len(came)} of {len(ranks)} ranks came to {self.place} {within}: rank {who}"
+        return LaunchError(f"{counts}; missing: rank {missing}")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import fcntl
 import json
 import re
+import secrets
 import socket
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -32,13 +33,14 @@ _CAUSE = re.compile(r"(Connection \w+(?: by peer)?|Broken pipe|No route to host|
 class Peer:
     """A rank as it came to the store. `address`: its own end of that connection, `reached`: the store's.
 
-    Both are empty for the rank that opened the store.
+    Both are empty for the rank that opened the store. `process`: tells it from the same rank of another attempt.
     """
 
     rank: int
     host: str
     address: str = ""
     reached: str = ""
+    process: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
 
     @classmethod
     def connected(cls, rank: int, connection: socket.socket | None) -> Peer:

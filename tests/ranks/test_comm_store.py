@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import LaunchError
@@ -29,8 +30,8 @@ def free_port() -> int:
         return port
 
 
-def come(rank: int, world: int, point: Rendezvous, seconds: float, answers: Any) -> None:
-    environment = Environment(rank, world, rank, world, 0, "torchrun")
+def come(rank: int, world: int, point: Rendezvous, seconds: float, answers: Any, attempt: int = 0) -> None:
+    environment = Environment(rank, world, rank, world, attempt, "torchrun")
     try:
         store, _ = comm_store.join_job(environment, point, seconds)
         answers.put((rank, "met"))
@@ -101,6 +102,21 @@ def test_a_rank_that_comes_twice() -> None:
         assert "second rank 1 that came" in answers_of([1], 3, point)[1]
         assert answers_of([2], 3, point) == {2: "met"}
         assert sorted(answers.get(timeout=PATIENCE_SECONDS) for _ in range(2)) == [(0, "met"), (1, "met")]
+
+
+def test_a_restart_meets_over_the_store_of_the_attempt_before() -> None:
+    """torchrun's agent keeps the store; the one of the node that failed has counted, that of rank 0's node has not."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    point = Rendezvous("127.0.0.1", agent.port, hosted=True, job="out/a")
+    assert answers_of([0, 1], 2, point) == {0: "met", 1: "met"}
+    answers = CONTEXT.Queue()
+    again = [CONTEXT.Process(target=come, args=(rank, 2, point, 20.0, answers, rank)) for rank in (1, 0)]
+    for process in again:
+        process.start()
+        time.sleep(1.0)  # rank 1 comes while the dead attempt's rank 0 is all that it finds
+    assert sorted(answers.get(timeout=PATIENCE_SECONDS) for _ in again) == [(0, "met"), (1, "met")]
+    for process in again:
+        process.join(PATIENCE_SECONDS)
 
 
 def test_a_port_that_is_taken() -> None:

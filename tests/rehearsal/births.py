@@ -119,8 +119,8 @@ def _named(group: dist.ProcessGroup | None) -> tuple[str, list[int]]:
 def births(mesh: Mesh, *, with_groups: bool = True, batched: bool = True) -> Iterator[Mesh]:
     """The mesh as on GPUs. While entered, torch's verbs obey NCCL's rule.
 
-    `with_groups`: communicators are born where groups are made, `batched`: messages take the group's; as ours are and
-    do. Else as before 0.7, when pipelines, 2-D layouts and tied embeddings hung.
+    `with_groups`: communicators are born where groups of axes are made, `batched`: messages take the group's; as ours
+    are and do. Else as before 0.7, when pipelines, 2-D layouts and tied embeddings hung.
     """
     c10d: Any = dist.distributed_c10d
     patience = PATIENCE_SECONDS if with_groups and batched else SHORT_SECONDS
@@ -141,11 +141,13 @@ def births(mesh: Mesh, *, with_groups: bool = True, batched: bool = True) -> Ite
         stack.enter_context(patch.object(dist, "batch_isend_irecv", rule.batch(dist.batch_isend_irecv)))
         stack.enter_context(patch.object(dist, "P2POp", message_of))
         assert isinstance(mesh.transport, TorchTransport)
-        transport = Rehearsed(mesh.transport.timeout, mesh.device, with_groups, batched)
+        transport = Rehearsed(
+            mesh.transport.timeout, mesh.device, births=with_groups, peers=mesh.transport.peers, batched=batched
+        )
         rehearsed = replace(mesh, transport=transport, _comms={}, _mailboxes={})
         try:
             yield rehearsed
-        except (RuntimeError, ConnectionError):
+        except Exception:
             rule.explain()
             raise
         for mailbox in rehearsed._mailboxes.values():
@@ -161,7 +163,7 @@ class Rehearsed(TorchTransport):
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         if len(group.ranks) == 1:
             return SoloMailbox(group.axis)
-        channels = self._channels(group)
+        channels = replace(self, births=True)._channels(group)
         if not self.batched:
             return GlooMailbox(group, channels)
         on_host = {side: HostChannel(way.peer, way.outgoing, way.incoming) for side, way in channels.items()}

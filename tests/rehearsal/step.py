@@ -76,7 +76,7 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
     device, grid = torch.device("cuda", 0), Grid(config.layout.axes)
     if grid.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world_size)
-        transport: Any = _transport()
+        transport: Any = _transport(rank)
     else:
         transport = SoloTransport()
     try:
@@ -87,7 +87,7 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
             dist.destroy_process_group()
 
 
-def _transport() -> Any:
+def _transport(rank: int) -> Any:
     """torch's transport, but for the mailbox, which has every message at once."""
     from datetime import timedelta
 
@@ -95,6 +95,7 @@ def _transport() -> Any:
 
     from meshwright.ranks.comm import RankGroup
     from meshwright.ranks.mailbox import Mailbox, Message, Side, SoloMailbox
+    from meshwright.ranks.peers import Peers
     from meshwright.ranks.planned import PlannedMailbox
     from meshwright.ranks.torch_comm import TorchTransport
 
@@ -107,7 +108,7 @@ def _transport() -> Any:
         def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
             return HastyMailbox(group) if len(group.ranks) > 1 else SoloMailbox(group.axis)
 
-    return Transport(timedelta(seconds=60), torch.device("cuda", 0), births=True)
+    return Transport(timedelta(seconds=60), torch.device("cuda", 0), births=True, peers=Peers([], rank))
 
 
 def main() -> None:
