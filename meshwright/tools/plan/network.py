@@ -269,41 +269,41 @@ def timed(points: Sequence[tuple[float, float]], x: float) -> float:
 
 def _ring(shape: _Shape, payload_bytes: float) -> float:
     """n - 1 steps of a ring through all ranks, in each of which everyone passes 1/n of the payload on."""
-    return (shape.size - 1) / shape.size * payload_bytes / _slowest(shape) + _once(shape)
+    return (shape.size - 1) / shape.size * payload_bytes / _least_bandwidth(shape) + _ring_latency(shape)
 
 
-def _slowest(shape: _Shape) -> float:
+def _least_bandwidth(shape: _Shape) -> float:
     return min(span.bandwidth for span in shape.spans)
 
 
-def _once(shape: _Shape) -> float:
+def _ring_latency(shape: _Shape) -> float:
     """The latencies between the first and the last of a ring that is cut open at its quickest step."""
     return sum(span.hops * span.latency for span in shape.spans) - min(span.latency for span in shape.spans)
 
 
-def _exchange(span: _Span, payload_bytes: float) -> float:
+def _ring_of_units(span: _Span, payload_bytes: float) -> float:
     """The ring at one level alone."""
     return (span.units - 1) * (payload_bytes / span.units / span.bandwidth + span.latency)
 
 
-def _doubling(span: _Span, payload_bytes: float) -> float:
+def _tree_of_units(span: _Span, payload_bytes: float) -> float:
     """A tree over one level's units: every step carries the payload."""
     return ceil(log2(span.units)) * (payload_bytes / span.bandwidth + span.latency)
 
 
-def _gathered(shape: _Shape, payload_bytes: float) -> float:
-    return min(_ring(shape, payload_bytes), sum(_exchange(span, payload_bytes) for span in shape.spans))
+def _all_gather(shape: _Shape, payload_bytes: float) -> float:
+    return min(_ring(shape, payload_bytes), sum(_ring_of_units(span, payload_bytes) for span in shape.spans))
 
 
-def _all_reduced(shape: _Shape, payload_bytes: float) -> float:
+def _all_reduce(shape: _Shape, payload_bytes: float) -> float:
     """Inside of each unit a reduce-scatter, its mirror afterwards; between them the same one level further out."""
-    levels = sum(min(_exchange(span, payload_bytes), _doubling(span, payload_bytes)) for span in shape.spans)
+    levels = sum(min(_ring_of_units(span, payload_bytes), _tree_of_units(span, payload_bytes)) for span in shape.spans)
     return 2 * min(_ring(shape, payload_bytes), levels)
 
 
-def _rooted(shape: _Shape, payload_bytes: float) -> float:
-    chain = payload_bytes / _slowest(shape) + _once(shape)
-    return min(chain, sum(_doubling(span, payload_bytes) for span in shape.spans))
+def _broadcast(shape: _Shape, payload_bytes: float) -> float:
+    chain = payload_bytes / _least_bandwidth(shape) + _ring_latency(shape)
+    return min(chain, sum(_tree_of_units(span, payload_bytes) for span in shape.spans))
 
 
 def _all_to_all(shape: _Shape, payload_bytes: float) -> float:
@@ -317,25 +317,25 @@ def _all_to_all(shape: _Shape, payload_bytes: float) -> float:
     return seconds
 
 
-def _parted(shape: _Shape, payload_bytes: float) -> float:
+def _scatter(shape: _Shape, payload_bytes: float) -> float:
     part = payload_bytes / shape.size
     return sum(span.peers * (part / span.bandwidth + span.latency) for span in shape.spans)
 
 
-def _passed(shape: _Shape, payload_bytes: float) -> float:
+def _send(shape: _Shape, payload_bytes: float) -> float:
     return max(payload_bytes / span.bandwidth + span.latency for span in shape.spans)
 
 
 SECONDS: Mapping[str, Callable[[_Shape, float], float]] = {
-    "all_gather": _gathered,
-    "reduce_scatter": _gathered,
-    "all_reduce": _all_reduced,
-    "broadcast": _rooted,
-    "reduce": _rooted,
+    "all_gather": _all_gather,
+    "reduce_scatter": _all_gather,
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "reduce": _broadcast,
     "all_to_all": _all_to_all,
-    "gather": _parted,
-    "scatter": _parted,
-    "send": _passed,
-    "message": _passed,
+    "gather": _scatter,
+    "scatter": _scatter,
+    "send": _send,
+    "message": _send,
 }
 """Seconds of a group's collective by verb: of ledger.py's, and a pipeline's message, whose shape has one span."""

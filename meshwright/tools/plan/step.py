@@ -67,7 +67,7 @@ def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = 
     fewer = 3 * most // 4  # both are long enough to have come to the middle
     longer, shorter = (_run(rule, stages, some, count, costs, latency, pace) for some in (most, fewer))
     fills = rule.limit(0, stages, count) == count
-    return _prolonged(longer, shorter, count - most, most - fewer, fills=fills)
+    return _extrapolated(longer, shorter, count - most, most - fewer, fills=fills)
 
 
 def _depth(rule: ScheduleRule, stages: int, count: int) -> int:
@@ -121,7 +121,7 @@ def _peak(costs: Sequence[Cost]) -> Peak:
     return Peak(kept, most)
 
 
-def _prolonged(longer: Passes, shorter: Passes, more: int, difference: int, *, fills: bool) -> Passes:
+def _extrapolated(longer: Passes, shorter: Passes, more: int, difference: int, *, fills: bool) -> Passes:
     """The longer step with so many more microbatches; it has `difference` more than the shorter one. `fills`: each may
     take more memory; else a limit has been reached."""
 
@@ -164,13 +164,15 @@ def finish(
     ends = [times[-1] if times else span.end_seconds for times, span in zip(arrived, passes.last, strict=True)]
     all_summed = max(passes.seconds, *ends)
     if streams:
-        stepped = [_streamed(times, own, span) for times, own, span in zip(arrived, sums, passes.last, strict=True)]
+        stepped = [
+            _step_on_arrival(times, own, span) for times, own, span in zip(arrived, sums, passes.last, strict=True)
+        ]
         starts = [min([*times, end]) for times, end in zip(arrived, ends, strict=True)]
         over = max(stepped) + norm_seconds
     else:
         begin = all_summed + norm_seconds
         starts = [begin] * len(sums)
-        stepped = [_walked(begin, own) for own in sums]
+        stepped = [_step_all(begin, own) for own in sums]
         over = max(stepped)
     published = [done + sum(one.publish for one in own) for done, own in zip(stepped, sums, strict=True)]
     seconds = max(over, *published)
@@ -204,13 +206,13 @@ def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
     return times
 
 
-def _walked(begin: float, sums: Sequence[Sum]) -> float:
+def _step_all(begin: float, sums: Sequence[Sum]) -> float:
     """The end of an optimizer that steps all buckets; what it fetches for one comes while it steps the one before."""
     first = sums[0].lane / 2 if sums else 0.0
     return begin + first + sum(max(one.steps, one.lane) for one in sums)
 
 
-def _streamed(arrivals: Sequence[float], sums: Sequence[Sum], last: Span) -> float:
+def _step_on_arrival(arrivals: Sequence[float], sums: Sequence[Sum], last: Span) -> float:
     """The end of an optimizer that steps each bucket when it has come."""
     now = last.end_seconds
     for arrived, one in zip(arrivals, sums, strict=True):
