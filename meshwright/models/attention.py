@@ -10,6 +10,14 @@ from meshwright.models.chain import Run, at_once
 from meshwright.tensor.kit import Kit
 
 
+def split_heads(x: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """[B, T, G, N/G] -> G times [B, A, T, E].
+
+    `unbind`, whose gradient is one stack: a select's is zeros of all of x with one part copied in, and they add up.
+    """
+    return tuple(part.transpose(1, 2) for part in x.unflatten(-1, (heads, -1)).unbind(2))
+
+
 class AttentionCore(nn.Module):
     """softmax(scale · Q Kᵀ + bias + mask) V with dropout on the weights. It has no parameters, and is cheap to compute
     again."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
-from meshwright.models.attention import AttentionCore
+from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.models.section import Bert
 from meshwright.parameters.shard import Initial
@@ -41,8 +41,7 @@ class BertAttention(nn.Module):
         self.output = kit.branches.contract(model.hidden, model.hidden, _before_sum(model))
 
     def forward(self, h: Tensor, seen: Tensor) -> Tensor:
-        split = self.query_key_value(h).unflatten(-1, (self.heads, -1))  # [B, T, 3, A, E]
-        query, key, value = (split[:, :, index].transpose(1, 2) for index in range(3))  # [B, A, T, E]
+        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         return self.output(self.core(query, key, value, seen, False).transpose(1, 2).flatten(2))
 
 
@@ -105,7 +104,7 @@ class BERT(Chain):
         if chunk.last:
             self.transform = kit.transform(hidden, hidden, initial)
             self.transform_norm = kit.norm(hidden, model.norm_epsilon)
-            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, bias=True)
+            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, bias=True, rare=True)
             self.head = kit.head_loss(shape, self.tokens)
             if model.next_sentence:
                 self.pooler = kit.transform(hidden, hidden, initial)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.model import Chunk, Hidden
-from meshwright.models.attention import AttentionCore
+from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import blocks_of
 from meshwright.models.gpt import KeyValueCache
 from meshwright.models.section import EncoderDecoder
@@ -101,7 +101,7 @@ class SelfAttention(nn.Module):
         self, h: Tensor, seen: Tensor | None, bias: Tensor | None, keep: Callable[[Tensor, Tensor], KeyValue] | None
     ) -> Tensor:
         """`seen`: None: causal. `keep`: puts keys and values behind those of earlier tokens, and returns all."""
-        query, key, value = _heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
+        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         if keep is not None:
             key, value = keep(key, value)
         causal = seen is None and bias is None and query.shape[2] > 1
@@ -123,18 +123,13 @@ class CrossAttention(nn.Module):
 
     def forward(self, h: Tensor, seen: Tensor, pair: Callable[[], KeyValue]) -> Tensor:
         """`pair`: gives keys and values."""
-        (query,) = _heads(self.query(h).unsqueeze(2), self.heads)  # [B, A, T, E]
+        (query,) = split_heads(self.query(h).unsqueeze(2), self.heads)  # [B, A, T, E]
         key, value = pair()  # [B, A, S, E]
         return self.output(self.core(query, key, value, seen, False).transpose(1, 2).flatten(2))
 
     def pair(self, memory: Tensor) -> KeyValue:
-        key, value = _heads(self.key_value(memory), self.heads)
+        key, value = split_heads(self.key_value(memory), self.heads)
         return key, value
-
-
-def _heads(x: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """[B, T, G, N/G] -> G times [B, A, T, E]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 3).unbind(2)
 
 
 class CoderFeedForward(nn.Module):

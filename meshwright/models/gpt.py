@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
-from meshwright.models.attention import AttentionCore
+from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.models.section import Gpt2
 from meshwright.parameters.shard import Initial
@@ -55,8 +55,7 @@ class GptAttention(nn.Module):
         self.output = kit.branches.contract(model.hidden, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
 
     def forward(self, h: Tensor, cache: KeyValueCache | None) -> Tensor:
-        split = self.query_key_value(h).unflatten(-1, (self.heads, -1))  # [B, T, 3, A, E]
-        query, key, value = (split[:, :, index].transpose(1, 2) for index in range(3))  # [B, A, T, E]
+        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
         causal = query.shape[2] > 1

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
-from meshwright.models.attention import AttentionCore
+from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.models.section import Vit
 from meshwright.parameters.shard import Initial
@@ -42,8 +42,7 @@ class VitAttention(nn.Module):
         self.output = kit.branches.contract(model.hidden, model.hidden, INITIAL)
 
     def forward(self, h: Tensor) -> Tensor:
-        split = self.query_key_value(h).unflatten(-1, (self.heads, -1))  # [B, T, 3, A, E]
-        query, key, value = (split[:, :, index].transpose(1, 2) for index in range(3))  # [B, A, T, E]
+        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         return self.output(self.core(query, key, value, None, False).transpose(1, 2).flatten(2))
 
 

@@ -11,6 +11,12 @@ large enough for the matmul to be efficient; its element-wise work goes by slice
 | W, b   | [V/p, H], [V/p] | this rank's classes; those past the vocabulary's end are padding |
 | logits | [C, V/p]    | of a chunk of C tokens                                              |
 
+Padding is multiplied too, and masked in the softmax: a product of 50,257 columns leaves a GPU's fast kernels, one of
+50,304 does not.
+
+Element-wise work is two passes with the exchange between them. The first leaves each class's share among this rank's
+(one fused softmax), whose greatest is one over the sum of exponentials; the second scales them to gradients.
+
 Chunks end in a collective, so their length comes from what all ranks share: the V/p rows of their tables. How many of
 these are real classes differs from rank to rank. (Agreeing on a length would cost a collective, for nothing.)
 
@@ -55,13 +61,14 @@ class Classes:
     """The classes that this rank holds: rows of a table of `vocabulary` real ones, split over `comm`'s ranks.
 
     `smoothing`: the share of a token's target that all real classes have in equal parts. `device_type`: of the logits,
-    which decides how large chunks are.
+    which decides how large chunks are. `rare`: few tokens are labelled, as of a masked language model one in seven.
     """
 
     vocabulary: int
     comm: Comm
     smoothing: float = 0.0
     device_type: str = "cpu"
+    rare: bool = False
 
     def held(self, table: Tensor) -> int:
         """How many of the table's rows are real classes."""
@@ -129,27 +136,24 @@ class _ChunkedLoss(torch.autograd.Function):
         give: GiveTable,
         differentiates: bool,
     ) -> Tensor:
-        held, first = classes.held(weight), classes.first(weight)
-        table, offsets = weight[:held], None if bias is None else bias[:held]  # without the padding
         counted = (labels != IGNORED).unsqueeze(1)
-        targets = labels.unsqueeze(1) - first
+        targets = labels.unsqueeze(1) - classes.first(weight)
         factors = counted.to(_wide(h)) * scale  # a bool times a number would be float32
         losses = h.new_empty(h.shape[0], 1, dtype=_wide(h))
         dh, dweight = (torch.empty_like(h), torch.empty_like(weight)) if differentiates else (h, weight)
-        if differentiates:
-            dweight[held if h.shape[0] else 0 :].zero_()  # what no chunk writes
+        if differentiates and not h.shape[0]:
+            dweight.zero_()  # no chunk writes it
         dbias = None if bias is None else torch.zeros_like(bias)
         for chunk in classes.chunks(h, weight):
-            logits = _logits(h[chunk], table, offsets)  # [C, V/p]
+            logits = h[chunk] @ weight.t() if bias is None else torch.addmm(bias, h[chunk], weight.t())  # [C, V/p]
             for rows in classes.exchanges(chunk, h, weight):
                 part = logits[rows.start - chunk.start : rows.stop - chunk.start]
-                losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes)
+                losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes, classes.held(weight))
             if differentiates:
-                gradients = logits.to(h.dtype)
-                torch.mm(gradients, table, out=dh[chunk])
-                dweight[:held].addmm_(gradients.t(), h[chunk], beta=0 if chunk.start == 0 else 1)
+                torch.mm(logits, weight, out=dh[chunk])
+                dweight.addmm_(logits.t(), h[chunk], beta=0 if chunk.start == 0 else 1)
                 if dbias is not None:
-                    dbias[:held] += gradients.sum(0)
+                    dbias += logits.sum(0)
         ctx.save_for_backward(dh, dweight, dbias)
         ctx.give = give
         return torch.where(counted, losses, 0).sum(dtype=_wide(h)) * scale
@@ -169,37 +173,52 @@ class _ChunkedLoss(torch.autograd.Function):
         return dh.mul_(factor), given, None if dbias is None else dbias.mul_(factor), *[None] * 5
 
 
-def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Classes) -> Tensor:
+def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Classes, held: int) -> Tensor:
     """The losses [C, 1] of logits [C, V/p], which become their gradients, (softmax - target) · factor, in place.
 
-    `targets` [C, 1]: the labels as columns of these logits; those of other ranks, and ignored ones, lie outside.
+    `targets` [C, 1]: the labels as columns of these logits; those of other ranks, and ignored ones, lie outside. The
+    `held` first columns are real classes. Half-precision logits have float32 shares, and the label's gradient, which is
+    what two near numbers differ by, is rounded once.
     """
-    mine = (targets >= 0) & (targets < logits.shape[1])
-    columns = torch.where(mine, targets, 0)
+    wide = _wide(logits)
     equal = classes.smoothing / classes.vocabulary  # every class's part of a target; the label has all but them
-    certain = 1 - classes.smoothing
-    statistics = logits.new_zeros(logits.shape[0], 3)
+    mine = (targets >= 0) & (targets < held)
+    columns = torch.where(mine, targets, 0)
+    certain = mine.to(wide).mul_(1 - classes.smoothing)
+    statistics = logits.new_zeros(logits.shape[0], 3, dtype=wide)
     top, sums, picked = statistics.split(1, 1)
-    top.fill_(torch.finfo(logits.dtype).min)
+    top.fill_(torch.finfo(wide).min)
     slices = classes.slices(logits)
-    if logits.shape[1]:
+    in_place = logits.dtype == wide and classes.device_type == "cpu"
+    shares = logits if in_place else torch.empty_like(logits, dtype=wide)
+    if held:
+        logits[:, held:] = -torch.inf
         for rows in classes.alike(slices, logits):
             part = logits[rows]
-            picked[rows] = part.gather(1, columns[rows]).mul_(certain).masked_fill_(~mine[rows], 0)
+            picked[rows] = part.gather(1, columns[rows]) * certain[rows]
             if equal:
-                picked[rows] += part.sum(1, keepdim=True).mul_(equal)
+                picked[rows] += part[:, :held].sum(1, keepdim=True, dtype=wide).mul_(equal)
             top[rows] = part.amax(1, keepdim=True)
-            sums[rows] = part.sub_(top[rows]).exp_().sum(1, keepdim=True)
+            torch.softmax(part, 1, dtype=wide, out=shares[rows])
+            sums[rows] = shares[rows].amax(1, keepdim=True).reciprocal_()  # the greatest logit's share is 1 / sum
     tops, everyones_sums, everyones_picked = all_rows(statistics, classes.comm).split(1, 2)  # [p, C, 1] each
     highest = tops.amax(0)
     total = (everyones_sums * (tops - highest).exp_()).sum(0)
     losses = total.log().add_(highest).sub_(everyones_picked.sum(0))
-    if logits.shape[1]:
-        shares = (top - highest).exp_() * factors / total
-        for rows in classes.alike(slices, logits):
-            logits[rows].mul_(shares[rows]).scatter_add_(1, columns[rows], -certain * factors[rows] * mine[rows])
-            if equal:
-                logits[rows].sub_(factors[rows], alpha=equal)
+    if not held:
+        logits.zero_()
+        return losses
+    scales = (top - highest).exp_().mul_(sums).mul_(factors).div_(total)
+    targeted = certain.add_(equal).mul_(factors)  # a target's part that falls on `columns`
+    for rows in classes.alike(slices, logits):
+        part = shares[rows]
+        labelled = part.gather(1, columns[rows]).mul_(scales[rows]).sub_(targeted[rows])
+        if equal:
+            part.mul_(scales[rows])[:, :held].sub_(factors[rows], alpha=equal)
+            logits[rows] = part
+        else:
+            torch.mul(part, scales[rows], out=logits[rows])
+        logits[rows].scatter_(1, columns[rows], labelled.to(logits.dtype))
     return losses
 
 
@@ -230,7 +249,8 @@ def chunked_loss(
             half = None if bias is None else bias.to(dtype)
             return chunked_loss(h.to(dtype), weight.to(dtype), half, labels, classes, scale, give)
     counted = labels != IGNORED
-    if labels.device.type != "meta" and 2 * int(counted.sum()) < labels.numel():  # masked language models: one in seven
+    selects = classes.rare or classes.device_type == "cpu"  # on a GPU the host would wait for the count
+    if selects and labels.device.type != "meta" and 2 * int(counted.sum()) < labels.numel():
         h, labels = h[counted], labels[counted]
     differentiates = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
     loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, give, differentiates)

@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.model import IGNORED
 from meshwright.parameters.shard import Initial, Placements, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_correct
@@ -21,7 +19,8 @@ from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_correct
 class HeadShape:
     """A head as the model asks for it; `padded` rows in the table, `vocabulary` of them real classes.
 
-    `smoothing`: the share of each token's target that all real classes have in equal parts (cross_entropy.py).
+    `smoothing`: the share of each token's target that all real classes have in equal parts; `rare`: few tokens are
+    labelled (cross_entropy.py).
     """
 
     hidden: int
@@ -30,6 +29,7 @@ class HeadShape:
     initial: Initial
     bias: bool = False
     smoothing: float = 0.0
+    rare: bool = False
 
 
 class TableHead(ShardedModule):
@@ -42,7 +42,7 @@ class TableHead(ShardedModule):
         one axis or none."""
         super().__init__(mesh)
         comm = mesh.comm(*classes)
-        self.classes = Classes(shape.vocabulary, comm, shape.smoothing, mesh.device_type)
+        self.classes = Classes(shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.rare)
         if tied is None:
             spec = ShardSpec((shape.padded, shape.hidden), table, shape.initial)
             self.weight = self.declare("weight", spec)
@@ -68,15 +68,15 @@ class TableHead(ShardedModule):
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
         whole, table = self.operands(h)
-        targets = _labelled(labels, whole)
-        return chunked_loss(whole.flatten(0, -2), table, self.bias, targets, self.classes, scale, self.give)
+        rows = _labelled(whole, labels)
+        return chunked_loss(rows, table, self.bias, labels.flatten(), self.classes, scale, self.give)
 
     @torch.no_grad()
     def num_correct(self, h: Tensor, labels: Tensor) -> int:
         whole, table = self.operands(h)
-        return num_correct(whole.flatten(0, -2), table, self.bias, _labelled(labels, whole), self.classes)
+        return num_correct(_labelled(whole, labels), table, self.bias, labels.flatten(), self.classes)
 
 
-def _labelled(labels: Tensor, h: Tensor) -> Tensor:
-    """Labels [B, t] of h [B, T, H], t <= T, flat [B·T]: a token without a label is not counted."""
-    return F.pad(labels, (0, h.shape[1] - labels.shape[1]), value=IGNORED).flatten()
+def _labelled(h: Tensor, labels: Tensor) -> Tensor:
+    """The tokens of h [B, T, H] that labels [B, t] are for, t <= T: [B·t, H]."""
+    return h[:, : labels.shape[1]].flatten(0, -2)

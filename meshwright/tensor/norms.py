@@ -28,6 +28,18 @@ from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
 
 
+def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tensor, ...]:
+    """h and weights as torch's norms take them, of one dtype.
+
+    A GPU's kernels add up in float32 whatever they read, so the few weights are rounded there, and h goes in as it is.
+    A CPU's add up the weights' gradients in half precision (5.9 off in sums of about 32, of 1,024 bf16 rows), so h is
+    widened.
+    """
+    if device_type == "cuda":
+        return h, *(weight.to(h.dtype) for weight in weights)
+    return h.to(weights[0].dtype), *weights
+
+
 class RmsNorm(ShardedModule):
     """x / sqrt(mean(x^2) + epsilon) · weight."""
 
@@ -37,8 +49,8 @@ class RmsNorm(ShardedModule):
         self.weight = self.declare("weight", ShardSpec((hidden,), initial=ONES, matrix=False, full_precision=True))
 
     def forward(self, h: Tensor) -> Tensor:
-        x = h.to(self.weight.dtype)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon).to(h.dtype)
+        x, weight = kernel_operands(h, self.mesh.device_type, self.weight)
+        return F.rms_norm(x, weight.shape, weight, self.epsilon).to(h.dtype)
 
 
 class GroupNorm(ShardedModule):
@@ -56,8 +68,9 @@ class GroupNorm(ShardedModule):
         self.bias = self.declare("bias", ShardSpec((channels,), placements, ZEROS, matrix=False, full_precision=True))
 
     def forward(self, h: Tensor) -> Tensor:
-        x = h.to(self.weight.dtype).transpose(1, 2)  # [B, H, T]
-        return F.group_norm(x, self.groups, self.weight, self.bias, self.epsilon).transpose(1, 2).to(h.dtype)
+        x, weight, bias = kernel_operands(h, self.mesh.device_type, self.weight, self.bias)
+        y = F.group_norm(x.transpose(1, 2), self.groups, weight, bias, self.epsilon)  # [B, H, T]
+        return y.transpose(1, 2).to(h.dtype)
 
 
 class _SplitLayerNorm(torch.autograd.Function):
@@ -68,10 +81,11 @@ class _SplitLayerNorm(torch.autograd.Function):
         comm.all_reduce(sums)
         mean, square = (sums / hidden).unbind(-1)
         scale = (square - mean.square()).clamp_(min=0).add_(epsilon).rsqrt_()
-        normed = (x - mean.to(x.dtype).unsqueeze(-1)).mul_(scale.to(x.dtype).unsqueeze(-1))
-        ctx.save_for_backward(normed, scale.to(x.dtype).unsqueeze(-1), weight)
+        mean, scale = mean.to(weight.dtype).unsqueeze(-1), scale.to(weight.dtype).unsqueeze(-1)
+        normed = (x - mean).mul_(scale)
+        ctx.save_for_backward(normed, scale, weight)
         ctx.hidden, ctx.comm = hidden, comm
-        return torch.addcmul(bias, normed, weight)
+        return torch.addcmul(bias, normed, weight, out=torch.empty_like(x))
 
     @staticmethod
     @once_differentiable
@@ -85,11 +99,13 @@ class _SplitLayerNorm(torch.autograd.Function):
         dbias = dy.flatten(0, -2).sum(0)
         moving.wait()
         means = sums / ctx.hidden
-        dx = dnormed.sub_(means[..., :1]).sub_(normed * means[..., 1:]).mul_(scale)
+        dnormed.sub_(means[..., :1]).sub_(normed * means[..., 1:])
+        dx = torch.mul(dnormed, scale, out=torch.empty_like(dy))
         return dx, dweight, dbias, None, None, None
 
 
 def split_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, hidden: int, epsilon: float, comm: Comm) -> Tensor:
-    """Layer norm of x [..., H/n] over all `hidden` elements; weight and bias [H/n]; float32 or float64."""
+    """Layer norm of x [..., H/n] over all `hidden` elements; weight and bias [H/n], float32 or float64. A narrower x is
+    read and written as it is, and nothing between is rounded."""
     y: Tensor = _SplitLayerNorm.apply(x, weight, bias, hidden, epsilon, comm)
     return y

@@ -24,7 +24,7 @@ from meshwright.tensor.cross_entropy import chunked_token_losses
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair
 from meshwright.tensor.linear import Local, linear, lookup
-from meshwright.tensor.norms import GroupNorm, RmsNorm
+from meshwright.tensor.norms import GroupNorm, RmsNorm, kernel_operands
 
 
 class SerialEmbedding(ShardedModule):
@@ -59,8 +59,8 @@ class SerialNorm(ShardedModule):
         self.bias = self.declare("bias", ShardSpec((hidden,), initial=ZEROS, matrix=False, full_precision=True))
 
     def forward(self, h: Tensor) -> Tensor:
-        x = h.to(self.weight.dtype)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon).to(h.dtype)
+        x, weight, bias = kernel_operands(h, self.mesh.device_type, self.weight, self.bias)
+        return F.layer_norm(x, weight.shape, weight, bias, self.epsilon).to(h.dtype)
 
 
 class SerialLinear(ShardedModule):

@@ -142,9 +142,7 @@ class TesseractNorm(ShardedModule):
         self.bias = self.declare("bias", ShardSpec((hidden,), placements, ZEROS, matrix=False, full_precision=True))
 
     def forward(self, h: Tensor) -> Tensor:
-        x = h.to(self.weight.dtype)
-        comm = self.mesh.comm("col")
-        return split_layer_norm(x, self.weight, self.bias, self.hidden, self.epsilon, comm).to(h.dtype)
+        return split_layer_norm(h, self.weight, self.bias, self.hidden, self.epsilon, self.mesh.comm("col"))
 
 
 class TesseractRmsNorm(ShardedModule):

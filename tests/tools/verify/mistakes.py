@@ -153,8 +153,8 @@ def forgotten_smoothing() -> None:
     """The gradient of the logits leaves out the part of the target that all classes share; the loss is right."""
     right = cross_entropy._to_gradients
 
-    def wrong(logits: Tensor, targets: Tensor, factors: Tensor, classes: Any) -> Tensor:
-        losses = right(logits, targets, factors, classes)
+    def wrong(logits: Tensor, targets: Tensor, factors: Tensor, classes: Any, held: int) -> Tensor:
+        losses = right(logits, targets, factors, classes, held)
         logits.add_(factors, alpha=classes.smoothing / classes.vocabulary)
         return losses
 
