@@ -33,10 +33,11 @@ def main() -> None:
     for head in ("layout", "kernels", "MB", "of them products", "step's kernels", "GB", "host waits", "odd products"):
         table.add_column(head, justify="left" if head == "layout" else "right")
     for name, cost in results.items():
+        step = {key: sum(numbers.values()) for key, numbers in cost.step.items()}
         table.add_row(
-            name, f"{sum(cost.kernels.values()):g}", f"{cost.moved_bytes / 1e6:.0f}", f"{cost.product_bytes / 1e6:.0f}",
-            str(sum(cost.step["kernels"].values())), f"{cost.step['moved_bytes'] / 1e9:.1f}",
-            str(sum(cost.step["waits"].values())), str(sum(cost.step["odd_products"].values())),
+            name, f"{cost.kernels.total():g}", f"{cost.moved_bytes.total() / 1e6:.0f}",
+            f"{cost.product_bytes / 1e6:.0f}", str(step["kernels"]), f"{step['moved_bytes'] / 1e9:.1f}",
+            str(step["waits"]), str(step["odd_products"]),
         )  # fmt: skip
     console.print(table)
     for name, cost in results.items():

@@ -22,18 +22,24 @@ def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
 
     Sends one all-reduce of 8 bytes for each set of axes over which slots hold different parts, and one over stages.
     """
-    return norm_of_squares(slots, {index: square_of(slot) for index, slot in enumerate(slots)}, mesh)
+    return norm_of_squares(slots, dict(enumerate(squares_of(slots))), mesh)
 
 
-def square_of(slot: Slot) -> Tensor:
-    """The sum of the squares of what this rank holds of a slot's gradient, a float64 scalar.
+def squares_of(slots: Sequence[Slot]) -> tuple[Tensor, ...]:
+    """The sum of the squares of what this rank holds of each slot's gradient, float64 scalars. A GPU gets one launch.
 
     It is summed in float64 whatever the gradient's precision. A float32 sum of many squares stops growing where a
     square is less than its last bit: on CPUs torch's is 7e-4 off at 2^24 elements, so buckets and layouts would
     decide what is clipped.
     """
-    gradient = slot.parameter.grad
-    assert gradient is not None, "a slot without a gradient"
+    gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
+    assert len(gradients) == len(slots), "a slot without a gradient"
+    if gradients and gradients[0].device.type == "cuda":
+        return torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square_().unbind()
+    return tuple(_square_of(gradient) for gradient in gradients)
+
+
+def _square_of(gradient: Tensor) -> Tensor:
     copies = gradient.device.type == "cpu" and gradient.dtype != torch.float64
     pieces = gradient.split(PIECE) if copies else (gradient,)
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
@@ -41,7 +47,7 @@ def square_of(slot: Slot) -> Tensor:
 
 
 def norm_of_squares(slots: Sequence[Slot], squares: Mapping[int, Tensor], mesh: Mesh) -> Tensor:
-    """The norm from each slot's `square_of`, by the slot's index."""
+    """The norm from each slot's part of `squares_of`, by the slot's index."""
     by_axes: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for index, slot in enumerate(slots):
         if _counts(slot, mesh):

@@ -16,6 +16,7 @@ Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740): fp16 gradients are
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from meshwright.config import Config
 from meshwright.config.schema import ScheduleSection
 from meshwright.errors import DivergedError
-from meshwright.optim.norm import norm_of_squares, square_of
+from meshwright.optim.norm import norm_of_squares, squares_of
 from meshwright.optim.states import InPlace, StatesFactory
 from meshwright.parameters.bucket import Slot
 from meshwright.ranks.agreement import make_equal
@@ -126,12 +127,13 @@ class Optimizer:
         """
         rate = learning_rate(self.config.optimizer.lr, self.config.optimizer.schedule, step, self.config.steps)
         squares: dict[int, Tensor] = {}
-        arriving = self._measured(range(len(self.slots)) if arrivals is None else arrivals, squares)
+        arriving = range(len(self.slots)) if arrivals is None else arrivals
         if self.streams:
-            self.held.step(arriving, rate, 1.0, self.steps_taken)
+            self.held.step(self._measured(arriving, squares), rate, 1.0, self.steps_taken)
+        elif self.mesh.device.type == "cuda":
+            squares = dict(zip(sorted(arriving), squares_of(self.slots), strict=True))
         else:
-            for _ in arriving:
-                pass
+            deque(self._measured(arriving, squares), maxlen=0)  # each while the next is under way
         norm = float(norm_of_squares(self.slots, squares, self.mesh)) / self.scaler.scale
         applied = norm - norm == 0  # neither infinite nor not a number
         if not applied and not self.scaler.may_skip:
@@ -145,7 +147,7 @@ class Optimizer:
     def _measured(self, arrivals: Iterable[int], squares: dict[int, Tensor]) -> Iterator[int]:
         """Pass the arrivals on, and leave each slot's part of the norm in `squares`."""
         for index in arrivals:
-            squares[index] = square_of(self.slots[index])
+            (squares[index],) = squares_of([self.slots[index]])
             yield index
 
     def _end(self) -> str:

@@ -106,8 +106,10 @@ class Classes:
 
 
 def _ranges(start: int, stop: int, row_elements: int, most_bytes: int) -> Iterator[slice]:
-    """start..stop in runs of rows whose float32 elements fill `most_bytes`."""
+    """start..stop in runs of rows whose float32 elements fill `most_bytes`; where they are many, by the tiles of a
+    product, of which rows are an inner dim in the table's gradient."""
     rows = max(1, most_bytes // (4 * max(1, row_elements)))
+    rows -= rows % next(tile for tile in (128, 8, 1) if tile <= rows)
     for first in range(start, stop, rows):
         yield slice(first, min(first + rows, stop))
 

@@ -26,6 +26,9 @@ from torch.autograd.function import once_differentiable
 from meshwright.parameters.shard import ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
 
+ADDS_WIDE = torch.__version__ >= "2.13"
+"""Before, torch added a product of halves to a half only."""
+
 
 class Local(ShardedModule):
     """`weight`, as its spec cuts it: a table of attention's biases by head, the kernels of a grouped convolution."""
@@ -60,9 +63,12 @@ def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, layer: ShardedModule)
 
 
 def write_product(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    """a b + beta · out, in `out`. Narrower factors are multiplied first: no CPU kernel adds halves to a float32."""
+    """a b + beta · out, in `out`. Where factors are narrower a GPU's kernel adds without rounding; a CPU has none that
+    does, and multiplies first."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, out=out)
+    elif out.device.type == "cuda" and ADDS_WIDE:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
     else:
         write_part(out, a @ b, beta)
 

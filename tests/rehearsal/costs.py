@@ -14,6 +14,7 @@ from typing import Any
 
 from meshwright.config import Config
 from meshwright.config.load import parse_run
+from tests.rehearsal.fake_cuda import ATTENTION, PRODUCTS
 from tests.rehearsal.layouts import rehearse, runs_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -29,17 +30,29 @@ LAYERS, MICROBATCHES = (2, 4), (2, 3)
 
 @dataclass(frozen=True)
 class Costs:
-    """`kernels`, `moved_bytes`, `product_bytes`: of a layer and microbatch. `step`: the tally of the smallest step."""
+    """`kernels`, `moved_bytes`: of a layer and microbatch. `step`: the tally of the smallest step."""
 
     kernels: Counter[str]
-    moved_bytes: float
-    product_bytes: float
+    moved_bytes: Counter[str]
     step: dict[str, Any]
+
+    @property
+    def product_bytes(self) -> float:
+        """The matrix products' and attention's."""
+        return sum(self.moved_bytes[name] for name in (*PRODUCTS, *ATTENTION))
+
+    @property
+    def cast_bytes(self) -> float:
+        """Copies' to another dtype."""
+        return sum(number for name, number in self.moved_bytes.items() if " to " in name)
 
 
 def config_of(layout: dict[str, Any], layers: int, microbatches: int, rows: int, **changes: Any) -> Config:
     """GPT-2 small with other layers, in bf16: so many microbatches of `rows` sequences of 1,024 a replica."""
     replicas = layout.get("data", {}).get("size", 1)
+    if "pipeline" in layout:
+        stages = layout["pipeline"]["size"]
+        layout = layout | {"pipeline": layout["pipeline"] | {"partition": [layers // stages] * stages}}
     tree = {
         "model": {"base": "gpt2-small", "layers": layers, "dropout": 0.0},
         "data": {"sequence": 1024},
@@ -70,10 +83,9 @@ def _costs(tallies: dict[tuple[int, int], dict[str, Any]], stages: int) -> Costs
         added: Counter[str] = Counter()
         for (layers, micro), tally in tallies.items():
             sign = 1 if (layers == LAYERS[1]) == (micro == MICROBATCHES[1]) else -1
-            part = tally[numbers]
-            for key, number in (part if isinstance(part, dict) else {"": part}).items():
+            for key, number in tally[numbers].items():
                 added[key] += sign * number
         return Counter({key: number * stages / 2 for key, number in added.items() if number})
 
     smallest = tallies[LAYERS[0], MICROBATCHES[0]]
-    return Costs(each("kernels"), each("moved_bytes")[""], each("product_bytes")[""], smallest)
+    return Costs(each("kernels"), each("moved_bytes"), smallest)

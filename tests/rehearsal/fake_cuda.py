@@ -64,14 +64,13 @@ def load(path: Path) -> None:
 
 @dataclass
 class Tally:
-    """What the device would have done: kernels by name, bytes that they read and write, and who made the host wait."""
+    """What the device would have done: its kernels, and who made the host wait."""
 
     kernels: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     """How often the host waited for the device, by why and who."""
-    moved_bytes: int = 0
-    product_bytes: int = 0
-    """Of them the matrix products' and attention's."""
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+    """Read and written, by kernel."""
     odd_products: Counter[str] = field(default_factory=Counter)
     """Half-precision products with a dim that is no multiple of 8, by their shapes: slow kernels take these."""
 
@@ -106,11 +105,9 @@ class _Device:
         if func.is_view or name in FREE or func.namespace.startswith("c10d"):
             return
         self.given += 1
-        tally.kernels[_label(name, inputs, outputs)] += 1
-        size = sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
-        tally.moved_bytes += size
-        if name in PRODUCTS or name in ATTENTION:
-            tally.product_bytes += size
+        label = _label(name, inputs, outputs)
+        tally.kernels[label] += 1
+        tally.moved_bytes[label] += sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
         matrices = [x for x in inputs if x.dim() >= 2]
         odd = any(dim % 8 for x in matrices for dim in x.shape[-2:])
         if odd and name in PRODUCTS and matrices[0].element_size() == 2:

@@ -19,10 +19,10 @@ def test_every_layout_takes_a_step(group: str, fake_gpu: Path) -> None:
     assert not failed, "\n".join(failed)
 
 
-WAITS = 11
+WAITS = 9
 """Times a step in which the host waits for the device, at most."""
 
-KERNELS = {"serial": 53, "zero1": 53, "megatron": 55, "sequence": 65, "tesseract": 121, "pipeline": 53}
+KERNELS = {"serial": 45, "zero1": 45, "megatron": 47, "sequence": 57, "tesseract": 109, "pipeline": 45}
 """Kernels a layer and microbatch, at most."""
 
 
@@ -37,3 +37,7 @@ def test_what_a_step_may_cost(layout: str, steps: dict[str, Costs]) -> None:
     cost = steps[layout]
     assert sum(cost.kernels.values()) <= KERNELS[layout], cost.kernels
     assert sum(cost.step["waits"].values()) <= WAITS, cost.step["waits"]
+    assert "select_backward" not in cost.kernels
+    assert cost.step["odd_products"] == {}, "dims that are no multiple of 8 take slow kernels"
+    if layout != "tesseract":  # its norms' sums are float64
+        assert cost.cast_bytes <= 0.01 * cost.moved_bytes.total(), "activations are copied to another dtype"
