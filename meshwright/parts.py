@@ -101,6 +101,8 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
 
     `folder`: the run's, where an optimizer that lives on disk has its file.
     """
+    if mesh.device.type == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if config.precision.tf32 else "ieee"
     stages = plan_stages(config, mesh)
     chunk = stages.chunks[mesh.index(PIPE)]
     kit = build_kit(config, mesh)

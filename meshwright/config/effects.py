@@ -111,6 +111,13 @@ EFFECTS = (
         "precision.level=O2 and a smaller batch.micro",
     ),
     Effect(
+        ("precision.tf32",),
+        ("precision.dtype", "device"),
+        lambda config: config.precision.dtype == "float32" and config.device != "cpu",
+        lambda config: f"with precision.dtype={config.precision.dtype} and device={config.device}",
+        "precision.dtype=float32 on a GPU",
+    ),
+    Effect(
         ("memory.summa",),
         (TENSOR,),
         lambda config: "memory.summa" in config.layout.tensor.gives_effect_to,

@@ -15,7 +15,7 @@ from meshwright.config.effects import idle_fields, without_effect
 from meshwright.config.kinds import foreign_fields, release_kind
 from meshwright.config.messages import nearest, problems_of
 from meshwright.config.rules import broken_rules
-from meshwright.config.schema import Config
+from meshwright.config.schema import PRECISIONS, Config
 from meshwright.config.yaml_text import MAX_LEVELS, complaint, plain_values
 from meshwright.errors import ConfigError, Problem
 from meshwright.registry import check_plugins
@@ -128,6 +128,7 @@ def _parse(
     words = [*(laid_over or ()), *(word.partition("=")[0] for word in overrides)]
     problems = [problem for word in overrides for problem in _override(tree, word)]
     problems += _resolve_model(tree)
+    problems += _resolve_precision(tree)
     release_kind(tree, words)
     problems += foreign_fields(tree, words) if laid_over is not None else ()
     config, mistakes = _validate(tree)
@@ -178,6 +179,8 @@ def _override(tree: dict[str, Any], word: str) -> list[Problem]:
         child = node.get(parent)
         if parent == "model" and isinstance(child, str):
             child = {"base": child}
+        if parent == "precision" and isinstance(child, str):
+            child = dict(PRECISIONS.get(child, {}))
         if child is None:
             child = {}
         if not isinstance(child, dict):
@@ -203,6 +206,18 @@ def _resolve_model(tree: dict[str, Any]) -> list[Problem]:
         return [Problem("model", shown(base), rule, ", ".join(model_names()))]
     tree["model"] = read_yaml(CONFIGS / "models" / f"{base}.yaml") | fields
     return []
+
+
+def _resolve_precision(tree: dict[str, Any]) -> list[Problem]:
+    """Replace a precision's name by its fields."""
+    name = tree.get("precision")
+    if not isinstance(name, str):
+        return []
+    tree["precision"] = dict(PRECISIONS.get(name, {}))
+    if name in PRECISIONS:
+        return []
+    rule = "is no precision" + nearest(name, list(PRECISIONS))
+    return [Problem("precision", shown(name), rule, f"{', '.join(PRECISIONS)}, or a section of level and dtype")]
 
 
 def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[Problem]]:

@@ -38,6 +38,15 @@ else:
     TensorParallel = union_of(entries("tensor"), "kind")
 
 
+PRECISIONS = {
+    "bf16": {"level": "O2", "dtype": "bf16"},
+    "fp16": {"level": "O2", "dtype": "fp16"},
+    "float32": {"level": "O0", "dtype": "float32"},
+    "float64": {"level": "O0", "dtype": "float64"},
+}
+"""What a run file may say in a word: `precision: bf16`."""
+
+
 class BatchSection(Section):
     """Samples (sequences, images): `global` a step, `micro` a microbatch of one replica (auto: all of its part)."""
 
@@ -154,11 +163,13 @@ class Precision(Section):
 
     `accumulate`: what O2's gradients of several microbatches are added up in, and summed over ranks: float32, or as
     they are `stored`, in half precision, with half the memory and traffic (AxoNN, arXiv 2110.13005).
+    `tf32`: a GPU multiplies float32 matrices in its tensor cores, with 10 bits of mantissa and sums in float32.
     """
 
     level: Literal["O0", "O1", "O2"] = "O0"
     dtype: Literal["float32", "float64", "bf16", "fp16"] = "float32"
     accumulate: Literal["float32", "stored"] = "float32"
+    tf32: bool = True
     loss_scale: LossScale = LossScale()
 
 

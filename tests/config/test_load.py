@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config, dump_config, load_config, model_names, parse_config
-from meshwright.config.load import CONFIGS
+from meshwright.config.load import CONFIGS, parse_run
 from meshwright.errors import ConfigError
 from meshwright.section import parse_counts
 
@@ -73,6 +73,15 @@ def test_overrides_reach_every_depth_and_the_last_wins() -> None:
     assert config.optimizer.betas == (0.8, 0.9)
     assert config.layout.data.bucket == 4 * 2**20
     assert config.seed == 0
+
+
+def test_a_precision_in_a_word() -> None:
+    config = parse_run({"precision": "bf16"}, ["precision.accumulate=stored", "batch.micro=1"])
+    assert (config.precision.level, config.precision.dtype, config.precision.accumulate) == ("O2", "bf16", "stored")
+    assert parse_run({"precision": "bf16"}).precision.accumulate == "float32"
+    assert parse_run({"precision": {"level": "O1", "dtype": "fp16"}}, ["precision=float64"]).precision.level == "O0"
+    with pytest.raises(ConfigError, match=r"^precision=bf61 is no precision .did you mean bf16.*valid: bf16, fp16"):
+        parse_run({"precision": "bf61"})
 
 
 def test_override_replaces_a_whole_section_and_a_text_may_hold_an_equals_sign(tmp_path: Path) -> None:

@@ -156,15 +156,13 @@ def test_flops_of_products_are_what_torch_counts(kit: str, ran: dict[str, list[R
 
 
 def test_flops_of_a_step_are_six_times_the_products_of_the_family() -> None:
-    """But for attention, whose fused backward pass computes the scores once more, and for the head's padding, which
-    it leaves out."""
+    """But for attention, whose fused backward pass computes the scores once more."""
     config = config_for(SIZE_ONE["none"])
     assert isinstance(config.model, Gpt2)
     rows, sequence = config.micro, config.data.sequence
     begin, layer, end = (sum(program.flops for [program] in link.programs.values()) for link in recordings_of(config))
     again = 2 * rows * sequence**2 * config.model.hidden
-    padding = 6 * rows * sequence * config.model.hidden * (config.model.padded_vocabulary - config.model.vocabulary)
-    recorded = begin + config.model.layers * (layer - again) + end + padding
+    recorded = begin + config.model.layers * (layer - again) + end
     assert recorded == rows * chain_of(config).flops_per_sample(config)
 
 
