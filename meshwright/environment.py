@@ -222,8 +222,8 @@ def _derived_port(environment: Environment, variables: Mapping[str, str]) -> int
     """A port that all ranks of a job agree on and that two jobs on a host seldom share."""
     if environment.launcher == "slurm":
         job = f"{_text(variables, 'SLURM_JOB_ID')}.{_text(variables, 'SLURM_STEP_ID')}"
-    elif "PMIX_PLACE_VARIABLESPACE" in variables:
-        job = variables["PMIX_PLACE_VARIABLESPACE"]
+    elif "PMIX_NAMESPACE" in variables:
+        job = variables["PMIX_NAMESPACE"]
     else:
         raise LaunchError("MASTER_PORT is not set: set it to a port that is free on rank 0's host")
     return _DERIVED_PORTS[crc32(job.encode()) % len(_DERIVED_PORTS)]
