@@ -149,6 +149,11 @@ def enter_local_rank(
     )
 
 
+def rank_variables(own: Mapping[str, str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a rank that this process starts: its own with the rank's variables."""
+    return {**variables, **own}
+
+
 def use_interface(name: str, variables: MutableMapping[str, str] = os.environ) -> None:
     """Have gloo talk over the interface, unless the user has named one. NCCL finds its own: it never takes loopback."""
     variables.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -241,6 +241,44 @@ def scale(
 
 
 @app.command()
+def submit(
+    run: RunFile,
+    on: Annotated[str, Option(help="slurm, kubernetes or ray.")],
+    overrides: Overrides = None,
+    nodes: Annotated[int, Option(min=1, help="Over how many nodes; each has as many ranks.")] = 1,
+    out: Annotated[
+        Path | None, Option(help="Where the run is written, as the nodes see it; NAME-OF-RUN in out or on the volume.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, Option("--set", metavar="key=value", help="A setting of the engine: time=04:00:00.")
+    ] = None,
+    to: Annotated[
+        Path | None, Option(help="The file to write; must be new. NAME-OF-RUN.sbatch, .yaml or _ray.py.")
+    ] = None,
+    go: Annotated[bool, Option("--go", help="Hand it to the engine as well, by sbatch, kubectl or ray.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write what Slurm, Kubernetes or Ray needs to run this: a run that is stopped saves, and is queued again.
+
+    Example: meshwright submit run.yaml device=cuda --on slurm --nodes 2 --set time=04:00:00 --go
+    """
+    from meshwright.tools.submit import job
+
+    engine, name = job.engine_of(on, settings or ())
+    where = (out.absolute() if engine.shares_folders else out) if out else engine.folder / run.stem
+    submission = job.submission_of(run, overrides or (), where, nodes, name, shares_folders=engine.shares_folders)
+    file = to or Path(f"{submission.name}{engine.suffix}")
+    job.write_script(engine.text(submission), file)
+    command = engine.command(file)
+    answer = job.submit(command) if go else None
+    if as_json:
+        print(json.dumps({"written": str(file), "command": command, "answer": answer}))
+        return
+    print(f"written: {file}")
+    print(answer if go else f"submit it with: {' '.join(command)}")
+
+
+@app.command()
 def calibrate(
     out: Annotated[Path, Option(help="The cluster file to write.")] = Path("cluster.yaml"),
     ranks: Annotated[str | None, Option(help="Between how many ranks links are timed; 2,4, or up to all GPUs.")] = None,

@@ -85,9 +85,9 @@ def run_worker(job: Job, threads: int) -> Any:
     Returns this rank's result.
 
     SIGTERM, SIGINT and SIGUSR1 ask for a soft stop, after which the process exits with STOPPED_EXIT_CODE: Slurm would
-    take 0 for a job that is done. Under torchrun with 0, since it would start a failed rank again. An exception is
-    printed once, with its rank, and ends the process with code 1 without waiting for its peers (MPI's exit handler
-    would), so that the outer launcher ends the job.
+    take 0 for a job that is done. Under torchrun's agent with 0, since that would start a failed rank again. An
+    exception is printed once, with its rank, and ends the process with code 1 without waiting for its peers (MPI's
+    exit handler would), so that the outer launcher ends the job.
     """
     import torch
 
@@ -100,7 +100,7 @@ def run_worker(job: Job, threads: int) -> Any:
     try:
         allow_open_files(environment.world_size)
         result = job.run(environment, stop)
-        if stop.requested and environment.launcher != "torchrun":
+        if stop.requested and not has_agent():
             sys.exit(STOPPED_EXIT_CODE)
         return result
     except BaseException as error:

@@ -162,9 +162,12 @@ def test_the_sweep_leaves_what_lives(temporary: Path) -> None:
 
 
 JOINED = {
-    "torchrun": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    "torchrun": {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "1",
+    },
+    "a pod": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
     "slurm": {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"},
-}
+}  # fmt: skip
 
 
 def join_as(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +222,7 @@ def test_not_joined() -> None:
     assert not joined()
 
 
-@pytest.mark.parametrize("launcher, code", [("torchrun", 0), ("slurm", 75)])
+@pytest.mark.parametrize("launcher, code", [("torchrun", 0), ("slurm", 75), ("a pod", 75)])
 def test_a_joined_worker_stops_softly_on_sigterm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, code: int
 ) -> None:
