@@ -39,29 +39,23 @@ def train(
     Interrupted.
     """
     out = out.absolute()
-    environment = read_environment()
-    goes_on = resume or environment.attempt > 0
-    if not goes_on and environment.rank == 0:
+    machine = this_machine()
+    if not (resume or machine.joined):
         folder.refuse_used(out)  # before the corpus is prepared, which may take long
     data = config.data.prepare(config, progress)
-    machine = this_machine()
     resolved = resolve_process(config, machine)  # what cannot run here is said before anything is written
     with ExitStack() as stack:
-        notes = stack.enter_context(folder.locked(out)) if environment.rank == 0 else []
-        if environment.rank == 0 and goes_on:
-            from meshwright.training.resume import go_on
-
-            data_print = config.data.fingerprint(data)
-            notes += go_on(out, config, data_print, resume_from, accept_changes=accept_changes)
-        elif environment.rank == 0:
-            folder.refuse_used(out)
-            folder.begin(out, config)
-        if not machine.joined:
+        notes = stack.enter_context(folder.locked(out)) if read_environment().rank == 0 else []
+        if not machine.joined:  # else it is known when the ranks have met whether this is a restart (worker.py)
             before = config
-            if goes_on:
-                from meshwright.training.resume import decided_before
+            if resume:
+                from meshwright.training.resume import decided_before, go_on
 
+                notes += go_on(out, config, config.data.fingerprint(data), resume_from, accept_changes=accept_changes)
                 before = decided_before(config, out)
+            else:
+                folder.refuse_used(out)
+                folder.begin(out, config)
             resolved = resolve(before, machine)
         run(
             TRAIN_WORKER,
@@ -71,6 +65,8 @@ def train(
             out=out,
             data=data,
             resume=resume,
+            resume_from=resume_from,
+            accept_changes=accept_changes,
             trace=list(trace),
             notes=[*resolved.notes, *notes],
         )

@@ -24,11 +24,11 @@ from meshwright.ranks.agreement import all_rows, text_of_root
 from meshwright.ranks.mesh import Mesh
 from meshwright.section import field_of, with_field
 from meshwright.training.console import RunDisplay
-from meshwright.training.folder import CHECKPOINTS
+from meshwright.training.folder import CHECKPOINTS, begin, refuse_used
 from meshwright.training.loop import Trainer, validate
 from meshwright.training.meeting import facts_of, meet, share_folder
 from meshwright.training.metrics import MetricsWriter
-from meshwright.training.resume import checkpoint_of_run, decided_before, with_offer
+from meshwright.training.resume import checkpoint_of_run, decided_before, go_on, with_offer
 
 
 def train_rank(
@@ -39,19 +39,31 @@ def train_rank(
     data: Path,
     *,
     resume: bool,
+    resume_from: int | None = None,
+    accept_changes: bool = False,
     trace: Sequence[int] = (),
     notes: Sequence[str] = (),
 ) -> None:
     """One rank of a training job.
 
     `config`: resolved by our launcher; `asked`: as the user wrote it. `notes`: what is to be said when the run begins.
+    Inside another launcher rank 0 makes the folder ready here, when it knows whether some node has counted a restart.
     """
     mesh, environment = rank.mesh, rank.environment
     meet(mesh, facts_of(asked, data, resume=resume, trace=list(trace)))
+    attempt = int(all_rows(torch.tensor([environment.attempt]), mesh.world).max())
     if not environment.launched and mesh.grid.world_size > 1:
         share_folder(mesh, out)
     opened = config.data.open(config, data)
-    resume = resume or environment.attempt > 0
+    if not environment.launched and mesh.rank == 0:
+        if resume or attempt:
+            step_asked = None if attempt else resume_from  # a restart goes on from what this job has written
+            changes = accept_changes or attempt > 0
+            notes = [*notes, *go_on(out, asked, config.data.fingerprint(data), step_asked, accept_changes=changes)]
+        else:
+            refuse_used(out)
+            begin(out, asked)
+    resume = resume or attempt > 0
     name, found = checkpoint_of_run(out, resume=resume) if mesh.rank == 0 else ("", None)
     step = _agreed(mesh, found)
     if not environment.launched:
@@ -62,7 +74,7 @@ def train_rank(
     origin = Origin(dump, name, config.data.fingerprint(data), resolved_fields(asked, config))
     parts = build(config, mesh, out)
     _Run(parts, opened, out, frozenset(trace), origin).train(
-        rank.stop, step, resume=resume, attempt=environment.attempt, live=environment.launched
+        rank.stop, step, resume=resume, attempt=attempt, live=environment.launched
     )
 
 

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config import Config
+from meshwright.data.files import silent
+from meshwright.decisions import resolve, this_machine
+from meshwright.environment import Environment
 from meshwright.errors import LaunchError
+from meshwright.launch import Rank, StopRequest
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.meeting import facts_of, meet
+from meshwright.training.worker import train_rank
 from tests.training.runs import config_for, make_corpus
 from tests.workers import run_ranks
 
@@ -37,6 +43,23 @@ def test_the_first_that_differs_is_named_on_every_rank() -> None:
     host = socket.gethostname()
     text = f"rank 2 on {host} differs from rank 0 on {host}: optimizer.lr is 0.2, not 0.1; steps is absent, not 8; "
     assert run_ranks(said, TRIO, facts) == [f"{text}no step was made"] * 3
+
+
+def train_joined(mesh: Mesh, config: Config, out: Path, data: Path, attempts: list[int]) -> None:
+    environment = Environment(mesh.rank, mesh.grid.world_size, 0, 1, attempts[mesh.rank], "torchrun")
+    train_rank(Rank(mesh, environment, StopRequest()), config, config, out, data, resume=False)
+
+
+def test_a_restart_that_one_node_has_counted_goes_on(corpus: Path, tmp_path: Path) -> None:
+    """Rank 0's own launcher has counted none: alone it would refuse the folder of its own job."""
+    config = resolve(config_for(corpus, steps=4), this_machine()).config
+    data, grid = config.data.prepare(config, silent), Grid(config.layout.axes)
+    run_ranks(train_joined, grid, config, tmp_path, data, [0, 0])
+    identity = (tmp_path / "run.json").read_text()
+    run_ranks(train_joined, grid, config, tmp_path, data, [0, 1])
+    assert (tmp_path / "run.json").read_text() == identity
+    with pytest.raises(AssertionError, match="holds a run already"):
+        run_ranks(train_joined, grid, config, tmp_path, data, [0, 0])
 
 
 def test_many_differences_are_counted() -> None:
