@@ -2,7 +2,7 @@
 
 | field                     | is decided by                                                                           |
 |---------------------------|-----------------------------------------------------------------------------------------|
-| device, threads           | the machine: GPUs where there are any; its cores, shared by the ranks                   |
+| device, threads           | the machine: GPUs where each rank here has one; its cores, shared by the ranks           |
 | batch.micro               | the layout (config/schema.py)                                                           |
 | layout.transport          | MPI on CPUs where it is installed and can carry the strategy, else torch.distributed    |
 | layout.pipeline.partition | auto: counted costs; measured: a microbatch timed on one rank (stage_costs.py)          |
@@ -95,10 +95,13 @@ def resolve(config: Config, machine: Machine) -> Resolved:
 
 def resolve_process(config: Config, machine: Machine) -> Resolved:
     """Decide what a rank must know before it meets the others: device, threads, transport; and the microbatch."""
-    device = config.device if config.device != "auto" else ("cuda" if machine.gpus else "cpu")
     local = machine.ranks_here(config.layout.world_size)
-    _check_ranks(config, machine, device)
+    enough = machine.gpus >= local or machine.own_gpu
+    device = config.device if config.device != "auto" else ("cuda" if machine.gpus and enough else "cpu")
+    _check_ranks(config, machine, device, enough)
     transport, notes = _transport(config, machine, device)
+    if config.device == "auto" and machine.gpus and not enough:
+        notes.append(f"device=auto takes cpu: {_counted(machine.gpus, 'GPU')} for {_counted(local, 'rank')} here")
     if config.restarts and machine.joined:
         notes.append(
             f"restarts={config.restarts} does nothing here: {machine.launcher} started this run, and only it can "
@@ -115,10 +118,14 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     return Resolved(config, tuple(notes))
 
 
-def _check_ranks(config: Config, machine: Machine, device: str) -> None:
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def _check_ranks(config: Config, machine: Machine, device: str, enough_gpus: bool) -> None:
     layout, local = config.layout, machine.ranks_here(config.layout.world_size)
-    if device == "cuda" and machine.gpus < local:
-        rule = f"finds {machine.gpus} GPUs for {local} ranks here"
+    if device == "cuda" and not enough_gpus:
+        rule = f"finds {_counted(machine.gpus, 'GPU')} for {_counted(local, 'rank')} here"
         raise ConfigError.of("device", "cuda", rule, "cpu, or a smaller layout")
     if machine.joined and machine.world_size != layout.world_size:
         rule = f"does not match the {machine.world_size} that were launched"

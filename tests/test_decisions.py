@@ -23,7 +23,7 @@ from meshwright.decisions import (
     this_machine,
 )
 from meshwright.environment import Environment
-from meshwright.errors import CheckpointError, LaunchError
+from meshwright.errors import CheckpointError, ConfigError, LaunchError
 from meshwright.machine import RANK_BYTES, Machine, available_memory_bytes, find_mpiexec
 from meshwright.parts import empty_batch
 from meshwright.ranks.grid import Grid
@@ -252,6 +252,28 @@ def test_mpi_is_seen_where_it_is_installed() -> None:
 def test_auto_takes_torch_where_mpi_does_not_serve(layout: dict[str, Any], device: str) -> None:
     resolved = resolve_process(parse_config({"layout": layout}), machine(gpus=2 if device == "cuda" else 0))
     assert (resolved.config.layout.transport, resolved.config.device, resolved.notes) == ("torch", device, ())
+
+
+@pytest.mark.parametrize(
+    "gpus, launcher, device, note",
+    [
+        (2, "none", "cuda", ""),
+        (1, "none", "cpu", "device=auto takes cpu: 1 GPU for 2 ranks here"),
+        (1, "torchrun", "cpu", "device=auto takes cpu: 1 GPU for 2 ranks here"),
+        (1, "slurm", "cuda", ""),  # --gpus-per-task=1: each rank is shown its own
+        (0, "none", "cpu", ""),
+    ],
+)
+def test_auto_takes_gpus_where_each_rank_here_has_one(gpus: int, launcher: Any, device: str, note: str) -> None:
+    facts = {"gpus": gpus, "launcher": launcher, "ranks_launched": 2, "world_size": 2}
+    resolved = resolve_process(parse_config({"layout": {"data": {"size": 2}, "transport": "torch"}}), machine(**facts))
+    assert (resolved.config.device, "".join(resolved.notes)) == (device, note)
+
+
+def test_a_gpu_for_each_rank_is_asked_for_in_vain() -> None:
+    config = parse_config({"layout": {"data": {"size": 2}}, "device": "cuda"})
+    with pytest.raises(ConfigError, match="device=cuda finds 1 GPU for 2 ranks here; valid: cpu, or a smaller layout"):
+        resolve_process(config, machine(gpus=1))
 
 
 @pytest.mark.parametrize("launcher, said", [("torchrun", True), ("alone", False)])

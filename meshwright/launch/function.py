@@ -142,7 +142,8 @@ def open_ranks(ranks: Ranks, environment: Environment, name: str) -> Iterator[Me
 
     device = torch.device("cpu")
     if ranks.device == "cuda":
-        device = torch.device("cuda", environment.local_rank)
+        # A launcher that binds GPUs shows each rank its own as the only one.
+        device = torch.device("cuda", environment.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
     point = None if TRANSPORTS[ranks.transport].by_mpiexec else rendezvous(job=name)
     grid = Grid(ranks.axes)

@@ -21,7 +21,7 @@ import json
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -40,8 +40,11 @@ _DOUBLE_SECONDS = 5.0
 """How long a rank whose number has come before waits for the rank 0 of its own attempt."""
 
 
-def join_job(environment: Environment, point: Rendezvous, seconds: float) -> tuple[dist.Store, Peers]:
-    """The job's store and where its ranks stand, when all have come. Raises LaunchError that names who has not."""
+def join_job(
+    environment: Environment, point: Rendezvous, seconds: float, device: str = "cpu"
+) -> tuple[dist.Store, Peers]:
+    """The job's store and where its ranks stand, when all have come. Raises LaunchError that names who has not, and who
+    computes on another type of `device`."""
     me = _Comer(environment, point, seconds)
     try:
         socket.getaddrinfo(point.address, point.port)
@@ -53,9 +56,14 @@ def join_job(environment: Environment, point: Rendezvous, seconds: float) -> tup
     else:
         shared, mine = me.connect()
     try:
+        mine = replace(mine, device=device)
         store, ranks = (me.lead if environment.rank == 0 else me.follow)(shared, mine)
     except dist.DistNetworkError as error:
         raise LaunchError(f"{me} lost the store at {me.place}: the job's rank 0 has left") from error
+    if other := next((peer for peer in ranks if peer.device != ranks[0].device), None):
+        first = f"rank 0 on {ranks[0].host} computes on {ranks[0].device}"
+        rule = "set device, and see that every host shows its GPUs"
+        raise LaunchError(f"rank {other.rank} on {other.host} computes on {other.device}, {first}: {rule}")
     return store, Peers(ranks, environment.rank)
 
 

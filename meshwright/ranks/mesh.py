@@ -143,7 +143,8 @@ def open_mesh(
     """Connect this process to the others of its job, and disconnect at the end.
 
     Ranks that end well leave together: a peer that is still connecting takes a rank that has left for a crashed one.
-    A rank that raises leaves at once.
+    A rank that raises leaves at once. On a GPU it leaves its communicators to the end of its process, which comes when
+    it has reported: NCCL's own end waits for kernels that wait for peers, for minutes.
     `point`: where ranks of the torch transport meet; None over MPI, which brings its ranks together by itself.
     A watchdog ends the process where it waits for others longer than `timeout`.
     """
@@ -169,10 +170,15 @@ def open_mesh(
             recorder=recorder,
             timeout=timeout,
         )
+        closes = True
         try:
             with opened.named_when_lost():
                 yield mesh
                 mesh.world.assemble()  # over MPI asleep
                 mesh.world.barrier()
+        except Exception:
+            closes = device.type != "cuda"
+            raise
         finally:
-            mesh.close()
+            if closes:
+                mesh.close()

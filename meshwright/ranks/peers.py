@@ -33,13 +33,15 @@ _CAUSE = re.compile(r"(Connection \w+(?: by peer)?|Broken pipe|No route to host|
 class Peer:
     """A rank as it came to the store. `address`: its own end of that connection, `reached`: the store's.
 
-    Both are empty for the rank that opened the store. `process`: tells it from the same rank of another attempt.
+    Both are empty for the rank that opened the store. `device`: the type of what it computes on. `process`: tells it
+    from the same rank of another attempt.
     """
 
     rank: int
     host: str
     address: str = ""
     reached: str = ""
+    device: str = "cpu"
     process: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
 
     @classmethod

@@ -167,7 +167,7 @@ def open_torch(
     """Join the job's store at `point`, and its process group. Raises LaunchError that says who has not come, and
     LostRankError for one that came and cannot be reached."""
     patience = timedelta(seconds=timeout.wait + TORCH_MARGIN_SECONDS)
-    store, peers = comm_store.join_job(environment, point, timeout.join)
+    store, peers = comm_store.join_job(environment, point, timeout.join, device.type)
     if peers.address and (interface := interface_at(peers.address)):
         use_interface(interface)
     with recorder.waiting(Call("world", CONNECT, 0, tuple(range(environment.world_size)))), peers.named_when_lost():

@@ -14,9 +14,10 @@ import torch
 
 from meshwright.config import Config, parse_config
 from meshwright.decisions import resolve, this_machine
+from meshwright.environment import Environment
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, run
-from meshwright.launch.function import name_of
+from meshwright.launch.function import name_of, open_ranks
 from meshwright.ranks.section import TransportName
 
 
@@ -115,3 +116,13 @@ def test_a_notebook_s_function_is_refused_in_words() -> None:
     ran = subprocess.run([sys.executable, "-"], input=cell, capture_output=True, text=True, timeout=200)
     assert "LaunchError: square was defined in a notebook or at a prompt" in ran.stderr
     assert "%%writefile steps.py" in ran.stderr
+
+
+@pytest.mark.parametrize("visible, index", [(1, 0), (4, 1)])
+def test_the_only_gpu_that_a_rank_sees_is_its_own(visible: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun --gpus-per-task=1 numbers each rank's GPU 0."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    environment = Environment(0, 1, 1, 2, 0, "slurm")
+    with open_ranks(Ranks((("data", 1),), device="cuda"), environment, "own") as mesh:
+        assert mesh.device == torch.device("cuda", index)

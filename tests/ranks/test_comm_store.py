@@ -30,10 +30,12 @@ def free_port() -> int:
         return port
 
 
-def come(rank: int, world: int, point: Rendezvous, seconds: float, answers: Any, attempt: int = 0) -> None:
+def come(
+    rank: int, world: int, point: Rendezvous, seconds: float, answers: Any, attempt: int = 0, device: str = "cpu"
+) -> None:
     environment = Environment(rank, world, rank, world, attempt, "torchrun")
     try:
-        store, _ = comm_store.join_job(environment, point, seconds)
+        store, _ = comm_store.join_job(environment, point, seconds, device)
         answers.put((rank, "met"))
         store.set(f"left-{rank}", "")
         store.wait([f"left-{other}" for other in range(world)])  # rank 0 holds the store for the others
@@ -116,6 +118,20 @@ def test_a_restart_meets_over_the_store_of_the_attempt_before() -> None:
         time.sleep(1.0)  # rank 1 comes while the dead attempt's rank 0 is all that it finds
     assert sorted(answers.get(timeout=PATIENCE_SECONDS) for _ in again) == [(0, "met"), (1, "met")]
     for process in again:
+        process.join(PATIENCE_SECONDS)
+
+
+def test_ranks_of_different_devices_are_named() -> None:
+    point, answers = Rendezvous("127.0.0.1", free_port(), hosted=False), CONTEXT.Queue()
+    processes = [
+        CONTEXT.Process(target=come, args=(rank, 3, point, 20.0, answers, 0, device))
+        for rank, device in enumerate(("cuda", "cuda", "cpu"))
+    ]
+    for process in processes:
+        process.start()
+    text = f"rank 2 on {HOST} computes on cpu, rank 0 on {HOST} computes on cuda: set device"
+    assert all(text in answers.get(timeout=PATIENCE_SECONDS)[1] for _ in processes)
+    for process in processes:
         process.join(PATIENCE_SECONDS)
 
 

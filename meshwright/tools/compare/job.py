@@ -19,7 +19,7 @@ from meshwright.data.files import ShowProgress, silent
 from meshwright.decisions import resolve_process, this_machine
 from meshwright.errors import ConfigError, LaunchError, Problem
 from meshwright.launch import Interrupted, joined
-from meshwright.machine import usable_cores
+from meshwright.machine import Machine, usable_cores
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, draw, html_of
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement
@@ -61,6 +61,7 @@ def compare_layouts(
     """
     if joined():
         raise LaunchError("compare starts its own workers: run it outside of torchrun, srun and mpirun")
+    contenders = on_one_device(contenders, this_machine())
     processes = _checked(contenders, order)
     _make_folder(order.out)
     data = contenders[0].config.data.prepare(contenders[0].config, report)
@@ -142,6 +143,19 @@ def _here(config: Config) -> Config:
     """The config as it is run: all ranks on this machine, and none of them started again."""
     layout = config.layout.model_copy(update={"ranks_per_node": "auto"})
     return config.model_copy(update={"layout": layout, "restarts": 0})
+
+
+def on_one_device(contenders: Sequence[Contender], machine: Machine) -> Sequence[Contender]:
+    """The contenders, whose device=auto is cuda only where the machine has GPUs enough for each of them."""
+    most = max((contender.config.layout.world_size for contender in contenders), default=0)
+    if machine.gpus >= most:
+        return contenders
+    host = {"device": "cpu"}
+    return [
+        replace(contender, config=contender.config.model_copy(update=host))
+        if contender.config.device == "auto" else contender
+        for contender in contenders
+    ]  # fmt: skip
 
 
 def _checked(contenders: Sequence[Contender], order: Order) -> list[Config]:

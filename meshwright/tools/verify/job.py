@@ -21,13 +21,14 @@ from meshwright.config import Config
 from meshwright.config.schema import Check, Layout, Offload, Precision
 from meshwright.data.files import ShowProgress as Report
 from meshwright.data.files import silent
-from meshwright.decisions import resolve, this_machine
+from meshwright.decisions import resolve, resolve_process, this_machine
 from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
 from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
 from meshwright.launch.session import temporary_folder
 from meshwright.model import Samples
 from meshwright.parameters.shard import Box
 from meshwright.parts import Parts, build
+from meshwright.section import with_field
 from meshwright.tools.verify.compare import (
     Row,
     compare_numbers,
@@ -113,6 +114,10 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
     if joined():
         raise LaunchError("verify starts its own workers: run it outside of torchrun, srun and mpirun")
     config = comparable(config, as_configured=as_configured)
+    process = resolve_process(config, this_machine())
+    config = with_field(config, "device", process.config.device)  # the reference's too: one GPU might do for it alone
+    for note in process.notes:
+        report(note, None)
     data = config.data.prepare(config, report)
     with temporary_folder() as folder:
         layout, reference = folder / "layout", folder / "reference"

@@ -20,8 +20,18 @@ from meshwright import cli
 from meshwright.config import parse_config
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Interrupted
+from meshwright.machine import Machine
 from meshwright.tools.compare import job
-from meshwright.tools.compare.job import NO_CLUSTER, NUMBERS, PAGE, PICTURE, Order, compare_layouts, require_all
+from meshwright.tools.compare.job import (
+    NO_CLUSTER,
+    NUMBERS,
+    PAGE,
+    PICTURE,
+    Order,
+    compare_layouts,
+    on_one_device,
+    require_all,
+)
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, html_of, render
 from meshwright.tools.compare.result import Measurement
@@ -214,3 +224,13 @@ def test_the_command_names_the_file_of_a_mistake(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, [*words, "--out", str(tmp_path / "out")])
     assert "bad.yaml: layout.data.size=3 does not divide batch.global=8" in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("gpus, device", [(1, "cpu"), (2, "auto")])
+def test_all_layouts_run_on_one_type_of_device(gpus: int, device: str) -> None:
+    """One GPU would do for a layout of one rank, which would then be compared with one on a CPU."""
+    alone, pair = (
+        Contender(str(size), parse_config({"layout": {"data": {"size": size}}}), "a.yaml") for size in (1, 2)
+    )
+    found = on_one_device([alone, pair], Machine(cores=2, memory=2**30, gpus=gpus))
+    assert [contender.config.device for contender in found] == [device, device]
