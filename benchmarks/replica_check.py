@@ -4,12 +4,13 @@
 
 Each round takes `steps` steps of the train loop with `check.every` 1 and as many with 0, in the same processes. Seconds
 are the first rank's CPU time, so that others' work on the machine counts less; the ratio is that of the medians.
-Hashes: CPU milliseconds for 10^8 float32 weights on one thread, beside torch's vector_norm of them.
+Hashes: CPU milliseconds for 10^8 float32 weights on one thread, beside SHA-256 and torch's vector_norm of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import statistics
 import time
 from collections.abc import Callable
@@ -22,10 +23,10 @@ from benchmarks.ours import reference_config
 from benchmarks.reference import REFERENCE, global_batch
 from meshwright.config import Config
 from meshwright.config.schema import Check
-from meshwright.launch import Rank, run
+from meshwright.launch import Rank, Ranks, run
 from meshwright.model import Batch
 from meshwright.parts import build
-from meshwright.training.checks import hash_bits
+from meshwright.ranks.agreement import hash_bits
 from meshwright.training.loop import Trainer
 
 HASHED = 10**7
@@ -88,11 +89,17 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     weights = torch.randn(HASHED)
-    hashed, norm = _milliseconds(lambda: hash_bits(weights)), _milliseconds(lambda: torch.linalg.vector_norm(weights))
-    print(f"10^8 weights: hashed in {hashed:.1f} ms, vector_norm in {norm:.1f} ms")
+    calls: dict[str, Callable[[], Any]] = {
+        "hash_bits": lambda: hash_bits(weights),
+        "SHA-256": lambda: hashlib.sha256(weights.numpy().data),
+        "vector_norm": lambda: torch.linalg.vector_norm(weights),
+    }
+    for name, call in calls.items():
+        milliseconds = _milliseconds(call)
+        print(f"10^8 weights: {name} in {milliseconds:.1f} ms, {400 / milliseconds:.1f} GB/s")
     config = reference_config({"layout.data.size": asked.ranks, "layout.transport": "torch"})
     arguments = {"config": config, "rounds": asked.rounds, "steps": asked.steps}
-    rounds = run("benchmarks.replica_check:worker", asked.ranks, **arguments)[0]
+    rounds = run("benchmarks.replica_check:worker", Ranks.of(config), **arguments)[0]
     checked, plain = (statistics.median(column) for column in zip(*rounds, strict=True))
     ratios = sorted(one / other for one, other in rounds)
     print(

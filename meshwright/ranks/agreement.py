@@ -1,16 +1,26 @@
 """Facts that the ranks of a group tell each other: rows, texts, whether they hold the same bits.
 
 Facts lie on the host, and travel between hosts (torch_comm.py): no device is waited for.
+
+A hash (`hash_bits`) is 64 bits: sum over words w[r, c] of 8 bytes of w[r, c] · (row[r] + column[c]) modulo 2^64. Rows'
+factors are even, columns' odd: a factor is odd, so that any flipped bit changes the sum; a word in another's place
+changes it too. It is computed where the tensor lies, by two sums over blocks that stay in a cache: SHA-256 of 7 B
+parameters took a CPU's thread 40 seconds, and copied a GPU's weights to the host.
 """
 
 from __future__ import annotations
-
-import hashlib
 
 import torch
 from torch import Tensor
 
 from meshwright.ranks.comm import Comm
+
+COLUMNS = 2**10
+BLOCK_ROWS = {"cpu": 2**7, "cuda": 2**17}
+"""Rows that are read at once: a CPU's cache holds 1 MiB for both sums, a GPU wants few kernels."""
+FACTOR, ROW_FACTOR = 0xC13FA9A902A6328F - 2**64, 0x91E10DA5C79E7B1D - 2**64
+"""2^64 over the plastic number and over its square, as signed numbers: the golden ratio's kin in two dims, so that
+neighbours get factors far apart. With one for both, a word and the one 1,022 behind it had the same."""
 
 
 def all_rows(row: Tensor, comm: Comm) -> Tensor:
@@ -42,10 +52,34 @@ def text_of_root(text: str, comm: Comm, root: int = 0) -> str:
     return bytes(row.tolist()).decode(errors="surrogatepass")
 
 
+def hash_bits(x: Tensor) -> Tensor:
+    """The hash of the bits of x [n], contiguous: an int64 scalar on its device."""
+    words, last = _words(x)
+    whole = words.numel() // COLUMNS * COLUMNS
+    blocks = words[:whole].view(-1, COLUMNS).split(BLOCK_ROWS[x.device.type])
+    rest = torch.cat([words[whole:], last])  # [up to COLUMNS]
+    rows = torch.cat([*(block.sum(1) for block in blocks), rest.sum(0, keepdim=True)])
+    columns = torch.stack([block.sum(0) for block in blocks]).sum(0) if whole else words.new_zeros(COLUMNS)
+    columns[: rest.numel()] += rest
+    row_factors = torch.arange(1, rows.numel() + 1, device=x.device) * ROW_FACTOR * 2
+    column_factors = torch.arange(COLUMNS, device=x.device) * FACTOR | 1
+    return (rows * row_factors).sum() + (columns * column_factors).sum()
+
+
+def _words(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x's memory as int64: the whole words, and the last bytes with zeros behind them, where there are some."""
+    if x.storage_offset() * x.element_size() % 8:
+        x = x.clone()
+    each = 8 // x.element_size()
+    whole = x.numel() // each * each
+    last = x.new_zeros(each if whole < x.numel() else 0)
+    last[: x.numel() - whole] = x[whole:]
+    return x[:whole].view(torch.int64), last.view(torch.int64)
+
+
 def same_everywhere(x: Tensor, comm: Comm) -> bool:
-    """Whether all members hold the same bits, by a SHA-256 of them. Sends 32 bytes."""
-    digest = hashlib.sha256(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).digest()
-    rows = all_rows(torch.tensor(list(digest), dtype=torch.uint8), comm)
+    """Whether all members hold the same bits, by a hash that is computed where they lie. Sends 8 bytes."""
+    rows = all_rows(hash_bits(x.detach().contiguous().view(-1)).cpu(), comm)
     return bool((rows == rows[comm.index]).all())
 
 

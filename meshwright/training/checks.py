@@ -9,9 +9,6 @@ replica still has the right one. Each rank hashes its weights as its backward pa
 optimizer writes and before owners publish, so that a flip under ZeRO-1 or a parameter server is seen before it is
 overwritten. The hashes travel in the step report. Of three replicas and more the odd one out is named, of two both.
 Where nothing is held twice (`fsdp`, one replica that is cut everywhere) there is nothing to compare.
-
-A hash is 64 bits: sum over words w[r, c] of 8 bytes of w[r, c] · (row[r] + column[c]) modulo 2^64. Rows' factors are
-even, columns' odd: a factor is odd, so that any flipped bit changes the sum; a word in another's place changes it too.
 """
 
 from __future__ import annotations
@@ -28,47 +25,13 @@ from torch import Tensor
 from meshwright.errors import CorruptionError, DivergedError
 from meshwright.parameters.bucket import FlatWeights
 from meshwright.parts import Parts
-from meshwright.ranks.agreement import all_rows
+from meshwright.ranks.agreement import FACTOR, all_rows, hash_bits
 from meshwright.ranks.grid import ENDS, PIPE, Grid
 from meshwright.training.step_report import StepReport
 
 REMEDY = "lower optimizer.lr, raise optimizer.schedule.warmup, or look at the data"
 
-COLUMNS = 2**10
-BLOCK_ROWS = {"cpu": 2**7, "cuda": 2**17}
-"""Rows that are read at once: a CPU's cache holds 1 MiB for both sums, a GPU wants few kernels."""
-_FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""2^64 over the golden ratio, as a signed number: neighbours get factors far apart."""
-
 CopyAxes = tuple[str, ...]
-
-
-def hash_bits(x: Tensor) -> Tensor:
-    """The hash of the bits of x [n], contiguous: an int64 scalar on its device."""
-    words = _words(x)
-    whole = words.numel() // COLUMNS * COLUMNS
-    blocks = words[:whole].view(-1, COLUMNS).split(BLOCK_ROWS[x.device.type])
-    rest = words[whole:]
-    rows = torch.cat([*(block.sum(1) for block in blocks), rest.sum(0, keepdim=True)])
-    columns = torch.stack([block.sum(0) for block in blocks]).sum(0) if whole else words.new_zeros(COLUMNS)
-    columns[: rest.numel()] += rest
-    row_factors = torch.arange(1, rows.numel() + 1, device=x.device) * _FACTOR * 2
-    column_factors = torch.arange(COLUMNS, device=x.device) * _FACTOR | 1
-    return (rows * row_factors).sum() + (columns * column_factors).sum()
-
-
-def _words(x: Tensor) -> Tensor:
-    """x's memory as int64; its last bytes with zeros behind them."""
-    if x.storage_offset() * x.element_size() % 8:
-        x = x.clone()
-    each = 8 // x.element_size()
-    whole = x.numel() // each * each
-    words = x[:whole].view(torch.int64)
-    if whole == x.numel():
-        return words
-    last = x.new_zeros(each)
-    last[: x.numel() - whole] = x[whole:]
-    return torch.cat([words, last.view(torch.int64)])
 
 
 def copy_sets(grid: Grid) -> list[CopyAxes]:
@@ -102,7 +65,7 @@ def _hashes(parts: Parts, memory: Iterable[FlatWeights]) -> list[int]:
     hashes: dict[CopyAxes, Tensor | int] = dict.fromkeys(copy_sets(grid), 0)
     for flat in memory:
         if axes := _shared(grid, flat.copy_axes):
-            hashes[axes] = hashes[axes] * _FACTOR + hash_bits(flat.values).to(device)
+            hashes[axes] = hashes[axes] * FACTOR + hash_bits(flat.values).to(device)
     return [int(value) for value in hashes.values()]
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from meshwright.config import Config
 from meshwright.errors import CorruptionError
@@ -16,10 +14,8 @@ from meshwright.model import Batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.checks import (
-    COLUMNS,
     differences,
     gathered,
-    hash_bits,
     require_equal_replicas,
     state_hashes,
     weight_hashes,
@@ -27,46 +23,10 @@ from meshwright.training.checks import (
 from meshwright.training.loop import Trainer
 from tests.data_parallel.test_equality import BATCHES, config_for
 from tests.harness import build
+from tests.ranks.test_agreement import flip
 from tests.training.runs import config_for as run_config
 from tests.training.runs import losses_of, make_corpus, run, run_as
 from tests.workers import run_ranks
-
-WORDS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
-
-
-def flip(x: Tensor, element: int, bit: int) -> None:
-    """One bit of one element of a contiguous tensor."""
-    word = x.detach().view(-1).view(WORDS[x.dtype])
-    word[element] ^= 1 << bit if bit < 8 * x.element_size() - 1 else torch.iinfo(word.dtype).min
-
-
-@pytest.mark.parametrize("dtype", WORDS)
-def test_every_bit_of_an_element_counts(dtype: torch.dtype) -> None:
-    x = torch.randn(5 * COLUMNS + 3, generator=torch.Generator().manual_seed(1)).to(dtype)
-    clean, seen = int(hash_bits(x)), set()
-    for element in (0, 1, 2, COLUMNS - 1, COLUMNS, 3 * COLUMNS + 17, x.numel() - 2, x.numel() - 1):
-        for bit in range(8 * dtype.itemsize):
-            flip(x, element, bit)
-            seen.add(int(hash_bits(x)))
-            flip(x, element, bit)
-    assert int(hash_bits(x)) == clean
-    assert clean not in seen
-
-
-def test_an_element_in_anothers_place_counts() -> None:
-    x = torch.randn(4 * COLUMNS)
-    for one, other in ((0, 2), (4, 4 + 2 * COLUMNS), (1, 4 * COLUMNS - 1)):
-        swapped = x.clone()
-        swapped[[one, other]] = x[[other, one]]
-        assert int(hash_bits(swapped)) != int(hash_bits(x))
-
-
-def test_a_part_that_begins_anywhere_has_the_hash_of_its_copy() -> None:
-    x = torch.randn(3 * COLUMNS)
-    for start in range(3):
-        part = x[start : start + 2 * COLUMNS + 5]
-        assert int(hash_bits(part)) == int(hash_bits(part.clone()))
-    assert int(hash_bits(x[:0])) == 0
 
 
 def test_the_majority_is_right() -> None:
