@@ -159,6 +159,11 @@ def use_interface(name: str, variables: MutableMapping[str, str] = os.environ) -
     variables.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
+def chosen_interface(variables: Mapping[str, str] = os.environ) -> str:
+    """The interface that gloo talks over; empty where it takes that of the host's name."""
+    return variables.get("GLOO_SOCKET_IFNAME", "")
+
+
 def has_agent(variables: Mapping[str, str] = os.environ) -> bool:
     """Whether an agent of torchrun's started this process and watches it: others set RANK and WORLD_SIZE as well."""
     return "TORCHELASTIC_RUN_ID" in variables

@@ -22,6 +22,7 @@ from meshwright.cli.app import (
     print_result,
     progress,
 )  # fmt: skip
+from meshwright.errors import ConfigError
 
 
 @data_app.command("prepare")
@@ -64,14 +65,36 @@ def data_prepare(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    nodes: Annotated[bool, Option("--nodes", help="As a rank of torchrun, srun or mpirun: measure its nodes.")] = False,
+    cluster: Annotated[
+        Path | None, Option(metavar="FILE", help="Of --nodes: a file of calibrate, to write --out with their links.")
+    ] = None,
+    out: Annotated[Path, Option(help="Of --nodes --cluster: the cluster file to write.")] = Path("nodes.yaml"),
+    folder: Annotated[
+        list[Path] | None, Option(help="Of --nodes: is it shared? The current one and the cache.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Show what is installed, what this machine has, what is missing and the command that adds it.
 
-    Example: meshwright doctor --json
-    """
-    from meshwright.tools import doctor
+    With --nodes: which hosts there are, over which interface they talk, how fast each pair, which folders they share.
 
-    print_result(doctor, doctor.examine(), as_json)
+    Example: srun --nodes 2 --ntasks-per-node 1 meshwright doctor --nodes --cluster cluster.yaml
+    """
+    if not nodes:
+        if cluster is not None or folder:
+            name, value = ("--cluster", cluster) if cluster else ("--folder", folder)
+            raise ConfigError.of(name, value, "has no effect on one machine", "leave it out, or add --nodes")
+        from meshwright.tools import doctor
+
+        print_result(doctor, doctor.examine(), as_json)
+        return
+    from meshwright.tools import nodes as nodes_tool
+
+    report = nodes_tool.examine_nodes(folder or (), cluster, out)
+    if report is not None:  # on the first rank alone
+        print_result(nodes_tool, report, as_json, [] if cluster is None else [out])
 
 
 @app.command("eval")

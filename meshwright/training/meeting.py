@@ -75,25 +75,28 @@ def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
 
 
 def share_folder(mesh: Mesh, out: Path) -> None:
-    """Return where every rank sees a file that rank 0 leaves in `out`; else LaunchError on all, naming who does not.
+    """Return where every rank sees a file that rank 0 leaves in `out`; else LaunchError on all, naming who does not."""
+    if blind := ranks_without(mesh, out):
+        rule = "--out must be a folder that all hosts share; no step was made"
+        raise LaunchError(f"{names_of(blind)} does not see what rank 0 writes to {out}: {rule}")
+
+
+def ranks_without(mesh: Mesh, folder: Path) -> list[str]:
+    """The ranks that do not see what rank 0 leaves in the folder, and their hosts; the same list on every rank.
 
     The name is new each time: a network's file system may remember for seconds that a name was not there.
     """
-    token = out / f".seen-by-all-{secrets.token_hex(8)}"
+    token = folder / f".seen-by-all-{secrets.token_hex(8)}"
     if mesh.rank == 0:
         token.touch()
-    name, first = text_of_root(f"{token.name} {socket.gethostname()}", mesh.world).split()
-    token = out / name
+    token = folder / text_of_root(token.name, mesh.world)
     end = time.monotonic() + min(_PATIENCE_SECONDS, mesh.timeout.wait / 2)
     while not (seen := token.exists()) and time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)
     blind = all_texts("" if seen else f"rank {mesh.rank} on {socket.gethostname()}", mesh.world)
     if mesh.rank == 0:
         token.unlink()
-    if any(blind):
-        who = names_of([rank for rank, name in enumerate(blind) if name], lambda rank: blind[rank])
-        rule = "--out must be a folder that all hosts share; no step was made"
-        raise LaunchError(f"{who} does not see what rank 0 on {first} writes to {out}: {rule}")
+    return [name for name in blind if name]
 
 
 def _differences(theirs: Mapping[str, str], first: Mapping[str, str]) -> list[str]:

@@ -122,7 +122,7 @@ def test_what_differs_on_the_second_node_is_said_before_the_first_step(
         rule = r"rank 1 on node1 differs from rank 0 on node0: data is \w+, not \w+; no step was made"
     else:
         network[1].mount(other, out)
-        rule = rf"rank 1 on node1 does not see what rank 0 on node0 writes to {out}: --out must be a folder that all"
+        rule = rf"rank 1 on node1 does not see what rank 0 writes to {out}: --out must be a folder that all"
     started = by_hand(network, train_words(run, out))
     assert [one.wait(START_SECONDS) for one in started] == [1, 1], started[0].text
     for one in started:
