@@ -43,6 +43,17 @@ def modules() -> list[Path]:
     return sorted((ROOT / "meshwright").rglob("*.py"))
 
 
+def test_docstrings_are_sentences_with_a_subject() -> None:
+    """A docstring that opens with "Of the" or "What the" leans on the name above it."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in modules()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if line.lstrip().startswith(('"""Of ', '"""What ', '"""As '))
+    ]
+    assert found == []
+
+
 def public_names(path: Path) -> Iterator[str]:
     """The names that a module defines at its top for others."""
     for node in ast.parse(path.read_text()).body:

@@ -44,7 +44,7 @@ PRECISIONS = {
     "float32": {"level": "O0", "dtype": "float32"},
     "float64": {"level": "O0", "dtype": "float64"},
 }
-"""What a run file may say in a word: `precision: bf16`."""
+"""Precisions that a run file may name in a word: `precision: bf16`."""
 
 
 class BatchSection(Section):

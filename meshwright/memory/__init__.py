@@ -1,1 +1,1 @@
-"""What leaves the device and comes back: the optimizer's states in host memory or on disk."""
+"""Memory off the device: the optimizer's states in host memory or on disk."""

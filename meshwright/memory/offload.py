@@ -71,7 +71,7 @@ class SlotPiece:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a step is taken with. `steps_taken`: how many were applied before it."""
+    """The numbers of one optimizer step. `steps_taken`: how many were applied before it."""
 
     rate: float
     divisor: float

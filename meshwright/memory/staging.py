@@ -91,7 +91,7 @@ GRADIENT = "gradient"
 
 @dataclass
 class Tier:
-    """What the optimizer holds on the device: every byte of it is allocated here, also where the device is a CPU."""
+    """The optimizer's memory on the device: every byte of it is allocated here, also where the device is a CPU."""
 
     device: torch.device
     live_bytes: int = 0

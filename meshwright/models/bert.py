@@ -27,7 +27,7 @@ from meshwright.tensor.kit import Head, Kit
 
 NUM_SEGMENTS = 2
 NUM_ANSWERS = 2
-"""Of the question whether the second text follows the first: 0 yes, 1 no."""
+"""Does the second text follow the first? 0 yes, 1 no."""
 
 
 class BertAttention(nn.Module):
@@ -141,11 +141,11 @@ class BERT(Chain):
         return counts
 
     def transformed(self, h: Tensor) -> Tensor:
-        """What the masked-language-model head reads: [B, T, H]."""
+        """The input of the masked-language-model head: [B, T, H]."""
         return self.transform_norm(F.gelu(self.transform(h)))
 
     def pooled(self, h: Tensor) -> Tensor:
-        """What the next-sentence head reads, of the first token: [B, 1, H]."""
+        """The input of the next-sentence head, made of the first token: [B, 1, H]."""
         return torch.tanh(self.pooler(h[:, :1]))
 
     @staticmethod

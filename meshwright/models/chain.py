@@ -1,4 +1,4 @@
-"""What all models have in common: a chain of blocks, under their numbers in the whole model, or a chunk of it."""
+"""The base of all models: a chain of blocks, under their numbers in the whole model, or a chunk of it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ class Chain(nn.Module, ABC):
         self.run_group: Run = at_once
 
     def forward(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
-        """What the next stage reads or, of the chain's end, (the scaled losses' sum,). `incoming`: from the stage
-        before; the first reads the batch."""
+        """Compute the tensors for the next stage or, at the chain's end, (the sum of the scaled losses,).
+
+        `incoming`: those of the stage before; the first stage reads the batch.
+        """
         hidden = self.hidden_states(batch, incoming)
         return (self.loss(hidden[0], batch, scales),) if self.chunk.last else hidden
 
     def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
-        """As `forward`, but of the chain's end the normed hidden states [B, T, H] that its losses are computed of."""
+        """Like `forward`, but the chain's end gives the normed hidden states [B, T, H] of which it computes losses."""
         hidden = self.run_layers(self.embed(batch) if self.chunk.first else incoming, batch)
         return (self.final_states(hidden),) if self.chunk.last else hidden
 
@@ -65,7 +67,7 @@ class Chain(nn.Module, ABC):
 
     @abstractmethod
     def embed(self, batch: Batch) -> Hidden:
-        """What the first layer reads."""
+        """The first layer's input."""
 
     @abstractmethod
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:

@@ -54,7 +54,7 @@ class EncoderDecoderChain(Chain):
 
     @abstractmethod
     def normed(self, h: Tensor) -> Tensor:
-        """What the head reads of the last block's [B, T, H]."""
+        """The head's input, from the last block's output [B, T, H]."""
 
     def source_bias(self, count: int) -> Hidden:
         """(The bias [1, A, S, S] on self-attention among `count` tokens of the source,), or ()."""
@@ -105,7 +105,7 @@ class EncoderDecoderChain(Chain):
 
     @staticmethod
     def tokens_per_sample(config: Config) -> int:
-        """Of source and target."""
+        """Positions of source and target together."""
         return sum(config.data.lengths)
 
     @staticmethod

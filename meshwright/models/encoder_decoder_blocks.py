@@ -152,7 +152,7 @@ class CoderFeedForward(nn.Module):
 
 
 class CoderBlock(nn.Module):
-    """What the blocks of both halves have."""
+    """Base of the encoder's and the decoder's blocks: self-attention, and a norm before or after each sub-layer."""
 
     def __init__(self, recipe: Recipe, kit: Kit) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class EncoderBlock(CoderBlock):
         self.final_norm = recipe.norm() if last and recipe.norm_first else None
 
     def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
-        """What passes from block to block."""
+        """The hidden tensors behind the block, from those before it."""
         h, target, *biases = hidden
         return (self(h, seen, *biases[:1]), target, *biases)
 
@@ -202,7 +202,7 @@ class DecoderBlock(CoderBlock):
         self.feed_forward = CoderFeedForward(recipe, kit)
 
     def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
-        """What passes from block to block."""
+        """The hidden tensors behind the block, from those before it."""
         memory, h, *biases = hidden
         return (memory, self(h, memory, seen, *biases[1:]), *biases)
 

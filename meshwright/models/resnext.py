@@ -35,7 +35,7 @@ from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit
 
 KERNEL = 3
-"""Of the paths' convolutions."""
+"""The width and height of the paths' kernels."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class BlockShape:
 
     @property
     def reduced_side(self) -> int:
-        """Of the image that it gives."""
+        """The side of the block's output."""
         return math.ceil(self.side / self.stride)
 
     @property
@@ -77,7 +77,7 @@ def conv_side(model: ResNeXt) -> int:
 
 
 def block_shapes(model: ResNeXt) -> list[BlockShape]:
-    """Of every block of the model."""
+    """The shapes of all blocks, in order."""
     shapes = []
     channels, side = model.hidden, conv_side(model)
     if STEMS[model.stem].pools:

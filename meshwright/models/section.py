@@ -30,7 +30,7 @@ class Network(Section):
 
     family: str
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """What must fit together in the family's fields, and with the data; checked where the family is chosen."""
+    """Rules on the family's fields, alone and with the data; checked where the family is chosen."""
     chain: ClassVar[str]
     """The model's class, as `module:attribute` (chain.py): it is made of (section, kit, chunk or None)."""
     has_attention: ClassVar[bool] = False

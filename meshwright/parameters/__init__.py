@@ -1,1 +1,1 @@
-"""What a rank holds of each parameter, and the flat memory in which parameters and gradients live."""
+"""A rank's part of each parameter, and the flat memory in which parameters and gradients live."""

@@ -112,7 +112,7 @@ class FlatWeights:
 
 @dataclass(frozen=True)
 class BucketKey:
-    """What the parameters of a bucket have in common."""
+    """Parameters with equal keys share a bucket: they are summed over the same axes and stored alike."""
 
     dtype: torch.dtype
     matrix: bool

@@ -43,14 +43,14 @@ class Gradients:
         self.on_gradient = on_gradient
         self._works: list[WeightWork] | None = None
         self._last_work: dict[nn.Parameter, int] = {}
-        """Of each parameter with deferred works the index of the last."""
+        """The index of the last deferred work, by parameter."""
         for parameter in self._views if on_gradient else ():
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def add(
         self, parameter: nn.Parameter, like: Tensor, write: WriteGradient, *, may_wait: bool = True
     ) -> Tensor | None:
-        """What a backward pass returns as the parameter's gradient, which has the shape and dtype of `like`.
+        """Add to a gradient of the shape and dtype of `like`; returns what the backward pass hands to autograd.
 
         Where the gradient is added up here, now or later, autograd is handed None, and fires its hooks all the same.
         """

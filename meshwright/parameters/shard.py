@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter: ShardSpec, Box, and the base class of layers that declare theirs.
+"""How a parameter is divided over ranks: ShardSpec, Box, and the base class of layers that declare theirs.
 
 One principle follows from the spec: a gradient is summed over exactly those axes that split the tokens and do not
 cut the parameter. The same spec gives initial values, the gradient norm, the parameter count and checkpoints.
@@ -39,7 +39,7 @@ class Box:
         return tuple(slice(start, start + length) for start, length in zip(self.offsets, self.lengths, strict=True))
 
     def intersection(self, other: Box) -> Box | None:
-        """What both hold, or None."""
+        """The elements in both boxes, or None."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = (min(a.stop, b.stop) for a, b in zip(self.slices, other.slices, strict=True))
         lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
@@ -124,7 +124,7 @@ class ShardSpec:
         return frozenset([*self.placements, *([self.owner[0]] if self.owner else [])])
 
     def box(self, grid: Grid, rank: int) -> Box:
-        """What the rank holds. Cut dims are divisible: the config's rules have seen to it."""
+        """The rank's part of the parameter. Cut dims are divisible: the config's rules have seen to it."""
         offsets, lengths = [0] * len(self.shape), list(self.shape)
         for axis, shard in self.placements.items():
             assert lengths[shard.dim] % grid.size(axis) == 0, f"{self} is not divisible over {axis} of {grid}"
@@ -153,7 +153,7 @@ class ShardedModule(nn.Module):
         self.gradients = Gradients()
 
     def add_gradient(self, name: str, like: Tensor, write: WriteGradient, *, may_wait: bool = True) -> Tensor | None:
-        """What a backward pass returns as a parameter's gradient (Gradients.add)."""
+        """Add to the named parameter's gradient; returns what the backward pass hands to autograd (Gradients.add)."""
         return self.gradients.add(self.get_parameter(name), like, write, may_wait=may_wait)
 
     def declare(self, name: str, spec: ShardSpec) -> nn.Parameter:

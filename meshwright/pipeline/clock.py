@@ -125,7 +125,7 @@ class _Simulation:
         return {event.stage}
 
     def send(self, time: float, index: int, task: Task) -> None:
-        """What a task sends when it ends."""
+        """Put the message that a task sends when it ends into the queue of events."""
         if task.kind is TaskKind.WEIGHT:
             return
         to = index + (1 if task.kind is TaskKind.FORWARD else -1)

@@ -159,7 +159,7 @@ class Pipeline:
         self.row.assemble()  # stages end at different moments, and the next thing they do is a collective
 
     def _messages_until_due(self) -> list[Message]:
-        """What has come when it is time to choose a task: when the device has ended the one before the last."""
+        """Messages that came until a task must be chosen: until the device has ended the task before the last."""
         messages = self.mailbox.poll()
         while self.row.size > 1 and len(self._done) > 1 and not self._done[-2][-1].is_past():
             time.sleep(NAP_SECONDS)

@@ -1,4 +1,4 @@
-"""What a step did and when: spans, from the clock that computes or from one that runs.
+"""The timeline of a step: spans, from the clock that computes or from one that runs.
 
 When something was on a rank's device. A host knows at once; a GPU lags behind the host that gives it work.
 
@@ -85,7 +85,7 @@ CATEGORIES = {TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKi
 
 @dataclass(frozen=True)
 class Span:
-    """What one stage did from `start_seconds` to `end_seconds`, counted from any moment that all spans share.
+    """One thing that a stage did from `start_seconds` to `end_seconds`, counted from any moment that all spans share.
 
     `name` is what is written on it: F3, optimizer. `category` gives its colour and row: forward, backward, weight, or
     the name of a phase of the step. `microbatch` is None for a phase.

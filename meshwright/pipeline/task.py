@@ -1,4 +1,4 @@
-"""What a stage does and what comes to it.
+"""The tasks of a stage and the messages that come to it.
 
 | prints | kind | does | needs | sends |
 |---|---|---|---|---|
@@ -51,7 +51,7 @@ gradient from the stage after."""
 
 
 class Wait(Enum):
-    """What a stage does where its schedule has nothing to do: sleep until a message comes."""
+    """The schedule has nothing to do: the stage sleeps until a message comes."""
 
     WAIT = "wait"
 

@@ -53,7 +53,7 @@ def _rows(timeline: Timeline) -> list[str]:
 
 
 def _names(timeline: Timeline) -> list[dict[str, Any]]:
-    """What the viewer writes beside processes and rows."""
+    """Events that name processes and rows in the viewer."""
     events: list[dict[str, Any]] = []
     for stage in range(timeline.num_stages):
         events.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}})

@@ -161,7 +161,7 @@ class _Comer:
             pause = min(2 * pause, _MOST_PAUSE_SECONDS)
 
     def _leader(self, shared: dist.Store) -> dict[str, Any]:
-        """What rank 0 says of itself. Raises LaunchError where it is another job's."""
+        """Read rank 0's description of its job. Raises LaunchError where it is another job's."""
         try:
             theirs: dict[str, Any] = json.loads(shared.get("leader"))
         except dist.DistStoreError as error:

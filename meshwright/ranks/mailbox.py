@@ -156,7 +156,7 @@ class PackedMailbox(ABC):
     """The part that all transports share: packing, epochs, how many receives are posted, and the ledger."""
 
     header_bytes = HEADER_BYTES
-    """Of a header in front of the tensors; 0 where it travels by itself."""
+    """The size of a header in front of the tensors; 0 where it travels by itself."""
 
     def __init__(self, group: RankGroup, device: torch.device, ahead: int = AHEAD["cpu"]) -> None:
         self.axis, self.ledger, self.recorder = group.axis, group.ledger, group.recorder

@@ -80,7 +80,7 @@ class Segment(ABC):
         """The rows that this rank holds."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """As start_enter; differentiable, as are the three below."""
+        """Like start_enter, differentiable, as are the three below."""
         return cross(x, self.start_enter, self._start_sum)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Segment(ABC):
         return cross(x, partial(self.start_concat, dim=dim), partial(self.start_slice, dim=dim))
 
     def _start_sum(self, x: Tensor) -> Moving:
-        """As start_leave, of any x, which is kept."""
+        """Like start_leave; x is kept."""
         return self.start_leave(x.clone(memory_format=torch.contiguous_format))
 
 

@@ -33,7 +33,7 @@ from meshwright.ranks.mesh import Mesh
 
 
 class Boundary(Protocol):
-    """What enters a pair and leaves it: Megatron's f and g. Here for 1-D, in subgraph/segment.py for branches.
+    """How activations enter a pair and leave it: Megatron's f and g. Here for 1-D, in subgraph/segment.py for branches.
 
     `start_*` are for layers that write their own backward, `enter` and `leave` for others. `axis`: cuts the pair.
     `keeps`: the whole activation is kept for the backward pass, where it would have to travel again.
@@ -49,13 +49,13 @@ class Boundary(Protocol):
         """The whole activation [B, T, H] of what a rank holds of it."""
 
     def start_leave(self, x: Tensor) -> Moving:
-        """What a rank holds of the sum of every rank's x [B, T, H]; x is lost."""
+        """This rank's part of the sum of every rank's x [B, T, H]; x is overwritten."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """As start_enter; differentiable."""
+        """Like start_enter, differentiable."""
 
     def leave(self, x: Tensor) -> Tensor:
-        """As start_leave; differentiable, and x is kept."""
+        """Like start_leave, differentiable; x is kept."""
 
 
 SEQUENCE = -2
@@ -66,7 +66,7 @@ class Sequence(Boundary, Protocol):
     """One of the two forms."""
 
     def part(self, x: Tensor) -> Tensor:
-        """What a rank holds of x [B, T, H], where every rank has all of it and needs no gradient."""
+        """This rank's part of x [B, T, H], which every rank has whole and which needs no gradient."""
 
 
 class WholeSequence:

@@ -1,4 +1,4 @@
-"""What the heads of all kits have: a table of classes, its own or a token embedding's, perhaps a bias, and the loss.
+"""The base of all kits' heads: a table of classes, its own or a token embedding's, perhaps a bias, and the loss.
 
 A kit says how table and bias are cut, and how whole hidden states and this rank's classes of the table come together.
 """
@@ -53,7 +53,7 @@ class TableHead(ShardedModule):
 
     @property
     def block(self) -> Tensor:
-        """What this rank holds of the table."""
+        """This rank's part of the table."""
         weight: Tensor = self.weight if "weight" in self.specs else self.tied[0].weight  # type: ignore[assignment]
         return weight
 

@@ -56,7 +56,7 @@ class LinearPair(Protocol):
 
 
 class Kit(LinearPair, Protocol):
-    """What a model may ask for. Each layer carries its parameters' ShardSpecs.
+    """The layers that a model is written in. Each carries its parameters' ShardSpecs.
 
     `branches`: for a pair whose inside falls into branches that need nothing of each other: the heads of an attention,
     the paths of a ResNeXt block. Inside of one, a rank may see other rows of the batch than outside (`slice_inside`).
@@ -111,7 +111,7 @@ class Kit(LinearPair, Protocol):
         """The rows of a replica's batch [B, ...] that this rank sees inside of `branches`: masks are sliced so."""
 
     def slice_hidden(self, x: Tensor) -> Tensor:
-        """What this rank holds, outside of pairs, of x [T, H]: numbers without a gradient that every rank has whole."""
+        """This rank's part, outside of pairs, of x [T, H]: numbers without a gradient that every rank has whole."""
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         """Around what draws random numbers inside a pair of linears, with probability `rate`: each rank its own."""

@@ -94,7 +94,7 @@ def bias_gradient(dy: Tensor, layer: ShardedModule) -> Tensor | None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast computes a product of x in; None where it is off."""
+    """The dtype in which autocast computes a product of x; None where it is off."""
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # autocast does not know meta tensors
         return None

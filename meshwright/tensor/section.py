@@ -73,7 +73,7 @@ class TensorSection(Section):
     kind: str
 
     rules: ClassVar[tuple[Rule, ...]] = ()
-    """What else the kind does not go with, and why; checked where the kind is chosen."""
+    """Refusals: with which other fields the kind does not go, and why; checked where the kind is chosen."""
     idle_alone: ClassVar[tuple[str, ...]] = ()
     """Fields that have no effect where the layout has one tensor rank."""
     gives_effect_to: ClassVar[tuple[str, ...]] = ()
@@ -103,7 +103,7 @@ class TensorSection(Section):
 
     @property
     def leading_ranks(self) -> int:
-        """Of how many ranks the first computes for all, while the others wait."""
+        """The number of ranks of which the first computes for all, while the others wait."""
         return 1
 
     @property
@@ -112,7 +112,7 @@ class TensorSection(Section):
         return self.kind if self.axes else ""
 
     def cuts(self, config: Config) -> Iterator[Cut]:
-        """What it divides of the model and the data."""
+        """Fields of the model and the data that the kind divides, and by what."""
         yield from ()
 
     @classmethod

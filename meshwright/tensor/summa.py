@@ -55,7 +55,7 @@ ROUTES = {
 
 @dataclass(frozen=True)
 class Stationary:
-    """What stays in the forward product, in dX's and in dW's."""
+    """The matrix that stays where it is in the forward product, in dX's and in dW's; the other two travel."""
 
     forward: str
     dx: str

@@ -1,4 +1,4 @@
-"""What is asked of an engine: a run's ranks on so many nodes, that go on where they were when they are stopped.
+"""A job for an engine: a run's ranks on so many nodes, that go on where they were when they are stopped.
 
     slurm        an sbatch script: srun starts the ranks
     kubernetes   a JobSet, or a PyTorchJob: a pod a node, in which a shell starts the ranks
@@ -29,7 +29,7 @@ from meshwright.errors import ConfigError, LaunchError
 from meshwright.section import Positive, Section
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]
-"""As Kubernetes wants it; the others take it, too."""
+"""The form that Kubernetes demands; the others take it, too."""
 
 SUBMIT_SECONDS = 120
 

@@ -45,7 +45,7 @@ class Placement:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one node must have."""
+        """The resources that one node must have."""
         bundle = {"CPU": float(self.cpus * self.ranks_per_node)}
         return bundle | ({"GPU": float(self.gpus * self.ranks_per_node)} if self.gpus else {})
 
