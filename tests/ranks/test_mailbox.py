@@ -30,10 +30,11 @@ from meshwright.ranks.mailbox import (
     header_of,
 )
 from meshwright.ranks.mailbox_torch import GlooMailbox
-from meshwright.ranks.mesh import open_mesh, solo_mesh
+from meshwright.ranks.mesh import Mesh, open_mesh, solo_mesh
 from meshwright.ranks.planned import PlannedMailbox, planned_mesh
 from tests import mailbox_cases
 from tests.mailbox_cases import FAST, FORMS, Answer, take, values
+from tests.rehearsal.streams import on_streams
 from tests.workers import run_ranks
 
 PAIR = Grid((("pipe", 2),))
@@ -46,11 +47,23 @@ def on_gloo(case: str) -> list[Answer]:
     return run_ranks(vars(mailbox_cases)[case], PAIR)
 
 
-@pytest.fixture(params=["gloo", "mpi"])
+def streamed(mesh: Mesh, case: str) -> Answer:
+    with on_streams(mesh) as there:
+        answer: Answer = vars(mailbox_cases)[case](there)
+        there.mailbox("pipe").shut()
+        return answer
+
+
+@cache
+def between_gpus(case: str) -> list[Answer]:
+    return run_ranks(streamed, PAIR, case)
+
+
+@pytest.fixture(params=["gloo", "gpus", "mpi"])
 def answers(request: pytest.FixtureRequest) -> Callable[[str], list[Answer]]:
     """The answers of both ranks of one transport to a case."""
-    if request.param == "gloo":
-        return on_gloo
+    if request.param != "mpi":
+        return on_gloo if request.param == "gloo" else between_gpus
     mpi: Callable[[int], dict[str, list[Answer]]] = request.getfixturevalue("mpi")
     return lambda case: mpi(2)[f"mailbox-{case}"]
 
