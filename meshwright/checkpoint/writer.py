@@ -41,6 +41,8 @@ from meshwright.ranks.mesh import Mesh
 PARTIAL = ".partial-"
 VISIBLE_SECONDS = 10.0
 """How long a network file system may take to show a rank the folder that rank 0 has made."""
+_MOST_PAUSE_SECONDS = 0.25
+"""Between two looks at a folder: a thousand ranks look at one."""
 TEXT_LENGTH = 500
 """Characters of a failure that ranks tell each other."""
 ABANDONED = "\1"
@@ -234,11 +236,12 @@ class CheckpointWriter:
 
     def _await(self, path: Path, seconds: float) -> None:
         """Return when another rank has made this file or folder. Its parent is gone where somebody gave up."""
-        deadline = time.monotonic() + seconds
+        deadline, pause = time.monotonic() + seconds, 0.005
         while not path.exists():
             if time.monotonic() > deadline or not path.parent.exists():
                 raise CheckpointError(f"{path} was never finished")
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_PAUSE_SECONDS)
 
 
 def _room(folder: Path) -> int:

@@ -27,7 +27,6 @@ from meshwright.parameters.bucket import FlatWeights
 from meshwright.parts import Parts
 from meshwright.ranks.agreement import FACTOR, all_rows, hash_bits
 from meshwright.ranks.grid import ENDS, PIPE, Grid
-from meshwright.training.step_report import StepReport
 
 REMEDY = "lower optimizer.lr, raise optimizer.schedule.warmup, or look at the data"
 
@@ -187,13 +186,13 @@ def require_finite_weights(parts: Parts, step: int) -> None:
         )
 
 
-def require_finite_loss(step: int, reports: Sequence[StepReport]) -> None:
-    """Raise DivergedError where the loss is not a number although the gradient's norm is one."""
-    if losses := _bad_losses(reports):
+def require_finite_loss(step: int, everyones: Sequence[float]) -> None:
+    """Raise DivergedError where a rank's loss is not a number although the gradient's norm is one."""
+    if losses := _bad_losses(everyones):
         raise DivergedError(f"step {step}: {losses}, although the gradient is finite; {REMEDY}")
 
 
-def diagnosed(parts: Parts, reports: Sequence[StepReport], error: DivergedError) -> DivergedError:
+def diagnosed(parts: Parts, everyones: Sequence[float], error: DivergedError) -> DivergedError:
     """The error of a step whose gradient is not finite, with what is known of it. Called by all ranks."""
     slots = parts.strategy.slots
     gradients = [FlatWeights(slot.parameter.grad, slot.places, ()) for slot in slots if slot.parameter.grad is not None]
@@ -205,7 +204,7 @@ def diagnosed(parts: Parts, reports: Sequence[StepReport], error: DivergedError)
     else:
         bad = _first_bad(parts, parts.strategy.weights)
         findings.append("all weights are finite" if bad is None else f"the weights of {bad} are not finite")
-    if losses := _bad_losses(reports):
+    if losses := _bad_losses(everyones):
         findings.append(losses)
     return DivergedError("; ".join([*findings, REMEDY]))
 
@@ -239,7 +238,7 @@ def _largest(x: Tensor) -> float:
     return float(torch.maximum(-low, high))
 
 
-def _bad_losses(reports: Sequence[StepReport]) -> str:
+def _bad_losses(losses: Sequence[float]) -> str:
     """`the loss is not finite on rank 1`; empty where all are finite."""
-    ranks = [rank for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
+    ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     return f"the loss is not finite on {_ranks(ranks)}" if ranks else ""

@@ -8,7 +8,7 @@ A step: backward passes of this replica's microbatches, one step report, the opt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 
 import torch
@@ -35,7 +35,7 @@ from meshwright.training.checks import (
 from meshwright.training.metrics import metrics_line, peak_memory_bytes, release_free_memory, work_of
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
 from meshwright.training.step import publish, replica_backward
-from meshwright.training.step_report import RankClock, ReportExchange, StepReport, StragglerWatch
+from meshwright.training.step_report import RankClock, StepReport, StepReports, StragglerWatch
 
 
 @torch.no_grad()
@@ -88,7 +88,7 @@ class Trainer:
     def turn(
         self, stop: StopRequest | None, observe: Callable[[], None] | None = None
     ) -> tuple[dict[str, object], bool]:
-        """Make one step; returns its metrics, and whether some rank has asked to stop.
+        """Make one step; returns its metrics (all of them on rank 0), and whether some rank has asked to stop.
 
         `observe` is called when the slots hold the whole gradient, before it is clipped and applied.
         """
@@ -105,53 +105,55 @@ class Trainer:
         phases.begin(DATA_PARALLEL)
         arrivals: Iterable[int] = parts.strategy.arrivals()
         phases.pause()
-        exchange = ReportExchange.begin(parts.mesh, self._report(loss, following, stop))
-        reports: list[StepReport] = []
-        arrivals = phases.waiting(self._then_reports(arrivals, exchange, reports))
+        reports = StepReports.begin(parts.mesh, self._report(loss, following, stop))
+        arrivals = phases.waiting(self._then_reports(arrivals, reports))
         if observe is not None:
             arrivals = list(arrivals)  # all are there
             observe()
         phases.begin(OPTIMIZER)
         result = self._apply(arrivals, reports)
         phases.pause()
-        replicas = [reports[rank].next_counts for rank in parts.mesh.grid.group(parts.mesh.rank, "data")]
-        self._batch, self._counts = following, [sum(counts) for counts in zip(*replicas, strict=True)]
+        self._batch = following
+        self._counts = reports.next_counts(parts.mesh.grid.group(parts.mesh.rank, "data"))
         self.step += 1
         every = parts.config.memory.empty_cache_every
         if every and self.step % every == 0:
             release_free_memory(parts.mesh.device)
-        line = {"step": self.step, "loss_scale": scale, "phase_seconds": phases.seconds()}
-        line |= metrics_line(result, time.perf_counter() - started, self._work, reports, parts.mesh.grid)
-        straggler = self._stragglers.step([report.own_seconds for report in reports])
-        line["straggler"] = None if straggler is None else asdict(straggler)
-        return line, any(report.stop for report in reports)
+        line: dict[str, object] = {
+            "step": self.step, "loss": sum(reports.losses), "learning_rate": result.learning_rate,
+            "grad_norm": result.gradient_norm, "loss_scale": scale, "applied": result.applied,
+            "phase_seconds": phases.seconds(),
+        }  # fmt: skip
+        if parts.mesh.rank == 0:
+            each = reports.each()
+            line |= metrics_line(time.perf_counter() - started, self._work, each, parts.mesh.grid)
+            straggler = self._stragglers.step([report.own_seconds for report in each])
+            line["straggler"] = None if straggler is None else asdict(straggler)
+        return line, reports.stop
 
-    def _then_reports(
-        self, arrivals: Iterable[int], exchange: ReportExchange, reports: list[StepReport]
-    ) -> Iterator[int]:
-        """Pass on the arrivals, then read all ranks' reports. Raises where these say that replicas differ.
+    def _then_reports(self, arrivals: Iterable[int], reports: StepReports) -> Iterator[int]:
+        """Pass on the arrivals, then wait for all ranks' reports. Raises where these say that replicas differ.
 
         So a step of weights that are wrong is not taken (but for slots that stream), and the first that differs can
         still be named: later all do.
         """
         yield from arrivals
-        reports += exchange.read()
-        if reports[0].hashes:
-            require_equal_replicas(self.parts, self.step + 1, [report.hashes for report in reports])
+        if reports.num_hashes:
+            require_equal_replicas(self.parts, self.step + 1, reports.hashes)
 
-    def _apply(self, arrivals: Iterable[int], reports: list[StepReport]) -> StepResult:
+    def _apply(self, arrivals: Iterable[int], reports: StepReports) -> StepResult:
         """Take the optimizer's step, and publish it. Raises where the step's numbers are bad."""
         parts, step = self.parts, self.step + 1
         try:
             result = parts.optimizer.step(self.step, arrivals)
         except DivergedError as error:
             self._suspect_replicas(reports)
-            raise diagnosed(parts, reports, error) from error
+            raise diagnosed(parts, reports.losses, error) from error
         if not result.applied:
             self._suspect_replicas(reports)
             require_curable(parts, step)
         else:
-            require_finite_loss(step, reports)
+            require_finite_loss(step, reports.losses)
         publish(parts)
         return result
 
@@ -164,10 +166,10 @@ class Trainer:
         if config.check.every:
             require_equal_replicas(parts, self.step, gathered(parts, state_hashes(parts)))
 
-    def _suspect_replicas(self, reports: Sequence[StepReport]) -> None:
+    def _suspect_replicas(self, reports: StepReports) -> None:
         """Compare the weights, if this step's reports have not: a flipped bit may be why a gradient is not finite."""
         parts = self.parts
-        if parts.config.check.every and not reports[0].hashes and not parts.optimizer.streams:
+        if parts.config.check.every and not reports.num_hashes and not parts.optimizer.streams:
             require_equal_replicas(parts, self.step + 1, gathered(parts, weight_hashes(parts)))
 
     @property

@@ -20,7 +20,6 @@ from meshwright.errors import MeshwrightError
 from meshwright.machine import peak_resident_bytes, release_freed_memory
 from meshwright.model import Costs
 from meshwright.models.chain import chain_of
-from meshwright.optim.optimizer import StepResult
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.training.folder import write_whole
 from meshwright.training.step_report import StepReport
@@ -91,25 +90,19 @@ def work_of(config: Config, device: torch.device) -> StepWork:
     )
 
 
-def metrics_line(
-    result: StepResult, step_seconds: float, work: StepWork, reports: Sequence[StepReport], grid: Grid
-) -> dict[str, Any]:
-    """The metrics of a step that all ranks have a part in. mfu is 'unknown' without a known peak.
+def metrics_line(step_seconds: float, work: StepWork, reports: Sequence[StepReport], grid: Grid) -> dict[str, Any]:
+    """The metrics of a step that are of all ranks' reports, for rank 0. mfu is 'unknown' without a known peak.
 
     sent_bytes: over each axis, and over those sets of axes (`data+depth`) that were used; the sender's that sent most.
     """
     sent = {axes: max(report.sent_bytes[index] for report in reports) for index, axes in enumerate(grid.axis_sets)}
     rate = work.flops / step_seconds
     return {
-        "loss": sum(report.loss for report in reports),
         "tokens": work.tokens,
         "tokens_per_second": work.tokens / step_seconds,
         "step_seconds": step_seconds,
         "idle_shares": _idle_shares(reports, grid),
         "days_for_300g_tokens": PAPER_TOKENS * step_seconds / work.tokens / SECONDS_A_DAY,
-        "learning_rate": result.learning_rate,
-        "grad_norm": result.gradient_norm,
-        "applied": result.applied,
         "peak_memory_bytes": max(report.peak_memory_bytes for report in reports),
         "sent_bytes": {axes: count for axes, count in sent.items() if count or axes in grid.names},
         "flops_per_second": rate,

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from importlib.util import find_spec
 
 import torch
@@ -26,6 +27,9 @@ from meshwright.ranks.comm import Work
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mesh import Mesh
+
+_BEFORE_COUNTS = 7
+"""The numbers of a report that stand before its counts."""
 
 
 @dataclass(frozen=True)
@@ -54,39 +58,67 @@ class StepReport:
         return [float(number) for number in (loss, stop, busy, pipeline, tasks, own, peak, *counts, *sent)]
 
     @classmethod
-    def of(cls, numbers: Sequence[float], num_labels: int, hashes: Sequence[int] = ()) -> StepReport:
-        """The report that said `numbers`."""
+    def of(cls, numbers: Sequence[float], num_labels: int) -> StepReport:
+        """The report that said `numbers`, without hashes."""
         loss, stop, busy, pipeline, tasks, own, peak, *rest = numbers
         counts, sent = list(map(int, rest[:num_labels])), tuple(map(int, rest[num_labels:]))
-        return cls(loss, counts, bool(stop), busy, pipeline, tasks, int(peak), sent, tuple(hashes), own)
+        return cls(loss, counts, bool(stop), busy, pipeline, tasks, int(peak), sent, own_seconds=own)
 
 
 @dataclass(frozen=True)
-class ReportExchange:
-    """Every rank's step report, on its way to all: numbers as float64, counts exact to 2^53; then hashes, as int64."""
+class StepReports:
+    """Every rank's step report, on its way to all: numbers as float64, counts exact to 2^53; then hashes, as int64.
 
-    everyone: torch.Tensor
+    What all must know is read by column. Each report by itself is for rank 0, who writes the metrics: a thousand ranks
+    that all read a thousand reports would spend more on them than on the step's own host work.
+    """
+
+    rows: torch.Tensor
     work: Work
     num_labels: int
     num_hashes: int
 
     @classmethod
-    def begin(cls, mesh: Mesh, report: StepReport) -> ReportExchange:
+    def begin(cls, mesh: Mesh, report: StepReport) -> StepReports:
         """Send this rank's report to all others, without waiting for theirs."""
         numbers = torch.tensor(report.numbers(), dtype=torch.float64)
         hashes = torch.tensor(report.hashes, dtype=torch.int64)
         mine = torch.cat([numbers.view(torch.int64), hashes])
-        everyone = mine.new_empty(mesh.world.size, mine.numel())
-        work = mesh.world.all_gather(everyone, mine, wait=False)
-        return cls(everyone, work, len(report.next_counts), len(report.hashes))
+        rows = mine.new_empty(mesh.world.size, mine.numel())
+        work = mesh.world.all_gather(rows, mine, wait=False)
+        return cls(rows, work, len(report.next_counts), len(report.hashes))
 
-    def read(self) -> list[StepReport]:
-        """All reports, in rank order."""
+    @cached_property
+    def _numbers(self) -> torch.Tensor:
+        """Columns in the order of StepReport.numbers. Waits for all ranks."""
         self.work.wait()
-        everyone = self.everyone
-        split = everyone.shape[1] - self.num_hashes
-        numbers, hashes = everyone[:, :split].contiguous().view(torch.float64).tolist(), everyone[:, split:].tolist()
-        return [StepReport.of(row, self.num_labels, own) for row, own in zip(numbers, hashes, strict=True)]
+        return self.rows[:, : self.rows.shape[1] - self.num_hashes].contiguous().view(torch.float64)
+
+    @property
+    def losses(self) -> list[float]:
+        losses: list[float] = self._numbers[:, 0].tolist()
+        return losses
+
+    @property
+    def stop(self) -> bool:
+        """Whether some rank was asked to stop."""
+        return bool(self._numbers[:, 1].any())
+
+    def next_counts(self, ranks: Sequence[int]) -> list[int]:
+        """How many elements of each label are valid in the next rows of these ranks."""
+        counts = self._numbers[list(ranks), _BEFORE_COUNTS : _BEFORE_COUNTS + self.num_labels]
+        return [int(count) for count in counts.sum(0)]
+
+    @property
+    def hashes(self) -> list[list[int]]:
+        """Each rank's; empty lists in the steps in which weights are not compared."""
+        size = len(self._numbers)
+        hashes: list[list[int]] = self.rows[:, -self.num_hashes :].tolist() if self.num_hashes else [[]] * size
+        return hashes
+
+    def each(self) -> list[StepReport]:
+        """All reports, in rank order."""
+        return [StepReport.of(row, self.num_labels) for row in self._numbers.tolist()]
 
 
 STEPS = 10
@@ -105,7 +137,7 @@ class RankClock:
 
     Busy on a CPU: the process's CPU time over its threads; a rank that spins while it waits (MPI) counts as busy. On a
     GPU: the driver's utilisation, sampled once a step; not a number where nvidia-ml-py, through which torch asks the
-    driver, is not installed.
+    driver, is not installed, and from the first question on that the driver does not answer (MIG, a lost permission).
     """
 
     def __init__(self, device: torch.device, recorder: FlightRecorder) -> None:
@@ -124,8 +156,16 @@ class RankClock:
         self._last = now
         busy = cpu / torch.get_num_threads()
         if self.device.type == "cuda":
-            busy = wall * (torch.cuda.utilization(self.device) / 100 if self._driver else math.nan)
+            busy = wall * self._utilisation()
         return busy, max(0.0, wall - waited)
+
+    def _utilisation(self) -> float:
+        if self._driver:
+            try:
+                return torch.cuda.utilization(self.device) / 100
+            except Exception:  # NVML's errors are classes of a package that need not be there: none is worth the run
+                self._driver = False
+        return math.nan
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class _Run:
                 line, stopping = self._step(trainer, stop)
                 if metrics is not None:
                     display.say(*metrics.write(line))
-                display.step(line)
+                    display.step(line)
                 due |= bool(every) and trainer.step % every == 0
                 if stopping or trainer.step == config.steps or (due and line["applied"]):
                     due = False  # of a skipped step's: it would hold the older weights under a later step's name

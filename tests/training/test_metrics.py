@@ -19,13 +19,12 @@ from meshwright.config import Config, load_config, parse_config
 from meshwright.data.packed import open_packed
 from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.models.chain import chain_of
-from meshwright.optim.optimizer import StepResult
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.loop import Trainer
 from meshwright.training.metrics import MetricsWriter, StepWork, metrics_line, peak_flops
-from meshwright.training.step_report import RankClock, StepReport
+from meshwright.training.step_report import RankClock, StepReport, StepReports
 from tests.fuzz.check import Stream
 from tests.harness import build
 from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
@@ -149,11 +148,12 @@ def test_sent_bytes(sync: str, size: int, norm: int, corpus: Path, tmp_path: Pat
 
 
 def second_step(mesh: Mesh, config: Config) -> tuple[dict[str, int], set[str]]:
-    """Its reported bytes, and the axes over which this rank has sent anything."""
+    """Its reported bytes, which rank 0 knows, and the axes over which this rank has sent anything."""
     trainer = Trainer(build(config, mesh), Stream(config))
     trainer.turn(None)
     line, _ = trainer.turn(None)
-    sent: Any = line["sent_bytes"]
+    sent: Any = line.get("sent_bytes")
+    assert (sent is None) == (mesh.rank > 0)
     return sent, {axes for axes, count in mesh.ledger.sent_bytes().items() if count}
 
 
@@ -166,9 +166,10 @@ def test_sent_bytes_of_stages(sync: str, shares: int) -> None:
         "model": model | {"dropout": 0.0}, "data": {"sequence": 8}, "batch": {"global": 8, "micro": 2},
         "layout": layout, "precision": {"dtype": "float64"}, "steps": 2,
     })  # fmt: skip
-    for sent, used in run_ranks(second_step, Grid(config.layout.axes), config):
+    (sent, first_used), *others = run_ranks(second_step, Grid(config.layout.axes), config)
+    for used in (first_used, *(used for _, used in others)):
         assert used <= set(sent)
-        assert sent["data+ends"] == shares * 3 * 304 * 16 * 8 // 4
+    assert sent["data+ends"] == shares * 3 * 304 * 16 * 8 // 4
 
 
 def plain_loss(mesh: Mesh, run_folder: Path, corpus: Path, num_windows: int) -> float:
@@ -272,12 +273,11 @@ def report(busy: float = 1.0, pipeline: float = 1.0, tasks: float = 1.0) -> Step
     return StepReport(0.5, [8], False, busy, pipeline, tasks, peak_memory_bytes=1, sent_bytes=(3, 0, 0, 0, 0))
 
 
-RESULT = StepResult(1.0, 0.1, applied=True)
 WORK = StepWork(tokens=6 * 10**6, flops=6.0, paper_flops=8.0, peak_flops=None)
 
 
 def test_utilisation_that_nobody_can_tell() -> None:
-    line = metrics_line(RESULT, 2.0, WORK, [report(busy) for busy in (1, math.nan)], Grid((("data", 2), ("pipe", 1))))
+    line = metrics_line(2.0, WORK, [report(busy) for busy in (1, math.nan)], Grid((("data", 2), ("pipe", 1))))
     assert line["utilisation"] == [0.5, "unknown"]
 
 
@@ -289,13 +289,13 @@ def test_idle_shares_are_of_stages() -> None:
         report(pipeline=2, tasks=1),
         report(pipeline=2, tasks=2),
     ]
-    line = metrics_line(RESULT, 2.0, WORK, reports, Grid((("data", 2), ("pipe", 2))))
+    line = metrics_line(2.0, WORK, reports, Grid((("data", 2), ("pipe", 2))))
     assert line["idle_shares"] == [(0.25 + 0.75) / 2, 0.5]
 
 
 def test_estimates() -> None:
     """3 million tokens a second: 1e5 seconds."""
-    line = metrics_line(RESULT, 2.0, WORK, [report()], Grid((("data", 1), ("pipe", 1))))
+    line = metrics_line(2.0, WORK, [report()], Grid((("data", 1), ("pipe", 1))))
     assert line["days_for_300g_tokens"] == pytest.approx(1e5 / 86400)
     assert line["paper_flops_per_second"] == 4.0
 
@@ -303,6 +303,38 @@ def test_estimates() -> None:
 def test_a_beat_arrives_as_it_was_sent() -> None:
     sent = StepReport(0.5, [8, 9], True, 1.0, 2.0, 3.0, peak_memory_bytes=4, sent_bytes=(5, 6))
     assert StepReport.of(sent.numbers(), 2) == sent
+
+
+def exchanged(mesh: Mesh) -> tuple[list[float], bool, list[int], list[StepReport]]:
+    rank = mesh.rank
+    mine = StepReport(rank / 2, [rank, 8], rank == 1, 1.0, 2.0, 3.0, 4, (5, rank), own_seconds=0.5)
+    reports = StepReports.begin(mesh, mine)
+    return reports.losses, reports.stop, reports.next_counts([1, 2]), reports.each()
+
+
+def test_what_all_must_know_is_read_by_column() -> None:
+    answers = run_ranks(exchanged, Grid((("data", 3), ("pipe", 1))))
+    for losses, stop, counts, each in answers:
+        assert (losses, stop, counts) == ([0.0, 0.5, 1.0], True, [3, 16])
+        assert [(report.loss, report.next_counts, report.sent_bytes) for report in each] == [
+            (0.0, [0, 8], (5, 0)), (0.5, [1, 8], (5, 1)), (1.0, [2, 8], (5, 2)),
+        ]  # fmt: skip
+
+
+def test_a_driver_that_does_not_answer_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under MIG: NVML knows no utilisation there."""
+    asked: list[object] = []
+
+    def refuse(device: object) -> int:
+        asked.append(device)
+        raise RuntimeError("Not Supported")
+
+    monkeypatch.setattr(torch.cuda, "utilization", refuse)
+    clock = RankClock(torch.device("cuda"), FlightRecorder())
+    clock._driver = True
+    assert math.isnan(clock.lap()[0])
+    assert math.isnan(clock.lap()[0])
+    assert len(asked) == 1
 
 
 @pytest.fixture
