@@ -24,10 +24,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @contextmanager
-def plain(place: Place, fused: bool = False) -> Iterator[Step]:
-    """The plain loop on one device."""
+def plain(place: Place, fused: bool = False, compiled: bool = False) -> Iterator[Step]:
+    """The plain loop on one device. `compiled`: its model is, whole, by torch.compile."""
     model = _plain_model()
-    yield _loop(model, _adamw(model, fused), place)
+    yield _loop(torch.compile(model) if compiled else model, _adamw(model, fused), place)
 
 
 @contextmanager

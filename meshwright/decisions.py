@@ -3,6 +3,7 @@
 | field                     | is decided by                                                                           |
 |---------------------------|-----------------------------------------------------------------------------------------|
 | device, threads           | the machine: GPUs where each rank here has one; its cores, shared by the ranks           |
+| compile                   | on a GPU that Triton is installed for; on CPUs it pays for one island (islands.py)      |
 | batch.micro               | the layout (config/schema.py)                                                           |
 | layout.transport          | MPI on CPUs where it is installed and can carry the strategy, else torch.distributed    |
 | layout.pipeline.partition | auto: counted costs; measured: a microbatch timed on one rank (stage_costs.py)          |
@@ -21,8 +22,10 @@ Nothing here imports torch before a decision needs it: a launcher that has nothi
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -108,8 +111,15 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
             f"start it again (torchrun --max-restarts, Slurm's requeue)"
         )
     threads = config.threads if config.threads != "auto" else max(1, machine.cores // local)
+    if config.compile == "islands" and device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
+        rule = "needs a C++ compiler, and none is here (apt-get install g++)"
+        raise ConfigError.of("compile", "islands", rule, "none, auto")
+    compiles = config.compile
+    if compiles == "auto":
+        compiles = "islands" if device == "cuda" and find_spec("triton") is not None else "none"
     for field, value in (
         ("device", device),
+        ("compile", compiles),
         ("threads", threads),
         ("layout.transport", transport),
         ("batch.micro", config.micro),

@@ -35,6 +35,7 @@ from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
+from meshwright.tensor.islands import Islands, UsesIslands, compiled_islands
 from meshwright.tensor.kit import Kit, rows_of_rank
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,6 +109,8 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, chunk)
     recompute_in(config, model, len(chunk.layers))
+    if config.compile == "islands" and mesh.device.type != "meta":
+        use_islands(model, compiled_islands())
     strategy = _build_strategy(config, mesh, model, stages.specs)
     use_gradients(model, strategy.gradients)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
@@ -175,6 +178,13 @@ def recompute_in(config: Config, model: Chain, stage_layers: int) -> None:
                 module.run = recomputed
     elif setting != "none":
         model.groups, model.run_group = groups_of(layers, recomputed_group(config, stage_layers)), recomputed
+
+
+def use_islands(model: Chain, islands: Islands) -> None:
+    """Give each module that has islands the compiled ones."""
+    for module in model.modules():
+        if isinstance(module, UsesIslands):
+            module.islands = islands
 
 
 def recomputed_group(config: Config, stage_layers: int) -> int:

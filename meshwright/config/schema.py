@@ -285,6 +285,8 @@ class Config(Section):
     check: Check = Check()
     metrics: Metrics = Metrics()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: Literal["auto", "islands", "none"] = "auto"
+    """islands: what is element-wise between two products is compiled (tensor/islands.py); auto: on a GPU."""
     threads: Positive | Literal["auto"] = "auto"
     """CPU threads a rank; auto: the machine's cores divided by the ranks on it."""
     timeout: Timeout = Timeout()

@@ -20,6 +20,7 @@ from meshwright.models.section import Gpt2
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.gelu import gelu
 from meshwright.tensor.head import HeadShape
+from meshwright.tensor.islands import UsesIslands
 from meshwright.tensor.kit import Head, Kit
 
 
@@ -63,7 +64,7 @@ class GptAttention(nn.Module):
         return self.output(self.core(query, key, value, None, causal).transpose(1, 2).flatten(2))
 
 
-class GptFeedForward(nn.Module):
+class GptFeedForward(nn.Module, UsesIslands):
     """Two linears with a GELU between."""
 
     def __init__(self, model: Gpt2, kit: Kit) -> None:
@@ -72,7 +73,7 @@ class GptFeedForward(nn.Module):
         self.contract = kit.contract(model.inner, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.contract(gelu(self.expand(h)))
+        return self.contract(gelu(self.expand(h), self.islands))
 
 
 class GptBlock(nn.Module):

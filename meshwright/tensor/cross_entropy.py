@@ -43,6 +43,7 @@ from meshwright.model import IGNORED
 from meshwright.parameters.shard import WriteGradient
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.comm import Comm
+from meshwright.tensor.islands import Islands
 from meshwright.tensor.linear import autocast_dtype
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
@@ -62,6 +63,7 @@ class Classes:
 
     `smoothing`: the share of a token's target that all real classes have in equal parts. `device_type`: of the logits,
     which decides how large chunks are. `rare`: few tokens are labelled, as of a masked language model one in seven.
+    `islands`: the two passes, compiled; else they are torch's operations, by slices.
     """
 
     vocabulary: int
@@ -69,6 +71,7 @@ class Classes:
     smoothing: float = 0.0
     device_type: str = "cpu"
     rare: bool = False
+    islands: Islands | None = None
 
     def held(self, table: Tensor) -> int:
         """How many of the table's rows are real classes."""
@@ -97,7 +100,8 @@ class Classes:
 
     def exchanges(self, chunk: slice, h: Tensor, table: Tensor) -> Iterator[slice]:
         """Rows of a chunk whose statistics travel together: alone in the world, those that are still in the cache."""
-        most_bytes = (SLICE_BYTES if self.comm.size == 1 else CHUNK_BYTES)[self.device_type]
+        by_slices = self.comm.size == 1 and self.islands is None
+        most_bytes = (SLICE_BYTES if by_slices else CHUNK_BYTES)[self.device_type]
         return self.alike(_ranges(chunk.start, chunk.stop, table.shape[0], most_bytes), h)
 
     def slices(self, logits: Tensor) -> list[slice]:
@@ -187,32 +191,57 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     mine = (targets >= 0) & (targets < held)
     columns = torch.where(mine, targets, 0)
     certain = mine.to(wide).mul_(1 - classes.smoothing)
-    statistics = logits.new_zeros(logits.shape[0], 3, dtype=wide)
-    top, sums, picked = statistics.split(1, 1)
-    top.fill_(torch.finfo(wide).min)
-    slices = classes.slices(logits)
-    in_place = logits.dtype == wide and classes.device_type == "cpu"
-    shares = logits if in_place else torch.empty_like(logits, dtype=wide)
-    if held:
-        logits[:, held:] = -torch.inf
-        for rows in classes.alike(slices, logits):
-            part = logits[rows]
-            picked[rows] = part.gather(1, columns[rows]) * certain[rows]
-            if equal:
-                picked[rows] += part[:, :held].sum(1, keepdim=True, dtype=wide).mul_(equal)
-            top[rows] = part.amax(1, keepdim=True)
-            torch.softmax(part, 1, dtype=wide, out=shares[rows])
-            sums[rows] = shares[rows].amax(1, keepdim=True).reciprocal_()  # the greatest logit's share is 1 / sum
+    islands, shares = classes.islands, logits
+    if not held:
+        statistics = logits.new_zeros(logits.shape[0], 3, dtype=wide)
+        statistics[:, 0] = torch.finfo(wide).min
+    elif islands is not None:
+        statistics = islands.statistics(logits, columns, certain, certain.new_full((), equal), held)
+    else:
+        shares, statistics = _shares(logits, columns, certain, classes, held)
+    top, sums, _ = statistics.split(1, 1)
     tops, everyones_sums, everyones_picked = all_rows(statistics, classes.comm).split(1, 2)  # [p, C, 1] each
     highest = tops.amax(0)
     total = (everyones_sums * (tops - highest).exp_()).sum(0)
     losses = total.log().add_(highest).sub_(everyones_picked.sum(0))
+    scales = (top - highest).exp_().mul_(factors).div_(total)
     if not held:
         logits.zero_()
-        return losses
-    scales = (top - highest).exp_().mul_(sums).mul_(factors).div_(total)
-    targeted = certain.add_(equal).mul_(factors)  # a target's part that falls on `columns`
-    for rows in classes.alike(slices, logits):
+    elif islands is not None:
+        islands.gradients(logits, top, columns, certain, certain.new_full((), equal), scales, factors, held)
+    else:
+        _scale_shares(logits, shares, columns, certain, scales.mul_(sums), factors, classes, held)
+    return losses
+
+
+def _shares(logits: Tensor, columns: Tensor, certain: Tensor, classes: Classes, held: int) -> tuple[Tensor, Tensor]:
+    """The first pass by slices: each class's share among this rank's [C, V/p], in the logits' memory where that is of
+    its dtype; and islands.py's statistics."""
+    wide, equal = certain.dtype, classes.smoothing / classes.vocabulary
+    in_place = logits.dtype == wide and classes.device_type == "cpu"
+    shares = logits if in_place else torch.empty_like(logits, dtype=wide)
+    statistics = torch.empty(logits.shape[0], 3, dtype=wide, device=logits.device)
+    top, sums, picked = statistics.split(1, 1)
+    logits[:, held:] = -torch.inf
+    for rows in classes.alike(classes.slices(logits), logits):
+        part = logits[rows]
+        picked[rows] = part.gather(1, columns[rows]) * certain[rows]
+        if equal:
+            picked[rows] += part[:, :held].sum(1, keepdim=True, dtype=wide).mul_(equal)
+        top[rows] = part.amax(1, keepdim=True)
+        torch.softmax(part, 1, dtype=wide, out=shares[rows])
+        sums[rows] = shares[rows].amax(1, keepdim=True).reciprocal_()  # the greatest logit's share is 1 / sum
+    return shares, statistics
+
+
+def _scale_shares(
+    logits: Tensor, shares: Tensor, columns: Tensor, certain: Tensor, scales: Tensor, factors: Tensor,
+    classes: Classes, held: int,
+) -> None:  # fmt: skip
+    """The second pass by slices."""
+    equal = classes.smoothing / classes.vocabulary
+    targeted = (certain + equal).mul_(factors)  # a target's part that falls on `columns`
+    for rows in classes.alike(classes.slices(logits), logits):
         part = shares[rows]
         labelled = part.gather(1, columns[rows]).mul_(scales[rows]).sub_(targeted[rows])
         if equal:
@@ -221,7 +250,6 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
         else:
             torch.mul(part, scales[rows], out=logits[rows])
         logits[rows].scatter_(1, columns[rows], labelled.to(logits.dtype))
-    return losses
 
 
 def give_to_autograd(like: Tensor, write: WriteGradient) -> Tensor | None:

@@ -8,7 +8,6 @@ another one backward. The work goes by slices that stay in a core's cache.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,37 +15,43 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.tensor.islands import CUBIC, LINEAR, Islands
+
 SLICE_ELEMENTS = 2**15
-_LINEAR = 2 * math.sqrt(2 / math.pi)
-_CUBIC = 0.044715 * _LINEAR
 
 
 class _Gelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, islands: Islands | None) -> Tensor:
+        if islands is not None:
+            y, derivative = islands.gelu(x.detach())
+            ctx.save_for_backward(derivative)
+            return y
         y, derivative = torch.empty_like(x), torch.empty_like(x)
         for part, value, slope in zip(*(t.view(-1).split(SLICE_ELEMENTS) for t in (x, y, derivative)), strict=True):
             square = part * part
-            gate = (square * _CUBIC).add_(_LINEAR).mul_(part).sigmoid_()  # σ(u)
+            gate = (square * CUBIC).add_(LINEAR).mul_(part).sigmoid_()  # σ(u)
             torch.mul(part, gate, out=value)
-            rest = square.mul_(3 * _CUBIC).add_(_LINEAR).mul_(value)  # gelu(x) du/dx
+            rest = square.mul_(3 * CUBIC).add_(LINEAR).mul_(value)  # gelu(x) du/dx
             torch.addcmul(rest, rest, gate, value=-1, out=slope).add_(gate)
         ctx.save_for_backward(derivative)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (derivative,) = ctx.saved_tensors
-        return dy * derivative
+        return dy * derivative, None
 
 
-def gelu(x: Tensor) -> Tensor:
+def gelu(x: Tensor, islands: Islands | None = None) -> Tensor:
     """Element by element. GPUs and half precision take torch's kernel, which is one pass there and wide inside."""
-    return F.gelu(x, approximate="tanh") if x.device.type != "cpu" or x.element_size() < 4 else gelu_by_slices(x)
+    if x.device.type != "cpu" or x.element_size() < 4:
+        return F.gelu(x, approximate="tanh")
+    return gelu_by_slices(x, islands)
 
 
-def gelu_by_slices(x: Tensor) -> Tensor:
+def gelu_by_slices(x: Tensor, islands: Islands | None = None) -> Tensor:
     """The same as a CPU does it."""
-    y: Tensor = _Gelu.apply(x.contiguous())
+    y: Tensor = _Gelu.apply(x.contiguous(), islands)
     return y

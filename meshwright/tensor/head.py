@@ -5,7 +5,7 @@ A kit says how table and bias are cut, and how whole hidden states and this rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.parameters.shard import Initial, Placements, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_correct
+from meshwright.tensor.islands import UsesIslands
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class HeadShape:
     rare: bool = False
 
 
-class TableHead(ShardedModule):
+class TableHead(ShardedModule, UsesIslands):
     """Logits of the rank's classes and the cross entropy over all, chunk by chunk: never whole logits."""
 
     def __init__(
@@ -68,8 +69,8 @@ class TableHead(ShardedModule):
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
         whole, table = self.operands(h)
-        rows = _labelled(whole, labels)
-        return chunked_loss(rows, table, self.bias, labels.flatten(), self.classes, scale, self.give)
+        rows, classes = _labelled(whole, labels), replace(self.classes, islands=self.islands)
+        return chunked_loss(rows, table, self.bias, labels.flatten(), classes, scale, self.give)
 
     @torch.no_grad()
     def num_correct(self, h: Tensor, labels: Tensor) -> int:

@@ -1,0 +1,91 @@
+"""Compiled islands compute what torch's operations do: on a CPU the same functions that Inductor compiles for a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from meshwright.config import Config
+from meshwright.ranks.comm import RankGroup, SoloComm
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.cross_entropy import Classes, chunked_loss
+from meshwright.tensor.gelu import gelu
+from meshwright.tensor.islands import Islands, compiled_islands
+from meshwright.training.step import train_step
+from tests.data_parallel.test_equality import BATCHES
+from tests.harness import build
+from tests.rehearsal.fake_cuda import compiler
+from tests.tensor.test_equality import ONE_D, config_for
+from tests.workers import run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler here, which Inductor needs on a CPU"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's compiler by itself
+]
+
+ONE = Grid((("data", 1),))
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6}
+
+
+def losses(islands: Islands | None, dtype: torch.dtype, smoothing: float) -> list[torch.Tensor]:
+    """The loss of 50 tokens over 37 classes of 48 rows, its gradients; GELU's value and gradient."""
+    generator = torch.Generator().manual_seed(3)
+    h = torch.randn(50, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(48, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(37, (50,), generator=generator)
+    labels[::7] = -100
+    loss = chunked_loss(
+        h, weight, None, labels, Classes(37, SoloComm(RankGroup("", (0,), 0)), smoothing, islands=islands), 1 / 3
+    )
+    y = gelu(h, islands)
+    (loss + y.sum()).backward()
+    assert h.grad is not None
+    assert weight.grad is not None
+    return [loss.detach(), y.detach(), h.grad, weight.grad]
+
+
+def both(mesh: Mesh) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    islands = compiled_islands()
+    return [
+        (losses(islands, dtype, smoothing), losses(None, dtype, smoothing))
+        for dtype in TOLERANCES
+        for smoothing in (0.0, 0.1)
+    ]
+
+
+def test_an_island_equals_torch() -> None:
+    for compiled, plain in run_ranks(both, ONE, timeout=300)[0]:
+        tolerance = TOLERANCES[compiled[0].dtype]
+        for mine, wanted in zip(compiled, plain, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=tolerance, atol=tolerance)
+
+
+def three_steps(mesh: Mesh, config: Config) -> list[float]:
+    parts = build(config, mesh)
+    return [train_step(parts, BATCHES["gpt2"](config, step), step).loss for step in range(3)]
+
+
+def test_a_run_with_islands_is_the_run_without() -> None:
+    """Two ranks that share the vocabulary; twice the same bits."""
+    config = config_for("gpt2", ONE_D[0], compile="islands", steps=3)
+    first, again = (run_ranks(three_steps, Grid(config.layout.axes), config, timeout=300) for _ in range(2))
+    assert first == again
+    plain = run_ranks(three_steps, ONE, config_for("gpt2", {"kind": "none"}, steps=3))
+    for mine in first:
+        torch.testing.assert_close(mine, plain[0], rtol=1e-10, atol=0)
+
+
+def test_a_compiler_that_is_missing_is_said_before_any_process() -> None:
+    program = (
+        "import shutil; shutil.which = lambda name: None\n"
+        "from meshwright.config import parse_config\n"
+        "from meshwright.decisions import resolve_process\n"
+        "from meshwright.machine import Machine\n"
+        "resolve_process(parse_config({'compile': 'islands', 'device': 'cpu'}), Machine(1, 2**30))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "compile=islands needs a C++ compiler, and none is here (apt-get install g++); valid: none" in done.stderr
