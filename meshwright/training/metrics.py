@@ -121,7 +121,7 @@ def _idle_shares(reports: Sequence[StepReport], grid: Grid) -> list[float]:
     total = max(report.pipeline_seconds for report in reports)
     stages: list[list[float]] = [[] for _ in range(grid.size(PIPE))]
     for rank, report in enumerate(reports):
-        stages[grid.index(rank, PIPE)].append(max(0.0, 1 - report.task_seconds / total))
+        stages[grid.coordinates(rank)[PIPE]].append(max(0.0, 1 - report.task_seconds / total))
     return [statistics.mean(shares) for shares in stages]
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import deque
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
@@ -187,27 +188,41 @@ class StragglerWatch:
     """A judge of stragglers, told every rank's own seconds step by step."""
 
     def __init__(self, grid: Grid) -> None:
-        stages = [grid.index(rank, PIPE) for rank in range(grid.world_size)]
-        self._peers = [
-            [peer for peer, stage in enumerate(stages) if stage == mine and peer != rank]
-            for rank, mine in enumerate(stages)
-        ]
-        self._steps: deque[Sequence[float]] = deque(maxlen=STEPS)
+        self._stages: list[list[int]] = [[] for _ in range(grid.size(PIPE))]
+        for rank in range(grid.world_size):
+            self._stages[grid.coordinates(rank)[PIPE]].append(rank)
+        self._steps: deque[list[tuple[float, float]]] = deque(maxlen=STEPS)
 
     def step(self, own_seconds: Sequence[float]) -> Straggler | None:
         """The worst straggler as of this step, if there is one."""
-        self._steps.append(own_seconds)
+        self._steps.append(self.beside_peers(own_seconds))
         if len(self._steps) < STEPS:
             return None
-        found = [straggler for rank in range(len(own_seconds)) if (straggler := self._judged(rank))]
+        slow = Counter(
+            rank
+            for pairs in self._steps
+            for rank, (mine, theirs) in enumerate(pairs)
+            if mine > _FACTOR * theirs and mine - theirs > LEAST_SECONDS
+        )
+        found = [self._straggler(rank) for rank, count in slow.items() if count >= SLOW_STEPS]
         return max(found, key=lambda straggler: straggler.seconds, default=None)
 
-    def _judged(self, rank: int) -> Straggler | None:
-        if not self._peers[rank]:
-            return None
-        pairs = [(own[rank], statistics.median(own[peer] for peer in self._peers[rank])) for own in self._steps]
-        slow = [mine > _FACTOR * theirs and mine - theirs > LEAST_SECONDS for mine, theirs in pairs]
-        if sum(slow) < SLOW_STEPS:
-            return None
+    def beside_peers(self, own_seconds: Sequence[float]) -> list[tuple[float, float]]:
+        """Each rank's own seconds and the median of its stage's others; infinity where there are none.
+
+        A stage is sorted once for all of its ranks: one by one they would take most of a second at 1,000 ranks.
+        """
+        pairs = [(seconds, math.inf) for seconds in own_seconds]
+        for ranks in self._stages:
+            ordered = sorted(own_seconds[rank] for rank in ranks)
+            lower, upper = (len(ranks) - 2) // 2, (len(ranks) - 1) // 2  # the middle of the others, when one is out
+            for rank in ranks if len(ranks) > 1 else ():
+                place = bisect_left(ordered, own_seconds[rank])
+                middle = ordered[lower + (lower >= place)], ordered[upper + (upper >= place)]
+                pairs[rank] = own_seconds[rank], sum(middle) / 2
+        return pairs
+
+    def _straggler(self, rank: int) -> Straggler:
+        pairs = [step[rank] for step in self._steps]
         factor = statistics.median(mine / max(theirs, 1e-9) for mine, theirs in pairs)
         return Straggler(rank, factor, statistics.median(mine - theirs for mine, theirs in pairs))

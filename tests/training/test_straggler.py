@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
 from pathlib import Path
 
@@ -45,6 +47,18 @@ def test_stages_have_work_of_their_own() -> None:
     steps = [[1.0, 5.0, 1.0, 5.0]] * STEPS
     assert last(StragglerWatch(Grid((("data", 2), ("pipe", 2)))), steps) is None
     assert last(StragglerWatch(Grid((("data", 1), ("pipe", 4)))), steps) is None
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_others_are_all_but_the_rank_itself(size: int) -> None:
+    """Also where several are equally fast."""
+    draw = random.Random(size)
+    for _ in range(20):
+        own = [draw.choice((1.0, 2.0, draw.random())) for _ in range(2 * size)]
+        pairs = StragglerWatch(Grid((("data", size), ("pipe", 2)))).beside_peers(own)
+        for rank, (mine, theirs) in enumerate(pairs):
+            others = [own[peer] for peer in range(2 * size) if peer % 2 == rank % 2 and peer != rank]
+            assert (mine, theirs) == (own[rank], statistics.median(others))
 
 
 def test_waits_are_not_a_ranks_own_seconds() -> None:
