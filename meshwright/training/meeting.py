@@ -99,6 +99,18 @@ def ranks_without(mesh: Mesh, folder: Path) -> list[str]:
     return [name for name in blind if name]
 
 
+def placement_notes(mesh: Mesh) -> list[str]:
+    """A warning where ranks that follow each other are not beside each other, as `srun -m cyclic` places them."""
+    hosts = all_texts(socket.gethostname(), mesh.world)
+    blocks = [host for host, before in zip(hosts, ["", *hosts], strict=False) if host != before]
+    if len(blocks) == len(set(hosts)):
+        return []
+    shown = ", ".join(f"{rank} on {host}" for rank, host in enumerate(hosts[:_MOST_SHOWN]))
+    more = ", ..." if len(hosts) > _MOST_SHOWN else ""
+    rule = "the layout's inner axes talk over the network; place ranks in blocks (srun -m block, mpirun --map-by slot)"
+    return [f"warning: neighbouring ranks are on different hosts ({shown}{more}): {rule}"]
+
+
 def _differences(theirs: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
     return [key for key in {**first, **theirs} if key != _HOST and theirs.get(key) != first.get(key)]
 

@@ -26,7 +26,7 @@ from meshwright.section import field_of, with_field
 from meshwright.training.console import RunDisplay
 from meshwright.training.folder import CHECKPOINTS, begin, refuse_used
 from meshwright.training.loop import Trainer, validate
-from meshwright.training.meeting import facts_of, meet, share_folder
+from meshwright.training.meeting import facts_of, meet, placement_notes, share_folder
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.resume import checkpoint_of_run, decided_before, go_on, with_offer
 
@@ -54,6 +54,7 @@ def train_rank(
     attempt = int(all_rows(torch.tensor([environment.attempt]), mesh.world).max())
     if not environment.launched and mesh.grid.world_size > 1:
         share_folder(mesh, out)
+        notes = (*notes, *placement_notes(mesh))
     opened = config.data.open(config, data)
     if not environment.launched and mesh.rank == 0:
         if resume or attempt:

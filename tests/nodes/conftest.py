@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,8 @@ import yaml
 from meshwright.config import parse_config
 from tests.nodes.launchers import write_run
 from tests.nodes.network import Network, why_not
+from tests.nodes.slurm import Slurm
+from tests.nodes.slurm import why_not as why_no_slurm
 from tests.training.runs import lines_of, make_corpus, run
 
 Nodes = Callable[..., Network]
@@ -48,3 +51,18 @@ def losses_of_one(folder: Path, corpus: Path, **changes: object) -> list[float]:
 @pytest.fixture(scope="session")
 def one_node(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[float]:
     return losses_of_one(tmp_path_factory.mktemp("one"), corpus)
+
+
+@pytest.fixture
+def slurm() -> Iterator[Callable[[Network], Slurm]]:
+    """slurm(network): Slurm's daemons on the network's nodes; they go with the nodes."""
+    if reason := why_no_slurm():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="mw", dir="/tmp") as short:
+
+        def start(network: Network) -> Slurm:
+            cluster = Slurm(network, Path(short))
+            cluster.start()
+            return cluster
+
+        yield start

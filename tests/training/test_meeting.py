@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -17,7 +18,8 @@ from meshwright.errors import LaunchError
 from meshwright.launch import Rank, StopRequest
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.training.meeting import facts_of, meet
+from meshwright.training import meeting
+from meshwright.training.meeting import facts_of, meet, placement_notes, ranks_without
 from meshwright.training.worker import train_rank
 from tests.training.runs import config_for, make_corpus
 from tests.workers import run_ranks
@@ -88,3 +90,27 @@ def test_facts_are_of_the_config_the_data_the_code_and_the_libraries(corpus: Pat
     header.write_text(json.dumps(tree))
     other = facts_of(config, tmp_path, resume=False)
     assert [key for key in facts if facts[key] != other[key]] == ["data"]
+
+
+def placed(mesh: Mesh, hosts: list[str], folders: list[str]) -> tuple[list[str], list[str]]:
+    with patch("socket.gethostname", return_value=hosts[mesh.rank]):
+        return placement_notes(mesh), ranks_without(mesh, Path(folders[mesh.rank]))
+
+
+def test_ranks_that_are_dealt_out_in_turns_are_warned(tmp_path: Path) -> None:
+    answers = run_ranks(placed, TRIO, ["a", "b", "a"], [str(tmp_path)] * 3)
+    assert [notes[0].split(": ")[1] for notes, _ in answers] == [
+        "neighbouring ranks are on different hosts (0 on a, 1 on b, 2 on a)"
+    ] * 3
+
+
+def test_ranks_in_blocks_that_share_a_folder_are_not(tmp_path: Path) -> None:
+    assert run_ranks(placed, TRIO, ["a", "a", "b"], [str(tmp_path)] * 3) == [([], [])] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_does_not_see_a_folder_is_named_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_PATIENCE_SECONDS", 0.1)
+    (tmp_path / "own").mkdir()
+    answers = run_ranks(placed, TRIO, ["a", "a", "b"], [str(tmp_path), str(tmp_path), str(tmp_path / "own")])
+    assert [blind for _, blind in answers] == [["rank 2 on b"]] * 3

@@ -23,7 +23,8 @@ _SCRIPT = """#!/bin/bash
 # Without pipefail and the like: the code of srun is what decides below.
 set -u
 
-srun --kill-on-bad-exit=1{mpi} {words}
+# Ranks leave one after the other: the first one's code must not end the others, nor may they stay for ever.
+srun --kill-on-bad-exit=0 --wait={wait}{mpi} {words}
 code=$?
 
 # {stopped}: the run was asked to stop, has finished its step and saved. It is queued again, and goes on from there.
@@ -32,6 +33,9 @@ if [ "$code" -eq {stopped} ]; then
 fi
 exit "$code"
 """
+
+_WAIT_SECONDS = 60
+"""How long ranks may stay after the first one has ended. A rank that lost another ends by itself, within seconds."""
 
 
 def _limit(text: str) -> str:
@@ -75,7 +79,9 @@ class Slurm(JobSettings):
                  if value is not None]  # fmt: skip
         words = submission.train_words(self.python or own_python(), submission.run.absolute(), resume=False)
         mpi = "" if self.mpi is None else f" --mpi={self.mpi}"
-        return _SCRIPT.format(directives="\n".join(lines), mpi=mpi, words=shlex.join(words), stopped=STOPPED_EXIT_CODE)
+        return _SCRIPT.format(
+            directives="\n".join(lines), wait=_WAIT_SECONDS, mpi=mpi, words=shlex.join(words), stopped=STOPPED_EXIT_CODE
+        )
 
     def command(self, file: Path) -> list[str]:
         return ["sbatch", str(file)]

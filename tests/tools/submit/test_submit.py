@@ -57,7 +57,10 @@ def test_a_batch_script_asks_for_the_layout(run: Path) -> None:
         "job-name=my-run", "nodes=2", "ntasks-per-node=2", "distribution=block", "cpus-per-task=8", "gpus-per-node=2",
         "partition=gpu", "time=01:00:00", "signal=USR1@300", "requeue", "open-mode=append", "output=%x-%j.log",
     ]  # fmt: skip
-    assert f"srun --kill-on-bad-exit=1 --mpi=pmix {job.own_python()} -m meshwright train '{run}' device=cuda" in text
+    assert (
+        f"srun --kill-on-bad-exit=0 --wait=60 --mpi=pmix {job.own_python()} -m meshwright train '{run}' device=cuda"
+        in text
+    )
     assert "gpus" not in text_of("slurm", run)
 
 

@@ -1,0 +1,70 @@
+"""Runs under a real Slurm on two nodes: srun, sbatch, requeue, placement. Skipped without its daemons."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright.tools.submit import job
+from tests.nodes.conftest import Nodes
+from tests.nodes.launchers import train_words, write_run
+from tests.nodes.network import Network
+from tests.nodes.slurm import Slurm
+from tests.training.runs import lines_of
+
+pytestmark = pytest.mark.long
+
+SECONDS = 120.0
+ENDED = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"]
+
+Start = Callable[[Network], Slurm]
+
+
+def test_srun(nodes: Nodes, slurm: Start, corpus: Path, one_node: list[float], tmp_path: Path) -> None:
+    """Losses are those of one rank; nobody sets MASTER_ADDR. Dealt out in turns, ranks say so."""
+    cluster = slurm(nodes(2))
+    out = tmp_path / "out"
+    words = train_words(write_run(tmp_path, corpus, 4, batch={"global": 12, "micro": "auto"}), out)
+    started = cluster.srun("-N2", "-n4", "--distribution=cyclic", sys.executable, *words)
+    assert started.wait(SECONDS) == 0, started.text
+    assert [line["loss"] for line in lines_of(out)] == pytest.approx(one_node, rel=1e-10, abs=0)
+    assert (
+        "warning: neighbouring ranks are on different hosts (0 on node0, 1 on node1, 2 on node0, ...)" in started.text
+    )
+
+
+def wait_for_steps(out: Path, steps: int) -> None:
+    end = time.monotonic() + SECONDS
+    while not (out / "metrics.jsonl").exists() or len(lines_of(out)) < steps:
+        assert time.monotonic() < end, "no step"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("stopped_by", ["signal", "requeue"])
+def test_a_job_that_is_stopped_is_queued_again_and_goes_on(
+    stopped_by: str, nodes: Nodes, slurm: Start, corpus: Path, tmp_path: Path, one_node: list[float]
+) -> None:
+    """What submit writes: a signal as --signal sends it, or an operator's requeue; the second attempt goes on."""
+    cluster, out = slurm(nodes(2)), tmp_path / "out"
+    steps = 600
+    run = write_run(tmp_path, corpus, 2, steps=steps, timeout={"join": 60, "wait": 30})
+    engine, name = job.engine_of("slurm", [f"python={sys.executable}"])
+    submission = job.submission_of(run, [], out, 2, name, shares_folders=True)
+    script = tmp_path / "job.sbatch"
+    script.write_text(engine.text(submission))
+    number = cluster.sbatch(script, tmp_path)
+    wait_for_steps(out, len(one_node))
+    cluster.ask(*(["scancel", "--signal=USR1"] if stopped_by == "signal" else ["scontrol", "requeue"]), str(number))
+    assert cluster.wait_for(number, ["PENDING", *ENDED], SECONDS) == "PENDING"
+    saved = len(lines_of(out))
+    assert saved < steps
+    assert (out / "checkpoints" / f"step-{saved}").exists()
+    cluster.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+    assert cluster.wait_for(number, ENDED, SECONDS) == "COMPLETED"
+    assert [line["step"] for line in lines_of(out)] == list(range(1, steps + 1))
+    log = (tmp_path / f"run-{number}.log").read_text()
+    assert f"going on from checkpoint step-{saved}" in log
