@@ -49,7 +49,7 @@ def config_of(recompute: Any) -> Config:
 
 def passes(parts: Parts) -> Iterator[None]:
     """A forward pass, then, when asked for more, its backward pass."""
-    batch = empty_batch(parts.config, parts.kit, parts.model.inside, parts.mesh.device)
+    batch = empty_batch(parts.config, parts.kit, parts.model, parts.mesh.device)
     (loss,) = parts.model(batch, {"labels": 1e-3})
     yield
     loss.backward()
@@ -59,7 +59,7 @@ def passes(parts: Parts) -> Iterator[None]:
 def train(place: Place, recompute: Any) -> Iterator[Step]:
     """A contender, on a batch of zeros."""
     parts = build(config_of(recompute), solo_mesh(torch.device("cpu")))
-    batch = empty_batch(parts.config, parts.kit, parts.model.inside, parts.mesh.device)
+    batch = empty_batch(parts.config, parts.kit, parts.model, parts.mesh.device)
     yield lambda: train_step(parts, batch).loss
 
 

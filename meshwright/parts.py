@@ -6,7 +6,7 @@ and what passes between stages; then this rank's own, with the strategies that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from meshwright.config import Config
+from meshwright.context.context import WHOLE_SEQUENCES, Context
 from meshwright.data_parallel.strategy import Strategy
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import on_disk, on_host
@@ -89,10 +90,10 @@ class Parts:
         return self.stages.specs
 
     def microbatches(self, batch: Batch) -> list[Batch]:
-        """This rank's rows of each microbatch of a replica's batch."""
+        """This rank's part of each microbatch of a replica's batch."""
         micro = self.config.micro
         return [
-            rows_of_rank(rows_of(batch, slice(start, start + micro)), self.kit, self.model.inside)
+            rank_part(rows_of(batch, slice(start, start + micro)), self.kit, self.model)
             for start in range(0, self.config.replica_batch, micro)
         ]
 
@@ -137,7 +138,7 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
         specs |= {name: replace(spec, tied=name in specs) for name, spec in shard_specs(model).items()}
         if not chunk.last:
             with torch.no_grad():
-                hidden = model.hidden_states(empty_batch(config, kit, model.inside, there.device), hidden)
+                hidden = model.hidden_states(empty_batch(config, kit, model, there.device), hidden)
             passing.append(tuple(TensorMeta(tuple(x.shape), x.dtype) for x in hidden))
     return Stages(chunks, specs, tuple(passing))
 
@@ -147,9 +148,19 @@ def build_kit(config: Config, mesh: Mesh) -> Kit:
     return config.layout.tensor.kit(config, mesh)
 
 
+def open_context(config: Config, mesh: Mesh) -> Context:
+    """Which tokens of every sequence a rank holds, and how its attention reaches the others'."""
+    context = config.layout.context
+    return WHOLE_SEQUENCES if context.size == 1 else cast(Context, load_entry(context.strategy.context)(mesh))
+
+
 def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None) -> Chain:
     """The model, or a chunk of it, with this rank's part of its initial weights, in the precision that is stored."""
     model = make_chain(config, kit, chunk)
+    model.context = open_context(config, mesh)
+    for module in model.modules():
+        if isinstance(module, AttentionCore):
+            module.context = model.context
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
     dtype = DTYPES[config.precision.dtype]
@@ -162,11 +173,16 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None
     return model
 
 
-def empty_batch(config: Config, kit: Kit, inside: Sequence[str], device: torch.device) -> Batch:
-    """This rank's rows of a microbatch of zeros."""
+def rank_part(batch: Batch, kit: Kit, model: Chain) -> Batch:
+    """A rank's rows of a replica's batch, and its tokens of them."""
+    return model.context.cut(rows_of_rank(batch, kit, model.inside), model.inside)
+
+
+def empty_batch(config: Config, kit: Kit, model: Chain, device: torch.device) -> Batch:
+    """This rank's part of a microbatch of zeros."""
     shapes = chain_of(config).sample_shapes(config)
     zeros = {name: torch.zeros(config.micro, *shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
-    return rows_of_rank(zeros, kit, inside)
+    return rank_part(zeros, kit, model)
 
 
 def recompute_in(config: Config, model: Chain, stage_layers: int) -> None:
@@ -208,7 +224,7 @@ def build_pipeline(config: Config, mesh: Mesh, model: Chain, stages: Stages, str
     """The stage with all that drives it."""
     autocasts = (mesh.device.type, DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
     stage = Stage(model, strategy.gradients, run=strategy.forward, autocasts=autocasts)
-    peers = mesh.comm(*(name for name, _ in config.layout.tensor.axes if config.layout.pipeline.size > 1))
+    peers = mesh.comm(*(name for name, _ in config.layout.layer_axes if config.layout.pipeline.size > 1))
     message = stages.message(mesh.index(PIPE))
     return Pipeline(stage, rule_of(config), mesh, peers, mesh.mailbox(PIPE), message, strategy)
 

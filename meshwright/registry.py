@@ -6,6 +6,7 @@
 | tensor     | layout.tensor.kind     | a subclass of tensor/section.py's TensorSection                   |
 | data       | data.kind              | a subclass of data/section.py's DataSection                       |
 | schedules  | layout.pipeline.schedule | a ScheduleRule (pipeline/schedule.py)                                 |
+| contexts   | layout.context.kind    | a ContextKind of context/section.py                               |
 | syncs      | layout.data.sync       | a Sync of data_parallel/section.py                                |
 | optimizers | optimizer.name         | an Update of optim/section.py                                     |
 
@@ -50,6 +51,9 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "axonn": "meshwright.pipeline.schedule:AXONN",
         "message-driven": "meshwright.pipeline.schedule:MESSAGE_DRIVEN",
     },
+    "contexts": {
+        "ulysses": "meshwright.context.section:ULYSSES",
+    },
     "syncs": {
         "server-loss": "meshwright.data_parallel.section:SERVER_LOSS",
         "server-gradient": "meshwright.data_parallel.section:SERVER_GRADIENT",
@@ -71,6 +75,7 @@ BASES: Mapping[str, str] = {
     "tensor": "meshwright.tensor.section:TensorSection",
     "data": "meshwright.data.section:DataSection",
     "schedules": "meshwright.pipeline.schedule:ScheduleRule",
+    "contexts": "meshwright.context.section:ContextKind",
     "syncs": "meshwright.data_parallel.section:Sync",
     "optimizers": "meshwright.optim.section:Update",
 }

@@ -117,7 +117,7 @@ def microbatch_bytes(config: Config, device: str, *, fuses: bool) -> list[int]:
             gradients = Gradients()
             use_gradients(model, gradients)
             stage = Stage(model, gradients)
-            batch = empty_batch(config, kit, model.inside, mesh.device)
+            batch = empty_batch(config, kit, model, mesh.device)
             with AsOnDevice(device, fuses=fuses):
                 held_bytes(stage, 0, batch, message)  # which gathers what the later ones find
                 after_forward, after_backward = held_bytes(stage, 1, batch, message)
@@ -251,7 +251,7 @@ def time_links(config: Config, device: torch.device) -> list[float]:
         model: Chain = make_chain(config, kit, link)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.02)
-        batch = empty_batch(config, kit, model.inside, device)
+        batch = empty_batch(config, kit, model, device)
         shapes = tuple(x.shape for x in (*hidden, *model.parameters()))
         if shapes not in known:
             known[shapes] = statistics.median(_seconds(model, hidden, batch, device) for _ in range(TIMED_ROUNDS))

@@ -57,7 +57,7 @@ def counted_step(config: Config, rank: int = 0) -> Parts:
     mesh = planned_mesh(Grid(layout.axes), rank, layout.token_axes)
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
-    batches = [empty_batch(config, parts.kit, parts.model.inside, mesh.device) for _ in range(config.num_microbatches)]
+    batches = [empty_batch(config, parts.kit, parts.model, mesh.device) for _ in range(config.num_microbatches)]
     parts.pipeline.train(batches, dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
     parts.strategy.finish()
     parts.strategy.publish()

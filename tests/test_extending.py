@@ -53,7 +53,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_the_page_shows_all_six() -> None:
+def test_the_page_shows_all_seven() -> None:
     (project,) = TOML.findall(PAGE)
     from meshwright.registry import OURS
 
@@ -94,6 +94,11 @@ RUNS = {
         "layout.tensor layout.data.size layout.order",
         "layout.pipeline.schedule layout.data.sync memory batch.micro",
         ["none", "depth-first", "gathered"],
+    ),
+    "long": (
+        "layout.tensor layout.pipeline.size layout.order",
+        "layout.data memory batch.micro",
+        ["none", "message-driven", "allreduce"],
     ),
 }
 """By run: fields that stay while layouts are sought, further ones while the best is, and what must be tried."""

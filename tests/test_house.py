@@ -105,6 +105,7 @@ ROOMS = {
     "models": {"models"},
     "tensor": {"tensor", "subgraph"},
     "schedules": {"pipeline"},
+    "contexts": {"context"},
     "syncs": {"data_parallel"},
     "optimizers": {"optim"},
     "data": {"data"},

@@ -19,7 +19,7 @@ FLOORS: dict[str, int] = {
     # 1: ranks and what they hold.
     "model": 1, "ranks": 1, "parameters": 1,
     # 2: rooms that never import each other.
-    "tensor": 2, "data_parallel": 2, "optim": 2, "pipeline": 2, "memory": 2,
+    "context": 2, "tensor": 2, "data_parallel": 2, "optim": 2, "pipeline": 2, "memory": 2,
     # 3: a kit made of the tensor room's layers; models, written against the kit.
     "subgraph": 3, "models": 3,
     # 4: what makes a run of the parts.
@@ -125,8 +125,8 @@ def test_one_place_reads_the_environment_and_nothing_is_unpickled(path: Path) ->
 
 @pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "models"], ids=lambda path: path.stem)
 def test_models_know_no_axis(path: Path) -> None:
-    allowed = {"config", "model", "parameters", "registry", "tensor", "models", "section"}
-    assert set(rooms_imported(path)) <= allowed, "a model knows the kit, its config and initial values"
+    allowed = {"config", "context", "model", "parameters", "registry", "tensor", "models", "section"}
+    assert set(rooms_imported(path)) <= allowed, "a model knows the kit, its context, its config and initial values"
     words = re.findall(r"\b(mesh|comm|axis|all_reduce|gather)\b", path.read_text())
     assert not words, f"not a line about parallelism in a model: {words}"
 

@@ -54,7 +54,7 @@ def _optimizer_effect(field: str) -> Effect:
 
 
 TENSOR = "layout.tensor"
-_SIZES = ("layout.data.size", "layout.pipeline.size", TENSOR)
+_SIZES = ("layout.data.size", "layout.pipeline.size", "layout.context.size", TENSOR)
 
 EFFECTS = (
     Effect(
@@ -81,6 +81,13 @@ EFFECTS = (
         lambda config: config.layout.pipeline.size > 1,
         lambda config: "with layout.pipeline.size=1",
         "layout.pipeline.size=2 or more",
+    ),
+    Effect(
+        ("layout.context.kind",),
+        ("layout.context.size",),
+        lambda config: config.layout.context.size > 1,
+        lambda config: "with layout.context.size=1",
+        "layout.context.size=2 or more",
     ),
     Effect(
         tuple(f"{TENSOR}.{name}" for section in entries("tensor").values() for name in section.idle_alone),

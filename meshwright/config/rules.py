@@ -21,7 +21,7 @@ OFFLOAD_MULTIPLE = 128
 """Two halves, each of whole vectors of the optimizer's kernels: so the bits are those of the optimizer in place."""
 
 
-_SIZES = ("layout.data.size", "layout.pipeline.size", "layout.tensor")
+_SIZES = ("layout.data.size", "layout.pipeline.size", "layout.context.size", "layout.tensor")
 
 
 @rule("data.kind", "model.family")
@@ -212,6 +212,7 @@ RULES = (
     tensor_cuts_are_equal,
     tensor_splits_rows,
     *_where_chosen("tensor", "layout.tensor"),
+    *_where_chosen("contexts", "layout.context"),
     *_where_chosen("syncs", "layout.data"),
     *PARTITION_RULES,
     recomputed_groups_fit,

@@ -19,10 +19,12 @@ from meshwright.section import Count, Positive, Rule, Seconds, Section, Share, S
 from meshwright.tensor.section import TensorSection, Whole
 
 if TYPE_CHECKING:
+    from meshwright.context.section import ContextKind
     from meshwright.data_parallel.section import Sync
     from meshwright.optim.section import Update
     from meshwright.pipeline.schedule import ScheduleRule
 
+    ContextName: TypeAlias = str
     OptimizerName: TypeAlias = str
     ScheduleName: TypeAlias = str
     SyncName: TypeAlias = str
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     Data = DataSection
     TensorParallel = TensorSection
 else:
+    ContextName = Literal[tuple(entries("contexts"))]
     OptimizerName = Literal[tuple(entries("optimizers"))]
     ScheduleName = Literal[tuple(entries("schedules"))]
     SyncName = Literal[tuple(entries("syncs"))]
@@ -97,16 +100,44 @@ class PipelineSection(Section):
         return self.size > 1 and self.limit == "auto" and self.rule.by_memory
 
 
+class ContextParallel(Section):
+    """Every sequence cut over `size` ranks, also inside of attention, where the `kind` says what they send."""
+
+    size: Positive = 1
+    kind: ContextName = "ulysses"
+
+    @property
+    def strategy(self) -> ContextKind:
+        """The registry's entry of the kind."""
+        strategy: ContextKind = entries("contexts")[self.kind]
+        return strategy
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return self.strategy.rules
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh's axis and its size; none where sequences are whole."""
+        return (("context", self.size),) if self.size > 1 else ()
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split tokens: gradients of uncut parameters are summed over them."""
+        return tuple(name for name, _ in self.axes)
+
+
 class Layout(Section):
     """How the job is laid over its ranks, and what carries its messages.
 
     `order`: the axes, outermost first: ranks that differ on the last one only are neighbours. Axes of size 1 may be
-    left out. auto: data, pipe, then the tensor section's. `ranks_per_node`: neighbours that share a node (topology.py);
-    auto: as many as the launcher has started on one.
+    left out. auto: data, pipe, context, then the tensor section's. `ranks_per_node`: neighbours that share a node
+    (topology.py); auto: as many as the launcher has started on one.
     """
 
     data: DataParallel = DataParallel()
     pipeline: PipelineSection = PipelineSection()
+    context: ContextParallel = ContextParallel()
     tensor: TensorParallel = Whole()
     transport: Literal["auto", TransportName] = "auto"
     order: tuple[str, ...] | Literal["auto"] = "auto"
@@ -115,11 +146,21 @@ class Layout(Section):
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The mesh's axes, outermost first. Those of one rank that `order` leaves out come before the others."""
-        axes = (("data", self.data.size), ("pipe", self.pipeline.size), *self.tensor.axes)
+        axes = (("data", self.data.size), ("pipe", self.pipeline.size), *self.layer_axes)
         if self.order == "auto":
             return axes
         places = {name: place for place, name in enumerate(self.order)}
         return tuple(sorted(axes, key=lambda axis: places.get(axis[0], -1)))
+
+    @property
+    def layer(self) -> tuple[ContextParallel, TensorSection]:
+        """How a layer is cut: what a rank runs and sends in it depends on nothing else of a layout."""
+        return self.context, self.tensor
+
+    @property
+    def layer_axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes whose ranks compute a layer together, and wait for each other in it."""
+        return *self.context.axes, *self.tensor.axes
 
     @property
     def summary(self) -> str:
@@ -127,20 +168,21 @@ class Layout(Section):
 
         With an order of the run's own: `branch 2, data 2 (allreduce), in this order`.
         """
-        notes = {"data": f" ({self.data.sync})", "pipe": f" ({self.pipeline.schedule})"}
+        kinds = {"data": self.data.sync, "pipe": self.pipeline.schedule, "context": self.context.kind}
+        notes = {name: f" ({kind})" for name, kind in kinds.items()}
         shown = [(name, size) for name, size in self.axes if name != "pipe" or size > 1]
         listed = ", ".join(f"{name} {size}{notes.get(name, '')}" for name, size in shown)
         return listed if self.order == "auto" else f"{listed}, in this order"
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch's rows."""
-        return ("data", *self.tensor.batch_axes)
+        """The axes that split the batch's rows, or rows' sequences: each rank has losses of its own."""
+        return ("data", *self.context.token_axes, *self.tensor.batch_axes)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes that split the batch's tokens: gradients of uncut parameters are summed over them."""
-        return ("data", *self.tensor.token_axes)
+        return ("data", *self.context.token_axes, *self.tensor.token_axes)
 
     @property
     def world_size(self) -> int:

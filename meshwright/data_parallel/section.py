@@ -73,6 +73,14 @@ def needs_whole_layers(config: Config) -> Iterator[Problem]:
         yield Problem(FIELD, sync, rule_text, _others(needs_whole_layers))
 
 
+@rule(FIELD, "layout.context.size")
+def needs_whole_sequences(config: Config) -> Iterator[Problem]:
+    sync, size = config.layout.data.sync, config.layout.context.size
+    if size > 1:
+        rule_text = f"sums gradients over replicas alone, and layout.context.size={size} cuts their sequences"
+        yield Problem(FIELD, sync, rule_text, _others(needs_whole_sequences))
+
+
 @rule(FIELD, "layout.transport")
 def needs_torch_distributed(config: Config) -> Iterator[Problem]:
     transport = config.layout.transport
@@ -121,8 +129,8 @@ ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", candidate=True)
 FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",
     rules=(
-        needs_torch_distributed, needs_replicas, needs_whole_layers, needs_whole_models, needs_one_forward_pass,
-        needs_masters_on_the_device,
+        needs_torch_distributed, needs_replicas, needs_whole_layers, needs_whole_models, needs_whole_sequences,
+        needs_one_forward_pass, needs_masters_on_the_device,
     ),
     over_mpi=False,
     unplanned="is laid out by torch",

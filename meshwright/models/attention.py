@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.context.context import WHOLE_SEQUENCES, Context
 from meshwright.models.chain import Run, at_once
 from meshwright.tensor.kit import Kit
 
@@ -28,6 +28,7 @@ class AttentionCore(nn.Module):
         self.dropout, self.scale = dropout, scale
         self.own_randomness = kit.own_randomness
         self.run: Run = at_once
+        self.context: Context = WHOLE_SEQUENCES
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None = None
@@ -47,4 +48,4 @@ class AttentionCore(nn.Module):
             mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
         dropout = self.dropout if self.training else 0.0
         with self.own_randomness(dropout):
-            return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=self.scale)
+            return self.context.attend(query, key, value, mask, dropout, causal, self.scale)

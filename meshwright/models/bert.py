@@ -113,7 +113,7 @@ class BERT(Chain):
 
     def embed(self, batch: Batch) -> Hidden:
         tokens = batch["tokens"]
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = self.context.positions(0, tokens.shape[1], tokens.device)
         h = self.tokens(tokens) + self.positions(positions) + self.segments(batch["segments"])
         return (self.dropout(h if self.norm_first else self.norm(h)),)  # [B, T, H]
 

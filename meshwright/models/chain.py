@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.context.context import WHOLE_SEQUENCES, Context
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.registry import load_entry
 from meshwright.tensor.kit import Kit
@@ -34,6 +35,8 @@ class Chain(nn.Module, ABC):
     def __init__(self, chunk: Chunk) -> None:
         super().__init__()
         self.chunk = chunk
+        self.context: Context = WHOLE_SEQUENCES
+        """Which tokens of its batches' sequences this rank holds."""
         self.groups: tuple[range, ...] = (chunk.layers,)
         """The chunk's layers, in groups that are run by `run_group`."""
         self.run_group: Run = at_once

@@ -138,7 +138,7 @@ class GPT(Chain):
         return self.final_states((h,))
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        positions = self.context.positions(start, tokens.shape[1], tokens.device)
         h: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
         return h
 

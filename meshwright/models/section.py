@@ -34,6 +34,9 @@ class Network(Section):
     chain: ClassVar[str]
     """The model's class, as `module:attribute` (chain.py): it is made of (section, kit, chunk or None)."""
     has_attention: ClassVar[bool] = False
+    cuts_context: ClassVar[bool] = False
+    """Whether its layers work token by token but for self-attention, and its positions are the tokens' own, so that
+    layout.context can cut its sequences."""
     reads: ClassVar[str] = "tokens"
     """The form of its batches: what a kind of data gives (data/section.py)."""
     data_kind: ClassVar[str] = "text"
@@ -157,6 +160,7 @@ class Gpt2(TextTransformer):
 
     family: Literal["gpt2"] = "gpt2"
     chain: ClassVar[str] = "meshwright.models.gpt:GPT"
+    cuts_context: ClassVar[bool] = True
     tied: bool = True
 
 
@@ -165,6 +169,7 @@ class Bert(TextTransformer):
 
     family: Literal["bert"]
     chain: ClassVar[str] = "meshwright.models.bert:BERT"
+    cuts_context: ClassVar[bool] = True
     reads: ClassVar[str] = "masked"
     data_kind: ClassVar[str] = "masked"
     special_tokens: ClassVar[tuple[str, ...]] = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")

@@ -9,6 +9,7 @@ A differentiable verb is always `verb(x, mesh, "axis")`, and its backward is the
 | all_reduce          | all-reduce                 | identity       |
 | all_gather          | all-gather along a dim     | reduce-scatter |
 | reduce_scatter      | reduce-scatter along a dim | all-gather     |
+| all_to_all          | all-to-all between dims    | all-to-all     |
 
 (all_reduce_gradient and all_reduce are Megatron-LM's f and g, arXiv 1909.08053, figure 3.)
 """
@@ -138,6 +139,18 @@ class _ReduceScatter(torch.autograd.Function):
         return start_all_gather(gradient, ctx.comm, ctx.dim).wait(), None, None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, gather_dim: int, scatter_dim: int) -> Tensor:
+        ctx.comm, ctx.dims = comm, (scatter_dim, gather_dim)
+        return start_all_to_all(x, comm, gather_dim, scatter_dim).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return start_all_to_all(gradient, ctx.comm, *ctx.dims).wait(), None, None, None
+
+
 def gather(x: Tensor, mesh: Mesh, axis: str, root: int = 0) -> Tensor:
     """The root's rows [n·B, ...], every rank's x [B, ...] in order; elsewhere [0, ...]. Backward: scatter."""
     result: Tensor = _Gather.apply(x, mesh, axis, root)
@@ -165,4 +178,11 @@ def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
 def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of every rank's x. Backward: all-gather."""
     result: Tensor = _ReduceScatter.apply(x, mesh.comm(axis), dim)
+    return result
+
+
+def all_to_all(x: Tensor, mesh: Mesh, axis: str, gather_dim: int, scatter_dim: int) -> Tensor:
+    """Every rank's x side by side along `gather_dim`, of which this rank gets its part along `scatter_dim`. Backward:
+    all-to-all, the dims exchanged."""
+    result: Tensor = _AllToAll.apply(x, mesh.comm(axis), gather_dim, scatter_dim)
     return result

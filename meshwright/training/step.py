@@ -74,7 +74,9 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
     parts.model.train()
     scale = parts.optimizer.scaler.scale
     scales = scales_of(parts.model.labels, counts, scale)
-    place = "/".join(str(mesh.index(axis)) for axis in ("data", PIPE, *parts.kit.split_axes))
+    place = "/".join(
+        str(mesh.index(axis)) for axis in ("data", PIPE, *config.layout.context.token_axes, *parts.kit.split_axes)
+    )
 
     def seed(index: int) -> None:
         torch.manual_seed(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}"))

@@ -134,7 +134,10 @@ def test_model_by_name_and_by_base() -> None:
             "layout.data.sync=alreduce",
             r"is none of the choices \(did you mean allreduce\?\); valid: server-loss, .*fsdp",
         ),
-        ("layout=3", "layout=3 is not a section; valid: a section with the keys data, pipeline, tensor, transport"),
+        (
+            "layout=3",
+            "layout=3 is not a section; valid: a section with the keys data, pipeline, context, tensor, transport",
+        ),
         ("layout.data=2", "layout.data=2 is not a section; valid: a section with the keys size, sync, bucket"),
         (
             "model=gpt2-smal",

@@ -28,7 +28,7 @@ def test_every_rule_is_listed() -> None:
     found = [value for value in vars(rules).values() if isinstance(value, Rule)]
     brought = [rule for rule in RULES if rule not in found]
     assert set(found) <= set(RULES)
-    ruled = [entry for group in ("models", "tensor", "data", "syncs") for entry in entries(group).values()]
+    ruled = [entry for group in ("models", "tensor", "data", "contexts", "syncs") for entry in entries(group).values()]
     assert len(brought) == len({own for entry in ruled for own in entry.rules})
 
 

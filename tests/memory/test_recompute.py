@@ -120,7 +120,7 @@ def counted(model: str, setting: str | int, dropout: float) -> int:
     """Bytes that a microbatch's forward pass keeps."""
     config = with_setting(config_of(model, 1, WHOLE, dropout=dropout), setting)
     parts = plan(config)
-    batch = empty_batch(config, parts.kit, parts.model.inside, torch.device("meta"))
+    batch = empty_batch(config, parts.kit, parts.model, torch.device("meta"))
     scales = dict.fromkeys(parts.model.labels, 1.0)
     with LiveBytes() as live:
         loss = parts.model(batch, scales)

@@ -107,7 +107,7 @@ def trace_model(config: Config) -> TracedModel:
     """The run's model and a microbatch of it, whatever the layout."""
     kit = TracedKit(solo_mesh(torch.device("meta")))
     model = make_chain(config, kit)
-    batch = empty_batch(config, kit, model.inside, kit.mesh.device)
+    batch = empty_batch(config, kit, model, kit.mesh.device)
     graph = trace(model, batch, dict.fromkeys(model.labels, 1.0))
     paths = {module: path for path, module in model.named_modules()}
     return TracedModel(config.micro, graph, {paths[layer]: where for layer, where in kit.pairs.items()})

@@ -196,7 +196,7 @@ class Composition:
         self.config, self.stages = config, stages
         self.grid = Grid(config.layout.axes)
         self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if splits(config) else []))
-        self.peers = "+".join(name for name, _ in self.grid.axes if name in dict(config.layout.tensor.axes))
+        self.peers = "+".join(name for name, _ in self.grid.axes if name in dict(config.layout.layer_axes))
         self.counts = microbatches_by_place(config.num_microbatches)
         names = [{parameter.name for parameter in stage.parameters} for stage in stages]
         self.tied = tied = names[0] & names[-1] if len(stages) > 1 else set()

@@ -115,7 +115,7 @@ class Estimates:
     def weights_memory(self, config: Config) -> Memory:
         """The memory of the stage with most parameters before anything is computed. The order of axes is no matter."""
         layout = config.layout
-        key = layout.tensor, layout.data, self._partition(config), config.memory.offload, config.widens_gradients
+        key = layout.layer, layout.data, self._partition(config), config.memory.offload, config.widens_gradients
         if key not in self._weights:
             check(config)
             usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
@@ -133,7 +133,7 @@ class Estimates:
         pipeline, recompute = config.layout.pipeline, config.memory.recompute
         partition, count = self._partition(config), config.num_microbatches
         key = (
-            config.layout.tensor, strides(config, PIPE), partition, config.micro, count, recompute, pipeline.schedule,
+            config.layout.layer, strides(config, PIPE), partition, config.micro, count, recompute, pipeline.schedule,
             pipeline.limit,
         )  # fmt: skip
         if key not in self._passes:
@@ -176,15 +176,15 @@ class Estimates:
 
     def _kept_share(self, config: Config) -> float:
         """The share of what the first layer keeps that it still keeps where attention is recomputed."""
-        tensor = config.layout.tensor
-        if tensor not in self._kept_shares:
+        layer = config.layout.layer
+        if layer not in self._kept_shares:
             alone = _alone(config, _SIZES[0] * smallest_micro(config))
             again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
             recordings = self.planner.recordings
             forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
             kept, still = (_kept(recordings.of(one, Chunk(range(1), False, False), forms)) for one in (alone, again))
-            self._kept_shares[tensor] = still / kept
-        return self._kept_shares[tensor]
+            self._kept_shares[layer] = still / kept
+        return self._kept_shares[layer]
 
     def _hops(self, config: Config, sizes: Sequence[int]) -> list[float]:
         """Seconds of a message from each stage to the next."""
@@ -194,7 +194,7 @@ class Estimates:
     def _ending_of(self, config: Config) -> _Ending:
         layout = config.layout
         key = (
-            layout.tensor, layout.axes, layout.data, self._partition(config), config.memory.offload,
+            layout.layer, layout.axes, layout.data, self._partition(config), config.memory.offload,
             config.widens_gradients,
         )  # fmt: skip
         if key not in self._endings:
@@ -234,14 +234,14 @@ class Estimates:
     def _parameters_by_part(self, config: Config) -> dict[int, tuple[Parameter, ...]]:
         """Parameters by position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
         layout = config.layout
-        if layout.tensor not in self._parameters:
+        if layout.layer not in self._parameters:
             grid = Grid(tuple((name, 1 if name in ("data", PIPE) else size) for name, size in layout.axes))
             mesh = planned_mesh(grid, 0, layout.token_axes)
-            self._parameters[layout.tensor] = {
+            self._parameters[layout.layer] = {
                 place: parameters_in(build_model(config, build_kit(config, mesh), mesh, chunk))
                 for place, chunk in self._distinct(config)
             }
-        return self._parameters[layout.tensor]
+        return self._parameters[layout.layer]
 
     def _distinct(self, config: Config) -> Iterator[tuple[int, Chunk]]:
         """The chain's distinct parts by position, in the order of the forward pass."""
@@ -251,7 +251,7 @@ class Estimates:
         yield config.model.num_blocks, Chunk(range(0), False, True)
 
     def _timed_parts(self, config: Config) -> dict[int, _TimedPart]:
-        key = config.layout.tensor, config.micro, strides(config)
+        key = config.layout.layer, config.micro, strides(config)
         if key not in self._timed:
             self._timed[key] = {place: self._time(config, part) for place, part in self._parts_of(config).items()}
         return self._timed[key]
@@ -268,7 +268,7 @@ class Estimates:
         return _TimedPart(part, forward[0], backward[0], timer.apart(program, network) - weights, weights)
 
     def _parts_of(self, config: Config) -> dict[int, _Part]:
-        key = config.layout.tensor, config.micro
+        key = config.layout.layer, config.micro
         if key not in self._parts:
             smallest = smallest_micro(config)
             by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
@@ -320,8 +320,8 @@ def pipeline_seconds(
 
 
 def strides(config: Config, *more: str) -> Hashable:
-    """The distance between ranks along the tensor section's axes and those named, hence over which links they send."""
-    axes, names = config.layout.axes, {*(name for name, _ in config.layout.tensor.axes), *more}
+    """The distance between ranks along the axes that cut a layer and those named, hence over which links they send."""
+    axes, names = config.layout.axes, {*(name for name, _ in config.layout.layer_axes), *more}
     return tuple(
         (name, size, math.prod(after for _, after in axes[index + 1 :]))
         for index, (name, size) in enumerate(axes)

@@ -209,7 +209,7 @@ def _rows(run: Composition) -> int:
     """Tokens of a microbatch that a rank computes between two pairs."""
     config = run.config
     tokens = config.micro * chain_of(config).tokens_per_sample(config)
-    return tokens // run.grid.size(*config.layout.tensor.batch_axes)
+    return tokens // run.grid.size(*config.layout.context.token_axes, *config.layout.tensor.batch_axes)
 
 
 def _weights(run: Composition) -> Table:

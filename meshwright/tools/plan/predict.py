@@ -168,7 +168,7 @@ class Planner:
         layout, device = config.layout, self.cluster.device
         axes = tuple(axis for axis in layout.axes if axis[0] != "data")
         key = (
-            config.model, config.data, config.precision, config.micro, config.memory, layout.tensor, axes,
+            config.model, config.data, config.precision, config.micro, config.memory, layout.layer, axes,
             layout.pipeline.partition,
         )  # fmt: skip
         if key not in self._microbatches:
@@ -233,7 +233,7 @@ class TimedRun(Composition):
         config, layout = self.config, self.config.layout
         key = (
             config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
-            config.num_microbatches, layout.tensor, layout.axes, layout.pipeline, layout.transport,
+            config.num_microbatches, layout.layer, layout.axes, layout.pipeline, layout.transport,
         )  # fmt: skip
         if key not in self.known_passes:
             ranks = self.grid.world_size // len(self.stages)

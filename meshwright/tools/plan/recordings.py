@@ -169,7 +169,7 @@ def _what_matters(config: Config) -> tuple[Hashable, ...]:
     groups = recompute if recompute in ("none", "selective") else "groups"
     microbatches = min(config.num_microbatches, DISTINCT)
     return (
-        config.model, config.data, layout.tensor, axes, config.micro, config.precision.level, config.precision.dtype,
+        config.model, config.data, layout.layer, axes, config.micro, config.precision.level, config.precision.dtype,
         config.widens_gradients, groups, config.memory.summa, splits(config), microbatches, replicas,
     )  # fmt: skip
 
@@ -224,7 +224,7 @@ def _record(config: Config, on_device: AsOnDevice, chunk: Chunk, incoming: Forms
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     scales, count = dict.fromkeys(model.labels, 1.0), min(config.num_microbatches, DISTINCT)
     for index in range(count):
-        batch = empty_batch(config, kit, model.inside, mesh.device)
+        batch = empty_batch(config, kit, model, mesh.device)
         given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)
         saved: set[int] = set()
         with on_device, _seeing(saved), recorder.program(mesh.ledger) as recorded:

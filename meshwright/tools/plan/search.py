@@ -80,7 +80,7 @@ class SearchResult:
 def strategy_of(config: Config) -> str:
     """`data`, `megatron`, `tesseract + pipeline`, ...: what a layout is made of, besides replicas."""
     tensor, stages = config.layout.tensor, config.layout.pipeline.size
-    parts = ([tensor.kind] if tensor.axes else []) + (["pipeline"] if stages > 1 else [])
+    parts = [tensor.kind] * bool(tensor.axes) + ["pipeline"] * (stages > 1) + [*config.layout.context.token_axes]
     return " + ".join(parts) or "data"
 
 

@@ -16,7 +16,7 @@
 A layout is legal where the config's own rules say so (config/rules.py); there are no others here. A rule is asked as
 soon as the last of the fields that it reads is chosen, so that what it refuses is not gone into.
 
-Fields that the user has fixed keep their values.
+Fields that the user has fixed keep their values, and so does layout.context.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _overlap(one: str, other: str) -> bool:
 
 def _tensors(config: Config, job: SearchJob) -> Iterator[TensorSection]:
     for section in entries("tensor").values():
-        yield from section.candidates(job.devices)
+        yield from section.candidates(job.devices // config.layout.context.size)
 
 
 def _left(job: SearchJob, *used: int) -> int:
@@ -158,7 +158,7 @@ def _left(job: SearchJob, *used: int) -> int:
 
 
 def _tensor_size(layout: Layout) -> int:
-    return math.prod(size for _, size in layout.tensor.axes)
+    return math.prod(size for _, size in layout.layer_axes)
 
 
 def _stages(config: Config, job: SearchJob) -> list[int]:
@@ -172,8 +172,8 @@ def _replicas(config: Config, job: SearchJob) -> list[int]:
 def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
     """auto, and each order that puts other ranks together on a node."""
     usual = config.layout.model_copy(update={"order": "auto"}).axes
-    sizes = dict(usual)
-    blocks = (("data",), ("pipe",), tuple(name for name, _ in config.layout.tensor.axes))
+    sizes, tensor = dict(usual), config.layout.tensor.axes
+    blocks = (("data",), ("pipe",), *((name,) for name in config.layout.context.token_axes), tuple(dict(tensor)))
     nodes = config.layout.ranks_per_node
     seen: set[tuple[int, ...]] = set()
     for order in (tuple(name for name, _ in usual), *map(_joined, permutations(blocks))):

@@ -107,7 +107,7 @@ def run_for_real(config: Config) -> list[Ran]:
         memory = Gradients(gradient_views(buckets))
         use_gradients(model, memory)
         stage, scales = Stage(model, memory), dict.fromkeys(model.labels, 1.0)
-        batch = empty_batch(config, kit, model.inside, mesh.device)
+        batch = empty_batch(config, kit, model, mesh.device)
         with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product}) as counter:
             with recorder.program(mesh.ledger) as made:
                 outgoing = stage.forward(0, incoming, batch, scales)

@@ -1,0 +1,1 @@
+"""Context parallelism: every sequence cut over ranks, also inside of attention."""

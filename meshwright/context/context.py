@@ -1,0 +1,100 @@
+"""The context of a rank: which tokens of every sequence it holds, and how they attend to those of other ranks.
+
+Between attentions a layer of a Transformer works token by token, so a rank needs its own tokens alone. Each kind of
+context parallelism says what attention needs besides; the base is a rank that holds whole sequences.
+
+Ulysses (DeepSpeed, arXiv 2309.14509) changes tokens of all heads for all tokens of some heads, and back:
+
+| tensor  | outside of attention | inside           | forward sends    | backward sends   |
+|---------|----------------------|------------------|------------------|------------------|
+| Q, K, V | [B, A, T/c, E]       | [B, A/c, T, E]   | three all-to-all | three all-to-all |
+| output  | [B, A, T/c, E]       | [B, A/c, T, E]   | one all-to-all   | one all-to-all   |
+
+A layer and microbatch sends 8 all-to-alls of [B, A, T/c, E], (c - 1)/c of each to other ranks. A head sees its whole
+sequence on one rank, so masks, causality and dropout are those of one device, and the kernel is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.model import IGNORED, Batch
+from meshwright.ranks.collectives import all_to_all
+from meshwright.ranks.mesh import Mesh
+
+AXIS = "context"
+HEADS, TOKENS = 1, 2
+"""The dims of A and T in [B, A, T, E]."""
+
+
+class Context:
+    """A rank that holds all tokens; subclasses hold runs of them."""
+
+    def runs(self, length: int) -> tuple[range, ...]:
+        """This rank's tokens of a sequence, in its order."""
+        return (range(length),)
+
+    def positions(self, start: int, count: int, device: torch.device) -> Tensor:
+        """Places [count] in their sequence of this rank's tokens, which go on from `start` where they are whole."""
+        return torch.arange(start, start + count, device=device)
+
+    def cut(self, batch: Batch, inside: Collection[str]) -> Batch:
+        """This rank's tokens of a batch. `inside`: what attention reads (the mask of padding), which stays whole."""
+        return batch
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        """F.scaled_dot_product_attention over whole sequences, of this rank's Q, K, V [B, A, t, E]. [B, A, t, E].
+
+        mask: of whole sequences, as the function takes it.
+        """
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale)
+
+
+class CutContext(Context):
+    """Rank i holds the i-th part of every sequence's tokens."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.size, self.index = mesh, mesh.size(AXIS), mesh.index(AXIS)
+
+    def runs(self, length: int) -> tuple[range, ...]:
+        part = length // self.size
+        return (range(self.index * part, (self.index + 1) * part),)
+
+    def positions(self, start: int, count: int, device: torch.device) -> Tensor:
+        assert start == 0, "tokens follow a cache where sequences are whole"
+        places = [torch.arange(run.start, run.stop, device=device) for run in self.runs(count * self.size)]
+        return torch.cat(places)
+
+    def cut(self, batch: Batch, inside: Collection[str]) -> Batch:
+        return {name: x if name in inside else self._part(x) for name, x in batch.items()}
+
+    def _part(self, x: Tensor) -> Tensor:
+        """Of x [B, T] its tokens. Of a label [B, 1], which the first token answers, the rank that holds this token has
+        it, and nobody else counts it."""
+        if x.shape[1] == 1:
+            return x if self.index == 0 else torch.full_like(x, IGNORED)
+        return torch.cat([x[:, run.start : run.stop] for run in self.runs(x.shape[1])], 1)
+
+
+class Ulysses(CutContext):
+    """Rank i has the i-th part of the heads inside of attention."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        q, k, v = (
+            all_to_all(x, self.mesh, AXIS, gather_dim=TOKENS, scatter_dim=HEADS) for x in (query, key, value)
+        )  # [B, A/c, T, E]
+        attended = super().attend(q, k, v, mask, dropout, causal, scale)
+        return all_to_all(attended, self.mesh, AXIS, gather_dim=HEADS, scatter_dim=TOKENS)
+
+
+WHOLE_SEQUENCES = Context()

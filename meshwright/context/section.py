@@ -1,0 +1,85 @@
+"""The kinds of context parallelism as the config and the planner see them: what each needs. No torch.
+
+| kind    | attention                                                         | divides                           |
+|---------|-------------------------------------------------------------------|-----------------------------------|
+| ulysses | whole sequences of some heads a rank, by all-to-all (context.py)  | heads of a tensor rank, sequences |
+
+One is added by a `ContextKind` and its line in the registry (docs/extending.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.errors import Problem
+from meshwright.section import Rule, divisors, listed, rule
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+SIZE = "layout.context.size"
+
+
+@dataclass(frozen=True)
+class ContextKind:
+    """How ranks that hold parts of every sequence attend to each other's.
+
+    `context`: `module:attribute` of what a rank's `Context` is made by, of its mesh: torch is not here yet. `chunks`:
+    equal runs of a sequence that each rank holds.
+    """
+
+    context: str
+    chunks: int = 1
+    rules: tuple[Rule, ...] = ()
+    """Rules on what it does not go with besides, and why; checked where it is chosen."""
+
+
+@rule("layout.context", "model.family")
+def layers_work_token_by_token(config: Config) -> Iterator[Problem]:
+    context, family = config.layout.context, config.model.family
+    if context.size > 1 and not config.model.cuts_context:
+        rule_text = f"cuts sequences, and a {family} looks at whole ones elsewhere than in self-attention"
+        yield Problem(SIZE, context.size, rule_text, "1")
+
+
+@rule("layout.context", "layout.tensor", "model", "data")
+def sequences_are_cut_equally(config: Config) -> Iterator[Problem]:
+    """Into as many parts as the tensor section cuts what a rank holds, each."""
+    context, parts = config.layout.context, _parts_of_tensor(config)
+    if context.size == 1 or not config.model.cuts_context:
+        return
+    for length in config.model.sequences(config):
+        again = parts.get(length.field, 1)
+
+        cuts = math.lcm(context.strategy.chunks, again)  # of a rank's part
+        if length.number % (context.size * cuts):
+            parts_text = f"{context.size * context.strategy.chunks} equal parts"
+            rule_text = f"does not cut {length.field}={length.number}{length.note} into {parts_text}"
+            rule_text += f", and a rank's into {again} for layout.tensor" if again > 1 else ""
+            sizes = [size for size in divisors(length.number) if size == 1 or length.number % (size * cuts) == 0]
+            valid = f"{listed(sizes)}; or a multiple of {context.size * cuts} tokens"
+            yield Problem(SIZE, context.size, rule_text, valid, length.reads)
+
+
+@rule("layout.context", "layout.tensor", "model")
+def heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
+    context, (field, heads) = config.layout.context, config.model.branches
+    own = _parts_of_tensor(config).get(field, 1)
+    if context.size > 1 and heads % own == 0 and heads // own % context.size:
+        share = f" / {own} of a tensor rank" if own > 1 else ""
+        rule_text = f"does not divide {field}={heads}{share}, which kind={context.kind} deals out inside of attention"
+        yield Problem(SIZE, context.size, rule_text, listed(divisors(heads // own)))
+
+
+def _parts_of_tensor(config: Config) -> dict[str, int]:
+    """Into how many parts the tensor section cuts each field's number."""
+    return {cut.field: cut.parts for cut in config.layout.tensor.cuts(config)}
+
+
+CUTTING = (layers_work_token_by_token, sequences_are_cut_equally)
+"""Rules of every kind."""
+
+ULYSSES = ContextKind("meshwright.context.context:Ulysses", rules=(*CUTTING, heads_are_dealt_equally))

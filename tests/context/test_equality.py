@@ -1,0 +1,93 @@
+"""Sequences that are cut over ranks train as on one device: float64 gradients to 1e-12 relative, losses to 1e-10."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from meshwright.config import Config, parse_config
+from tests.data_parallel.test_equality import SYNCS
+from tests.tensor.test_equality import MODELS, check, run
+
+STEPS = 3
+
+SERIAL: dict[str, Any] = {"kind": "none"}
+ONE_D = {"kind": "megatron", "size": 2}
+CUT = ONE_D | {"sequence_parallel": True}
+BLOCKS = {"kind": "tesseract", "q": 2, "d": 1}
+
+
+def config_for(model: str, context: dict[str, Any], **changes: Any) -> Config:
+    shape = {"layers": 2, "hidden": 24, "heads": 12, "vocabulary_multiple": 12, "dropout": 0.0}
+    layout = {"context": context, "data": {"bucket": 8192}} | changes.pop("layout", {})
+    tree = {
+        "model": shape | MODELS[model] | {"positions": 48},
+        "data": {"sequence": 24},
+        "batch": {"global": 8, "micro": 4},
+        "layout": layout,
+        "precision": {"level": "O0", "dtype": "float64"},
+        "optimizer": {"lr": 1e-2, "clip": 0.5, "schedule": {"warmup": 3}},
+        "steps": STEPS,
+    }
+    return parse_config(tree | changes)
+
+
+@cache
+def serial(model: str) -> Any:
+    """One device's losses and gradients."""
+    return run(config_for(model, {}))[0]
+
+
+KINDS = ["ulysses"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("model", ["gpt2", "untied", "bert", "megatron-bert"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_serial(kind: str, model: str, size: int) -> None:
+    check(run(config_for(model, {"size": size, "kind": kind})), serial(model))
+
+
+@pytest.mark.parametrize("tensor", [ONE_D, CUT, BLOCKS, BLOCKS | {"d": 2}], ids=["1-D", "cut", "2-D", "2.5-D"])
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_serial_with_tensor_parallelism(kind: str, model: str, tensor: dict[str, Any]) -> None:
+    check(run(config_for(model, {"size": 2, "kind": kind}, layout={"tensor": tensor})), serial(model))
+
+
+@pytest.mark.parametrize("branch", ["attention-core", "attention", "block"])
+@pytest.mark.parametrize("common", ["all", "one"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_serial_with_subgraphs(kind: str, common: str, branch: str) -> None:
+    tensor = {"kind": "subgraph", "size": 2, "common": common, "branch": branch}
+    check(run(config_for("bert", {"size": 2, "kind": kind}, layout={"tensor": tensor})), serial("bert"))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "axonn", "message-driven"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_serial_with_stages(kind: str, schedule: str) -> None:
+    layout = {"pipeline": {"size": 2, "schedule": schedule}}
+    config = config_for("gpt2", {"size": 2, "kind": kind}, layout=layout, batch={"global": 8, "micro": 2})
+    check(run(config), serial("gpt2"))
+
+
+@pytest.mark.parametrize("sync", [sync for sync in SYNCS if sync != "fsdp"])
+def test_equals_serial_with_every_sync(sync: str) -> None:
+    layout = {"data": {"size": 2, "sync": sync, "bucket": 8192}}
+    check(run(config_for("gpt2", {"size": 2}, layout=layout, batch={"global": 8, "micro": 2})), serial("gpt2"))
+
+
+@pytest.mark.parametrize("recompute", ["auto", "selective", 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_serial_with_recomputation(kind: str, recompute: str | int) -> None:
+    check(run(config_for("gpt2", {"size": 2, "kind": kind}, memory={"recompute": recompute})), serial("gpt2"))
+
+
+def test_equals_serial_with_everything_at_once() -> None:
+    layout = {
+        "data": {"size": 2, "sync": "zero1", "bucket": 8192}, "pipeline": {"size": 2}, "tensor": CUT,
+    }  # fmt: skip
+    config = config_for("gpt2", {"size": 2}, layout=layout, batch={"global": 8, "micro": 2}, memory={"recompute": 1})
+    check(run(config), serial("gpt2"))

@@ -1,0 +1,53 @@
+"""What a context sends, by formula; and a plan records what a run sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.config import Config
+from meshwright.model import rows_of
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from tests.context.test_equality import CUT, ONE_D, config_for
+from tests.data_parallel.test_equality import global_batch
+from tests.harness import build, counted_step, forward_and_backward
+from tests.workers import run_ranks
+
+B, T, H, E, L = 4, 24, 24, 8, 2
+"""Of config_for's microbatch; E bytes a number."""
+
+
+def sent(mesh: Mesh, config: Config) -> dict[str, tuple[int, int]]:
+    """Calls and bytes over the context axis, by verb, of one microbatch."""
+    parts = build(config, mesh)
+    [batch, *_] = parts.microbatches(rows_of(global_batch(config, 0), slice(0, config.replica_batch)))
+    mesh.ledger.traffic.clear()
+    forward_and_backward(parts, batch, {"labels": 1.0}, final=False)
+    return over_context(mesh)
+
+
+def over_context(mesh: Mesh) -> dict[str, tuple[int, int]]:
+    traffic = mesh.ledger.traffic.items()
+    return {verb: (entry.calls, entry.sent_bytes) for (axis, verb), entry in traffic if axis == "context"}
+
+
+def run(config: Config) -> list[dict[str, tuple[int, int]]]:
+    return run_ranks(sent, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
+
+
+@pytest.mark.parametrize("tensor", [None, ONE_D, CUT], ids=["none", "1-D", "cut"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ulysses_sends_eight_activations_a_layer(size: int, tensor: dict[str, Any] | None) -> None:
+    heads = 1 if tensor is None else tensor["size"]
+    each = B * T // size * H // heads * E
+    for told in run(config_for("gpt2", {"size": size}, layout={"tensor": tensor or {"kind": "none"}})):
+        assert told == {"all_to_all": (8 * L, 8 * L * each * (size - 1) // size)}
+
+
+@pytest.mark.parametrize("kind", ["ulysses"])
+def test_a_planned_rank_sends_what_a_rank_sends(kind: str) -> None:
+    config = config_for("gpt2", {"size": 2, "kind": kind}, batch={"global": 4, "micro": 4})
+    for rank, told in enumerate(run(config)):
+        assert told == over_context(counted_step(config, rank).mesh)
