@@ -53,6 +53,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
     },
     "contexts": {
         "ulysses": "meshwright.context.section:ULYSSES",
+        "ring": "meshwright.context.section:RING_ATTENTION",
     },
     "syncs": {
         "server-loss": "meshwright.data_parallel.section:SERVER_LOSS",

@@ -3,6 +3,7 @@
 | kind    | attention                                                         | divides                           |
 |---------|-------------------------------------------------------------------|-----------------------------------|
 | ulysses | whole sequences of some heads a rank, by all-to-all (context.py)  | heads of a tensor rank, sequences |
+| ring    | blocks of keys and values go round, partial softmax (ring.py)     | sequences, into two chunks a rank |
 
 One is added by a `ContextKind` and its line in the registry (docs/extending.md).
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.errors import Problem
+from meshwright.registry import entries
 from meshwright.section import Rule, divisors, listed, rule
 
 if TYPE_CHECKING:
@@ -79,7 +81,17 @@ def _parts_of_tensor(config: Config) -> dict[str, int]:
     return {cut.field: cut.parts for cut in config.layout.tensor.cuts(config)}
 
 
+@rule("layout.context", "model.dropout")
+def rings_drop_nothing(config: Config) -> Iterator[Problem]:
+    context, dropout = config.layout.context, config.model.dropout
+    if context.size > 1 and dropout:
+        rule_text = f"draws no dropout inside of attention, as model.dropout={dropout} asks"
+        valid = ", ".join(name for name, kind in entries("contexts").items() if rings_drop_nothing not in kind.rules)
+        yield Problem("layout.context.kind", context.kind, rule_text, f"{valid}, or model.dropout=0")
+
+
 CUTTING = (layers_work_token_by_token, sequences_are_cut_equally)
 """Rules of every kind."""
 
 ULYSSES = ContextKind("meshwright.context.context:Ulysses", rules=(*CUTTING, heads_are_dealt_equally))
+RING_ATTENTION = ContextKind("meshwright.context.ring:RingAttention", chunks=2, rules=(*CUTTING, rings_drop_nothing))

@@ -40,7 +40,7 @@ def serial(model: str) -> Any:
     return run(config_for(model, {}))[0]
 
 
-KINDS = ["ulysses"]
+KINDS = ["ulysses", "ring"]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

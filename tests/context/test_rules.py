@@ -49,6 +49,17 @@ def test_heads_that_do_not_divide() -> None:
     )
 
 
+def test_rings_need_two_chunks_a_rank_and_no_dropout() -> None:
+    assert mistakes({"size": 4, "kind": "ring"}) == [
+        "layout.context.size=4 does not cut data.sequence=60 into 8 equal parts; "
+        "valid: 1, 2, 3, 5, 6, 10, 15, 30; or a multiple of 8 tokens"
+    ]
+    assert mistakes({"size": 2, "kind": "ring"}, model=MODEL | {"dropout": 0.1}) == [
+        "layout.context.kind=ring draws no dropout inside of attention, as model.dropout=0.1 asks; "
+        "valid: ulysses, or model.dropout=0"
+    ]
+
+
 @pytest.mark.parametrize("family", ["transformer", "t5", "vit", "resnext"])
 def test_families_that_look_at_whole_sequences(family: str) -> None:
     data = {"source": "digits"} if family in ("vit", "resnext") else {"sequence": 60}

@@ -46,7 +46,14 @@ def test_ulysses_sends_eight_activations_a_layer(size: int, tensor: dict[str, An
         assert told == {"all_to_all": (8 * L, 8 * L * each * (size - 1) // size)}
 
 
-@pytest.mark.parametrize("kind", ["ulysses"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_ring_sends_blocks_forward_and_with_their_gradients_back(size: int) -> None:
+    block = 2 * B * T // size * H * E
+    for told in run(config_for("gpt2", {"size": size, "kind": "ring"})):
+        assert told == {"send": (L * (3 * size - 2), L * (3 * size - 2) * block)}
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_a_planned_rank_sends_what_a_rank_sends(kind: str) -> None:
     config = config_for("gpt2", {"size": 2, "kind": kind}, batch={"global": 4, "micro": 4})
     for rank, told in enumerate(run(config)):
