@@ -76,8 +76,8 @@ class CutContext(Context):
         return {name: x if name in inside else self._part(x) for name, x in batch.items()}
 
     def _part(self, x: Tensor) -> Tensor:
-        """Of x [B, T] its tokens. Of a label [B, 1], which the first token answers, the rank that holds this token has
-        it, and nobody else counts it."""
+        """This rank's tokens of x [B, T]. A label [B, 1], which the first token answers, stays with the rank that
+        holds this token, and nobody else counts it."""
         if x.shape[1] == 1:
             return x if self.index == 0 else torch.full_like(x, IGNORED)
         return torch.cat([x[:, run.start : run.stop] for run in self.runs(x.shape[1])], 1)

@@ -64,7 +64,7 @@ class Block:
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """What the block adds to dQ, and its dK, dV. out, sums: of the whole sequence, not of the block alone."""
+        """The addend of dQ, and dK, dV of the block. out, sums: of the whole sequence, not of the block alone."""
         if self.fuses:
             mask = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -190,7 +190,7 @@ class RingAttention(CutContext):
         return rows, columns, Block(False, scale, self.fuses)
 
     def bias(self, mask: Tensor | None, step: int, columns: slice, like: Tensor) -> Tensor | None:
-        """What is added to the scores of a step's keys: for padding half the least number, so that a block of padding
+        """The addend of the scores of a step's keys: for padding half the least number, so that a block of padding
         alone has a finite l, and no part of the output."""
         if mask is None:
             return None
