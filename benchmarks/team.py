@@ -18,7 +18,7 @@ from meshwright.errors import LaunchError
 from meshwright.machine import find_mpiexec
 
 START_SECONDS = 120.0
-TURN_SECONDS = 60.0
+TURN_SECONDS = 240.0
 LEAVE_SECONDS = 20.0
 
 

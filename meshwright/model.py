@@ -61,6 +61,9 @@ def scales_of(labels: Sequence[str], counts: Sequence[int], scale: float) -> Sca
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device. A GPU copies out of pinned memory, which torch keeps until then: the host goes on."""
+    if device.type == "cuda":
+        return {name: x.pin_memory().to(device, non_blocking=True) for name, x in batch.items()}
     return {name: x.to(device) for name, x in batch.items()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -105,6 +106,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     """
     if mesh.device.type == "cuda":
         torch.backends.cuda.matmul.fp32_precision = "tf32" if config.precision.tf32 else "ieee"
+        use_flash_attention(mesh.device)
     stages = plan_stages(config, mesh)
     chunk = stages.chunks[mesh.index(PIPE)]
     kit = build_kit(config, mesh)
@@ -194,6 +196,20 @@ def recompute_in(config: Config, model: Chain, stage_layers: int) -> None:
                 module.run = recomputed
     elif setting != "none":
         model.groups, model.run_group = groups_of(layers, recomputed_group(config, stage_layers)), recomputed
+
+
+FLASH_ATTENTION = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
+"""torch's name of the FlashAttention that was written for a GPU of this compute capability, and its package."""
+
+
+def use_flash_attention(device: torch.device) -> None:
+    """Let attention run on the GPU's own FlashAttention where it is installed; else it is torch's, the second."""
+    name, package = FLASH_ATTENTION.get(torch.cuda.get_device_capability(device)[0], ("", ""))
+    parents = [package.rpartition(".")[0] or package, package]  # a part is looked for where the whole is there
+    if package and torch.__version__ >= "2.13" and all(find_spec(part) is not None for part in parents):
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl(name)
 
 
 def use_islands(model: Chain, islands: Islands) -> None:

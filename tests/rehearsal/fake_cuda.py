@@ -138,6 +138,8 @@ def fake_cuda() -> Iterator[Tally]:
                 if inputs[0].device.type == "cuda":
                     device.wait("a number")
                 return _answer(inputs[0])
+            if name == "_pin_memory":  # fake host memory is as good as pinned
+                return inputs[0]
             out = func(*args, **kwargs)
             outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
             ends = {x.device.type for x in (*inputs, *outputs)}

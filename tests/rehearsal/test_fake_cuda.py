@@ -19,7 +19,7 @@ def test_every_layout_takes_a_step(group: str, fake_gpu: Path) -> None:
     assert not failed, "\n".join(failed)
 
 
-WAITS = 9
+WAITS = 5
 """Times a step in which the host waits for the device, at most."""
 
 KERNELS = {"serial": 45, "zero1": 45, "megatron": 47, "sequence": 57, "tesseract": 109, "pipeline": 45}
