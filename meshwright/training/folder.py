@@ -16,10 +16,13 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from meshwright.config import Config, dump_config
 from meshwright.errors import CheckpointError, ConfigError
@@ -27,12 +30,20 @@ from meshwright.errors import CheckpointError, ConfigError
 LOCK, IDENTITY, CONFIG, CHECKPOINTS = "run.lock", "run.json", "config.yaml", "checkpoints"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
+TOUCH_SECONDS = 4.0
+"""Between two signs of life of the run that holds a folder."""
+WATCH_SECONDS = 3 * TOUCH_SECONDS
+_FORGOTTEN_SECONDS = 600.0
+"""A lock that has not been touched for so long is nobody's, by any two clocks that a cluster may have."""
+
 
 @contextmanager
 def locked(out: Path) -> Iterator[list[str]]:
     """Hold the right to write the folder, which is made; yields what a user should know.
 
-    Raises ConfigError at once where another run holds it, and where it cannot be written to.
+    Raises ConfigError at once where another run holds it, and where it cannot be written to. Where the lock itself says
+    little (Lustre's and NFS's may hold on one host only, or be none at all), a run that has not ended in order is
+    watched for some seconds: if it still touches its lock, it lives.
     """
     notes = []
     try:
@@ -40,16 +51,21 @@ def locked(out: Path) -> Iterator[list[str]]:
         descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise not_writable(out, error) from error
+    over = threading.Event()
     try:
+        excludes = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = f"is being written by {_holder(out)}"
-            raise ConfigError.of("--out", out, holder, "another folder, or the same once that run has ended") from error
+            raise _written_by(out, _facts_in(descriptor)) from error
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise not_writable(out, error) from error
+            excludes = False
             notes.append(f"warning: {out} cannot be locked ({error.strerror}): start no second run that writes there")
+        before = _facts_in(descriptor)
+        if before and not (excludes and before["host"] == socket.gethostname()) and _is_touched(descriptor):
+            raise _written_by(out, before)
         facts = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -57,16 +73,50 @@ def locked(out: Path) -> Iterator[list[str]]:
         }
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(facts).encode(), 0)
-        yield notes
+        toucher = threading.Thread(target=_touch, args=(descriptor, over), name="lock", daemon=True)
+        toucher.start()
+        try:
+            yield notes
+        finally:
+            over.set()
+            toucher.join(TOUCH_SECONDS)
+            with suppress(OSError):
+                os.ftruncate(descriptor, 0)  # ended in order: nobody need watch it
     finally:
         os.close(descriptor)
 
 
-def _holder(out: Path) -> str:
-    with suppress(OSError, ValueError, KeyError, TypeError):  # it may be writing this very file
-        facts = json.loads((out / LOCK).read_text())
-        return f"another run: process {facts['pid']} on {facts['host']}, since {facts['since']}"
-    return "another run"
+def _touch(descriptor: int, over: threading.Event) -> None:
+    with suppress(OSError):  # the disk is gone
+        while not over.wait(TOUCH_SECONDS):
+            os.utime(descriptor)
+
+
+def _is_touched(descriptor: int) -> bool:
+    """Whether somebody gives the lock signs of life. Only the file system's own times are compared with each other."""
+    first = os.fstat(descriptor).st_mtime_ns
+    if time.time() - first / 1e9 > _FORGOTTEN_SECONDS:
+        return False
+    end = time.monotonic() + WATCH_SECONDS
+    while time.monotonic() < end:
+        time.sleep(TOUCH_SECONDS / 4)
+        if os.fstat(descriptor).st_mtime_ns != first:
+            return True
+    return False
+
+
+def _facts_in(descriptor: int) -> dict[str, Any]:
+    """The facts that the last holder wrote into the lock; nothing where it ended in order."""
+    with suppress(OSError, ValueError):  # it may be writing this very file
+        facts = json.loads(os.pread(descriptor, 4096, 0))
+        return facts if isinstance(facts, dict) and {"host", "pid", "since"} <= facts.keys() else {}
+    return {}
+
+
+def _written_by(out: Path, facts: Mapping[str, Any]) -> ConfigError:
+    who = f": process {facts['pid']} on {facts['host']}, since {facts['since']}" if facts else ""
+    rule = "another folder, or the same once that run has ended"
+    return ConfigError.of("--out", out, f"is being written by another run{who}", rule)
 
 
 def not_writable(out: Path, error: OSError) -> ConfigError:

@@ -3,7 +3,7 @@
 Ranks that differ would not fail by themselves: a learning rate of another node's run file, or another corpus under the
 same path, trains on in silence to a mixture of both. So every rank states its facts, and all compare.
 
-    all-gather of a SHA-256 of the facts     the whole meeting where all agree, which is always but once
+    all-gather of a hash of the facts        the whole meeting where all agree, which is always but once
     all-gathers of length and text           who differs in what, the same sentence on every rank
 
 On several hosts they also look whether all of them see the run's folder: one that does not would write its part of a

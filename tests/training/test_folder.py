@@ -9,8 +9,10 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -108,6 +110,31 @@ def test_second_run_is_refused_at_once(resume: bool, corpus: Path, used: Path) -
         holder.join()
     with folder.locked(used) as notes:
         assert notes == []
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_lock_that_holds_on_one_host_only(lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre's with localflock: what excludes another host's run is that it gives signs of life."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(folder, "TOUCH_SECONDS", 0.1)
+    monkeypatch.setattr(folder, "WATCH_SECONDS", 2.0)
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    holder = context.Process(target=hold, args=(tmp_path, ready))
+    with patch("socket.gethostname", lambda: "node7"):
+        holder.start()
+    try:
+        assert ready.wait(30)
+        if not lives:
+            holder.kill()
+            holder.join()
+        refused = pytest.raises(ConfigError, match=rf"written by another run: process {holder.pid} on node7, since")
+        with refused if lives else nullcontext(), folder.locked(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.join()
+    assert (tmp_path / folder.LOCK).read_text().startswith('{"host": "node7"' if lives else "")
 
 
 def test_lock_that_does_not_exist_here_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
