@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.config import Config
+from meshwright.environment import Environment, Rendezvous
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.mesh import Mesh, open_mesh
 from meshwright.tools.compare.run import count_sent
 from meshwright.tools.verify.job import leave_layout
 from meshwright.training.loop import Trainer, validate
 from tests.harness import build, resolved
+from tests.mailbox_cases import spawn_within
+from tests.ranks.test_mailbox import free_port
 from tests.rehearsal.births import births
 from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE, config_for
 from tests.tools.verify.cases import Drawn
@@ -39,6 +43,8 @@ def layouts() -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield f"stages-{kit['kind']}", "gpt2", {"pipeline": {"size": 2, "schedule": "1f1b"}, "tensor": kit}
     three = {"data": {"size": 2, "sync": "ring"}, "pipeline": {"size": 2}, "tensor": ONE_D[0]}
     yield "three-kinds", "gpt2", three
+    for kind in ("ulysses", "ring"):
+        yield kind, "gpt2", {"context": {"size": 3 if kind == "ulysses" else 2, "kind": kind}, "data": {"size": 2}}
     yield "ring-untied", "untied", {"data": {"size": 2, "sync": "ring"}, "pipeline": {"size": 2}}
     yield "vit-2-D-and-data", "vit", {"data": {"size": 2}, "tensor": BLOCKS[1]}
     yield "t5-subgraph", "t5", {"tensor": SUBGRAPH | {"branch": "attention-core"}}
@@ -88,6 +94,32 @@ def run(model: str, layout: dict[str, Any], order: str, folder: Path, *how: bool
 @pytest.mark.parametrize("model, layout", [case[1:] for case in layouts()], ids=[case[0] for case in layouts()])
 def test_no_layout_waits_for_ever(model: str, layout: dict[str, Any], order: str, tmp_path: Path) -> None:
     run(model, layout, order, tmp_path)
+
+
+def on_gpus(rank: int, port: int, tree: dict[str, Any], order: str, folder: str) -> None:
+    """One rank of a layout over NCCL itself."""
+    config = Config.model_validate(tree)
+    torch.cuda.set_device(rank)
+    size = config.layout.world_size
+    environment, point = Environment(rank, size, rank, size, 0, "torchrun"), Rendezvous("127.0.0.1", port, hosted=False)
+    device, axes = torch.device("cuda", rank), config.layout.token_axes
+    with open_mesh(Grid(config.layout.axes), environment, "torch", device, point, axes) as mesh:
+        if order == "train":
+            as_train(mesh, config)
+        else:
+            as_verify_and_compare(mesh, config, Path(folder))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["train", "verify and compare"])
+@pytest.mark.parametrize("model, layout", [case[1:] for case in layouts()], ids=[case[0] for case in layouts()])
+def test_no_layout_waits_for_ever_over_nccl(model: str, layout: dict[str, Any], order: str, tmp_path: Path) -> None:
+    config = config_of(model, layout)
+    if torch.cuda.device_count() < config.layout.world_size:
+        pytest.skip(f"NCCL between {config.layout.world_size} ranks needs as many GPUs")
+    tree = config.model_dump(mode="json", by_alias=True)
+    arguments = (free_port(), tree, order, str(tmp_path))
+    spawn_within(180, on_gpus, *arguments, processes=config.layout.world_size)
 
 
 def test_a_pipeline_of_single_messages_hangs(tmp_path: Path) -> None:
