@@ -187,7 +187,8 @@ class _Run:
         display.say(*self.data.notes)
         display.say(*(f"removed a checkpoint that was never finished: {name}" for name in unfinished))
         if attempt:
-            display.say(f"restart {attempt} of {config.restarts}")
+            # Another launcher's count is not ours.
+            display.say(f"restart {attempt}" + (f" of {config.restarts}" if config.restarts else ""))
         for name in (*self.parts.strategy.make_replicas_equal(), *self.parts.optimizer.make_replicas_equal()):
             display.say(f"warning: {name} differed between replicas; rank 0's was given to all")
 

@@ -25,6 +25,7 @@ from typing import Self
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+WIRE = Path(__file__).parent / "wire.py"
 NETWORK = "10.77.0"
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc", "mount", "env")
 TIED = ("setpriv", "--pdeathsig", "KILL")
@@ -178,11 +179,13 @@ class Network:
         for node in self.nodes:
             if psutil.pid_exists(node.first):
                 node.die()
+        if self._lab is not None:
+            if psutil.pid_exists(self._first):
+                os.kill(self._first, signal.SIGKILL)
+            self._lab.wait()
+        for node in self.nodes:
             for process in node.processes:
                 process.wait()
-        if self._lab is not None:
-            self._lab.kill()
-            self._lab.wait()
 
     def _build(self) -> None:
         self._lab, self._first = self._holder(_unshare())
@@ -248,6 +251,26 @@ class Network:
         hosts = node.folder / "hosts"
         hosts.write_text(text)
         node.mount(hosts, Path("/etc/hosts"))
+
+    def lengthen(self, index: int, delay_seconds: float, loss: float) -> None:
+        """Put a long and lossy cable between a node and the others: so much later each way, of so many parts lost."""
+        self.lab(f"ip link add far type bridge && ip link set far up && ip link set v{index} master far")
+        words = [
+            *TIED,
+            *self._enter(self._first),
+            sys.executable,
+            str(WIRE),
+            "near0",
+            "far0",
+            str(delay_seconds),
+            str(loss),
+        ]
+        self.nodes[index].processes.append(subprocess.Popen(words, stdin=subprocess.DEVNULL))
+        end = time.monotonic() + START_SECONDS
+        while "far0" not in (devices := self.lab("ip -brief link")) or "near0" not in devices:
+            assert time.monotonic() < end, "no TAP devices"
+            time.sleep(0.05)
+        self.lab("ip link set near0 master br0 up && ip link set far0 master far up")
 
     def name_as_debian_does(self) -> None:
         """Give every node the hosts file that Debian's installer writes: its own name is 127.0.1.1 to itself."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,37 @@ def test_torchrun_two_by_two(
 def test_a_slow_link(nodes: Nodes, corpus: Path, one_node: list[float], tmp_path: Path) -> None:
     words = train_words(write_run(tmp_path, corpus, 2), tmp_path / "out")
     assert_equal(by_hand(nodes(2, rate="1mbit"), words), tmp_path / "out", one_node)
+
+
+@pytest.mark.long
+def test_a_tenth_of_a_second_and_lost_packets(
+    nodes: Nodes, corpus: Path, one_node: list[float], tmp_path: Path
+) -> None:
+    """100 ms between two nodes, and every hundredth packet lost."""
+    if not os.access("/dev/net/tun", os.W_OK):
+        pytest.skip("no TAP devices here (/dev/net/tun), of which a long cable is made")
+    network = nodes(2)
+    network.lengthen(1, delay_seconds=0.05, loss=0.01)
+    words = train_words(write_run(tmp_path, corpus, 2, timeout={"join": 60, "wait": 30}), tmp_path / "out")
+    begun = time.monotonic()
+    assert_equal(by_hand(network, words), tmp_path / "out", one_node)
+    assert time.monotonic() - begun > 0.1 * len(one_node), "no delay"
+
+
+@pytest.mark.long
+def test_torchrun_starts_all_nodes_again(nodes: Nodes, corpus: Path, one_node: list[float], tmp_path: Path) -> None:
+    """After a rank of one node was killed, both go on from the newest checkpoint."""
+    run = write_run(tmp_path, corpus, 2, steps=300, checkpoint={"every": 5, "keep": 2})
+    started = torchrun(nodes(2), 1, train_words(run, tmp_path / "out"), "--max-restarts=2")
+    log = tmp_path / "out" / "metrics.jsonl"
+    while not log.exists() or len(lines_of(tmp_path / "out")) < 12:
+        assert {one.process.poll() for one in started} == {None}, started[0].text
+        time.sleep(0.05)
+    rank = [process for process in started[1].processes("meshwright") if "--nnodes=2" not in process.cmdline()][-1]
+    rank.kill()
+    assert [one.wait(SECONDS) for one in started] == [0, 0], started[0].text
+    lines = lines_of(tmp_path / "out")
+    assert [line["step"] for line in lines] == list(range(1, 301))
+    assert [line["loss"] for line in lines[: len(one_node)]] == pytest.approx(one_node, rel=1e-10, abs=0)
+    assert "restart 1\n" in started[0].text
+    assert "going on from checkpoint step-" in started[0].text
