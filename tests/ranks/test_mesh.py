@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshwright.environment import Environment
+from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import SoloTransport, open_mesh
+from meshwright.ranks.peers import Peer, Peers
+from meshwright.ranks.torch_comm import TorchComm, TorchTransport
+from tests.mailbox_cases import spawn_within
 from tests.mesh_cases import ASKED, ask_by_stage
 from tests.mpi_workers import Answer
+from tests.ranks.test_mailbox import free_port
 from tests.workers import run_ranks
 
 SIXTEEN = Grid((("data", 2), ("pipe", 2), ("row", 4)))
@@ -49,6 +57,26 @@ def test_a_rank_that_raises_reports_before_anything_that_waits(
     closed.clear()
     work(None)
     assert closed
+
+
+def two_halves(rank: int, port: int) -> None:
+    """Groups for tensors on hosts and on devices, as under NCCL, of which a host has only the one half to try."""
+    patience = timedelta(seconds=30)
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=patience)
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=2, timeout=patience)
+    peers = Peers([Peer(0, "here"), Peer(1, "here")], rank)
+    transport = TorchTransport(patience, torch.device("cpu"), births=True, peers=peers)
+    comm = TorchComm(RankGroup("row", (0, 1), rank), transport._process_group("row", (0, 1), rank))
+    mine, other = torch.tensor([float(rank)]), torch.empty(1)
+    comm.exchange(mine, 1 - rank, other, 1 - rank)
+    comm.all_reduce(mine)
+    comm.barrier()
+    assert (mine.item(), other.item()) == (1.0, 1.0 - rank)
+    transport.close()
+
+
+def test_groups_have_a_half_on_the_host() -> None:
+    spawn_within(60, two_halves, free_port(), processes=2, start_method="fork")
 
 
 def test_stages_ask_for_different_groups_over_mpi(request: pytest.FixtureRequest) -> None:
