@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.config import Config, parse_config
 from tests.data_parallel.test_equality import SYNCS
@@ -19,11 +20,11 @@ CUT = ONE_D | {"sequence_parallel": True}
 BLOCKS = {"kind": "tesseract", "q": 2, "d": 1}
 
 
-def config_for(model: str, context: dict[str, Any], **changes: Any) -> Config:
+def config_for(name: str, context: dict[str, Any], **changes: Any) -> Config:
     shape = {"layers": 2, "hidden": 24, "heads": 12, "vocabulary_multiple": 12, "dropout": 0.0}
     layout = {"context": context, "data": {"bucket": 8192}} | changes.pop("layout", {})
     tree = {
-        "model": shape | MODELS[model] | {"positions": 48},
+        "model": shape | MODELS[name] | {"positions": 48},
         "data": {"sequence": 24},
         "batch": {"global": 8, "micro": 4},
         "layout": layout,
@@ -91,3 +92,31 @@ def test_equals_serial_with_everything_at_once() -> None:
     }  # fmt: skip
     config = config_for("gpt2", {"size": 2}, layout=layout, batch={"global": 8, "micro": 2}, memory={"recompute": 1})
     check(run(config), serial("gpt2"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_serial_with_a_real_vocabulary(kind: str) -> None:
+    model = {"family": "gpt2", "layers": 1, "hidden": 12, "heads": 2, "positions": 16, "dropout": 0.0}
+    changes = {"model": model, "data": {"sequence": 16}, "batch": {"global": 2}}  # 50257 tokens, as gpt2 has
+    check(run(config_for("gpt2", {"size": 2, "kind": kind}, **changes)), run(config_for("gpt2", {}, **changes))[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_trains_as_on_one_device(kind: str, level: str) -> None:
+    precision = {"level": level, "dtype": "bf16"}
+    expected, _ = run(config_for("bert", {}, precision=precision))[0]
+    for losses, _ in run(config_for("bert", {"size": 2, "kind": kind}, precision=precision)):
+        torch.testing.assert_close(losses, expected, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_runs_have_the_same_bits(kind: str) -> None:
+    dropout = 0.0 if kind == "ring" else 0.1
+    shape = MODELS["gpt2"] | {"layers": 2, "hidden": 24, "heads": 12, "positions": 48, "dropout": dropout}
+    config = config_for("gpt2", {"size": 2, "kind": kind}, layout={"tensor": ONE_D}, model=shape)
+    (losses, gradients), (again, gradients_again) = run(config)[0], run(config)[0]
+    assert losses == again
+    for name, held in gradients.items():
+        for offsets, part in held.items():
+            assert torch.equal(part, gradients_again[name][offsets]), name

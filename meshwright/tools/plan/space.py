@@ -2,6 +2,7 @@
 
 | field                      | values, in the order in which they are chosen                                          |
 |----------------------------|----------------------------------------------------------------------------------------|
+| layout.context             | the run's; of sequences of LONG tokens whole ones, and each kind over divisors         |
 | layout.tensor              | none, megatron (activations whole, cut by sequence), tesseract q x q x d, sub-graphs   |
 | layout.pipeline.size       | divisors of the devices that are left                                                  |
 | layout.data.size           | what is left then                                                                      |
@@ -16,7 +17,7 @@
 A layout is legal where the config's own rules say so (config/rules.py); there are no others here. A rule is asked as
 soon as the last of the fields that it reads is chosen, so that what it refuses is not gone into.
 
-Fields that the user has fixed keep their values, and so does layout.context.
+Fields that the user has fixed keep their values.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ import yaml
 
 from meshwright.config import Config
 from meshwright.config.rules import RULES
-from meshwright.config.schema import Layout
+from meshwright.config.schema import ContextParallel, Layout
 from meshwright.errors import Problem
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, field_of, with_field
 from meshwright.tensor.section import TensorSection
 from meshwright.tools.plan.cluster import Cluster
 
-_SIZES = ("layout.tensor", "layout.pipeline.size", "layout.data.size")
+LONG = 8192
+"""Tokens."""
+
+_SIZES = ("layout.context", "layout.tensor", "layout.pipeline.size", "layout.data.size")
 """Together they must be all devices, also where they are fixed."""
 
 
@@ -121,14 +125,14 @@ def _allowed(choice: Choice, config: Config, job: SearchJob) -> Iterable[Any]:
     values = choice.values(config, job)
     inner = [name for name in job.fixed if name.startswith(choice.field + ".")]
     whole = any(choice.field == name or choice.field.startswith(name + ".") for name in job.fixed)
-    if choice.field == "layout.tensor" and inner and not whole:
+    if choice.field in ("layout.context", "layout.tensor") and inner and not whole:
         return [value for value in values if all(_field(value, name) == _field(run, name) for name in inner)]
     if not (whole or inner):
         return values
     return [value for value in values if value == run] if choice.field in _SIZES else [run]
 
 
-def _field(section: TensorSection, name: str) -> object:
+def _field(section: TensorSection | ContextParallel, name: str) -> object:
     """A section's value under a dotted name's last word; None where it has no such field."""
     return section.model_dump().get(name.rpartition(".")[2])
 
@@ -146,6 +150,16 @@ def _rules_after(index: int) -> tuple[Rule, ...]:
 
 def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")
+
+
+def _contexts(config: Config, job: SearchJob) -> Iterator[ContextParallel]:
+    """A cut of a short sequence gives nothing that others do not, and would make the search several times as long."""
+    if config.data.lengths.source < LONG and config.layout.context == ContextParallel():
+        yield config.layout.context
+        return
+    yield ContextParallel()
+    for kind, size in product(entries("contexts"), divisors(job.devices)[1:]):
+        yield ContextParallel(kind=kind, size=size)
 
 
 def _tensors(config: Config, job: SearchJob) -> Iterator[TensorSection]:
@@ -223,6 +237,7 @@ def _syncs(config: Config, job: SearchJob) -> tuple[str, ...]:
 
 
 CHOICES = (
+    Choice("layout.context", _contexts),
     Choice("layout.tensor", _tensors),
     Choice("layout.pipeline.size", _stages),
     Choice("layout.data.size", _replicas),

@@ -179,3 +179,20 @@ def test_why_a_kind_is_not_there() -> None:
     kinds = {config.layout.tensor.kind for config in legal_layouts(job_of(2, tree), refused)}
     assert kinds == {"none"}
     assert str(refused["megatron"]) == "layout.tensor.size=2 does not divide model.heads=3; valid: 1, 3"
+
+
+def contexts_in(tree: dict[str, Any], *fixed: str) -> set[tuple[int, str]]:
+    kept = ("layout.tensor", "layout.pipeline.size", "memory.recompute", "memory.offload.to", "layout.data.sync")
+    contexts = (config.layout.context for config in legal_layouts(job_of(4, tree, (*kept, *fixed))))
+    return {(context.size, context.kind) for context in contexts}
+
+
+def test_contexts_are_tried_where_sequences_are_long() -> None:
+    model = TREE["model"] | {"positions": 8192, "dropout": 0.0}
+    long = TREE | {"model": model, "data": {"sequence": 8192}}
+    own = {"layout": {"context": {"size": 2, "kind": "ring"}}}
+    assert contexts_in(TREE) == {(1, "ulysses")}
+    assert contexts_in(long) == {(1, "ulysses"), (2, "ulysses"), (2, "ring"), (4, "ring")}  # 4 do not divide 6 heads
+    assert contexts_in(long | {"model": model | {"dropout": 0.1}}) == {(1, "ulysses"), (2, "ulysses")}
+    assert contexts_in(long | own, "layout.context.size", "layout.context.kind") == {(2, "ring")}
+    assert contexts_in(long | own, "layout.context.size") == {(2, "ulysses"), (2, "ring")}
