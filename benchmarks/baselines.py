@@ -27,7 +27,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def plain(place: Place, fused: bool = False, compiled: bool = False) -> Iterator[Step]:
     """The plain loop on one device. `compiled`: its model is, whole, by torch.compile."""
     model = _plain_model()
-    yield _loop(torch.compile(model) if compiled else model, _adamw(model, fused), place)
+    # Inductor's own pool of processes never answers in a contender's worker.
+    whole = torch.compile(model, options={"compile_threads": 1}) if compiled else model
+    yield _loop(whole, _adamw(model, fused), place)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import Config, parse_config
+from tests.context import test_equality as context
 from tests.data_parallel import test_equality as data_parallel
 from tests.harness import resolved
 from tests.pipeline import test_equality as pipeline
@@ -38,6 +39,7 @@ def layouts() -> dict[str, dict[str, Config]]:
         "more tensor kits": dict(list(tensors.items())[middle:]),
         "pipelines": dict(_pipelines()),
         "sub-graphs": dict(_subgraphs()),
+        "contexts": dict(_contexts()),
         "precision and memory": dict(_precision_and_memory()),
     }  # fmt: skip
 
@@ -61,6 +63,16 @@ def _subgraphs() -> Iterator[tuple[str, Config]]:
     for sync in subgraph.SYNCS:
         config = tensor.config_for("gpt2", subgraph.subgraph(2, "all"), 2)
         yield f"{sync} subgraph", changed(config, {"layout": {"data": {"sync": sync}}})
+
+
+def _contexts() -> Iterator[tuple[str, Config]]:
+    for kind in context.KINDS:
+        for model in ("gpt2", "untied", "bert", "megatron-bert"):
+            for size in (2, 3):
+                yield f"{kind} {model} {size}", context.config_for(model, {"size": size, "kind": kind})
+        for cut in (context.ONE_D, context.CUT, context.BLOCKS):
+            config = context.config_for("gpt2", {"size": 2, "kind": kind}, layout={"tensor": cut}, precision=HALF)
+            yield f"{kind} {' '.join(map(str, cut.values()))}", config
 
 
 def _precision_and_memory() -> Iterator[tuple[str, Config]]:
