@@ -30,6 +30,7 @@ ReturnToService=2
 KillWait=8
 JobRequeue=1
 MpiDefault=none
+GresTypes=gpu
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -62,10 +63,13 @@ class Slurm:
         self.folder.chmod(0o755)
         (self.folder / "munge.key").write_bytes(os.urandom(1024))
         (self.folder / "munge.key").chmod(0o400)
-        nodes = [f"NodeName={node.name} NodeAddr={node.address} CPUs={self.cores}" for node in self.network.nodes]
+        nodes = [
+            f"NodeName={node.name} NodeAddr={node.address} CPUs={self.cores} Gres=gpu:2" for node in self.network.nodes
+        ]
         head = self.network[0]
         text = _CONFIG.format(head=f"{head.name}({head.address})", folder=self.folder, nodes="\n".join(nodes))
         (self.folder / "slurm.conf").write_text(text)
+        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")  # as if GPUs were
         version = "v2" if Path("/sys/fs/cgroup/cgroup.controllers").exists() else "v1"
         (self.folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/{version}\n")
         files = {name: f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed", "key")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +36,26 @@ def test_srun(nodes: Nodes, slurm: Start, corpus: Path, one_node: list[float], t
     assert (
         "warning: neighbouring ranks are on different hosts (0 on node0, 1 on node1, 2 on node0, ...)" in started.text
     )
+
+
+ASK = """
+import json, os
+from dataclasses import asdict
+from meshwright.environment import read_environment, rendezvous
+place, point = read_environment(), rendezvous()
+facts = [place.rank, place.world_size, place.local_rank, place.local_world_size, point.address]
+print(json.dumps([*facts, os.environ["CUDA_VISIBLE_DEVICES"]]))
+"""
+
+
+def test_tasks_with_a_gpu_each(nodes: Nodes, slurm: Start, tmp_path: Path) -> None:
+    """--gpus-per-task: each rank knows its place, and sees one GPU alone, as number 0 or by its own."""
+    cluster = slurm(nodes(2))
+    started = cluster.srun("-N2", "-n4", "--gpus-per-task=1", sys.executable, "-c", ASK)
+    assert started.wait(SECONDS) == 0, started.text
+    answers = sorted(json.loads(line) for line in started.text.splitlines())
+    assert [answer[:5] for answer in answers] == [[rank, 4, rank % 2, 2, "node0"] for rank in range(4)]
+    assert [len(answer[5].split(",")) for answer in answers] == [1] * 4
 
 
 def wait_for_steps(out: Path, steps: int) -> None:
