@@ -1,7 +1,7 @@
 """Checkpoints that know no layout: safetensors shards and one JSON manifest; no pickle is ever loaded.
 
-    step-N/manifest.json          what wrote it, progress, each file's SHA-256, each tensor's parts: box, dtype, file
-    step-N/rank-R.safetensors     the parts that rank R wrote
+    step-N/manifest.json          what wrote it, progress, each file's SHA-256, each tensor's runs: box, dtype, files
+    step-N/rank-R.safetensors     the parts that rank R wrote, and a SHA-256 of every block of them
     step-N/tokenizer.json         so that text goes in and comes out of a checkpoint alone
 
 A step folder exists only whole: it is written under a temporary name, synced, and renamed.

@@ -1,7 +1,10 @@
 """A checkpoint's manifest.json: a typed model that refuses what does not hold together, and a checksum.
 
+It grows with the parameters, not with parameters times ranks: a `StoredRun` tells in one line how a thousand ranks
+share a parameter. A rank's file says by itself which bytes are which (shard.py).
+
 A manifest may come from anywhere: file names are plain names inside of the folder, every part lies in a listed file,
-and the parts of a tensor are disjoint and cover it. So no number that is read was left uninitialised or unchecked.
+and the runs of a tensor are disjoint and cover it. So no number that is read was left uninitialised or unchecked.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from meshwright import __version__
 from meshwright.errors import CheckpointError, DamagedError
 from meshwright.parameters.shard import Box
 
-FORMAT_VERSION = 2
-"""2: lists every file of the folder, and names the run. 1 (version 0.1.0) listed shards only; it is still read."""
+FORMAT_VERSION = 3
+"""3: runs, and digests in the shards. 2 had an entry for every box of every rank; 1 (version 0.1.0) listed shards only,
+and no run. Both are still read."""
 MANIFEST = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 GET_ANOTHER = "take another checkpoint, or restore this one from a copy"
@@ -43,12 +47,51 @@ DType = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16)$")]
 
 
 @dataclass(frozen=True, config=_CLOSED)
-class StoredPart:
-    """One stored tensor: the `box` of the parameter's `kind` (weight, exp_avg, ...), under `key` in `file`.
+class StoredRun:
+    """A `kind` (weight, exp_avg, ...) of a `box` of a parameter, in equal slices that lie in the files of a group.
 
-    Boxes, so that the format has no word for layouts and any layout can read it: a slice of a flat bucket covers parts
-    of rows, which are at most 2·dims - 1 boxes of the parameter.
+    The box's elements, row by row, have the numbers start, start + 1, ... of flat memory, of which the group's i-th
+    file holds i·length .. (i + 1)·length: those of the box that are among them under `key`. Boxes and slices, so that
+    the format has no word for layouts and any layout can read it.
     """
+
+    parameter: str
+    kind: str
+    shape: Annotated[tuple[NonNegative, ...], Field(min_length=1)]
+    offsets: tuple[NonNegative, ...]
+    lengths: tuple[NonNegative, ...]
+    dtype: DType
+    key: str
+    group: NonNegative
+    start: NonNegative
+    length: Annotated[NonNegative, Field(gt=0)]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.lengths)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.box.num_elements
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = vars(torch)[self.dtype]
+        return dtype
+
+    def parts(self, begin: int, end: int) -> range:
+        """The positions in the group of the files that hold the box's elements begin..end."""
+        return range((self.start + begin) // self.length, -(-(self.start + end) // self.length))
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        """The first of the box's elements in a file, and the first behind them."""
+        first, last = part * self.length, (part + 1) * self.length
+        return max(first, self.start) - self.start, min(last, self.stop) - self.start
+
+
+@dataclass(frozen=True, config=_CLOSED)
+class StoredPart:
+    """A stored tensor in formats 1 and 2: a box in a file."""
 
     parameter: str
     kind: str
@@ -59,35 +102,28 @@ class StoredPart:
     file: FileName
     key: str
 
-    @property
-    def box(self) -> Box:
-        return Box(self.offsets, self.lengths)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = vars(torch)[self.dtype]
-        return dtype
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.lengths) * self.torch_dtype.itemsize
-
 
 @dataclass(frozen=True, config=_CLOSED)
 class StoredFile:
-    """A file's name, size and SHA-256."""
+    """A file's name, size, and the SHA-256 of its first `header_bytes`, in which a shard has the rest's; or of all."""
 
     file: FileName
     size_bytes: NonNegative
     sha256: Sha256
+    header_bytes: NonNegative | None = None
+
+
+Groups = tuple[tuple[NonNegative, ...], ...]
+"""Files over which runs are sliced, by their place in the list of files. In a rank's listing a file has its number."""
 
 
 @dataclass(frozen=True, config=_CLOSED)
 class Listing:
-    """A rank's file and the parts in it."""
+    """A rank's file, and the runs of which it is the first rank."""
 
     file: StoredFile
-    entries: tuple[StoredPart, ...]
+    groups: Groups
+    runs: tuple[StoredRun, ...]
 
 
 @dataclass(frozen=True, config=_CLOSED)
@@ -125,20 +161,24 @@ class Manifest:
     progress: Progress
     origin: Origin
     files: tuple[StoredFile, ...]
-    entries: Annotated[tuple[StoredPart, ...], Field(repr=False)]
+    groups: Groups
+    runs: Annotated[tuple[StoredRun, ...], Field(repr=False)]
 
     def write(self, folder: Path) -> Path:
-        content = json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1).removesuffix("\n}")
+        lines = [f' "format": {FORMAT_VERSION}']
+        for name, value in asdict(self).items():
+            rows = ",\n".join(f"  {json.dumps(row)}" for row in value) if isinstance(value, tuple) else None
+            lines.append(f' "{name}": ' + (json.dumps(value) if rows is None else f"[\n{rows}\n ]"))
         path = folder / MANIFEST
-        path.write_text(_with_checksum(content), encoding="utf-8")
+        path.write_text(_with_checksum("{\n" + ",\n".join(lines)), encoding="utf-8")
         return path
 
     @cached_property
-    def parts(self) -> dict[tuple[str, str], list[StoredPart]]:
-        """The entries by parameter and kind."""
-        parts: defaultdict[tuple[str, str], list[StoredPart]] = defaultdict(list)
-        for entry in self.entries:
-            parts[entry.parameter, entry.kind].append(entry)
+    def parts(self) -> dict[tuple[str, str], list[StoredRun]]:
+        """The runs by parameter and kind."""
+        parts: defaultdict[tuple[str, str], list[StoredRun]] = defaultdict(list)
+        for run in self.runs:
+            parts[run.parameter, run.kind].append(run)
         return dict(parts)
 
 
@@ -165,17 +205,19 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(body, dict) or "checksum" not in body or "format" not in body:
         raise DamagedError(f"{path} is damaged: it has no checksum or no format; {GET_ANOTHER}")
     version, checksum = body.pop("format"), body.pop("checksum")
-    if version == FORMAT_VERSION:
+    if version in (2, FORMAT_VERSION):
         right = text == _with_checksum(text.rpartition(_CHECKSUM)[0])
     elif version == 1:
         right = checksum == _sum(json.dumps({"format": 1, **body}, sort_keys=True))
     else:
-        reads = f"this version ({__version__}) reads formats 1 and {FORMAT_VERSION}"
+        reads = f"this version ({__version__}) reads formats 1 to {FORMAT_VERSION}"
         raise CheckpointError(f"{path} has format {version}; {reads}: a newer meshwright may read it, or it is damaged")
     if not right:
         raise DamagedError(f"{path} is damaged: its checksum does not match its content; {GET_ANOTHER}")
     try:
-        manifest = _MANIFEST.validate_json(json.dumps(_of_format_1(body) if version == 1 else body))
+        body = _of_format_1(body) if version == 1 else body
+        body = _of_format_2(body) if version in (1, 2) else body
+        manifest = _MANIFEST.validate_json(json.dumps(body))
         _check(manifest)
     except ValidationError as error:
         first = error.errors()[0]
@@ -187,6 +229,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 _MANIFEST = TypeAdapter(Manifest)
+_ENTRIES = TypeAdapter(tuple[StoredPart, ...])
 
 
 def _of_format_1(body: dict[str, Any]) -> dict[str, Any]:
@@ -196,27 +239,70 @@ def _of_format_1(body: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "origin": origin, "files": body.get("shards")}
 
 
+def _of_format_2(body: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with an entry for every box in every file: each is a run of one file."""
+    rest = {key: value for key, value in body.items() if key != "entries"}
+    files = TypeAdapter(tuple[StoredFile, ...]).validate_json(json.dumps(body.get("files")))
+    group = {file.file: index for index, file in enumerate(files)}
+    runs = []
+    for entry in _ENTRIES.validate_json(json.dumps(body.get("entries"))):
+        if entry.file not in group:
+            raise ValueError(f"{entry.parameter} ({entry.kind}) lies in {entry.file}, which is not among its files")
+        fields = asdict(entry)
+        number = group[fields.pop("file")]
+        if length := math.prod(entry.lengths):
+            runs.append(fields | {"group": number, "start": 0, "length": length})
+    return {**rest, "groups": [[index] for index in range(len(files))], "runs": runs}
+
+
 def _check(manifest: Manifest) -> None:
     """Raises ValueError unless files are named once and are as large as their parts, and every tensor is whole."""
-    files = {file.file: file.size_bytes for file in manifest.files}
-    if len(files) < len(manifest.files):
+    if len({file.file for file in manifest.files}) < len(manifest.files):
         raise ValueError("it lists a file twice")
-    for entry in manifest.entries:
-        if entry.file not in files:
-            raise ValueError(f"{entry.parameter} ({entry.kind}) lies in {entry.file}, which is not among its files")
-        files[entry.file] -= entry.size_bytes
-    for name, left in files.items():
-        if left < 0:
-            raise ValueError(f"{name} is smaller than the parts that lie in it")
+    for group in manifest.groups:
+        if len(set(group)) < len(group) or any(index >= len(manifest.files) for index in group):
+            raise ValueError("a group names a file twice, or one that is not among its files")
+    left = [file.size_bytes for file in manifest.files]
+    for index, taken in _bytes_in_files(manifest).items():
+        if taken > left[index]:
+            raise ValueError(f"{manifest.files[index].file} is smaller than the parts that lie in it")
     shapes: dict[str, tuple[int, ...]] = {}
-    for (parameter, kind), parts in manifest.parts.items():
-        shape = shapes.setdefault(parameter, parts[0].shape)
-        if any(part.shape != shape for part in parts):
+    for (parameter, kind), runs in manifest.parts.items():
+        shape = shapes.setdefault(parameter, runs[0].shape)
+        if any(run.shape != shape for run in runs):
             raise ValueError(f"the parts of {parameter} disagree on its shape")
-        if any(part.dtype != parts[0].dtype for part in parts):
+        if any(run.dtype != runs[0].dtype for run in runs):
             raise ValueError(f"the parts of {parameter} ({kind}) disagree on its dtype")
-        if (wrong := _uncovered([part.box for part in parts], shape)) is not None:
+        if (wrong := _uncovered([run.box for run in runs], shape)) is not None:
             raise ValueError(f"the parts of {parameter} ({kind}) {wrong}")
+
+
+def _bytes_in_files(manifest: Manifest) -> dict[int, int]:
+    """The bytes that runs have in each file. Raises ValueError for a run that is longer than its group.
+
+    A run's slices are those of everything up to its end without those up to its start. Up to element x every file but
+    the last of them is full: so a run adds to two places, and files are gone through once, not once a run.
+    """
+    full = [[0] * (len(group) + 1) for group in manifest.groups]
+    """By group and position: bytes that each file before it has."""
+    ends = [[0] * (len(group) + 1) for group in manifest.groups]
+    for run in manifest.runs:
+        name = f"{run.parameter} ({run.kind})"
+        if run.group >= len(manifest.groups):
+            raise ValueError(f"{name} lies in a group of files that it does not list")
+        if run.stop > len(manifest.groups[run.group]) * run.length:
+            raise ValueError(f"{name} has more slices than its group has files")
+        for x, size in ((run.stop, run.torch_dtype.itemsize), (run.start, -run.torch_dtype.itemsize)):
+            position, rest = divmod(x, run.length)
+            full[run.group][position] += run.length * size
+            ends[run.group][position] += rest * size
+    taken: defaultdict[int, int] = defaultdict(int)
+    for group, before, at in zip(manifest.groups, full, ends, strict=True):
+        whole = before[-1]
+        for position in reversed(range(len(group))):
+            taken[group[position]] += whole + at[position]
+            whole += before[position]
+    return taken
 
 
 def _uncovered(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright import __version__
-from meshwright.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredPart, read_manifest, stored_file
+from meshwright.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredFile, StoredRun, read_manifest, stored_file
+from meshwright.checkpoint.shard import StoredShard
 from meshwright.config import Config
 from meshwright.config.load import model_names
 from meshwright.config.messages import problems_of
@@ -22,17 +22,19 @@ STEP = re.compile(r"step-(\d+)")
 
 
 class Checkpoint:
-    """An open checkpoint folder. A file's checksum is checked before the first byte of it is used."""
+    """An open checkpoint folder. What is read of it is checked before it is used, and nothing else is hashed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self._unchecked = {file.file: file for file in self.manifest.files}
+        self._shards: dict[str, StoredShard] = {}
         for file in self.manifest.files:
             path = folder / file.file
-            if not path.is_file():
-                raise DamagedError(f"{path} is missing; {GET_ANOTHER}")
-            if (size := path.stat().st_size) != file.size_bytes:
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise DamagedError(f"{path} is missing; {GET_ANOTHER}") from error
+            if size != file.size_bytes:
                 raise DamagedError(f"{path} is damaged: {size} bytes, not {file.size_bytes}; {GET_ANOTHER}")
 
     @property
@@ -51,26 +53,31 @@ class Checkpoint:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The global shape of every parameter."""
-        return {entry.parameter: entry.shape for entry in self.manifest.entries if entry.kind == "weight"}
+        return {run.parameter: run.shape for run in self.manifest.runs if run.kind == "weight"}
 
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of tensors that it has of parameters: weight, exp_avg, ..."""
         return frozenset(kind for _, kind in self.manifest.parts)
 
+    @property
+    def touched(self) -> list[str]:
+        """The shards that something was read of."""
+        return list(self._shards)
+
     def read(self, parameter: str, kind: str, box: Box) -> Tensor:
         """The box of a parameter's tensor, put together from the parts that meet it, in the dtype it was stored in."""
-        entries = self.manifest.parts.get((parameter, kind))
-        if entries is None:
+        runs = self.manifest.parts.get((parameter, kind))
+        if runs is None:
             known = sorted({kind for name, kind in self.manifest.parts if name == parameter})
             holds = f"holds only {', '.join(known)} of it" if known else "does not have this parameter"
             raise CheckpointError(f"{self.folder} has no {kind} of {parameter}: it {holds}")
-        shape = entries[0].shape
+        shape = runs[0].shape
         assert all(part.stop <= size for part, size in zip(box.slices, shape, strict=True)), f"{box} of {shape}"
-        result = torch.empty(box.lengths, dtype=entries[0].torch_dtype)
-        for entry in entries:  # disjoint parts that cover the tensor: the manifest was checked
-            if (common := entry.box.intersection(box)) is not None:
-                result[common.within(box).slices] = self._read_part(entry, common.within(entry.box))
+        result = torch.empty(box.lengths, dtype=runs[0].torch_dtype)
+        for run in runs:  # disjoint boxes that cover the tensor: the manifest was checked
+            if (common := run.box.intersection(box)) is not None:
+                self._read_run(run, common.within(run.box), result[common.within(box).slices])
         return result
 
     def file(self, name: str) -> Path | None:
@@ -78,42 +85,56 @@ class Checkpoint:
 
         A file that the manifest does not list was put there by the user, who was asked to (an import's tokenizer).
         """
-        self._check(name)
+        for file in self.manifest.files:
+            if file.file == name:
+                self._check(file)
         return self.folder / name if (self.folder / name).is_file() else None
 
-    def check_files(self, part: int = 0, of: int = 1) -> None:
-        """Check every file, or every `of`-th from `part` on, so that `of` ranks check all. Raises CheckpointError."""
-        for file in self.manifest.files[part::of]:
-            self._check(file.file)
+    def check_files(self) -> None:
+        """Check every byte of every file. Raises CheckpointError."""
+        for file in self.manifest.files:
+            self._check(file)
 
-    def _read_part(self, entry: StoredPart, box: Box) -> Tensor:
-        self._check(entry.file)
-        path = self.folder / entry.file
-        try:
-            with safe_open(path, framework="pt") as file:
-                stored = file.get_slice(entry.key)
-                shape = tuple(stored.get_shape())
-                part: Tensor = stored[box.slices] if box.lengths else file.get_tensor(entry.key)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise DamagedError(f"{path} holds no {entry.key} that can be read: {error}; {GET_ANOTHER}") from error
-        dtype = str(part.dtype).removeprefix("torch.")
-        if (shape, dtype) != (entry.lengths, entry.dtype):
-            wanted = f"{entry.dtype} {list(entry.lengths)}"
-            raise DamagedError(f"{path}: {entry.key} is {dtype} {list(shape)}, not {wanted}; {GET_ANOTHER}")
-        return part
+    def _read_run(self, run: StoredRun, box: Box, out: Tensor) -> None:
+        """Fill `out` with the box of a run, which is counted from the corner of the run's."""
+        whole = Box(tuple(0 for _ in run.lengths), run.lengths)
+        begin, last = (_flat_index(corner, run.lengths) for corner in zip(*((s.start, s.stop - 1) for s in box.slices)))
+        for part in run.parts(begin, last + 1):
+            start, stop = run.bounds(part)
+            shard = self._shard(self.manifest.files[self.manifest.groups[run.group][part]])
+            wanted = (max(begin, start) - start, min(last + 1, stop) - start)
+            for offset, values in shard.elements(run, part, *wanted):
+                position = 0
+                for rows in whole.flat_parts(start + offset, start + offset + values.numel()):
+                    if (common := rows.intersection(box)) is not None:
+                        there = values[position : position + rows.num_elements].view(rows.lengths)
+                        out[common.within(box).slices] = there[common.within(rows).slices]
+                    position += rows.num_elements
 
-    def _check(self, name: str) -> None:
-        file = self._unchecked.get(name)
-        if file is None:
+    def _shard(self, file: StoredFile) -> StoredShard:
+        if file.file not in self._shards:
+            self._shards[file.file] = StoredShard(self.folder / file.file, file)
+        return self._shards[file.file]
+
+    def _check(self, file: StoredFile) -> None:
+        if file.header_bytes is not None:
+            self._shard(file).check()
             return
-        path = self.folder / name
+        path = self.folder / file.file
         try:
             whole = stored_file(path) == file
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
         if not whole:
             raise DamagedError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {GET_ANOTHER}")
-        del self._unchecked[name]
+
+
+def _flat_index(corner: tuple[int, ...], lengths: tuple[int, ...]) -> int:
+    """The number of an element of a box, row by row."""
+    index = 0
+    for position, length in zip(corner, lengths, strict=True):
+        index = index * length + position
+    return index
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.manifest import Progress
+from meshwright.checkpoint.manifest import TOKENIZER_FILE, Progress
 from meshwright.checkpoint.reader import Checkpoint
 from meshwright.errors import CheckpointError
-from meshwright.parameters.bucket import Place, Slot
+from meshwright.parameters.bucket import Place, Slices, Slot
 from meshwright.parameters.shard import ShardSpec
 from meshwright.parts import Parts
 from meshwright.ranks.mesh import Mesh
@@ -19,21 +19,24 @@ from meshwright.ranks.mesh import Mesh
 
 @dataclass(frozen=True)
 class Piece:
-    """One `kind` (weight, exp_avg, ...) of a box of a parameter, which `place` names."""
+    """This rank's elements of a `kind` (weight, exp_avg, ...) of a box of a parameter, which `place` names; flat.
+
+    `slices`: how ranks share the flat memory in which the place lies. The first of them also has pieces without an
+    element, so that it can tell of all.
+    """
 
     kind: str
     place: Place
     tensor: Tensor
+    slices: Slices = field(default_factory=Slices)
 
 
 def pieces_of(parts: Parts) -> Iterator[Piece]:
     """The weights and optimizer states that this rank writes. Of ranks with equal ones the first writes."""
     for index, slot in enumerate(parts.strategy.slots):
-        if not _writes(parts.mesh, slot):
-            continue
-        for kind, tensor in parts.optimizer.states(index).items():
-            for place in slot.places:
-                yield Piece(kind, place, tensor[place.start : place.stop].view(place.box.lengths))
+        if _writes(parts.mesh, slot):
+            for kind, tensor in parts.optimizer.states(index).items():
+                yield from _slices_of(slot, kind, tensor, parts.mesh)
 
 
 def gradient_pieces(parts: Parts) -> Iterator[Piece]:
@@ -41,9 +44,17 @@ def gradient_pieces(parts: Parts) -> Iterator[Piece]:
     for slot in parts.strategy.slots:
         if _writes(parts.mesh, slot):
             assert slot.parameter.grad is not None, "a slot without a gradient"
-            for place in slot.places:
-                part = slot.parameter.grad[place.start : place.stop].view(place.box.lengths)
-                yield Piece("gradient", place, part)
+            yield from _slices_of(slot, "gradient", slot.parameter.grad, parts.mesh)
+
+
+def _slices_of(slot: Slot, kind: str, tensor: Tensor, mesh: Mesh) -> Iterator[Piece]:
+    """A slot's slice of the places that it shares with other ranks."""
+    slices, number = slot.slices, mesh.index(*slot.slices.axes)
+    start = number * slices.length
+    for place in slices.places:
+        begin, end = max(place.start, start), min(place.stop, start + tensor.numel())
+        if place.start < place.stop and (begin < end or number == 0):
+            yield Piece(kind, place, tensor[begin - start : end - start] if begin < end else tensor[:0], slices)
 
 
 def _writes(mesh: Mesh, slot: Slot) -> bool:
@@ -62,7 +73,8 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
 
     Raises CheckpointError where it is damaged, or of another model or optimizer.
     """
-    checkpoint.check_files(parts.mesh.rank, parts.mesh.grid.world_size)  # also what no rank reads: its tokenizer
+    if parts.mesh.rank == 0:
+        checkpoint.file(TOKENIZER_FILE)  # which no rank reads
     _check_shapes(parts.specs, checkpoint)
     _check_optimizer(parts, checkpoint)
     progress = checkpoint.manifest.progress

@@ -14,26 +14,29 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import (
     TOKENIZER_FILE,
+    Groups,
     Listing,
     Manifest,
     Origin,
     Progress,
-    StoredPart,
+    StoredFile,
+    StoredRun,
     read_manifest,
     stored_file,
 )
 from meshwright.checkpoint.reader import newest_step, steps_in
 from meshwright.checkpoint.restore import Piece
+from meshwright.checkpoint.shard import BLOCK_BYTES, write_shard
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.mesh import Mesh
@@ -48,7 +51,7 @@ TEXT_LENGTH = 500
 ABANDONED = "\1"
 """The text of a failure that only follows from another rank's."""
 ENTRY_BYTES = 1000
-"""An entry takes less in a shard's header and in the manifest."""
+"""A tensor takes less in a shard's header and in the manifest, but for the digests of its blocks."""
 
 _LISTING = TypeAdapter(Listing)
 
@@ -87,7 +90,7 @@ class CheckpointWriter:
         """
         notes = self._notes(self._outcome())
         copies = [(piece, piece.tensor.detach().to("cpu", copy=True).contiguous()) for piece in pieces]
-        needed = sum(tensor.numel() * tensor.element_size() + ENTRY_BYTES for _, tensor in copies)
+        needed = sum(tensor.nbytes + ENTRY_BYTES + 64 * (tensor.nbytes // BLOCK_BYTES) for _, tensor in copies)
         total = torch.tensor([needed], dtype=torch.int64)
         self.mesh.world.all_reduce(total)
         self._step = progress.step
@@ -197,34 +200,37 @@ class CheckpointWriter:
 
     def _write_shard(self, partial: Path, copies: list[tuple[Piece, Tensor]]) -> None:
         path = partial / f"rank-{self.mesh.rank}.safetensors"
-        keys = [f"{piece.kind}/{piece.place.name}/{index}" for index, (piece, _) in enumerate(copies)]
-        save_file({key: tensor for key, (_, tensor) in zip(keys, copies, strict=True)}, path)
+        groups, runs = runs_of((piece for piece, _ in copies), self.mesh)
+        tensors = {}
+        for piece, tensor in copies:
+            key, whole = key_of(piece), tensor.numel() == piece.place.box.num_elements
+            assert key not in tensors, f"{key} is written twice"
+            if tensor.numel():
+                tensors[key] = tensor.view(piece.place.box.lengths) if whole else tensor
+        listing = Listing(write_shard(path, tensors), groups, runs)
         synced(path)
-        entries = []
-        for key, (piece, tensor) in zip(keys, copies, strict=True):
-            place, dtype = piece.place, str(tensor.dtype).removeprefix("torch.")
-            box = (place.shape, place.box.offsets, place.box.lengths)
-            entries.append(StoredPart(place.name, piece.kind, *box, dtype, path.name, key))
-        listing = Listing(stored_file(path), tuple(entries))
         draft = partial / f"rank-{self.mesh.rank}.draft"
         draft.write_bytes(_LISTING.dump_json(listing))
         draft.rename(draft.with_suffix(".json"))
 
     def _publish(self, partial: Path, progress: Progress) -> None:
-        listings = []
+        files: list[StoredFile] = []
+        groups: list[tuple[int, ...]] = []
+        runs: list[StoredRun] = []
         for rank in range(self.mesh.grid.world_size):
             path = partial / f"rank-{rank}.json"
             self._await(path, self.mesh.timeout.wait)
-            listings.append(_LISTING.validate_json(path.read_bytes()))
+            listing = _LISTING.validate_json(path.read_bytes())
+            files.append(listing.file)  # of rank `rank`, so that a group of ranks is one of files
+            runs += (replace(run, group=run.group + len(groups)) for run in listing.runs)
+            groups += listing.groups
             path.unlink()
-        files = [listing.file for listing in listings]
-        entries = tuple(entry for listing in listings for entry in listing.entries)
         if self.tokenizer is not None:
             path = partial / TOKENIZER_FILE
             path.write_text(self.tokenizer, encoding="utf-8")
             synced(path)
             files.append(stored_file(path))
-        synced(Manifest(progress, self.origin, tuple(files), entries).write(partial))
+        synced(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs)).write(partial))
         synced(partial)
         target = self._step_folder(progress)
         if target.exists():
@@ -242,6 +248,29 @@ class CheckpointWriter:
                 raise CheckpointError(f"{path} was never finished")
             time.sleep(pause)
             pause = min(2 * pause, _MOST_PAUSE_SECONDS)
+
+
+def key_of(piece: Piece) -> str:
+    """A piece's name in a shard: a rank has one box of a parameter at most."""
+    return f"{piece.kind}/{piece.place.name}"
+
+
+def runs_of(pieces: Iterable[Piece], mesh: Mesh) -> tuple[Groups, tuple[StoredRun, ...]]:
+    """A rank lists runs: the first of those that share a place lists its run, and the others nothing.
+
+    So a thousand ranks list no more than one would, and rank 0 has no more to read.
+    """
+    groups: dict[tuple[int, ...], int] = {}
+    runs = []
+    for piece in pieces:
+        place, axes = piece.place, piece.slices.axes
+        if mesh.index(*axes) == 0:
+            group = groups.setdefault(mesh.grid.group(mesh.rank, *axes), len(groups))
+            start, length = (place.start, piece.slices.length) if axes else (0, place.box.num_elements)
+            box = (place.shape, place.box.offsets, place.box.lengths)
+            dtype = str(piece.tensor.dtype).removeprefix("torch.")
+            runs.append(StoredRun(place.name, piece.kind, *box, dtype, key_of(piece), group, start, length))
+    return tuple(groups), tuple(runs)
 
 
 def _room(folder: Path) -> int:

@@ -9,6 +9,7 @@ sharded weights are the float32 masters, and torch casts what it gathers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
-from meshwright.parameters.bucket import FlatWeights, Place, Slot, gradient_dtype
+from meshwright.parameters.bucket import FlatWeights, Place, Slices, Slot, gradient_dtype
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.agreement import make_equal
@@ -139,4 +140,6 @@ class FullySharded:
         start = min(rows * self.mesh.index("data"), spec.shape[0])
         box = Box((start, *(0 for _ in spec.shape[1:])), tuple(local.shape))
         places = (Place(name, spec.shape, box, 0, local.numel()),) if local.numel() else ()
-        return Slot(nn.Parameter(local.detach().view(-1)), places, spec.matrix, ("data",))
+        whole = Place(name, spec.shape, Box(tuple(0 for _ in spec.shape), spec.shape), 0, math.prod(spec.shape))
+        slices = Slices((whole,), ("data",), rows * math.prod(spec.shape[1:]))
+        return Slot(nn.Parameter(local.detach().view(-1)), places, spec.matrix, ("data",), slices=slices)

@@ -39,11 +39,22 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Slices:
+    """Flat memory of `places` that ranks along `axes` hold in slices of `length`, in their order; the last may be
+    shorter. Without axes a rank holds all of it."""
+
+    places: tuple[Place, ...] = ()
+    axes: tuple[str, ...] = ()
+    length: int = 0
+
+
+@dataclass(frozen=True)
 class Slot:
     """Flat memory that this rank's optimizer steps: `parameter` [n], its .grad [n], and what they hold.
 
-    `part_axes`: the axes whose ranks hold different parts, so that a norm is summed over them. (So do the stages of a
-    pipeline, whatever the slot.) `tied`: of parameters that the first and the last stage share.
+    `slices`: the flat memory that ranks share, of which this slot is their part. `part_axes`: the axes whose ranks hold
+    different parts, so that a norm is summed over them. (So do the stages of a pipeline, whatever the slot.) `tied`: of
+    parameters that the first and the last stage share.
     """
 
     parameter: nn.Parameter
@@ -51,6 +62,7 @@ class Slot:
     matrix: bool
     part_axes: tuple[str, ...]
     tied: bool = False
+    slices: Slices = Slices()
 
     def copy_axes(self, grid: Grid) -> tuple[str, ...]:
         """The axes whose ranks hold the same part."""
@@ -84,7 +96,8 @@ class Bucket:
         parameter.grad = self.gradients[start:stop]
         places = tuple(part for place in self.places for part in place.clip(start, stop))
         part_axes = self.cut_axes if replicated else (*self.cut_axes, *self.sum_axes)
-        return Slot(parameter, places, self.matrix, part_axes, self.tied)
+        slices = Slices(self.places, () if replicated else self.sum_axes, stop - start)
+        return Slot(parameter, places, self.matrix, part_axes, self.tied, slices)
 
     @property
     def tied(self) -> bool:

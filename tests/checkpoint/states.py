@@ -39,8 +39,17 @@ def open_writer(mesh: Mesh, config: Config, folder: Path, keep: int = 9) -> Chec
 
 def held_by(parts: Parts) -> list[Held]:
     return [
-        (piece.kind, piece.place.name, piece.place.shape, piece.place.box.offsets, piece.tensor.clone())
-        for piece in pieces_of(parts)
+        (
+            kind,
+            place.name,
+            place.shape,
+            place.box.offsets,
+            tensor[place.start : place.stop].view(place.box.lengths).clone(),
+        )
+        for index, slot in enumerate(parts.strategy.slots)
+        if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)) == 0
+        for kind, tensor in parts.optimizer.states(index).items()
+        for place in slot.places
     ]
 
 

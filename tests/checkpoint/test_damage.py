@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import math
 import random
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright
 from meshwright.checkpoint import Checkpoint, find_checkpoint, newest_step, restore
@@ -109,50 +111,69 @@ def rewrite(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def refresh(step: Path, name: str) -> None:
     """A shard that somebody has changed, and its size and SHA-256 in the manifest."""
     path = step / name
-    facts = {"size_bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    content = path.read_bytes()
+    header = min(8 + length(content), len(content))
+    facts = {"size_bytes": len(content), "sha256": hashlib.sha256(content[:header]).hexdigest(), "header_bytes": header}
     rewrite(step, lambda body: [file.update(facts) for file in body["files"] if file["file"] == name])
 
 
 def test_manifest_of_a_later_format(step: Path) -> None:
     rewrite(step, lambda body: body.update(format=99))
-    with pytest.raises(CheckpointError, match=r"has format 99; this version \(.*\) reads formats 1 and 2"):
+    with pytest.raises(CheckpointError, match=r"has format 99; this version \(.*\) reads formats 1 to 3"):
         Checkpoint(step)
 
 
-def entry(body: dict[str, Any]) -> dict[str, Any]:
-    """A part that does not begin its tensor's first row."""
-    found: dict[str, Any] = next(each for each in body["entries"] if each["offsets"][0] > 0)
-    return found
+def run(body: dict[str, Any]) -> dict[str, Any]:
+    """A run that both files hold a part of, of a parameter that does not begin its bucket."""
+    return next(each for each in body["runs"] if 0 < each["start"] < each["length"] < each["start"] + size(each))
+
+
+def size(run: dict[str, Any]) -> int:
+    return math.prod(run["lengths"])
 
 
 FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "file above": (lambda body: entry(body).update(file="../rank-0.safetensors"), "entries.*file: String should match"),
-    "absolute file": (lambda body: entry(body).update(file="/etc/passwd"), "entries.*file: String should match"),
-    "listed file above": (lambda body: body["files"][0].update(file="../x"), r"files\.0\.file: String should match"),
+    "file above": (lambda body: body["files"][0].update(file="../x"), r"files\.0\.file: String should match"),
+    "absolute file": (lambda body: body["files"][0].update(file="/etc/passwd"), r"files\.0\.file: String should match"),
     "hidden file": (lambda body: body["files"][0].update(file=".."), r"files\.0\.file: String should match"),
-    "no files": (lambda body: body.update(files=[]), "which is not among its files"),
-    "file not listed": (lambda body: entry(body).update(file="other"), "lies in other, which is not among its files"),
+    "no files": (lambda body: body.update(files=[]), "or one that is not among its files"),
+    "file not listed": (lambda body: body["groups"][0].append(9), "or one that is not among its files"),
     "file twice": (lambda body: body["files"].append(body["files"][0]), "it lists a file twice"),
-    "overlap": (lambda body: entry(body).update(offsets=[0] * len(entry(body)["offsets"])), "overlap"),
-    "gap": (lambda body: body["entries"].remove(entry(body)), "do not cover it"),
-    "beyond": (lambda body: entry(body)["offsets"].__setitem__(0, 10**6), "reach beyond its shape"),
-    "negative": (lambda body: entry(body)["offsets"].__setitem__(0, -1), "greater than or equal to 0"),
-    "other dims": (lambda body: entry(body)["lengths"].append(1), "another number of dims"),
-    "huge": (lambda body: entry(body)["lengths"].__setitem__(0, 2**61), "is smaller than the parts that lie in it"),
-    "beyond numbers": (lambda body: entry(body)["lengths"].__setitem__(0, 10**30), "entries"),
-    "other shape": (lambda body: entry(body)["shape"].__setitem__(0, 10**6), "disagree on its shape"),
-    "other dtype": (lambda body: entry(body).update(dtype="float32"), "disagree on its dtype"),
-    "no dtype": (lambda body: entry(body).update(dtype="Tensor"), "String should match pattern"),
+    "file twice in a group": (lambda body: body["groups"][0].__setitem__(0, 1), "a group names a file twice"),
+    "no such group": (lambda body: run(body).update(group=99), "lies in a group of files that it does not list"),
+    "group too short": (lambda body: body["groups"][run(body)["group"]].pop(), "more slices than its group has files"),
+    "start too late": (lambda body: run(body).update(start=10**9), "more slices than its group has files"),
+    "slices of nothing": (lambda body: run(body).update(length=0), "length: Input should be greater than 0"),
+    "other slices": (
+        lambda body: run(body).update(length=run(body)["length"] + 1),
+        "float64, not|smaller than the parts",
+    ),
+    "other start": (lambda body: run(body).update(start=run(body)["start"] - 1), "float64, not|smaller than the parts"),
+    "overlap": (lambda body: body["runs"].append(run(body)), "overlap|smaller than the parts"),
+    "gap": (lambda body: run(body)["lengths"].__setitem__(0, run(body)["lengths"][0] - 1), "do not cover it"),
+    "beyond": (lambda body: run(body)["offsets"].__setitem__(0, 10**6), "reach beyond its shape"),
+    "negative": (lambda body: run(body)["offsets"].__setitem__(0, -1), "greater than or equal to 0"),
+    "other dims": (lambda body: run(body)["lengths"].append(1), "another number of dims"),
+    "huge": (lambda body: run(body).update(lengths=[2**61], length=2**61), "is smaller than the parts that lie in it"),
+    "beyond numbers": (lambda body: run(body)["lengths"].__setitem__(0, 10**30), "runs"),
+    "other shape": (lambda body: run(body)["shape"].__setitem__(0, 10**6), "disagree on its shape|do not cover it"),
+    "no shape": (
+        lambda body: run(body).update(shape=[], offsets=[], lengths=[]),
+        "shape: Tuple should have at least 1",
+    ),
+    "other dtype": (lambda body: run(body).update(dtype="float32"), "disagree on its dtype|not .* of float32"),
+    "no dtype": (lambda body: run(body).update(dtype="Tensor"), "String should match pattern"),
     "text for a number": (lambda body: body["progress"].update(step="2"), "progress.step: Input should be a valid int"),
     "true for a number": (
         lambda body: body["progress"].update(step=True),
         "progress.step: Input should be a valid int",
     ),
     "no progress": (lambda body: body.pop("progress"), "progress: Field required"),
-    "no key": (lambda body: entry(body).pop("key"), "key: Field required"),
+    "no key": (lambda body: run(body).pop("key"), "key: Field required"),
     "more": (lambda body: body.update(code="rm"), "code: Unexpected keyword argument"),
-    "entries are a text": (lambda body: body.update(entries="all"), "entries: Input should be a valid array"),
+    "runs are a text": (lambda body: body.update(runs="all"), "runs: Input should be a valid array"),
     "config is a list": (lambda body: body["origin"].update(config=[]), "config: Input should be"),
+    "another header": (lambda body: body["files"][0].update(header_bytes=100), "SHA-256 is not the one"),
 }
 
 
@@ -161,7 +182,7 @@ def test_forged_manifest(change: Callable[[dict[str, Any]], object], text: str, 
     rewrite(step, change)
     with pytest.raises(CheckpointError, match=text) as refusal:
         read_all(step)
-    assert str(step / MANIFEST) in str(refusal.value)
+    assert str(step) in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -175,13 +196,23 @@ def test_manifest_that_is_none(text: str, step: Path) -> None:
 
 
 SHARDS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda content: b"", "is smaller than the parts|holds no .* that can be read"),
+    "empty": (lambda content: b"", "is smaller than the parts"),
     "header only": (lambda content: content[:100], "is smaller than the parts"),
     "a huge header": (lambda content: b"\xff" * 8 + content[8:], "holds no .* that can be read"),
     "a header of nonsense": (lambda content: content[:8] + b"\x00" * 64 + content[72:], "holds no .* that can be read"),
-    "another dtype": (lambda content: content.replace(b'"F64"', b'"I64"'), "is int64 .*, not float64"),
+    "a header of a list": (
+        lambda content: content[:8] + b"[1]".ljust(length(content)) + content[8 + length(content) :],
+        "holds no .* read",
+    ),
+    "another dtype": (lambda content: content.replace(b'"F64"', b'"I64"'), "bytes of I64, not .* of float64"),
     "other keys": (lambda content: content.replace(b"weight/", b"freight"), "holds no weight/.* that can be read"),
+    "offsets of texts": (lambda content: content.replace(b"offsets", b"0ffsets"), "holds no .* that can be read"),
+    "no digests": (lambda content: content.replace(b"__metadata__", b"__metadat__a"), "holds no __metadat__a that"),
 }
+
+
+def length(content: bytes) -> int:
+    return int.from_bytes(content[:8], "little")
 
 
 @pytest.mark.parametrize("change, text", SHARDS.values(), ids=SHARDS)
@@ -205,8 +236,12 @@ def test_config_of_another_version(step: Path) -> None:
         _ = Checkpoint(step).config
 
 
+OLD = Path(__file__).parent / "format_2"
+"""What version 0.2.0 wrote: elements 0 to 19 of a bucket, `w` [5, 3] and `b` [4] behind it, in two slices."""
+
+
 def as_format_1(step: Path) -> None:
-    """The checkpoint as version 0.1.0 wrote it."""
+    """The checkpoint of format 2 as version 0.1.0 wrote it."""
     path = step / MANIFEST
     body = json.loads(path.read_text())
     shards = [file for file in body["files"] if file["file"] != "tokenizer.json"]
@@ -216,15 +251,45 @@ def as_format_1(step: Path) -> None:
     path.write_text(json.dumps(old | {"checksum": checksum}, indent=1))
 
 
-def test_format_of_version_0_1_0_is_read(step: Path) -> None:
-    new = read_manifest(step)
-    as_format_1(step)
-    read_all(step)
-    old = read_manifest(step)
-    assert (old.progress, old.entries) == (new.progress, new.entries)
-    assert (old.origin.run, old.origin.config) == ("", new.origin.config)
-    flip(step / MANIFEST, 8 * 200)
-    with pytest.raises(CheckpointError, match=re.escape(str(step / MANIFEST))):
+@pytest.mark.parametrize("version", [1, 2])
+def test_older_formats_are_read(version: int, tmp_path: Path) -> None:
+    step = Path(shutil.copytree(OLD, tmp_path / "step-2"))
+    if version == 1:
+        as_format_1(step)
+    checkpoint = Checkpoint(step)
+    checkpoint.check_files()
+    assert checkpoint.manifest.progress.step == 2
+    assert checkpoint.manifest.origin.run == ("01d" if version == 2 else "")
+    assert checkpoint.config.layout.data.sync == "zero1"
+    for kind, factor in (("weight", 1.0), ("exp_avg", -0.5)):
+        w, b = torch.arange(15.0).view(5, 3) * factor, torch.arange(15.0, 19.0) * factor
+        assert torch.equal(checkpoint.read("w", kind, Box((0, 0), (5, 3))), w)
+        assert torch.equal(checkpoint.read("w", kind, Box((2, 1), (3, 2))), w[2:, 1:])
+        assert torch.equal(checkpoint.read("b", kind, Box((1,), (2,))), b[1:3])
+    for name in ("rank-0.safetensors", "rank-1.safetensors", MANIFEST):
+        content = (step / name).read_bytes()
+        flip(step / name, 8 * (len(content) - 20))
+        with pytest.raises(CheckpointError, match=re.escape(str(step / name))):
+            Checkpoint(step).check_files()
+        (step / name).write_bytes(content)
+
+
+OLD_FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "file above": (lambda body: body["entries"][0].update(file="../rank-0.safetensors"), "file: String should match"),
+    "file not listed": (lambda body: body["entries"][0].update(file="other"), "other, which is not among its files"),
+    "overlap": (lambda body: body["entries"].append(body["entries"][0]), "overlap|smaller than the parts"),
+    "gap": (lambda body: body["entries"].pop(0), "do not cover it"),
+    "entries are a text": (lambda body: body.update(entries="all"), "Input should be a valid array"),
+    "no entries": (lambda body: body.pop("entries"), "Input should be a valid array"),
+    "no files": (lambda body: body.pop("files"), "Input should be a valid array"),
+}
+
+
+@pytest.mark.parametrize("change, text", OLD_FORGERIES.values(), ids=OLD_FORGERIES)
+def test_forged_manifest_of_format_2(change: Callable[[dict[str, Any]], object], text: str, tmp_path: Path) -> None:
+    step = Path(shutil.copytree(OLD, tmp_path / "step-2"))
+    rewrite(step, change)
+    with pytest.raises(CheckpointError, match=text):
         Checkpoint(step)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import Checkpoint, Piece, newest_step, writer
-from meshwright.checkpoint.manifest import Manifest, Progress
+from meshwright.checkpoint.manifest import Manifest, Progress, StoredFile
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import CheckpointError
 from meshwright.parameters.bucket import Place
@@ -62,14 +62,14 @@ def config_of(mesh: Mesh) -> Any:
 def save_behind(mesh: Mesh, folder: Path) -> tuple[list[str], list[str]]:
     """Save while the disk stands still, change the weights at once; what is there before and after it moves on."""
     moving = threading.Event()
-    save_file = writer.save_file
+    write_shard = writer.write_shard
 
-    def slow(*arguments: Any) -> None:
+    def slow(*arguments: Any) -> StoredFile:
         moving.wait(30)
-        save_file(*arguments)
+        return write_shard(*arguments)
 
     weights = torch.full((ROWS, 2), 1.0)
-    with patch.object(writer, "save_file", slow):
+    with patch.object(writer, "write_shard", slow):
         checkpoints = open_writer(mesh, config_of(mesh), folder)
         checkpoints.save(Progress(step=1), pieces(mesh, weights))
         weights.fill_(2.0)
@@ -118,8 +118,8 @@ def then_die(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 MOMENTS: dict[str, tuple[object, str, Callable[..., None]]] = {
-    "before the shard": (writer, "save_file", die),
-    "after the shard": (writer, "save_file", then_die(writer.save_file)),
+    "before the shard": (writer, "write_shard", die),
+    "after the shard": (writer, "write_shard", then_die(writer.write_shard)),
     "before its fsync": (writer, "synced", die),
     "before the manifest": (Manifest, "write", die),
     "after the manifest": (Manifest, "write", then_die(Manifest.write)),
@@ -157,18 +157,18 @@ def test_killed_while_writing(moment: str, tmp_path: Path) -> None:
 
 def fail_on(mesh: Mesh, folder: Path, failing: int) -> str:
     """Step 1 is written; at step 2 a rank's disk is full. What this rank says."""
-    save_file = writer.save_file
+    write_shard = writer.write_shard
 
-    def full(*arguments: Any) -> None:
+    def full(*arguments: Any) -> StoredFile:
         if mesh.rank == failing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save_file(*arguments)
+        return write_shard(*arguments)
 
     checkpoints = open_writer(mesh, config_of(mesh), folder)
     checkpoints.save(Progress(step=1), pieces(mesh, 1))
     checkpoints.wait()
     mesh.world.barrier()
-    with patch.object(writer, "save_file", full):
+    with patch.object(writer, "write_shard", full):
         notes = checkpoints.save(Progress(step=2), pieces(mesh, 2))
         assert notes == []
         try:
@@ -189,17 +189,17 @@ def test_disk_full(failing: int, tmp_path: Path) -> None:
 
 def fail_for_a_while(mesh: Mesh, folder: Path) -> list[list[str]]:
     """Steps 1 to 6, of which rank 1 cannot write 2 and 3: what each save says, and the wait behind the last."""
-    save_file = writer.save_file
+    write_shard = writer.write_shard
     checkpoints = open_writer(mesh, config_of(mesh), folder)
     said = []
     for step in range(1, 7):
 
-        def odd(*arguments: Any, step: int = step) -> None:
+        def odd(*arguments: Any, step: int = step) -> StoredFile:
             if mesh.rank == 1 and step in (2, 3):
                 raise KeyError("a bug")
-            save_file(*arguments)
+            return write_shard(*arguments)
 
-        with patch.object(writer, "save_file", odd):
+        with patch.object(writer, "write_shard", odd):
             said.append(checkpoints.save(Progress(step=step), pieces(mesh, step)))
             assert checkpoints._thread is not None
             checkpoints._thread.join()
@@ -313,16 +313,16 @@ def lose_folder(mesh: Mesh, folder: Path) -> tuple[list[str], list[str], list[st
     between = checkpoints.save(Progress(step=2), pieces(mesh, 2))
     checkpoints.wait()
 
-    save_file = writer.save_file
+    write_shard = writer.write_shard
 
-    def removed(*arguments: Any) -> None:
+    def removed(*arguments: Any) -> StoredFile:
         if mesh.rank == 1:
             shutil.rmtree(folder)
         while folder.exists():
             time.sleep(0.001)
-        save_file(*arguments)
+        return write_shard(*arguments)
 
-    with patch.object(writer, "save_file", removed):
+    with patch.object(writer, "write_shard", removed):
         checkpoints.save(Progress(step=3), pieces(mesh, 3))
         assert checkpoints._thread is not None
         checkpoints._thread.join()

@@ -76,7 +76,7 @@ def test_another_layout_goes_on(writer: str, readers: tuple[str, ...], serial: l
 def test_a_tied_weight_is_in_it_once(tmp_path: Path) -> None:
     legs(config_of("2 stages"), None, tmp_path, range(1))
     manifest = Checkpoint(tmp_path / "step-1").manifest
-    held = [entry for entry in manifest.entries if entry.parameter == "tokens.weight" and entry.kind == "weight"]
+    held = manifest.parts["tokens.weight", "weight"]
     assert len(held) == 1
 
 

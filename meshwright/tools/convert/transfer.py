@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint import Checkpoint, find_checkpoint
-from meshwright.checkpoint.manifest import TOKENIZER_FILE, Manifest, Origin, Progress, StoredPart, stored_file
+from meshwright.checkpoint.manifest import TOKENIZER_FILE, Manifest, Origin, Progress, StoredRun, stored_file
+from meshwright.checkpoint.shard import write_shard
 from meshwright.config import Config
 from meshwright.config.kinds import data_for
 from meshwright.config.schema import Model, Precision
@@ -148,15 +149,16 @@ def _write(folder: Path, tensors: dict[str, Tensor], model: Model) -> None:
     data = data_for(model, **({"sequence": model.longest} if model.longest else {}))
     config = Config(model=model, data=data, precision=precision)
     path = folder / FILE
-    save_file({f"weight/{name}": tensor for name, tensor in tensors.items()}, path)
+    shard = write_shard(path, {f"weight/{name}": tensor for name, tensor in tensors.items()})
     beside = [folder / TOKENIZER_FILE] if (folder / TOKENIZER_FILE).is_file() else []
-    entries = []
+    runs = []
     for name, tensor in tensors.items():
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        entries.append(StoredPart(name, "weight", shape, (0,) * len(shape), shape, dtype, FILE, f"weight/{name}"))
+        box = (shape, (0,) * len(shape), shape)
+        runs.append(StoredRun(name, "weight", *box, dtype, f"weight/{name}", group=0, start=0, length=tensor.numel()))
     dump = config.model_dump(mode="json", by_alias=True)
-    files = tuple(stored_file(file) for file in (path, *beside))
-    Manifest(Progress(), Origin(dump), files, tuple(entries)).write(folder)
+    files = (shard, *(stored_file(file) for file in beside))
+    Manifest(Progress(), Origin(dump), files, ((0,),), tuple(runs)).write(folder)
 
 
 def export_folder(path: Path, out: Path, report: ShowProgress = silent) -> Path:

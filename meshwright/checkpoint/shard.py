@@ -1,0 +1,124 @@
+"""A rank's shard: a safetensors file whose header holds a SHA-256 of every block of its tensors.
+
+The header's own SHA-256 is in the manifest. So a reader checks the header and the blocks that it reads, and no other
+byte: a rank that takes up a thousandth of a checkpoint does not hash the whole, whatever layout wrote it. What is
+checked is what is used: a block is read once, into memory. Shards of formats 1 and 2 have no such digests; they are
+hashed whole before the first byte is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshwright.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredFile, StoredRun, stored_file
+from meshwright.errors import DamagedError
+
+BLOCK_BYTES = 2**18
+"""Who wants a few rows of a large tensor reads at most so much more. A shard grows by 1/4096 for the digests."""
+READ_BYTES = 2**22
+_DIGESTS = "sha256"
+"""Under this word the header's metadata has the digests: by tensor, in hexadecimal, one behind the other."""
+_LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header."""
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def write_shard(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
+    """Write contiguous tensors on the CPU, and what the manifest says of the file."""
+    digests = {key: "".join(_digests(tensor.reshape(-1).view(torch.uint8).numpy())) for key, tensor in tensors.items()}
+    save_file(tensors, path, metadata={_DIGESTS: json.dumps(digests)})  # one: safetensors writes several in any order
+    with path.open("rb") as stream:
+        start = stream.read(_LENGTH_BYTES)
+        header = start + stream.read(int.from_bytes(start, "little"))
+    return StoredFile(path.name, path.stat().st_size, hashlib.sha256(header).hexdigest(), len(header))
+
+
+def _digests(content: Any) -> Iterator[str]:
+    """The SHA-256 of each block of a flat buffer."""
+    for start in range(0, len(content), BLOCK_BYTES):
+        yield hashlib.sha256(content[start : start + BLOCK_BYTES]).hexdigest()
+
+
+class StoredShard:
+    """An open shard, whose header is checked. Raises DamagedError where bytes are not what was written."""
+
+    def __init__(self, path: Path, file: StoredFile) -> None:
+        self.path = path
+        self._damaged = f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {GET_ANOTHER}"
+        try:
+            if file.header_bytes is None and stored_file(path) != file:
+                raise DamagedError(self._damaged)
+            with path.open("rb") as stream:
+                start = stream.read(_LENGTH_BYTES)
+                length = min(int.from_bytes(start, "little"), file.size_bytes)
+                header = stream.read(length if file.header_bytes is None else file.header_bytes - _LENGTH_BYTES)
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
+        if file.header_bytes is not None and hashlib.sha256(start + header).hexdigest() != file.sha256:
+            raise DamagedError(self._damaged)
+        self._data = _LENGTH_BYTES + len(header)
+        try:
+            self._header = dict(json.loads(header))
+            digests = dict(json.loads(dict(self._header.pop("__metadata__", {})).get(_DIGESTS, "{}")))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DamagedError(f"{path} holds no header that can be read: {error}; {GET_ANOTHER}") from error
+        self._digests = digests if file.header_bytes is not None else None
+
+    def check(self) -> None:
+        """Check every byte."""
+        for key in self._header:
+            begin, end, _ = self._place(key)
+            for _ in self._read(key, begin, 0, end - begin, end - begin):
+                pass
+
+    def elements(self, run: StoredRun, part: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """Elements begin..end of a part of the run that lies here, flat, in pieces that hold them: first, values."""
+        first, last, dtype = self._place(run.key)
+        wanted = range(*run.bounds(part))
+        size = run.torch_dtype.itemsize
+        if dtype != run.torch_dtype or last - first != len(wanted) * size:
+            holds = f"{last - first} bytes of {str(dtype).removeprefix('torch.')}"
+            needs = f"{len(wanted) * size} of {run.dtype}"
+            raise DamagedError(f"{self.path}: {run.key} is {holds}, not {needs}; {GET_ANOTHER}")
+        for start, content in self._read(run.key, first, begin * size, end * size, last - first):
+            yield start // size, torch.frombuffer(content, dtype=dtype)
+
+    def _place(self, key: str) -> tuple[int, int, torch.dtype | str]:
+        """The first byte of a tensor behind the header, the last, and its dtype."""
+        try:
+            entry = self._header[key]
+            first, last = entry["data_offsets"]
+            if not 0 <= int(first) <= int(last):
+                raise ValueError(f"it lies at {first}..{last}")
+            return int(first), int(last), _DTYPES.get(entry["dtype"], str(entry["dtype"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"{self.path} holds no {key} that can be read: {error!r}; {GET_ANOTHER}") from error
+
+    def _read(self, key: str, first: int, begin: int, end: int, size: int) -> Iterator[tuple[int, bytearray]]:
+        """Bytes begin..end of the tensor of `size` bytes at `first`, in whole blocks that were checked."""
+        start = begin // BLOCK_BYTES * BLOCK_BYTES
+        stop = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, size)
+        with self.path.open("rb", buffering=0) as stream:
+            for position in range(start, stop, READ_BYTES):
+                content = bytearray(min(READ_BYTES, stop - position))
+                try:
+                    stream.seek(self._data + first + position)
+                    got = stream.readinto(content)
+                except OSError as error:
+                    raise DamagedError(f"{self.path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
+                if got != len(content):
+                    raise DamagedError(f"{self.path} holds no {key} that can be read: it ends early; {GET_ANOTHER}")
+                if self._digests is not None:
+                    block = position // BLOCK_BYTES * 64
+                    right = "".join(_digests(memoryview(content)))
+                    if str(self._digests.get(key))[block : block + len(right)] != right:
+                        raise DamagedError(self._damaged)
+                yield position, content
