@@ -15,7 +15,7 @@ from tests.nodes.launchers import by_hand, torchrun, train_words, write_run
 from tests.nodes.network import Network, Running
 from tests.training.runs import lines_of, make_corpus
 
-START_SECONDS = 60.0
+START_SECONDS = 90.0
 WAIT_SECONDS = 5.0
 """`timeout.wait` of these runs."""
 MARGIN_SECONDS = 10.0
