@@ -1,4 +1,4 @@
-"""Hashes of bits: any flipped bit changes them, and ranks that hold the same say so in 8 bytes."""
+"""Hashes of bits: any flipped bit changes them, and ranks that hold the same say so in 16 bytes."""
 
 from __future__ import annotations
 
@@ -82,4 +82,16 @@ def test_one_bit_is_found_and_mended(dtype: torch.dtype) -> None:
     for told, last, sent in run_ranks(equal_in_bytes, Grid((("data", 2),)), dtype):
         assert told == [True, False]
         assert last == [1.0, 1.0]
-        assert sent == 8, "ranks that hold the same tell each other a hash"
+        assert sent == 16, "ranks that hold the same tell each other a hash"
+
+
+def zeros_or_ones(mesh: Mesh, dtype: torch.dtype, length: int) -> tuple[bool, bool]:
+    """Rank 0 holds ones, the others zeros: whether that is seen, and mended."""
+    x = torch.full((length,), float(mesh.rank == 0), dtype=dtype)
+    return make_equal(x, mesh.world), bool(x.all())
+
+
+@pytest.mark.parametrize("dtype", WORDS)
+@pytest.mark.parametrize("length", [2**11, 2**20])
+def test_constants_differ(dtype: torch.dtype, length: int) -> None:
+    assert run_ranks(zeros_or_ones, Grid((("data", 2),)), dtype, length) == [(True, True)] * 2
