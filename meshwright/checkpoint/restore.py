@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.manifest import TOKENIZER_FILE, Progress
+from meshwright.checkpoint.manifest import Progress
 from meshwright.checkpoint.reader import Checkpoint
 from meshwright.errors import CheckpointError
 from meshwright.parameters.bucket import Place, Slices, Slot
@@ -73,8 +73,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
 
     Raises CheckpointError where it is damaged, or of another model or optimizer.
     """
-    if parts.mesh.rank == 0:
-        checkpoint.file(TOKENIZER_FILE)  # which no rank reads
+    checkpoint.check_files(parts.mesh.rank, parts.mesh.grid.world_size)  # also what no rank reads: its tokenizer
     _check_shapes(parts.specs, checkpoint)
     _check_optimizer(parts, checkpoint)
     progress = checkpoint.manifest.progress
