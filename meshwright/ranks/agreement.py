@@ -80,11 +80,11 @@ def _words(x: Tensor) -> tuple[Tensor, Tensor]:
 def same_everywhere(x: Tensor, comm: Comm) -> bool:
     """Whether all members hold the same bits, by a hash that is computed where they lie. Sends 16 bytes.
 
-    Its lowest bits see nothing of words that end in zeros: 2,048 ones of float64 have the hash of zeros. So the sum of
-    32-bit halves, which overflows for no tensor, is compared as well.
+    Its lowest bits see nothing of words that end in zeros: 2,048 ones of float64 have the hash of zeros. So the sum
+    of upper halves, which overflows for no tensor, is compared as well.
     """
     flat = x.detach().contiguous().view(-1)
-    halves = sum(words.view(torch.int32).sum() for words in _words(flat))
+    halves = sum((words >> 32).sum() for words in _words(flat))
     rows = all_rows(torch.stack([hash_bits(flat), torch.as_tensor(halves)]).cpu(), comm)
     return bool((rows == rows[comm.index]).all())
 
