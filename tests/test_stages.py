@@ -79,7 +79,7 @@ def of_a_size(free: int) -> int:
 def test_memory_bounds_the_microbatches_in_flight() -> None:
     assert of_a_size(0) == 1
     assert of_a_size(10**12) == 24
-    few, more = of_a_size(8_000_000), of_a_size(16_000_000)
+    few, more = of_a_size(1_000_000), of_a_size(2_000_000)
     assert 1 < few < more < 24
     assert more - 2 * few in (0, 1)
 
