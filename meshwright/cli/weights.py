@@ -80,7 +80,9 @@ def doctor(
 
     With --nodes: which hosts there are, over which interface they talk, how fast each pair, which folders they share.
 
-    Example: srun --nodes 2 --ntasks-per-node 1 meshwright doctor --nodes --cluster cluster.yaml
+    Example: meshwright doctor
+
+    On nodes: srun --nodes 2 --ntasks-per-node 1 meshwright doctor --nodes --cluster cluster.yaml
     """
     if not nodes:
         if cluster is not None or folder:
