@@ -42,10 +42,10 @@ def torch_folder() -> Path:
 
 
 def library() -> Path:
-    """The compiled shim, kept among temporary files under its own hash and torch's."""
+    """The compiled shim, kept among temporary files under a hash of its source, of torch and of torch's place."""
     found, torch = compiler(), torch_folder()
     assert found is not None, "no C++ compiler here"
-    digest = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes() + bytes(torch)).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"meshwright-fake-cuda-{os.getuid()}-{digest}.so"
     if not path.exists():
         partial = path.with_suffix(f".{os.getpid()}")
