@@ -93,7 +93,7 @@ def _touch(descriptor: int, over: threading.Event) -> None:
 
 
 def _is_touched(descriptor: int) -> bool:
-    """Whether somebody gives the lock signs of life: the file system's own times change. A very old lock is not watched."""
+    """Whether somebody gives the lock signs of life: its times change. A very old lock is not watched."""
     first = os.fstat(descriptor).st_mtime_ns
     if time.time() - first / 1e9 > _FORGOTTEN_SECONDS:
         return False
