@@ -79,7 +79,7 @@ def step_under_limit(rank: Rank, config: Config, limit: int) -> dict[str, Any]:
 
 
 def formula_bytes(config: Config) -> int:
-    """What a rank sends over the context axis in a step of one microbatch (docs/context.md)."""
+    """The bytes that a rank sends over the context axis in a step of one microbatch (docs/context.md)."""
     c = config.layout.context.size
     n = config.model.longest // c * HIDDEN * 4
     each = {"ulysses": 8 * n * (c - 1) // c, "ring": 2 * n * (3 * c - 2)}[config.layout.context.kind]

@@ -1,4 +1,4 @@
-"""What a step costs on a GPU, counted on one that is not there: kernels, bytes, and when the host waits.
+"""The cost of a step on a GPU, counted on one that is not there: kernels, bytes, and when the host waits.
 
     python -m benchmarks.rehearsal [--layouts serial megatron ...] [--kernels] [--json FILE]
 

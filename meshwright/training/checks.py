@@ -47,7 +47,7 @@ def weight_hashes(parts: Parts) -> list[int]:
 
 
 def state_hashes(parts: Parts) -> list[int]:
-    """The same of weights and of what an optimizer keeps, masters and moments: all that a checkpoint holds."""
+    """A hash of each piece of weights, masters and moments: all that a checkpoint holds."""
     return _hashes(parts, _saved(parts))
 
 

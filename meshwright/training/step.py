@@ -65,7 +65,7 @@ def backward(parts: Parts, batch: Batch, step: int = 0) -> float:
 
 
 def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int) -> float:
-    """The same of a replica's rows; this rank's share of the mean loss.
+    """Run a replica's rows forward and backward; returns this rank's share of the mean loss.
 
     `counts`: how many elements of each label are valid in the global batch. `samples`: how many the run has seen, of
     which dropout's random numbers are made.

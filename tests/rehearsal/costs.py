@@ -1,4 +1,4 @@
-"""What a step costs on a GPU, counted on one that is not there: kernels, bytes, and when the host waits.
+"""The cost of a step on a GPU, counted on one that is not there: kernels, bytes, and when the host waits.
 
 What a layer costs a microbatch is what two more layers and another microbatch add to a step together, over two.
 torch's operations count as one kernel each, attention as FlashAttention.

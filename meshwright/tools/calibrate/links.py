@@ -55,7 +55,7 @@ class Conversation:
         return self.undisturbed(lambda calls: self._round(call, calls))
 
     def undisturbed(self, one_round: Callable[[int], float]) -> float:
-        """The same where `one_round` makes so many calls by itself, and gives the seconds of one."""
+        """Time `one_round` that makes so many calls by itself, and gives the seconds of one."""
         one_round(2)  # connections, buffers
         calls = self._agreed(one_round(2))
         return lower_quartile([one_round(calls) for _ in range(ROUNDS)])
