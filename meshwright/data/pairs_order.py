@@ -62,7 +62,7 @@ class PairOrder:
         return pairs, length
 
     def held_out(self, first: int, count: int) -> tuple[np.ndarray, int]:
-        """Held-out pairs by number, each once, in an order that never changes; the first few batches have all lengths."""
+        """Held-out pairs by number, in an order that never changes; the first few batches have all lengths."""
         batches = range(first // self._batch, math.ceil((first + count) / self._batch))
         length = max((int(self._held_out_edges[batch]) for batch in batches), default=0)
         return self._held_out[first : first + count], length

@@ -47,7 +47,7 @@ def weight_hashes(parts: Parts) -> list[int]:
 
 
 def state_hashes(parts: Parts) -> list[int]:
-    """A hash of each piece of weights, masters and moments: all that a checkpoint holds."""
+    """Hash weights, masters and moments, all that a checkpoint holds: one hash for each of the grid's `copy_sets`."""
     return _hashes(parts, _saved(parts))
 
 
