@@ -33,6 +33,29 @@ def plain(place: Place, fused: bool = False, compiled: bool = False) -> Iterator
 
 
 @contextmanager
+def products(place: Place) -> Iterator[Step]:
+    """Only the matrix products of the plain model's linear layers: y = x w, dx = dy w^T, dw = x^T dy, and no attention.
+
+    No program in this precision with these libraries takes less, so it bounds what a ratio to the plain loop can be.
+    """
+    rows, hidden = REFERENCE.batch * REFERENCE.sequence // place.ranks, REFERENCE.hidden
+    block = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)]
+    shapes = block * REFERENCE.layers + [(hidden, REFERENCE.vocabulary)]
+    weights = [(torch.randn(width, out), torch.empty(width, out)) for width, out in shapes]
+    inputs = {width: torch.randn(rows, width) for width in (hidden, 4 * hidden)}
+
+    def step() -> float:
+        for weight, gradient in weights:
+            x = inputs[weight.shape[0]]
+            y = x @ weight
+            torch.mm(y, weight.t())
+            torch.mm(x.t(), y, out=gradient)
+        return 0.0
+
+    yield step
+
+
+@contextmanager
 def hugging_face(place: Place, fused: bool = False) -> Iterator[Step]:
     """GPT2LMHeadModel of the same sizes, with its SDPA attention, no dropout and an untied head.
 
