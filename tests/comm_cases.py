@@ -124,6 +124,17 @@ def _exchange(comm: Comm, dtype: torch.dtype) -> Tensor:
     return into
 
 
+def _exchange_later(comm: Comm, dtype: torch.dtype) -> Tensor:
+    """Two round a ring at once, the second waited for first."""
+    after, before = (comm.index + 1) % comm.size, (comm.index - 1) % comm.size
+    into = torch.empty(2, PIECE, dtype=dtype)
+    sent = [values(comm.index + 10 * number, PIECE, dtype) for number in range(2)]
+    works = [comm.exchange(sent[number], after, into[number], before, wait=False) for number in range(2)]
+    for work in reversed(works):
+        work.wait()
+    return into
+
+
 def _relay(comm: Comm, dtype: torch.dtype) -> Tensor:
     """Down the line by send and receive, each member adding its own."""
     x = values(comm.index, PIECE, dtype)
@@ -166,6 +177,7 @@ VERBS: dict[str, Callable[[Comm, torch.dtype], Tensor]] = {
     "gather": _gather,
     "scatter": _scatter,
     "exchange": _exchange,
+    "exchange_later": _exchange_later,
     "relay": _relay,
     "nothing": _nothing,
 }

@@ -15,6 +15,7 @@ s rank i has the block of rank j = (i - s) mod c:
 
 Sends to the next rank, with n = B·A·(T/c)·E numbers: forward c - 1 blocks [2, n] of keys and values; backward these
 again, and c times a block's gradients [2, n] in float32 or better, which add up on their way round and end at home.
+The next block comes under a block's product, and so do the gradients of the block before.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.context.context import AXIS, CutContext
+from meshwright.ranks.collectives import Moving, here
 from meshwright.ranks.mesh import Mesh
 
 TILE_ELEMENTS = 2**24
@@ -111,6 +113,7 @@ class _AroundRing(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, mask)
         ctx.causal, ctx.scale, ctx.ring = causal, scale, ring
         for step in range(ring.size):
+            coming = ring.start(block) if step < ring.size - 1 else None
             rows, columns, product = ring.product(step, query.shape[2], causal, scale)
             k, v = block[:, :, :, columns]
             part, part_sums = product.attend(query[:, :, rows], k, v, ring.bias(mask, step, columns, query))
@@ -118,8 +121,8 @@ class _AroundRing(torch.autograd.Function):
                 out, sums = part.to(part_sums.dtype), part_sums.clone()
             else:
                 _merge(out[:, :, rows], sums[:, :, rows], part, part_sums)
-            if step < ring.size - 1:
-                block = ring.pass_on(block)
+            if coming is not None:
+                block = coming.wait()
         out = out.to(query.dtype)
         ctx.attended = (out, sums)
         return out
@@ -131,8 +134,9 @@ class _AroundRing(torch.autograd.Function):
         (out, sums), ring = ctx.attended, ctx.ring
         block = torch.stack([key, value])
         dq = torch.zeros_like(query, dtype=sums.dtype)
-        dblock = torch.zeros_like(block, dtype=sums.dtype)  # goes with its block, and home at the end
+        dcoming = here(torch.zeros_like(block, dtype=sums.dtype))  # goes behind its block, and home at the end
         for step in range(ring.size):
+            coming = ring.start(block) if step < ring.size - 1 else None
             rows, columns, product = ring.product(step, query.shape[2], ctx.causal, ctx.scale)
             k, v = block[:, :, :, columns]
             more_q, more_k, more_v = product.gradients(
@@ -140,12 +144,13 @@ class _AroundRing(torch.autograd.Function):
                 ring.bias(mask, step, columns, query),
             )  # fmt: skip
             dq[:, :, rows] += more_q
+            dblock = dcoming.wait()
             dblock[0, :, :, columns] += more_k
             dblock[1, :, :, columns] += more_v
-            if step < ring.size - 1:
-                block = ring.pass_on(block)
-            dblock = ring.pass_on(dblock)
-        dk, dv = dblock.to(key.dtype)
+            dcoming = ring.start(dblock)
+            if coming is not None:
+                block = coming.wait()
+        dk, dv = dcoming.wait().to(key.dtype)
         return dq.to(query.dtype), dk, dv, None, None, None, None
 
 
@@ -198,8 +203,8 @@ class RingAttention(CutContext):
         seen = torch.cat([mask[..., run.start : run.stop] for run in runs], -1)[..., columns]
         return torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, torch.finfo(like.dtype).min / 2)
 
-    def pass_on(self, block: Tensor) -> Tensor:
-        """Send a block to the next rank; the one before's."""
+    def start(self, block: Tensor) -> Moving:
+        """Begin to send a block to the next rank, and to receive the one before's."""
         came = torch.empty_like(block)
-        self.comm.exchange(block, (self.index + 1) % self.size, came, (self.index - 1) % self.size)
-        return came
+        after, before = (self.index + 1) % self.size, (self.index - 1) % self.size
+        return Moving(self.comm.exchange(block, after, came, before, wait=False), lambda: came)

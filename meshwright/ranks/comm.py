@@ -43,7 +43,7 @@ DONE = Done()
 
 @dataclass(frozen=True)
 class Later:
-    """A verb that runs when it is waited for. All ranks wait for theirs in the same order."""
+    """A verb whose end, or all of it, runs when it is waited for. All ranks wait for theirs in the same order."""
 
     run: Callable[[], object]
 
@@ -116,11 +116,23 @@ class Comm(ABC):
         payload = self.size * size_bytes(part)
         return self._collective("scatter", payload, lambda: self._scatter(part, x, root), wait, root)
 
-    def exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
-        """Send x to the member `to` while receiving `into` from the member `source`: one step of a ring."""
+    def exchange(self, x: Tensor, to: int, into: Tensor, source: int, *, wait: bool = True) -> Work:
+        """Send x to the member `to` while receiving `into` from the member `source`: one step of a ring.
+
+        Several may be under way; all members begin theirs in the same order.
+        """
         self._count("send", size_bytes(x), (to - self.index) % self.size)
         with self._waiting("exchange", size_bytes(x), to, source):
-            self._exchange(x, to, into, source)
+            work = self._exchange(x, to, into, source)
+
+        def finish() -> None:
+            with self._waiting("exchange", size_bytes(x), to, source):
+                work.wait()
+
+        if not wait:
+            return Later(finish)
+        finish()
+        return DONE
 
     def send(self, x: Tensor, to: int) -> None:
         """Send x to the member `to`, who calls receive."""
@@ -189,7 +201,7 @@ class Comm(ABC):
     @abstractmethod
     def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work: ...
     @abstractmethod
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None: ...
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work: ...
     @abstractmethod
     def _send(self, x: Tensor, to: int) -> None: ...
 
@@ -227,8 +239,8 @@ class SoloComm(Comm):
     def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
         return _copied(part, x)
 
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
-        into.copy_(x)
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
+        return _copied(into, x)
 
     def _send(self, x: Tensor, to: int) -> None:
         raise AssertionError(f"axis {self.axis} has one rank: nobody to send to")

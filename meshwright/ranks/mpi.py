@@ -133,8 +133,16 @@ class MpiComm(RecordedComm):
         whole = raw(x) if self.index == root else None
         return self._later(part, lambda: self.comm.Scatter(whole, raw(part), root=root))
 
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
-        self.comm.Sendrecv(raw(x), dest=to, recvbuf=raw(into), source=source)
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
+        """Posted at once. A large one is waited for asleep, where MPI would spin."""
+        requests = [self.comm.Irecv(raw(into), source=source), self.comm.Isend(raw(x), dest=to)]
+
+        def finish() -> None:
+            while size_bytes(x) >= LARGE_BYTES and not type(requests[0]).Testall(requests):
+                time.sleep(NAP_SECONDS)
+            type(requests[0]).Waitall(requests)
+
+        return Later(finish)
 
     def _send(self, x: Tensor, to: int) -> None:
         self.comm.Send(raw(x), dest=to)

@@ -51,11 +51,11 @@ class LedgerComm(SoloComm):
     def _receive(self, x: Tensor, source: int) -> None:
         return None
 
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
-        self._send(x, to)
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
+        return self._begun("send", size_bytes(x), (to - self.index) % self.size)
 
     def _send(self, x: Tensor, to: int) -> None:
-        self._begun("send", size_bytes(x), (to - self.index) % self.size).wait()
+        self._exchange(x, to, x, to).wait()
 
 
 class PlannedMailbox(SoloMailbox):

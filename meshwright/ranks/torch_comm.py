@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous, use_interface
 from meshwright.ranks import comm_store
-from meshwright.ranks.comm import Comm, RankGroup, RecordedComm, SoloComm, Work
+from meshwright.ranks.comm import Comm, Later, RankGroup, RecordedComm, SoloComm, Work
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
@@ -46,7 +46,7 @@ class TorchComm(RecordedComm):
         self.process_group = process_group
 
     def _receive(self, x: Tensor, source: int) -> None:
-        self._batch(dist.P2POp(dist.irecv, x, group=self.process_group, group_peer=source))
+        self._begin(dist.P2POp(dist.irecv, x, group=self.process_group, group_peer=source)).wait()
 
     def _barrier(self) -> Work:
         return dist.barrier(self.process_group, async_op=True)
@@ -77,18 +77,18 @@ class TorchComm(RecordedComm):
         parts = list(x.view(-1).chunk(self.size)) if self.index == root else None
         return dist.scatter(part.view(-1), parts, group_src=root, group=self.process_group, async_op=True)
 
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> None:
-        self._batch(
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
+        return self._begin(
             dist.P2POp(dist.isend, x, group=self.process_group, group_peer=to),
             dist.P2POp(dist.irecv, into, group=self.process_group, group_peer=source),
         )
 
     def _send(self, x: Tensor, to: int) -> None:
-        self._batch(dist.P2POp(dist.isend, x, group=self.process_group, group_peer=to))
+        self._begin(dist.P2POp(dist.isend, x, group=self.process_group, group_peer=to)).wait()
 
-    def _batch(self, *messages: dist.P2POp) -> None:
-        for work in dist.batch_isend_irecv(list(messages)):
-            work.wait()
+    def _begin(self, *messages: dist.P2POp) -> Work:
+        works = dist.batch_isend_irecv(list(messages))
+        return Later(lambda: [work.wait() for work in works])
 
 
 @dataclass(frozen=True)

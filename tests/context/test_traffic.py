@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.config import Config
+from meshwright.context.ring import RingAttention
 from meshwright.model import rows_of
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
+from meshwright.tools.plan.recorder import Kernel, Recorder, Start, WaitFor
 from tests.context.test_equality import CUT, ONE_D, config_for
 from tests.data_parallel.test_equality import global_batch
 from tests.harness import build, counted_step, forward_and_backward
@@ -51,6 +56,29 @@ def test_a_ring_sends_blocks_forward_and_with_their_gradients_back(size: int) ->
     block = 2 * B * T // size * H * E
     for told in run(config_for("gpt2", {"size": size, "kind": "ring"})):
         assert told == {"send": (L * (3 * size - 2), L * (3 * size - 2) * block)}
+
+
+def test_a_block_comes_under_the_product_before_it() -> None:
+    """A recorded layer: every block, and the gradients of the one before, are begun before a product that ends before
+    they are waited for; the gradients' last way home alone has none."""
+    recorder = Recorder()
+    mesh = planned_mesh(Grid((("context", 3),)), 1, ("context",), "cuda", recorder.started)
+    inputs = [torch.empty(1, 2, 12, 4, device="meta", requires_grad=True) for _ in range(3)]
+    with recorder.program(Ledger()) as made:
+        out = RingAttention(mesh).attend(*inputs, None, 0.0, True, None)
+        torch.autograd.grad(out.sum(), inputs)
+    under: list[bool] = []
+    products: dict[int, int] = {}
+    num_products = 0
+    for event in made().events:
+        match event:
+            case Kernel(kind="product"):
+                num_products += 1
+            case Start():
+                products[event.number] = num_products
+            case WaitFor():
+                under.append(num_products > products[event.number])
+    assert under == [True] * (2 + 2 + 2) + [False]
 
 
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])

@@ -76,6 +76,8 @@ def expected(verb: str, index: int, size: int, dtype: torch.dtype) -> Tensor | N
             return piece(values(last, PIECE * size, dtype), index)
         case "exchange":
             return values((index - 1) % size, PIECE, dtype)
+        case "exchange_later":
+            return torch.stack([values((index - 1) % size + 10 * number, PIECE, dtype) for number in range(2)])
         case "relay":
             return torch.stack([values(member, PIECE, dtype) for member in range(index + 1)]).sum(0, dtype=dtype)
         case "nothing":
@@ -110,6 +112,8 @@ def expected_entries(verb: str, index: int, size: int, width: int) -> list[list[
             return [["data", verb, 1, others * part if is_root else 0]]
         case "exchange":
             return [["data", "send", 1, part]]
+        case "exchange_later":
+            return [["data", "send", 2, 2 * part]]
         case "relay":
             return [] if is_root else [["data", "send", 1, part]]
         case "nothing":
