@@ -35,7 +35,7 @@ batch: {global: 8}
 steps: 1
 device: cpu
 threads: 1
-metrics: {tensorboard: false}
+metrics: {sinks: []}
 """
 
 

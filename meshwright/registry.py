@@ -9,6 +9,7 @@
 | contexts   | layout.context.kind    | a ContextKind of context/section.py                               |
 | syncs      | layout.data.sync       | a Sync of data_parallel/section.py                                |
 | optimizers | optimizer.name         | an Update of optim/section.py                                     |
+| sinks      | metrics.sinks          | a Sink of training/sinks.py                                       |
 
 An entry is written `module:attribute`, ours here, those of another package as entry points of the group
 `meshwright.GROUP` in its metadata. Entries import no torch: each names what it needs of it inside of its functions.
@@ -64,6 +65,12 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "zero1": "meshwright.data_parallel.section:ZERO1",
         "fsdp": "meshwright.data_parallel.section:FSDP",
     },
+    "sinks": {
+        "tensorboard": "meshwright.training.sinks:TENSORBOARD",
+        "wandb": "meshwright.training.sinks:WANDB",
+        "mlflow": "meshwright.training.sinks:MLFLOW",
+        "trackio": "meshwright.training.sinks:TRACKIO",
+    },
     "optimizers": {
         "adamw": "meshwright.optim.section:ADAMW",
         "sgd": "meshwright.optim.section:SGD",
@@ -79,6 +86,7 @@ BASES: Mapping[str, str] = {
     "contexts": "meshwright.context.section:ContextKind",
     "syncs": "meshwright.data_parallel.section:Sync",
     "optimizers": "meshwright.optim.section:Update",
+    "sinks": "meshwright.training.sinks:Sink",
 }
 """The class that an entry of a group is an instance or a subclass of."""
 

@@ -27,7 +27,7 @@ settings.register_profile("meshwright", deadline=None, derandomize=True, max_exa
 settings.load_profile("meshwright")
 
 
-BUDGETS = {"core": 23_270, "tools": 11_080}
+BUDGETS = {"core": 23_510, "tools": 11_080}
 """Lines of the package's two halves. Who needs more says in docs/decisions.md for what."""
 
 

@@ -109,12 +109,15 @@ ROOMS = {
     "syncs": {"data_parallel"},
     "optimizers": {"optim"},
     "data": {"data"},
+    "sinks": {"training"},
 }
 """Where the strategies of a group may be told apart."""
 
 OTHER_WORDS = {
     ("none", ""),  # of offload, recompute, the launcher: no tensor section
     ("megatron", "models/bert.py"), ("megatron", "tools/convert/bert.py"),  # where BERT's norms are
+    ("tensorboard", "config/schema.py"),  # a field of version 0.1.0
+    ("tensorboard", "tools/doctor.py"),  # a package
     ("ring", "tools/plan/network.py"),  # how a cluster's devices are linked
     ("pairs", "tools/evaluate/texts.py"), ("pairs", "cli/weights.py"),  # the records of a packed folder
 }  # fmt: skip

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     ContextName: TypeAlias = str
     OptimizerName: TypeAlias = str
     ScheduleName: TypeAlias = str
+    SinkName: TypeAlias = str
     SyncName: TypeAlias = str
     Model = Network
     Data = DataSection
@@ -35,6 +36,7 @@ else:
     ContextName = Literal[tuple(entries("contexts"))]
     OptimizerName = Literal[tuple(entries("optimizers"))]
     ScheduleName = Literal[tuple(entries("schedules"))]
+    SinkName = Literal[tuple(entries("sinks"))]
     SyncName = Literal[tuple(entries("syncs"))]
     Model = union_of(entries("models"), "family", default="gpt2")
     Data = union_of(entries("data"), "kind")
@@ -248,10 +250,15 @@ class MemorySection(Section):
 
 
 class ScheduleSection(Section):
-    """Learning rate: linear warm-up over `warmup` steps, then `decay` down to `floor` times the peak."""
+    """Learning rate: linear warm-up over `warmup` steps, the peak for the share `stable` of the others, then `decay`
+    down to `floor` times the peak. With a `stable` share this is warmup-stable-decay (WSD, arXiv 2404.06395), for which
+    `sqrt`, 1 - sqrt(progress), is the form of arXiv 2405.18392. `inverse-sqrt` is that of arXiv 1706.03762: the peak
+    times sqrt(warmup / step), which knows no end of the run.
+    """
 
     warmup: Count = 0
-    decay: Literal["constant", "linear", "cosine"] = "constant"
+    stable: Share = 0.0
+    decay: Literal["constant", "linear", "cosine", "sqrt", "inverse-sqrt"] = "constant"
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
 
 
@@ -295,10 +302,32 @@ class Check(Section):
 
 
 class Metrics(Section):
-    """`peak_flops` of one device, for mfu: auto looks the device up and says unknown where it is not listed."""
+    """`sinks`: who gets each step's numbers besides metrics.jsonl; `project`: under which name; `offline`: all stays in
+    the run's folder. `peak_flops` of one device, for mfu: auto looks the device up, and says unknown where it is not
+    listed.
+    """
 
-    tensorboard: bool = True
+    sinks: tuple[SinkName, ...] = ("tensorboard",)
+    project: Annotated[str, Field(min_length=1)] = "meshwright"
+    offline: bool = True
     peak_flops: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_old_field(cls, tree: object) -> object:
+        """`tensorboard: false`, as version 0.1.0 had it."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("tensorboard"), bool) or "sinks" in tree:
+            return tree
+        rest = {name: value for name, value in tree.items() if name != "tensorboard"}
+        return rest | {"sinks": ["tensorboard"] if tree["tensorboard"] else []}
+
+
+class Logging(Section):
+    """A run prints what is of this level or a later one. debug: a line for every step, with its phases; info: one now
+    and then, and how the run begins and ends; warning: what may be wrong; error: what ends the run.
+    """
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 class Timeout(Section):
@@ -326,6 +355,7 @@ class Config(Section):
     validation: Validation = Validation()
     check: Check = Check()
     metrics: Metrics = Metrics()
+    logging: Logging = Logging()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: Literal["auto", "islands", "none"] = "auto"
     """islands: what is element-wise between two products is compiled (tensor/islands.py); auto: on a GPU."""

@@ -33,13 +33,15 @@ from meshwright.ranks.mesh import Mesh
 
 
 def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up to the peak, then the decay to floor · peak.
+    """The rate of step `step` (from 0) of `steps`: linear warm-up to the peak, some steps at it, decay to the floor.
 
     A pure function, not one of torch's schedulers: a resumed run has no state that could disagree with its step.
     """
     if step < schedule.warmup:
         return peak * (step + 1) / schedule.warmup
-    progress = min(1.0, (step - schedule.warmup) / max(1, steps - schedule.warmup))
+    rest = max(1, steps - schedule.warmup)
+    stable = int(schedule.stable * rest)
+    progress = min(1.0, max(0, step - schedule.warmup - stable) / (rest - stable))
     match schedule.decay:
         case "constant":
             return peak
@@ -47,6 +49,10 @@ def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int)
             left = 1 - progress
         case "cosine":
             left = (1 + math.cos(math.pi * progress)) / 2
+        case "sqrt":
+            left = 1 - math.sqrt(progress)
+        case "inverse-sqrt":
+            return peak * max(schedule.floor, math.sqrt(max(1, schedule.warmup) / (step + 1)))
     return peak * (schedule.floor + (1 - schedule.floor) * left)
 
 

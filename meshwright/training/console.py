@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,19 +13,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from meshwright.streams import PatientStream
 from meshwright.training.step_report import Straggler
 
+LEVELS = ("debug", "info", "warning", "error")
+LogLevel = Literal["debug", "info", "warning", "error"]
+
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_STRAGGLERS = 300.0
 
 
 class RunDisplay:
-    """Steps and losses, shown while it is entered; only rank 0's speaks. `live`: a terminal gets a bar."""
+    """Steps and losses, shown while it is entered; only rank 0's speaks. `live`: a terminal gets a bar.
 
-    def __init__(self, first_step: int, steps: int, *, speaks: bool, live: bool) -> None:
+    `level`: what is less important is not said (config/schema.py's Logging).
+    """
+
+    def __init__(self, first_step: int, steps: int, *, speaks: bool, live: bool, level: LogLevel = "info") -> None:
+        self._least = LEVELS.index(level)
         self.console = Console(file=cast(TextIO, PatientStream(sys.stdout)), highlight=False, quiet=not speaks)
         self.steps = steps
         self._last_line = 0.0
         self._last_straggler = -SECONDS_BETWEEN_STRAGGLERS
-        self._draws = live and self.console.is_terminal
+        self._draws = live and self.console.is_terminal and level == "info"
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -46,19 +53,27 @@ class RunDisplay:
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Show a step that was made, by its metrics."""
-        facts = f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tokens/s"
+        facts = f"loss {line['loss']:.4f}  gradient norm {line['grad_norm']:.3f}  rate {line['learning_rate']:.2e}"
+        facts += f"  {line['peak_memory_bytes'] / 2**20:,.0f} MiB  {line['tokens_per_second']:,.0f} tokens/s"
+        if "validation_loss" in line:
+            facts += f"  validation loss {line['validation_loss']:.4f}"
         if not line["applied"]:
             facts += f"  overflow: step skipped, loss scale {line['loss_scale']:g}"
         self._bar.update(self._task, completed=line["step"], facts=facts)
         due = time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES or line["step"] == self.steps
-        if not self._draws and due:
+        if not self._draws and (due or self._says("debug") or "validation_loss" in line):
             self._last_line = time.monotonic()
             self.say(f"step {line['step']}/{self.steps}  {facts}")
+            phases = (f"{phase} {seconds:.3f} s" for phase, seconds in line["phase_seconds"].items())
+            self.say(f"  {', '.join(phases)}, of {line['step_seconds']:.3f} s", level="debug")
         if line["straggler"] is not None and time.monotonic() - self._last_straggler > SECONDS_BETWEEN_STRAGGLERS:
             self._last_straggler = time.monotonic()
-            self.say(f"step {line['step']}: {Straggler(**line['straggler'])}")
+            self.say(f"step {line['step']}: {Straggler(**line['straggler'])}", level="warning")
 
-    def say(self, *lines: str) -> None:
-        """Print lines beside the bar."""
-        for line in lines:
+    def say(self, *lines: str, level: LogLevel = "info") -> None:
+        """Print lines of a level beside the bar."""
+        for line in lines if self._says(level) else ():
             self.console.print(line, markup=False, soft_wrap=True)
+
+    def _says(self, level: LogLevel) -> bool:
+        return LEVELS.index(level) >= self._least

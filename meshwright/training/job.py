@@ -17,6 +17,7 @@ from meshwright.decisions import resolve, resolve_process, this_machine
 from meshwright.environment import read_environment
 from meshwright.launch import Ranks, run
 from meshwright.training import folder
+from meshwright.training.sinks import require_sinks
 from meshwright.training.status import STATUS
 
 TRAIN_WORKER = "meshwright.training.worker:train_rank"
@@ -42,6 +43,7 @@ def train(
     machine = this_machine()
     if not (resume or machine.joined):
         folder.refuse_used(out)  # before the corpus is prepared, which may take long
+    require_sinks(config.metrics)
     data = config.data.prepare(config, progress)
     resolved = resolve_process(config, machine)  # what cannot run here is said before anything is written
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""One line of JSON a step, and the same numbers for TensorBoard. Rank 0 writes, whatever the layout."""
+"""One line of JSON a step, and the same numbers for trackers (sinks.py). Rank 0 writes, whatever the layout."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from meshwright.model import Costs
 from meshwright.models.chain import chain_of
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.training.folder import write_whole
+from meshwright.training.sinks import Tracker
 from meshwright.training.step_report import StepReport
 
 PAPER_TOKENS = 3e11
@@ -126,22 +127,18 @@ def _idle_shares(reports: Sequence[StepReport], grid: Grid) -> list[float]:
 
 
 class MetricsWriter:
-    """A log that appends lines to metrics.jsonl, and scalars to TensorBoard event files where asked.
+    """A log that appends lines to metrics.jsonl, and gives their numbers to trackers.
 
     A full disk or a folder that was removed costs lines, never the run: what is lost is returned as a warning.
     """
 
-    def __init__(self, folder: Path, first_step: int, *, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, first_step: int, trackers: Mapping[str, Tracker] | None = None) -> None:
         """Lines of steps after `first_step` are dropped: a resumed run writes them again."""
         self.path = folder / "metrics.jsonl"
         _drop_after(self.path, first_step)
         self._descriptor: int | None = self._open()
         self._losing = False
-        self._board = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        self._trackers = dict(trackers or {})
 
     def write(self, line: Mapping[str, Any]) -> list[str]:
         """Append a step's line; returns notes to the user: the first of several losses, their end, a file made anew."""
@@ -168,9 +165,9 @@ class MetricsWriter:
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
-        if self._board is not None:
-            with suppress(OSError):  # its last scalars, on a full disk
-                self._board.close()
+        for tracker in self._trackers.values():
+            with suppress(Exception):  # its last numbers, on a full disk or without a network
+                tracker.close()
 
     def _open(self) -> int:
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -197,19 +194,17 @@ class MetricsWriter:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _show(self, line: Mapping[str, Any]) -> list[str]:
-        """Give the line's numbers to TensorBoard, which is given up where it cannot write."""
-        if self._board is None:
-            return []
-        try:
-            for key, value in line.items():
-                if isinstance(value, int | float) and key != "step":
-                    self._board.add_scalar(key, value, line["step"])
-        except OSError as error:
-            self._board = None
-            return [
-                f"warning: TensorBoard's files cannot be written: {error.strerror}; they end before step {line['step']}"
-            ]
-        return []
+        """Give the line's numbers to each tracker; one that fails gets no more."""
+        notes, step = [], line["step"]
+        numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.write(step, numbers)
+            except Exception as error:  # somebody else's code: whatever it raises, the run goes on without it
+                del self._trackers[name]
+                cause = " ".join(str(error).split()) or type(error).__name__
+                notes.append(f"warning: {name} cannot be written: {cause}; it ends before step {step}")
+        return notes
 
 
 def _drop_after(path: Path, step: int) -> None:

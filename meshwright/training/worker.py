@@ -29,6 +29,7 @@ from meshwright.training.loop import Trainer, validate
 from meshwright.training.meeting import facts_of, meet, placement_notes, share_folder
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.resume import checkpoint_of_run, decided_before, go_on, with_offer
+from meshwright.training.sinks import TrackedRun, Tracker, open_sinks
 
 
 def train_rank(
@@ -128,7 +129,8 @@ class _Run:
                 started = restore(parts, Checkpoint(checkpoints / f"step-{step}"))
             except DamagedError as error:
                 raise with_offer(error, checkpoints, step) from error
-        with RunDisplay(started.step, config.steps, speaks=mesh.rank == 0, live=live) as display:
+        level, speaks = config.logging.level, mesh.rank == 0
+        with RunDisplay(started.step, config.steps, speaks=speaks, live=live, level=level) as display:
             self._greet(display, writer.unfinished, attempt)
             if step is not None:
                 display.say(f"going on from checkpoint step-{step}")
@@ -138,13 +140,13 @@ class _Run:
                 display.say(f"no trace of what was made before: step {', '.join(map(str, past))}")
             metrics = None
             if mesh.rank == 0:
-                metrics = MetricsWriter(self.out, started.step, tensorboard=config.metrics.tensorboard)
+                metrics = MetricsWriter(self.out, started.step, self._trackers(started.step))
             trainer = Trainer(parts, self.data.train, step=started.step, samples=started.samples)
             stopping, due, every = False, False, config.checkpoint.every
             while trainer.step < config.steps:
                 line, stopping = self._step(trainer, stop)
                 if metrics is not None:
-                    display.say(*metrics.write(line))
+                    display.say(*metrics.write(line), level="warning")
                     display.step(line)
                 due |= bool(every) and trainer.step % every == 0
                 if stopping or trainer.step == config.steps or (due and line["applied"]):
@@ -152,7 +154,7 @@ class _Run:
                     trainer.require_good_state()
                     mesh.recorder.enter("checkpoint")
                     progress = progress_of(parts, trainer.step, trainer.samples)
-                    display.say(*writer.save(progress, pieces_of(parts)))
+                    display.say(*writer.save(progress, pieces_of(parts)), level="warning")
                 if stopping:
                     break
             mesh.recorder.enter("last checkpoint")
@@ -181,6 +183,11 @@ class _Run:
             line |= validate(parts, held_out, min(config.validation.batches, len(held_out) // config.batch.global_))
         return line, stopping
 
+    def _trackers(self, first_step: int) -> dict[str, Tracker]:
+        metrics, settings = self.parts.config.metrics, self.origin.config
+        run = TrackedRun(self.out, self.origin.run, metrics.project, metrics.offline, settings, first_step)
+        return open_sinks(metrics, run)
+
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         config = self.parts.config
         display.say(f"{config.layout.world_size} ranks: {config.layout.summary}; writing to {self.out}")
@@ -190,7 +197,7 @@ class _Run:
             # Another launcher's count is not ours.
             display.say(f"restart {attempt}" + (f" of {config.restarts}" if config.restarts else ""))
         for name in (*self.parts.strategy.make_replicas_equal(), *self.parts.optimizer.make_replicas_equal()):
-            display.say(f"warning: {name} differed between replicas; rank 0's was given to all")
+            display.say(f"warning: {name} differed between replicas; rank 0's was given to all", level="warning")
 
     def _farewell(self, display: RunDisplay, step: int) -> None:
         """Draw the losses, and say how the run has ended."""
@@ -199,7 +206,7 @@ class _Run:
         try:
             draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
         except OSError as error:  # the run has all that matters: its last checkpoint is written
-            display.say(f"warning: loss.png could not be drawn: {error.strerror}")
+            display.say(f"warning: loss.png could not be drawn: {error.strerror}", level="warning")
         steps = self.parts.config.steps
         ended = "finished" if step == steps else "stopped; --resume goes on from here"
         if skipped := step - self.parts.optimizer.steps_taken:

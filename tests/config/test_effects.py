@@ -29,7 +29,7 @@ ALWAYS = {
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip"),
     *("optimizer.schedule.warmup", "optimizer.schedule.decay"),
     *("checkpoint.every", "checkpoint.keep", "validation.every"),
-    *("metrics.tensorboard", "metrics.peak_flops", "check.every"),
+    *("metrics.sinks", "metrics.peak_flops", "check.every", "logging.level"),
 }
 """Fields that no other field can switch off. A model's are all of this kind: a family has no field of another's,
 and a kind of data none of another's (test_kinds.py)."""
@@ -57,6 +57,9 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "optimizer.epsilon=1e-6": (),
     "optimizer.momentum=0.5": ("optimizer.name=momentum",),
     "optimizer.schedule.floor=0": ("optimizer.schedule.decay=cosine",),
+    "optimizer.schedule.stable=0.8": ("optimizer.schedule.decay=sqrt",),
+    "metrics.project=mine": ("metrics.sinks=[trackio]",),
+    "metrics.offline=true": ("metrics.sinks=[tensorboard, mlflow]",),
     "validation.batches=2": ("validation.every=5",),
 }
 """Every field of the table, and the words that make it effective."""
@@ -84,6 +87,9 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "optimizer.epsilon=1e-8": (("optimizer.name=momentum",), "with optimizer.name=momentum"),
     "optimizer.momentum=0.9": ((), "with optimizer.name=adamw"),
     "optimizer.schedule.floor=0.0": ((), "with optimizer.schedule.decay=constant"),
+    "optimizer.schedule.stable=0.5": (("optimizer.schedule.decay=inverse-sqrt",), "with optimizer.schedule.decay=inv"),
+    "metrics.project=meshwright": ((), "without a tracker that has projects"),
+    "metrics.offline=true": (("metrics.sinks=[trackio]",), "without a tracker that sends"),
     "validation.batches=8": ((), "with validation.every=0"),
 }
 """Every field of the table in a run where it has no effect, at its default or not, and why."""

@@ -24,6 +24,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.loop import Trainer
 from meshwright.training.metrics import MetricsWriter, StepWork, metrics_line, peak_flops
+from meshwright.training.sinks import TrackedRun, open_sinks
 from meshwright.training.step_report import RankClock, StepReport, StepReports
 from tests.fuzz.check import Stream
 from tests.harness import build
@@ -214,7 +215,7 @@ def test_overflow_is_marked(corpus: Path, tmp_path: Path, capfd: pytest.CaptureF
 
 def test_lines_are_strict_json(tmp_path: Path) -> None:
     """A diverged run's file can still be read by programs that know no NaN."""
-    writer = MetricsWriter(tmp_path, 0, tensorboard=False)
+    writer = MetricsWriter(tmp_path, 0)
     writer.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "sent_bytes": {"data": 1}})
     writer.close()
 
@@ -252,13 +253,13 @@ def test_config_reloads(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_resumed_file_has_each_step_once(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, 0, tensorboard=False)
+    writer = MetricsWriter(tmp_path, 0)
     for step in range(1, 6):
         writer.write({"step": step, "loss": 1.0})
     writer.close()
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 6, "lo')
-    MetricsWriter(tmp_path, 3, tensorboard=False).close()
+    MetricsWriter(tmp_path, 3).close()
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -351,7 +352,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_full_log_drops_lines_with_one_warning(small_disk: Path) -> None:
     """Whole lines: the one that fits in part is taken back."""
-    writer = MetricsWriter(small_disk, 0, tensorboard=False)
+    writer = MetricsWriter(small_disk, 0)
     (small_disk / "other").write_bytes(bytes(40 * 1024))
     said = {}
     for step in range(1, 41):
@@ -374,7 +375,7 @@ def test_full_log_drops_lines_with_one_warning(small_disk: Path) -> None:
 def test_removed_log_is_begun_anew(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
-    writer = MetricsWriter(out, 0, tensorboard=False)
+    writer = MetricsWriter(out, 0)
     assert writer.write({"step": 1}) == []
     shutil.rmtree(out)
     (note,) = writer.write({"step": 2})
@@ -387,7 +388,7 @@ def test_removed_log_is_begun_anew(tmp_path: Path) -> None:
 def test_log_that_becomes_unwritable(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
-    writer = MetricsWriter(out, 0, tensorboard=False)
+    writer = MetricsWriter(out, 0)
     shutil.rmtree(out)
     out.write_text("in the way")
     (note,) = writer.write({"step": 1})
@@ -399,14 +400,15 @@ def test_log_that_becomes_unwritable(tmp_path: Path) -> None:
 
 
 def test_full_disk_ends_tensorboard_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = MetricsWriter(tmp_path, 0, tensorboard=True)
+    run = TrackedRun(tmp_path, "5eed", "meshwright", True, {})
+    writer = MetricsWriter(tmp_path, 0, open_sinks(Config().metrics, run))
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer._board, "add_scalar", full)
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
     assert writer.write({"step": 1, "loss": 1.0}) == [
-        "warning: TensorBoard's files cannot be written: No space left on device; they end before step 1"
+        "warning: tensorboard cannot be written: [Errno 28] No space left on device; it ends before step 1"
     ]
     assert writer.write({"step": 2, "loss": 1.0}) == []
     writer.close()
@@ -416,4 +418,4 @@ def test_full_disk_ends_tensorboard_not_the_run(tmp_path: Path, monkeypatch: pyt
 def test_damaged_log_is_named_by_line(line: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(MeshwrightError, match=r"metrics.jsonl line 2 is no step's metrics: mend or remove it"):
-        MetricsWriter(tmp_path, 3, tensorboard=False)
+        MetricsWriter(tmp_path, 3)

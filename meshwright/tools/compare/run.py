@@ -101,7 +101,7 @@ def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int
     parts = build(config, mesh, folder)
     train = config.data.open(config, data).train
     trainer = Trainer(parts, train)
-    metrics = MetricsWriter(folder, 0, tensorboard=False) if mesh.rank == 0 else None
+    metrics = MetricsWriter(folder, 0) if mesh.rank == 0 else None
     for _ in range(steps):
         line, stopping = trainer.turn(rank.stop)
         if metrics is not None:

@@ -218,9 +218,13 @@ def rate_share(schedule: ScheduleSection, step: int, steps: int) -> float:
     """Which part of the peak learning rate step `step` (from 0) of `steps` has."""
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
-    done = min(1.0, (step - schedule.warmup) / max(1, steps - schedule.warmup))
-    share = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule.decay]
-    return schedule.floor + (1 - schedule.floor) * share
+    if schedule.decay == "inverse-sqrt":
+        return max(schedule.floor, math.sqrt(max(1, schedule.warmup) / (step + 1)))
+    rest = max(1, steps - schedule.warmup)
+    stable = int(schedule.stable * rest)
+    done = min(1.0, max(0, step - schedule.warmup - stable) / (rest - stable))
+    waves = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
+    return schedule.floor + (1 - schedule.floor) * (waves | {"sqrt": 1 - math.sqrt(done)})[schedule.decay]
 
 
 def _optimizer(config: Config, by_decay: Mapping[bool, list[nn.Parameter]]) -> torch.optim.Optimizer:

