@@ -99,5 +99,9 @@ class MismatchError(MeshwrightError):
     """A layout that does not compute what one device computes."""
 
 
+class ParityError(MeshwrightError):
+    """A check of parity that cannot be carried out: says what the two programs lack for it."""
+
+
 class ZeroGradientError(MeshwrightError):
     """A comparison that proves nothing: a gradient that is zero on both sides."""

@@ -27,16 +27,17 @@ settings.register_profile("meshwright", deadline=None, derandomize=True, max_exa
 settings.load_profile("meshwright")
 
 
-BUDGETS = {"core": 23_510, "tools": 11_080}
-"""Lines of the package's two halves. Who needs more says in docs/decisions.md for what."""
+BUDGETS = {"core": 23_610, "tools": 11_080, "parity": 2_400}
+"""Lines of the package's parts. Who needs more says in docs/decisions.md for what."""
 
 
 def count_lines() -> dict[str, tuple[int, int]]:
-    """Lines and budget of the core and of the tools."""
+    """Lines and budget of the core, the tools and parity."""
     package = Path(__file__).resolve().parent.parent / "meshwright"
     lines = dict.fromkeys(BUDGETS, 0)
     for path in package.rglob("*.py"):
-        part = "tools" if path.relative_to(package).parts[0] == "tools" else "core"
+        room = path.relative_to(package).parts[0]
+        part = room if room in BUDGETS else "core"
         lines[part] += len(path.read_text().splitlines())
     return {part: (lines[part], BUDGETS[part]) for part in BUDGETS}
 

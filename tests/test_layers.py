@@ -26,6 +26,8 @@ FLOORS: dict[str, int] = {
     "parts": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "data": 4, "launch": 4,
     # 5: the run. The core ends here.
     "training": 5,
+    # 5 too: the comparison with one process, of any program.
+    "parity": 5,
     # 6: what asks questions of a run, before, beside and after it.
     "tools": 6,
     # On top.

@@ -200,14 +200,14 @@ def _load(name: str) -> Callable[..., Any]:
     """The function of a name that `find` has found. Raises LaunchError where its module has none of that name."""
     module_name, _, function_name = name.rpartition(":")
     try:
-        module = _script(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+        module = load_script(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
         function: Callable[..., Any] = vars(module)[function_name]
     except (ModuleNotFoundError, FileNotFoundError, KeyError) as error:
         raise LaunchError(f"function {name} does not exist: {error}") from error
     return function
 
 
-def _script(path: Path) -> ModuleType:
+def load_script(path: Path) -> ModuleType:
     """A script's module, imported without running what stands under `if __name__ == "__main__"`."""
     spec = importlib.util.spec_from_file_location("meshwright_script", path)
     assert spec is not None, path

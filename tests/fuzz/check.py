@@ -37,11 +37,12 @@ from torch.nn import functional
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch, rows_of
 from meshwright.parameters.bucket import Place, Slot
+from meshwright.parity.compare import compare_together, zero_tensors
 from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tools.verify.compare import TOLERANCES, compare_together, tolerance_of, zero_tensors
 from meshwright.tools.verify.reference import Outcome, Reference, reference_run
+from meshwright.tools.verify.tolerance import TOLERANCES, tolerance_of
 from meshwright.training.loop import Trainer
 from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build, resolved

@@ -23,7 +23,7 @@ from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.run import MeasuredRun, RankFacts
 from meshwright.tools.plan.predict import Prediction
-from meshwright.tools.verify.compare import tolerance_of
+from meshwright.tools.verify.tolerance import tolerance_of
 from meshwright.training.phases import PHASES
 
 WARMUP_STEPS = 2
@@ -194,7 +194,7 @@ class Comparison:
         return max(math.inf if math.isnan(difference) else difference for difference in differences)
 
     def allowed(self, row: Measurement) -> float:
-        """How much two orders of summation may differ in these precisions (verify/compare.py)."""
+        """How much two orders of summation may differ in these precisions (verify/tolerance.py)."""
         return max(tolerance_of(one.contender.config).loss for one in (row, self.measured[0]))
 
     def agrees(self, row: Measurement) -> bool:

@@ -27,17 +27,11 @@ from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
 from meshwright.launch.session import temporary_folder
 from meshwright.model import Samples
 from meshwright.parameters.shard import Box
+from meshwright.parity.compare import Row, compare_numbers, compare_tensors, compare_together, zero_tensors
 from meshwright.parts import Parts, build
 from meshwright.section import with_field
-from meshwright.tools.verify.compare import (
-    Row,
-    compare_numbers,
-    compare_tensors,
-    compare_together,
-    tolerance_of,
-    zero_tensors,
-)
 from meshwright.tools.verify.reference import reference_run
+from meshwright.tools.verify.tolerance import tolerance_of
 from meshwright.training.loop import Trainer
 
 WORKER = "meshwright.tools.verify.job:verify_rank"

@@ -10,8 +10,8 @@ import pytest
 
 from meshwright.config import Config, parse_config
 from meshwright.errors import LaunchError, MismatchError
+from meshwright.parity.compare import Row
 from meshwright.tools.verify import job
-from meshwright.tools.verify.compare import Row
 from meshwright.tools.verify.job import Verdict, verify
 from meshwright.tools.verify.table import as_dict, render
 

@@ -1,0 +1,273 @@
+"""The kind and the place of a mistake that shows in gradients alone: all outputs of the first step are right.
+
+A gradient is held against what mistakes would make of it: the reference's times the size of an axis, one rank's term,
+the mean of the ranks' means, terms that were clipped before they were added. The reference has computed each rank's
+share of the data alone as well, so these are numbers and no guesses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.parity.compare import relative_error
+from meshwright.parity.explain import PARTIAL, factor_of, groups_over
+from meshwright.parity.job import LOCAL
+from meshwright.parity.judge import Evidence, ModuleLine
+from meshwright.parity.parts import Part
+
+LOOSE = 64.0
+"""A hypothesis on what a wrong tensor is holds within so many times what a right one may be off, where that is less
+than a thousandth, and leaves at most a quarter of the error."""
+
+
+def near(allowed: float) -> float:
+    """The relative error within which a hypothesis holds."""
+    return max(allowed, min(LOOSE * allowed, 1e-3))
+
+
+ALL = "(all parameters)"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`module`: where the mistake is, a path of the reference's; `text`: a sentence for a person."""
+
+    kind: str
+    module: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A kind, and the sentence's end that says what the wrong tensor is."""
+
+    kind: str
+    text: str
+
+
+def axis_words(evidence: Evidence, factor: float | None) -> str:
+    """Which axis a factor is the size of."""
+    if factor is None:
+        return ""
+    for axis in evidence.coordinates[0]:
+        n = evidence.size(axis)
+        if n > 1 and math.isclose(factor, n, rel_tol=1e-2):
+            return f", the size of {axis}: added up once too often, or a sum where a mean belongs"
+        if n > 1 and math.isclose(factor, 1 / n, rel_tol=1e-2):
+            return f", one over the size of {axis}: a mean where a sum belongs"
+    return ""
+
+
+def is_rounding(evidence: Evidence, error: float) -> bool:
+    """Whether an error is about what a narrower type than the model's rounds by."""
+    return evidence.reference.facts["dtype"] == "float64" and 1e-9 < error < 3e-6
+
+
+def gradient_finding(evidence: Evidence, wrong: Sequence[str]) -> Mistake:
+    """Where and what, of gradients that are wrong in the first step while all outputs are right."""
+    hypotheses = {name: hypothesis_of(evidence, name, 1) for name in wrong}
+    kinds = {name: h.kind for name, h in hypotheses.items()}
+    alike = set(kinds.values())
+    trained = [name for name in evidence.names if name not in evidence.reference.facts["dead"]]
+    if set(wrong) >= set(trained) and len(alike) == 1 and alike & _EVERYWHERE:
+        return Mistake(kinds[wrong[0]], ALL, f"the gradient of every parameter is {hypotheses[wrong[0]].text}")
+    if evidence.reference.facts["tied"] and wrong == [n for n in wrong if n in _tied_names(evidence)]:
+        name = wrong[0]
+        return Mistake(
+            "incomplete sum",
+            name.rpartition(".")[0],
+            f"{name} is used twice, and its gradient is not the sum of both uses",
+        )
+    order = [line.name for line in evidence.modules]
+    module, gradient_line = _last_wrong_gradient(evidence)
+
+    def place(name: str) -> int:
+        owner = name.rpartition(".")[0]
+        return order.index(owner) if owner in order else -1
+
+    nearest = max(wrong, key=place)
+    h = hypotheses[nearest]
+    owner = nearest.rpartition(".")[0]
+    own_line = next((line for line in evidence.modules if line.name == owner), None)
+    partial = own_line is not None and own_line.gradient is not None and own_line.gradient.kind == PARTIAL
+    if gradient_line is not None and (partial or order.index(gradient_line.name) > place(nearest) or module == owner):
+        return _backward_finding(evidence, gradient_line, nearest)
+    if partial and own_line is not None and own_line.gradient is not None and _lost_upstream(evidence, own_line, wrong):
+        return _backward_finding(evidence, own_line, nearest)
+    others = f" (and of {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return Mistake(h.kind, owner, f"the gradient of {nearest}{others} is {h.text}")
+
+
+_EVERYWHERE = {
+    "scaled",
+    "missing reduction",
+    "incomplete sum",
+    "token counts",
+    "clipping",
+    "no gradient",
+    "accumulated",
+    "lower precision",
+}
+"""Kinds of mistakes that are no module's: what happens to all gradients alike."""
+
+
+def _tied_names(evidence: Evidence) -> set[str]:
+    """Parameters that the reference uses under a second name."""
+    tied = {name.rpartition(".")[0] for name in evidence.reference.facts["tied"]}
+    return (
+        {name for name in evidence.names if name.endswith("weight") and evidence.weight(name).ndim == 2}
+        if tied
+        else set()
+    )
+
+
+def _last_wrong_gradient(evidence: Evidence) -> tuple[str, ModuleLine | None]:
+    """The first module in backward order whose output's gradient is none of the reference's."""
+    for line in reversed(evidence.modules):
+        if line.gradient is not None and not line.gradient.explained:
+            return line.name, line
+    return "", None
+
+
+def _lost_upstream(evidence: Evidence, line: ModuleLine, wrong: Sequence[str]) -> bool:
+    """Whether a partial gradient was taken for a whole one: the module's own parameters are wrong by it."""
+    return any(name.rpartition(".")[0] == line.name for name in wrong)
+
+
+def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> Mistake:
+    """The gradient of a module's output is wrong: its consumer has made it."""
+    facts, gradient = evidence.reference.facts, line.gradient
+    assert gradient is not None
+    lines = evidence.modules
+    later = [
+        other
+        for other in lines[lines.index(line) + 1 :]
+        if other.gradient is not None and other.gradient.kind == PARTIAL
+    ]
+    source = line if gradient.kind == PARTIAL or not later else later[0]
+    maker = facts["consumers"].get(source.name, facts["parents"].get(source.name, ""))
+    gradient = source.gradient
+    assert gradient is not None
+    if gradient.kind == PARTIAL:
+        text = f"the gradient that {maker} gives back to {source.name} is a partial sum over {gradient.axis}"
+        text += f", and is taken for the whole: its backward pass lacks an all-reduce (wrong first: {parameter})"
+        return Mistake("missing reduction", maker, text)
+    if gradient.factor is not None and abs(gradient.factor - 1) > 0.01:
+        text = f"the gradient that {maker} gives back to {source.name} is the reference's times {gradient.factor:.4g}"
+        return Mistake("scaled", maker, text + axis_words(evidence, gradient.factor))
+    kind = "lower precision" if is_rounding(evidence, gradient.error) else "wrong values"
+    text = f"the gradient that {maker} gives back to {source.name} is off by {gradient.error:.1e}"
+    return Mistake(kind, maker, f"{text} (allowed: {gradient.allowed:.1e})")
+
+
+def hypothesis_of(evidence: Evidence, name: str, step: int) -> Hypothesis:
+    """The kind of mistake that makes of a parameter's gradient what it is."""
+    pieces = list(evidence.pieces("gradient", step, name))
+    allowed = near(evidence.allowed("gradient", step, name))
+    if all(ours is None or not ours.any() for _, _, ours, _ in pieces):
+        return Hypothesis("no gradient", "none, or zero everywhere")
+    full = [
+        (rank, part, torch.zeros_like(theirs) if ours is None else ours, theirs) for rank, part, ours, theirs in pieces
+    ]
+    if (differing := _differing(evidence, full, allowed)) is not None:
+        return differing
+    if (known := _same_everywhere(evidence, name, step, full, allowed)) is not None:
+        return known
+    worst = max(relative_error(ours, theirs) for _, _, ours, theirs in full)
+    kind = "lower precision" if is_rounding(evidence, worst) else "wrong values"
+    return Hypothesis(kind, f"off by {worst:.1e} (allowed: {evidence.allowed('gradient', step, name):.1e})")
+
+
+Pieces = Sequence[tuple[int, Part, Tensor, Tensor]]
+
+
+def _differing(evidence: Evidence, full: Pieces, allowed: float) -> Hypothesis | None:
+    """Ranks with the same part and different gradients of it: what their sum or mean is."""
+    by_part: dict[Part, list[tuple[int, Tensor, Tensor]]] = {}
+    for rank, part, ours, theirs in full:
+        by_part.setdefault(part, []).append((rank, ours, theirs))
+    for part, held in by_part.items():
+        if len(held) < 2 or all(relative_error(ours, held[0][1]) <= allowed for _, ours, _ in held):
+            continue
+        factors = [factor_of(ours, theirs) for _, ours, theirs in held]
+        if evidence.reference.facts["clip"] is not None and all(f is not None for f in factors):
+            words = ", ".join(f"{f:.4g}" for f in factors if f is not None)
+            return Hypothesis(
+                "clipping", f"the reference's times {words} on its ranks: each clips by a norm of its own"
+            )
+        axes = evidence.axes_of([rank for rank, _, _ in held])
+        for axis in (*axes.split("+"), axes):
+            group = next(g for g in groups_over(evidence.coordinates, axis.split("+")) if held[0][0] in g)
+            terms = [ours for rank, ours, _ in held if rank in group]
+            f = factor_of(torch.stack(terms).sum(0), held[0][2]) if len(terms) > 1 else None
+            if f is not None:
+                times = "" if abs(f - 1) < 0.01 else f" times {f:.4g}"
+                text = (
+                    f"different on ranks with the same part ({part}): their sum over {axis} is the reference's{times}"
+                )
+                return Hypothesis("missing reduction", f"{text}, so it was not reduced over {axis}")
+        return Hypothesis("missing reduction", f"different over {axes} on ranks that hold the same part ({part})")
+    return None
+
+
+def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, allowed: float) -> Hypothesis | None:
+    """One wrong gradient, equal on all of its ranks: a factor, one rank's term, the mean of means, no clipping, ..."""
+    facts = evidence.reference.facts
+    raw, alone = evidence.reference.get("raw-gradient", step, name), _alone(evidence, name)
+
+    def equal(whole: Tensor | None) -> bool:
+        return whole is not None and all(
+            relative_error(ours, part.take(whole)) <= min(allowed, 0.25 * relative_error(ours, theirs))
+            for _, part, ours, theirs in full
+        )
+
+    if facts["clip"] is not None and equal(raw):
+        return Hypothesis("clipping", "not clipped")
+    if step == 1 and len(alone) > 1:
+        distinct = [x for i, x in enumerate(alone) if not any(torch.equal(x, y) for y in alone[:i])]
+        if len(distinct) > 1 and equal(torch.stack(alone).mean(0)):
+            return Hypothesis(
+                "token counts", "the mean of the ranks' means: right only where all have equal numbers of labels"
+            )
+        for x in distinct if len(distinct) > 1 else ():
+            for factor in (1.0, 1 / len(distinct), float(len(distinct))):
+                if equal(factor * x):
+                    return Hypothesis("incomplete sum", "that of one rank's share of the data alone")
+    for others in range(1, step):
+        sums = [evidence.reference.get("gradient", k, name) for k in range(others, step + 1)]
+        if equal(torch.stack([x for x in sums if x is not None]).sum(0)):
+            return Hypothesis(
+                "accumulated", f"the sum of those of steps {others} to {step}: it was not set to zero in between"
+            )
+    factors = [factor_of(ours, theirs, 1e-3) for _, _, ours, theirs in full]
+    known = [f for f in factors if f is not None]
+    if len(known) == len(factors) and max(known) - min(known) <= 1e-2 * abs(max(known)) and abs(known[0] - 1) > 1e-2:
+        words = axis_words(evidence, known[0])
+        if facts["clip"] is not None and not words:
+            return Hypothesis("clipping", f"the reference's times {known[0]:.4g}: clipped by another norm")
+        return Hypothesis("scaled", f"the reference's times {known[0]:.4g}{words}")
+    if facts["clip"] is not None and len(alone) > 1:
+        return _clipped_first(evidence, full, alone)
+    return None
+
+
+def _clipped_first(evidence: Evidence, full: Pieces, alone: Sequence[Tensor]) -> Hypothesis | None:
+    """Whether the gradient is a sum of the ranks' own, each with a factor: clipped before they were added."""
+    for _, part, ours, _ in full:
+        terms = torch.stack([part.take(x).flatten() for x in alone], 1)
+        weights = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
+        if relative_error((terms @ weights).view_as(ours), ours) > 1e-3:
+            return None
+    return Hypothesis(
+        "clipping", "a sum of the ranks' own with factors that differ: each was clipped before they were added"
+    )
+
+
+def _alone(evidence: Evidence, name: str) -> list[Tensor]:
+    """The reference's gradient of each rank's share of the data alone."""
+    return [x for side in evidence.ranks if (x := side.get(LOCAL, 1, name)) is not None]

@@ -1,0 +1,322 @@
+"""The inside of a check on one rank: the user's two models are stepped on the same samples, and leave what they gave.
+
+No message is sent for the comparison: each rank writes a file, the first one the reference's as well, and the process
+that started them reads all (judge.py). So a check works with any communication library, and disturbs none.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshwright.errors import ParityError
+from meshwright.launch import Rank
+from meshwright.parity.check import load_checks
+from meshwright.parity.locate import locate
+from meshwright.parity.parts import find_part
+from meshwright.parity.reference import (
+    COMPARED_STEPS,
+    Loss,
+    MakeOptimizer,
+    ReferenceRecipe,
+    StepRecording,
+    check_repeatable,
+    dead_parameters,
+    gradient_alone,
+    keep,
+    label_key,
+    movements,
+    record,
+    spread_constants,
+    without_dropout,
+)
+from meshwright.parity.trace import Trace, clean_names
+from meshwright.ranks.dtensor import DeviceMesh, device_mesh, local_of
+
+CASTS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "own": None}
+"""The reference is cast to these; own: nothing is cast."""
+
+DROPOUT_STEP = COMPARED_STEPS + 1
+"""After the compared steps one more with the models' dropout: replicas must stay equal under it."""
+
+REFERENCE, PARALLEL, LOCAL = "reference", "rank", "alone"
+
+
+def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer of a check that names none."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+class ParityJob:
+    """A check as one rank sees it: say what the reference is, then what the parallel program is.
+
+    `rank`, `world_size`, `axes` (names and sizes, outermost first); `device_mesh`: torch's, with the axes' names.
+    """
+
+    def __init__(self, rank: Rank, axes: Sequence[tuple[str, int]], precision: str, folder: Path) -> None:
+        self.rank, self.world_size = rank.mesh.rank, rank.mesh.grid.world_size
+        self.axes = dict(axes)
+        self._grid, self._dtype, self._folder = rank.mesh.grid, CASTS[precision], folder
+        self._mesh: DeviceMesh | None = None
+        self._model: nn.Module | None = None
+        self._recipe: ReferenceRecipe | None = None
+        self._constants: dict[str, float] = {}
+        self.compared = False
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's device mesh over all ranks, with the check's axes. Made when it is first asked for, by all ranks."""
+        if self._mesh is None:
+            self._mesh = device_mesh(tuple(self.axes.items()))
+        return self._mesh
+
+    def index(self, axis: str) -> int:
+        """This rank's place on an axis."""
+        return self._grid.index(self.rank, axis)
+
+    def rows(self, axis: str) -> Callable[[Any], Any]:
+        """For `batch=`: this rank's equal share of the rows of every tensor in a batch, by its place on an axis."""
+        index, size = self.index(axis), self.axes[axis]
+
+        def share(batch: Any) -> Any:
+            if isinstance(batch, Tensor):
+                return batch.chunk(size)[index] if batch.ndim else batch
+            if isinstance(batch, Mapping):
+                return {key: share(value) for key, value in batch.items()}
+            return type(batch)(share(value) for value in batch)
+
+        return share
+
+    def reference(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batch: Callable[[torch.Generator], Any],
+        *,
+        optimizer: MakeOptimizer = sgd,
+        clip: float | None = None,
+        labels: Any = "labels",
+    ) -> None:
+        """The whole model on one process. `loss(model, batch)` is a scalar, `batch(generator)` makes a global batch.
+
+        `optimizer(parameters)` makes the optimizer of the reference, and of a parallel program without `step`. `clip`:
+        the global norm to which the reference's gradients are clipped. `labels`: the batch's key of labels whose -100
+        do not count; the third step then has unequal numbers of them on different ranks. None: no such step.
+        """
+        if self._dtype is not None:
+            model.to(self._dtype)
+        self._constants = spread_constants(model)
+        recipe = ReferenceRecipe(loss, batch, optimizer, clip, None, self._dtype)
+        self._recipe = ReferenceRecipe(
+            loss, batch, optimizer, clip, label_key(recipe.global_batch(1), labels), self._dtype
+        )
+        self._model = copy.deepcopy(model)
+        if self.rank == 0:
+            with without_dropout(self._model), torch.random.fork_rng(devices=[]):
+                check_repeatable(self._model, self._recipe)
+                self._write_reference(record(self._model, self._recipe, COMPARED_STEPS))
+        torch.manual_seed(1)  # rank 0 has drawn as much as the others
+
+    def copy(self) -> nn.Module:
+        """A copy of the reference's model with its first weights: what is to be made parallel."""
+        return copy.deepcopy(self._known[0])
+
+    @property
+    def _known(self) -> tuple[nn.Module, ReferenceRecipe]:
+        if self._model is None or self._recipe is None:
+            raise ParityError("job.parallel() was called before job.reference(): say first what is right")
+        return self._model, self._recipe
+
+    def _write_reference(self, exact: StepRecording) -> None:
+        model, recipe = self._known
+        assert exact.trace is not None
+        initial = {name: p.detach() for name, p in model.named_parameters()}
+        keep(exact, "initial", 0, initial)
+        with torch.no_grad():
+            stale = float(recipe.loss(model, recipe.global_batch(2)))
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        parents = {name: name.rpartition(".")[0] for name, _ in model.named_modules() if name}
+        _write(self._folder, REFERENCE, exact.tensors, exact.trace, {
+            "losses": exact.losses, "norms": exact.norms, "stale_loss": stale, "clip": recipe.clip,
+            "order": exact.trace.order, "consumers": exact.trace.consumers, "parents": parents,
+            "classes": {name: type(module).__name__ for name, module in model.named_modules()},
+            "dead": dead_parameters(exact, list(initial)), "names": list(initial),
+            "tied": [name for name in names if name not in initial],
+            "dtype": str(next(iter(initial.values())).dtype).removeprefix("torch."),
+            "batch": {key: list(x.shape) for key, x in _tensors_by_key(recipe.global_batch(1)).items()},
+            "unequal": recipe.labels is not None,
+            "moved": [[*key, value] for key, value in movements(model, recipe, exact).items()],
+        })  # fmt: skip
+
+    def parallel(
+        self,
+        model: nn.Module,
+        loss: Loss | None = None,
+        step: Callable[[Any, Any], Any] | None = None,
+        batch: Callable[[Any], Any] | None = None,
+        *,
+        load: bool = False,
+        part: Callable[[str], tuple[str, tuple[slice, ...]]] | None = None,
+        gradients: bool = True,
+    ) -> None:
+        """The same training by the parallel program; call it on every rank, once.
+
+        `batch(global_batch)` is this rank's share (without it: all of it). `step(model, batch)` takes one whole step
+        (forward, backward, reduction, clipping, optimizer) and returns the loss, or None on a rank that has none;
+        without it parity does `loss(model, batch).backward()` and a step of the reference's optimizer.
+        `load`: give this rank the reference's weights wherever `part(name)` or a DTensor's placements say which they
+        are; without it the model must have them already, and what it does not have is a finding. `part(name)`: the
+        reference's parameter that this rank's `name` is a part of, and its slices. `gradients`: whether `.grad` holds
+        the whole gradient when the optimizer steps.
+        """
+        whole, recipe = self._known
+        self.compared = True
+        known = frozenset(name for name, _ in whole.named_modules())
+        wholes = {name: p.detach() for name, p in whole.named_parameters()}
+        parts, lost = locate(model, wholes, self._constants, known, load, part)
+        loss = loss or recipe.loss
+        share = batch or (lambda everything: everything)
+        if step is None and recipe.clip is not None:
+            raise ParityError("job.reference(clip=...) needs job.parallel(step=...), which clips as the program does")
+        optimizer = None if step is not None else recipe.optimizer(list(model.parameters()))
+        recording = StepRecording()
+        with without_dropout(model) as drops:
+            for number in range(1, COMPARED_STEPS + 1):
+                self._step(
+                    model, recording, number, loss, step, optimizer, share(recipe.global_batch(number)), gradients
+                )
+        trace = recording.trace
+        assert trace is not None
+        if drops:
+            self._step(model, recording, DROPOUT_STEP, loss, step, optimizer, share(recipe.global_batch(1)), gradients)
+            assert recording.trace is not None
+            recording.tensors |= {("dropout", call, name): x for (kind, name, call), x
+                                  in recording.trace.tensors.items() if kind == "output"}  # fmt: skip
+        own = share(recipe.global_batch(1))
+        alone = {}
+        if batch is not None:
+            with without_dropout(whole), torch.random.fork_rng(devices=[]):
+                alone = _alone(whole, recipe, own)
+        keep(recording, LOCAL, 1, alone)
+        rows = {key: self._rows_of(key, x, recipe) for key, x in _tensors_by_key(own).items()}
+        _write(self._folder, f"{PARALLEL}-{self.rank}", recording.tensors, trace, {
+            "losses": recording.losses, "parts": {name: p.as_json() for name, p in parts.items()}, "lost": lost,
+            "coordinates": {axis: self.index(axis) for axis in self.axes}, "dropout": drops, "rows": rows,
+        })  # fmt: skip
+
+    def _step(self, model: nn.Module, recording: StepRecording, number: int, loss: Loss, step: Any,
+              optimizer: torch.optim.Optimizer | None, batch: Any, gradients: bool) -> None:  # fmt: skip
+        """One step of the parallel program, traced where it is the first or the one with dropout."""
+        names = clean_names(
+            [n for n, _ in model.named_parameters()], frozenset(n for n, _ in self._known[0].named_modules())
+        )
+        parameters = {names[name]: p for name, p in model.named_parameters()}
+
+        kept = not gradients
+
+        def keep_gradients() -> None:
+            nonlocal kept
+            if not kept:  # at the first of several optimizers
+                keep(
+                    recording,
+                    "gradient",
+                    number,
+                    {n: local_of(p.grad) for n, p in parameters.items() if p.grad is not None},
+                )
+            kept = True
+
+        trace = Trace(model, frozenset(name for name, _ in self._known[0].named_modules()))
+        with trace if number in (1, DROPOUT_STEP) else _nothing(), _before_optimizers(keep_gradients):
+            if step is not None:
+                value = step(model, batch)
+                keep_gradients()
+            else:
+                assert optimizer is not None
+                value = loss(model, batch)
+                value.backward()
+                keep_gradients()
+                optimizer.step()
+                optimizer.zero_grad()
+        if number in (1, DROPOUT_STEP):
+            recording.trace = trace
+        recording.losses.append(float("nan") if value is None else float(local_of(torch.as_tensor(value))))
+        keep(recording, "weight", number, {n: local_of(p) for n, p in parameters.items()})
+
+    def _rows_of(self, key: str, own: Tensor, recipe: ReferenceRecipe) -> dict[str, Any] | None:
+        """Which rows (or columns) of a global batch's tensor this rank has; None where it has others."""
+        whole = _tensors_by_key(recipe.global_batch(1)).get(key)
+        found = None if whole is None else find_part(key, own, whole)
+        return None if found is None else found.as_json()
+
+
+def _alone(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> dict[str, Tensor]:
+    """The gradient of this rank's share alone; nothing where the reference's loss cannot take it."""
+    try:
+        return gradient_alone(model, recipe, batch)
+    except (RuntimeError, ValueError, IndexError, KeyError, TypeError):  # a share in a form that only the program reads
+        return {}
+
+
+def _tensors_by_key(batch: Any) -> dict[str, Tensor]:
+    if isinstance(batch, Tensor):
+        return {"batch": batch}
+    items = (
+        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
+    )
+    return {str(key): x for key, x in items if isinstance(x, Tensor)}
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _before_optimizers(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` before every optimizer's step while the context is entered."""
+    handle = register_optimizer_step_pre_hook(lambda optimizer, arguments, keywords: act())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _write(
+    folder: Path, name: str, tensors: Mapping[tuple[str, int, str], Tensor], trace: Trace, facts: Mapping[str, Any]
+) -> None:
+    """Leave tensors under `kind|step|name`, and facts beside them."""
+    named = {f"{kind}|{step}|{name}": x for (kind, step, name), x in tensors.items()}
+    named |= {f"{kind}|{call}|{module}": x for (kind, module, call), x in trace.tensors.items()}
+    save_file({key: x.detach().cpu().contiguous() for key, x in named.items()}, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(json.dumps(dict(facts)))
+
+
+def check_rank(rank: Rank, file: Path, name: str, precision: str, out: Path) -> None:
+    """A check's process: the function `name` of a file."""
+    function = vars(load_checks(file))[name]
+    call_check(function, rank, rank.mesh.grid.axes, precision, out)
+
+
+def call_check(
+    function: Callable[[ParityJob], None], rank: Rank, axes: Sequence[tuple[str, int]], precision: str, folder: Path
+) -> None:
+    """Call a check's function on one rank, in the precision that parameters are then made in."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(CASTS[precision] or before)
+    torch.manual_seed(1)
+    try:
+        job = ParityJob(rank, axes, precision, folder)
+        function(job)
+    finally:
+        torch.set_default_dtype(before)
+    if not job.compared:
+        raise ParityError(f"{function.__name__} ended without job.parallel(): there is nothing to compare")

@@ -1,0 +1,183 @@
+"""The kind of a mistake, and its module, from all that a check has left. The first that is wrong is the finding.
+
+| kind                | what shows it                                                                                |
+|---------------------|----------------------------------------------------------------------------------------------|
+| wrong part          | a first weight that is no part of the reference's, or a part that no rank holds              |
+| wrong data          | rows of the global batch that no rank takes, or a share that is no part of it                |
+| missing reduction   | partial sums where the next module takes a whole; copies that differ over an axis            |
+| scaled              | right but for a factor: the size of an axis, a mean for a sum, a sum for a mean              |
+| incomplete sum      | equal on all ranks, and one rank's term alone                                                |
+| token counts        | the mean of ranks' means; right with equal numbers of labels and wrong with unequal          |
+| clipping            | all gradients off by one factor where they are clipped, or left unclipped                    |
+| no gradient         | zero, or none, where the reference has one                                                   |
+| accumulated         | the gradient of all steps so far: it was not set to zero                                     |
+| optimizer           | right gradients, wrong weights after the step                                                |
+| stale weights       | right weights, and outputs of the weights before                                             |
+| dropout             | replicas are equal without dropout and differ with it                                        |
+| lower precision     | off by the rounding of a narrower type than the model's                                      |
+| wrong values        | none of these                                                                                |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshwright.parity.compare import Row, relative_error
+from meshwright.parity.explain import COPY, PARTIAL
+from meshwright.parity.gradients import (
+    ALL,
+    Mistake,
+    axis_words,
+    gradient_finding,
+    hypothesis_of,
+    is_rounding,
+    near,
+)
+from meshwright.parity.judge import Evidence
+from meshwright.parity.parts import Part, missing_places
+from meshwright.parity.reference import COMPARED_STEPS
+
+
+def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
+    """The first mistake in the order of cause and effect; None where all holds."""
+    failed: dict[tuple[str, int], list[str]] = {}
+    for row in (row for row in rows if not row.holds):
+        name, _, number = row.name.rpartition("step ")
+        failed.setdefault((row.kind, int(number)), []).append(name.removesuffix(", "))
+    first = _wrong_part(evidence) or _wrong_data(evidence) or forward_finding(evidence)
+    if first is not None:
+        return first
+    if wrong := failed.get(("gradient", 1)):
+        return gradient_finding(evidence, wrong)
+    if ("loss", 1) in failed:
+        text = "the loss that the program reports is not the reference's, whose outputs and gradients are right"
+        return Mistake("scaled", "(loss)", text)
+    if wrong := failed.get(("weight", 1)):
+        return _wrong_weights(evidence, wrong, 1)
+    for step in range(2, COMPARED_STEPS + 1):
+        if (late := _later(evidence, failed, step)) is not None:
+            return late
+    return _dropout(evidence)
+
+
+def _wrong_part(evidence: Evidence) -> Mistake | None:
+    """A rank's first weight that is no part of the reference's; elements that no rank holds."""
+    for rank, side in enumerate(evidence.ranks):
+        for name, why in side.facts["lost"].items():
+            text = f"rank {rank}'s first value of {name} ({why}) is no part of the reference's weights"
+            return Mistake("wrong part", name.rpartition(".")[0], text)
+    for name in evidence.names:
+        held = [part for _, _, part in evidence.holders(name)]
+        if missing := missing_places(held, evidence.weight(name).shape):
+            parts = ", ".join(sorted({str(part) for part in held})) or "none"
+            return Mistake(
+                "wrong part", name.rpartition(".")[0], f"no rank has {missing} elements of {name}: held are {parts}"
+            )
+    return None
+
+
+def _wrong_data(evidence: Evidence) -> Mistake | None:
+    """Samples of the global batch that no rank takes. A share in a form of the program's own says nothing."""
+    for key, shape in evidence.reference.facts["batch"].items():
+        rows = [side.facts["rows"].get(key) for side in evidence.ranks]
+        if not shape or None in rows:
+            continue
+        held = [Part.from_json(tree) for tree in rows]
+        if missing_places(held, shape):
+            where = "; ".join(f"rank {rank}: {part}" for rank, part in enumerate(held))
+            return Mistake(
+                "wrong data", "(data)", f"samples of {key} that no rank takes, and others several times ({where})"
+            )
+    return None
+
+
+def forward_finding(evidence: Evidence) -> Mistake | None:
+    """The first module in forward order whose output is none of the reference's.
+
+    Where its input is wrong already, the mistake is between: in a module before that gave partial sums, which were
+    taken for the whole, or else in the code of the parent.
+    """
+    lines = evidence.modules
+    for place, line in enumerate(lines):
+        output, name = line.output, line.name or "the model"
+        if output is None or output.explained:
+            continue
+        lost = line.input is not None and (not line.input.explained or line.input.kind == PARTIAL)
+        partial = [other for other in lines[:place] if other.output is not None and other.output.kind == PARTIAL]
+        if partial and (lost or all(other.name.startswith(f"{line.name}.") for other in partial)):
+            source, over = partial[-1].name, partial[-1].output
+            assert over is not None
+            text = f"{source} gives partial sums over {over.axis}, which {name} takes for the whole"
+            return Mistake("missing reduction", source, f"{text}: an all-reduce is missing")
+        where = evidence.reference.facts["parents"].get(line.name, "") if lost and place else line.name
+        if output.factor is not None and abs(output.factor - 1) > 0.01:
+            factor = f"{output.factor:.4g}{axis_words(evidence, output.factor)}"
+            return Mistake("scaled", where, f"the output of {name} is the reference's times {factor}")
+        kind = "lower precision" if is_rounding(evidence, output.error) else "wrong values"
+        text = (
+            f"the output of {name} on rank {output.rank} is off by {output.error:.1e} (allowed: {output.allowed:.1e})"
+        )
+        return Mistake(kind, where, f"{text}; so is its input, and all before is right" if lost else text)
+    return None
+
+
+def _wrong_weights(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake:
+    """Weights that are wrong after a step whose outputs and gradients are right."""
+    others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    for name in wrong:
+        if evidence.replicas_differ("weight", step, name):
+            text = f"{name}{others} differs after step {step} between ranks that hold the same part of it"
+            return Mistake("stale weights", name.rpartition(".")[0], text)
+    kept = any(x is not None for name in wrong for _, _, x, _ in evidence.pieces("gradient", step, name))
+    seen = "all gradients are right" if kept else "all outputs are right, and the program keeps no gradients to look at"
+    where = ALL if len(wrong) == len(evidence.names) else wrong[0].rpartition(".")[0]
+    text = f"{seen}, and {wrong[0]}{others} is wrong after step {step}: look at what the optimizer does"
+    return Mistake("optimizer", where, text)
+
+
+def _later(evidence: Evidence, failed: Mapping[tuple[str, int], list[str]], step: int) -> Mistake | None:
+    """A mistake that shows in this step first: all is right in the steps before."""
+    wrong, weights = failed.get(("gradient", step), []), failed.get(("weight", step), [])
+    if step == 2 and (wrong or weights or ("loss", 2) in failed) and _is_stale(evidence):
+        text = "the second step's loss is that of the first weights: what is stepped is not what computes"
+        return Mistake("stale weights", ALL, text)
+    h = hypothesis_of(evidence, wrong[0], step) if wrong else None
+    if h is not None and h.kind == "accumulated":
+        return Mistake(h.kind, ALL, f"the gradient of {wrong[0]} in step {step} is {h.text}")
+    if step == COMPARED_STEPS and evidence.reference.facts["unequal"] and (wrong or weights):
+        text = (
+            "all is right while ranks have equal numbers of valid labels, and wrong with unequal ones: a mean of means"
+        )
+        return Mistake("token counts", "(loss)", text)
+    if h is not None:
+        kind = h.kind if h.kind in ("clipping", "scaled") else "stale weights"
+        where = ALL if kind != "stale weights" else wrong[0].rpartition(".")[0]
+        return Mistake(kind, where, f"all is right before, and the gradient of {wrong[0]} in step {step} is {h.text}")
+    if ("loss", step) in failed:
+        return Mistake("stale weights", ALL, f"all is right before, and the loss of step {step} is not the reference's")
+    return _wrong_weights(evidence, weights, step) if weights else None
+
+
+def _is_stale(evidence: Evidence) -> bool:
+    """Whether the second step's loss is that of the first weights."""
+    stale = evidence.reference.facts["stale_loss"]
+    losses = [x for side in evidence.ranks if (x := side.facts["losses"][1]) == x]
+    allowed = near(evidence.allowed("loss", 2, "")) * abs(stale)
+    return bool(losses) and min(abs(x - stale) for x in (*losses, sum(losses) / len(losses))) <= allowed
+
+
+def _dropout(evidence: Evidence) -> Mistake | None:
+    """Replicas that dropout has made different: outputs that were copies on every rank, or weights of one part."""
+    if not any(side.facts["dropout"] for side in evidence.ranks):
+        return None
+    for line in evidence.modules:
+        if line.output is not None and line.output.kind == COPY:
+            held = [x for side in evidence.ranks if (x := side.get("dropout", 0, line.name)) is not None]
+            if any(relative_error(x, held[0]) > line.output.allowed for x in held):
+                text = f"the output of {line.name} is a copy on every rank, and differs under dropout: its masks differ"
+                return Mistake("dropout", line.name, text)
+    for name in evidence.names:
+        if evidence.replicas_differ("weight", COMPARED_STEPS + 1, name):
+            text = f"replicas of {name} differ after a step with dropout: masks differ where they must not"
+            return Mistake("dropout", name.rpartition(".")[0], text)
+    return None

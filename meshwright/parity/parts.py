@@ -1,0 +1,171 @@
+"""Which elements of a reference's tensor a rank holds, found by their values.
+
+A framework may cut a parameter by rows, by columns, in blocks, as rows of q, k and v of a fused weight, or flatten it
+first; and it may call it otherwise. Weights are random, so a slice of the reference's initial weight that is equal to
+a slice of the local one, bit by bit, is the same slice. Nothing has to be known of the framework, and a rank that took
+the wrong slice shows where it took it from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PADDING = -1
+"""The index of a row that the reference does not have: vocabularies are padded to what divides."""
+
+Index = tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of the reference's parameter `name`: per dim the indices in order, None for all of them.
+
+    `flat`: of the flattened parameter, as flat buffers of parameters hold it.
+    """
+
+    name: str
+    index: tuple[Index, ...]
+    flat: bool = False
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The part's values; zeros in padding."""
+        x = whole.flatten() if self.flat else whole
+        for dim, index in enumerate(self.index):
+            if index is not None:
+                places = torch.tensor(index, dtype=torch.long)
+                x = x.index_select(dim, places.clamp(min=0))
+                if (places == PADDING).any():
+                    shape = [-1 if d == dim else 1 for d in range(x.ndim)]
+                    x = torch.where((places == PADDING).view(shape), torch.zeros_like(x), x)
+        return x
+
+    @property
+    def whole(self) -> bool:
+        return not self.flat and all(index is None for index in self.index)
+
+    def __str__(self) -> str:
+        if self.whole:
+            return "all of it"
+        words = [":" if index is None else _ranges(index) for index in self.index]
+        return f"{'flat ' if self.flat else ''}[{', '.join(words)}]"
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "index": [None if i is None else list(i) for i in self.index], "flat": self.flat}
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Part:
+        index = tuple(None if i is None else tuple(i) for i in tree["index"])
+        return cls(tree["name"], index, tree["flat"])
+
+
+def _ranges(index: Sequence[int]) -> str:
+    """`0:4,8:12` for 0 1 2 3 8 9 10 11."""
+    runs: list[list[int]] = []
+    for i in index:
+        if runs and i == runs[-1][1] and i != PADDING:
+            runs[-1][1] += 1
+        elif i != PADDING:
+            runs.append([i, i + 1])
+    return ",".join(f"{start}:{end}" for start, end in runs) or "padding"
+
+
+def is_constant(x: Tensor) -> bool:
+    """Whether all elements are equal, as those of a fresh bias or norm: nothing can be found by such values."""
+    return x.numel() > 0 and bool((x == x.flatten()[0]).all())
+
+
+def find_part(name: str, local: Tensor, whole: Tensor) -> Part | None:
+    """The part of `whole` that `local` is, bit by bit; None where it is none. An empty tensor is an empty part."""
+    if local.shape == whole.shape and torch.equal(local, whole):
+        return Part(name, (None,) * whole.ndim)
+    if local.ndim != whole.ndim:
+        return _find_flat(name, local, whole) if local.ndim == 1 else None
+    cut = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
+    if local.ndim == 1 and local.numel() and (run := _find_flat(name, local, whole)):
+        return Part(name, run.index)
+    if len(cut) <= 1:
+        return _find_slices(name, local, whole, cut[0] if cut else 0)
+    return _find_block(name, local, whole, cut)
+
+
+def _find_slices(name: str, local: Tensor, whole: Tensor, dim: int) -> Part | None:
+    """Slices along one dim, in any order; those that come after the last that is found are padding."""
+    places: dict[bytes, list[int]] = {}
+    for place, piece in enumerate(whole.unbind(dim)):
+        places.setdefault(_bytes(piece), []).append(place)
+    index: list[int] = []
+    for piece in local.unbind(dim):
+        candidates = places.get(_bytes(piece), [PADDING])
+        following = index[-1] + 1 if index else 0  # of equal slices the next in order
+        index.append(following if following in candidates else candidates[0])
+    found = [i for i in index if i != PADDING]
+    if local.shape[dim] and (not found or PADDING in index[: len(found)]):
+        return None
+    return Part(name, tuple(tuple(index) if d == dim else None for d in range(whole.ndim)))
+
+
+def _find_block(name: str, local: Tensor, whole: Tensor, cut: Sequence[int]) -> Part | None:
+    """A block, cut along several dims at multiples of its sizes."""
+    for part in box_candidates(name, local.shape, whole.shape, cut):
+        if torch.equal(part.take(whole), local):
+            return part
+    return None
+
+
+def box_candidates(name: str, local: Sequence[int], whole: Sequence[int], cut: Sequence[int]) -> list[Part]:
+    """All blocks of a local shape in a whole one: at multiples of their sizes along the dims `cut`, and at the ends."""
+    if any(not 0 < local[dim] <= whole[dim] for dim in cut):
+        return []
+    last = {dim: whole[dim] - local[dim] for dim in cut}
+    starts = product(*(sorted({*range(0, last[dim] + 1, local[dim]), last[dim]}) for dim in cut))
+    return [
+        Part(name, tuple(
+            tuple(range(start[cut.index(d)], start[cut.index(d)] + local[d])) if d in cut else None
+            for d in range(len(whole))
+        ))
+        for start in starts
+    ]  # fmt: skip
+
+
+def _find_flat(name: str, local: Tensor, whole: Tensor) -> Part | None:
+    """A run of the flattened parameter."""
+    flat, size = whole.flatten(), local.numel()
+    if size == 0:
+        return Part(name, ((),), flat=True)
+    for start in (flat[: flat.numel() - size + 1] == local[0]).nonzero().flatten().tolist():
+        if torch.equal(flat[start : start + size], local):
+            return Part(name, (tuple(range(start, start + size)),), flat=True)
+    return None
+
+
+def box_part(name: str, offsets: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> Part:
+    """The part that a box is."""
+    index = tuple(
+        None if size == length else tuple(range(offset, offset + size))
+        for offset, size, length in zip(offsets, sizes, whole, strict=True)
+    )
+    return Part(name, index)
+
+
+def missing_places(parts: Sequence[Part], shape: Sequence[int]) -> int:
+    """How many elements of a parameter no part holds."""
+    covered = torch.zeros(tuple(shape), dtype=torch.bool)
+    for part in parts:
+        if part.whole:
+            return 0
+        view = covered.view(-1) if part.flat else covered
+        indices = [list(range(n)) if i is None else [j for j in i if j != PADDING]
+                   for i, n in zip(part.index, view.shape, strict=True)]  # fmt: skip
+        if all(indices):
+            view[torch.meshgrid(*(torch.tensor(i) for i in indices), indexing="ij")] = True
+    return int((~covered).sum())
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,55 @@
+"""pytest's plugin, an entry point of this package: functions under `@parity.check` are tests, one a number of ranks.
+
+A check is found in any file that pytest collects, whatever the function is called; a failed one shows what is wrong and
+where, and no stack of calls. The option --parity-precision stands for every check's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.parity.check import CHECK_PRECISIONS, ParityCheck, checks_of, run_check
+
+
+class ParityFailure(Exception):
+    """A check that does not hold, as pytest reports it."""
+
+
+class ParityItem(pytest.Item):
+    """One check as a test."""
+
+    def __init__(self, *, check: ParityCheck, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.check = check
+
+    def runtest(self) -> None:
+        result = run_check(self.check, self.config.getoption("--parity-precision"))
+        if not result.holds:
+            rows = [f"  {row.kind} of {row.name}: {row.error:.1e} > {row.allowed:.1e}" for row in result.failed[:8]]
+            raise ParityFailure("\n".join([result.error or result.verdict, *rows]))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, ParityFailure):
+            return f"{self.check.title} does not compute what one process computes\n{excinfo.value}"
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[Any, int | None, str]:
+        return self.path, None, self.check.title
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--parity-precision`."""
+    group = parser.getgroup("parity")
+    group.addoption(
+        "--parity-precision", choices=CHECK_PRECISIONS, default=None, help="instead of what each check says"
+    )
+
+
+def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[ParityItem] | None:
+    """The checks of a decorated function; None of anything else, which is then pytest's to look at."""
+    checks = list(checks_of(obj))
+    if not checks or checks[0].name != name:  # an import under another name is collected where it stands
+        return None
+    return [ParityItem.from_parent(collector, name=check.title, check=check) for check in checks]

@@ -1,0 +1,132 @@
+"""A check's result as a table for people, a dict for scripts, and a page that shows the modules in forward order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from meshwright.parity.check import ParityResult
+from meshwright.parity.compare import Row
+from meshwright.parity.explain import CUT, PARTIAL, WRONG, Explanation
+from meshwright.parity.judge import ModuleLine
+
+MOST_ROWS = 8
+KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights"}
+
+
+def as_dict(results: Sequence[ParityResult]) -> dict[str, Any]:
+    """Every check with its finding, its comparisons and its modules."""
+    return {"holds": all(result.holds for result in results), "checks": [_result_dict(result) for result in results]}
+
+
+def _result_dict(result: ParityResult) -> dict[str, Any]:
+    return {
+        "check": result.check.name,
+        "file": str(result.check.file),
+        "axes": dict(result.check.axes),
+        "precision": result.precision,
+        "holds": result.holds,
+        "verdict": result.verdict,
+        "finding": None if result.finding is None else asdict(result.finding),
+        "error": result.error,
+        "zero_gradients": list(result.dead),
+        "seconds": round(result.seconds, 3),
+        "comparisons": [asdict(row) | {"holds": row.holds} for row in result.rows],
+        "modules": [asdict(line) for line in result.modules],
+    }
+
+
+def worst_row(rows: Sequence[Row]) -> Row:
+    """The row that is furthest off for what it may be. Not-a-number is further than any number."""
+    return max(rows, key=lambda row: (row.error != row.error, row.error / (row.allowed or 1.0)))
+
+
+def render(results: Sequence[ParityResult]) -> None:
+    """A line a check, with the worst comparison of each kind; then what is wrong, and where."""
+    table = Table("check", "precision", *KINDS.values(), Column("seconds", justify="right"), "")
+    for result in results:
+        cells = []
+        for kind in KINDS:
+            rows = [row for row in result.rows if row.kind == kind]
+            worst = worst_row(rows) if rows else None
+            cells.append("-" if worst is None else f"{worst.error:.1e} of {worst.allowed:.0e}")
+        mark = "equal" if result.holds else "no comparison" if result.error else "DIFFERS"
+        table.add_row(result.check.title, result.precision, *cells, f"{result.seconds:.1f}", mark)
+    console = Console(highlight=False)
+    console.print(table)
+    for result in results:
+        if not result.holds:
+            console.print(f"\n{result.check.title}: {result.error or result.verdict}", markup=False, soft_wrap=True)
+            for row in result.failed[:MOST_ROWS]:
+                console.print(f"  {row.kind} of {row.name}: {row.error:.1e} > {row.allowed:.1e}", markup=False)
+            if len(result.failed) > MOST_ROWS:
+                console.print(f"  ... and {len(result.failed) - MOST_ROWS} more (--json lists all)", markup=False)
+
+
+def write_page(results: Sequence[ParityResult], path: Path) -> Path:
+    """One HTML file that needs nothing else."""
+    from jinja2 import Environment, PackageLoader
+
+    templates = Environment(loader=PackageLoader("meshwright.parity", "."), autoescape=True, trim_blocks=True)
+    checks = [{"result": result, "modules": _page_lines(result), "kinds": _page_kinds(result)} for result in results]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(templates.get_template("page.html").render(checks=checks, holds=all(r.holds for r in results)))
+    return path
+
+
+def _page_kinds(result: ParityResult) -> list[dict[str, Any]]:
+    lines = []
+    for kind, label in KINDS.items():
+        rows = [row for row in result.rows if row.kind == kind]
+        if rows:
+            failed = sum(not row.holds for row in rows)
+            lines.append({"label": label, "count": len(rows), "failed": failed, "worst": worst_row(rows)})
+    return lines
+
+
+def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
+    """The modules as a person reads them, parents before their children; the finding's is marked."""
+    named = None if result.finding is None else result.finding.module
+    wrong = {row.name.rpartition(", step ")[0].rpartition(".")[0] for row in result.failed if row.kind == "gradient"}
+    lines = {line.name: line for line in result.modules}
+    return [
+        {
+            "name": name.rpartition(".")[2] or "the model",
+            "path": name,
+            "depth": 0 if not name else name.count(".") + 1,
+            "type": line.type,
+            "output": _words(line.output),
+            "gradient": _words(line.gradient),
+            "parameters": name in wrong,
+            "first": name == named,
+        }
+        for name, line in ((name, lines[name]) for name in _parents_first(result.modules))
+    ]
+
+
+def _parents_first(modules: Sequence[ModuleLine]) -> list[str]:
+    """Forward passes end with the parent; a reader begins with it."""
+    names = [line.name for line in modules]
+
+    def visit(parent: str) -> list[str]:
+        inside = [n for n in names if n != parent and (not parent or n.startswith(f"{parent}."))]
+        children = [n for n in inside if not any(n.startswith(f"{other}.") for other in inside)]
+        return [x for child in children for x in (child, *visit(child))]
+
+    return [*([""] if "" in names else []), *visit("")]
+
+
+def _words(explanation: Explanation | None) -> dict[str, str]:
+    if explanation is None:
+        return {"kind": "none", "text": ""}
+    e = explanation
+    text = {CUT: "a cut", PARTIAL: f"a partial sum over {e.axis}"}.get(e.kind, "equal")
+    if e.kind == WRONG:
+        times = "" if e.factor is None else f", {e.factor:.3g} times the reference's"
+        text = f"off by {e.error:.1e}{times}" if e.error < float("inf") else "another shape"
+    return {"kind": e.kind, "text": text}

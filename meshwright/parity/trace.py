@@ -1,0 +1,158 @@
+"""Records what every module of a model takes and gives during one step, and the gradients, by forward hooks.
+
+Both models are traced under the same names: the wrappers of DDP, FSDP, torch.compile and checkpointing add words to a
+module's path, which are left out. A module that is called several times in a step (microbatches) is kept once a call.
+Calls inside of the backward pass are recomputation, and are not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.ranks.dtensor import local_of
+
+WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
+"""Words that wrappers put into the paths of what they wrap."""
+
+
+def clean_names(names: Iterator[str] | list[str], known: frozenset[str] = frozenset()) -> dict[str, str]:
+    """Each name as the reference calls it. A leading `module.` (DDP) goes where no name of the reference begins so."""
+    wraps = not any(name.split(".")[0] == "module" for name in known)
+    cleaned = {}
+    for name in names:
+        words = [word for word in name.split(".") if word not in WRAPPERS]
+        while wraps and words and words[0] == "module":
+            words = words[1:]
+        cleaned[name] = ".".join(words)
+    return cleaned
+
+
+def all_tensors(value: Any) -> list[Tensor]:
+    """The tensors of arguments or a result, in order: in tuples, lists, mappings and dataclasses' fields alike."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [x for inner in value.values() for x in all_tensors(inner)]
+    if isinstance(value, (tuple, list)):
+        return [x for inner in value for x in all_tensors(inner)]
+    return []
+
+
+def traced_tensor(value: Any) -> Tensor | None:
+    """The tensor that stands for a module's input or output: the largest of floating point, else none."""
+    floats = [x for x in all_tensors(value) if x.is_floating_point()]
+    return max(floats, key=lambda x: x.numel(), default=None)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: a module that is called now is called by recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+@dataclass
+class Trace:
+    """`tensors`: (kind, module, call) -> local tensor, of the kinds input, output and output-gradient.
+
+    `order`: modules as their forward passes end. `consumers`: which module takes a module's output as it is, first.
+    """
+
+    model: nn.Module
+    known: frozenset[str] = frozenset()
+    tensors: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    consumers: dict[str, str] = field(default_factory=dict)
+    _handles: list[RemovableHandle] = field(default_factory=list)
+    _calls: dict[str, int] = field(default_factory=dict)
+    _outputs: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        names = clean_names([name for name, _ in self.model.named_modules()], self.known)
+        seen: set[str] = set()
+        for raw, module in self.model.named_modules():
+            name = names[raw]
+            if name in seen:
+                continue  # a wrapper of a module that has the name
+            seen.add(name)
+            self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after(name)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._outputs.clear()
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
+            if in_backward():
+                return
+            for x in all_tensors((arguments, keywords)):
+                producer = self._outputs.get(id(x))
+                if producer is not None and not name.startswith(f"{producer[0]}."):
+                    self.consumers.setdefault(producer[0], name)
+            taken = traced_tensor((arguments, keywords))
+            if taken is not None:
+                self.tensors["input", name, self._calls.get(name, 0)] = local_of(taken).clone()
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, result: Any) -> None:
+            if in_backward():
+                return
+            call = self._calls.get(name, 0)
+            self._calls[name] = call + 1
+            for x in all_tensors(result):
+                self._outputs.setdefault(id(x), (name, x))  # held, so that no other tensor gets its id
+            given = traced_tensor(result)
+            if given is None:
+                return
+            if name not in self.order:
+                self.order.append(name)
+            self.tensors["output", name, call] = local_of(given).clone()
+            if given.requires_grad:
+                given.register_hook(self._keep_gradient(name, call))
+
+        return hook
+
+    def _keep_gradient(self, name: str, call: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            self.tensors["output-gradient", name, call] = local_of(gradient).clone()
+
+        return hook
+
+
+class Rounding:
+    """Perturbs every module's output, and its gradient, by about one rounding: what right programs may differ by.
+
+    Each element is multiplied by 1 + eps or 1 - eps, eps the unit roundoff of its type, by chance.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._handles = [module.register_forward_hook(self._hook) for module in model.modules()]
+
+    def rounded(self, x: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, x.shape, generator=self._generator).to(x.device) * 2 - 1
+        return x * (1 + signs.to(x.dtype) * torch.finfo(x.dtype).eps)
+
+    def _hook(self, module: nn.Module, arguments: Any, result: Any) -> Any:
+        if in_backward() or not isinstance(result, Tensor) or not result.is_floating_point():
+            return None
+        moved = result + (self.rounded(result.detach()) - result.detach())
+        if moved.requires_grad:
+            moved.register_hook(self.rounded)
+        return moved
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()

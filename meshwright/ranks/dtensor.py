@@ -1,0 +1,47 @@
+"""torch's device mesh over a job's ranks, and what of torch's distributed tensors this rank holds.
+
+`meshwright parity` looks at models that other libraries have cut: FSDP2 and tensor-parallel plans keep parameters,
+gradients and activations as DTensors, whose local part and place in the whole are read here, without a message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def device_mesh(axes: Sequence[tuple[str, int]], device_type: str = "cpu") -> DeviceMesh:
+    """torch's device mesh over all ranks, outermost axis first. Collective over the world."""
+    sizes, names = tuple(size for _, size in axes), tuple(name for name, _ in axes)
+    assert math.prod(sizes) == dist.get_world_size(), f"{sizes} for {dist.get_world_size()} ranks"
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
+def local_of(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor as a plain tensor of its own memory; any other tensor, detached."""
+    if isinstance(x, DTensor):
+        return cast(DTensor, x.detach()).to_local().clone()  # the copy also waits for a collective that is under way
+    return x.detach()
+
+
+def box_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Offsets and sizes of this rank's part in the whole of a DTensor; None for any other tensor."""
+    if not isinstance(x, DTensor):
+        return None
+    sizes, offsets = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    return tuple(offsets), tuple(sizes)
+
+
+def write_local(x: Tensor, values: Tensor) -> None:
+    """Overwrite this rank's part."""
+    with torch.no_grad():
+        target = x.to_local() if isinstance(x, DTensor) else x
+        target.copy_(values)

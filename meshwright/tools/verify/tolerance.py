@@ -1,0 +1,40 @@
+"""How far a layout may be off from one device, stated by precision. `meshwright parity`, which knows nothing of the
+model or the data, derives its own from each check (parity/reference.py); a run's are the promise of
+README.md, and the same for every run of a precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.config import Config
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative errors allowed: of a loss, of a step's gradient norm, of a parameter's gradient, of its weight
+    before the first step and after the last.
+
+    `together`: the last weights of all parameters are one tensor. Adam divides a gradient by its own size, so that an
+    element whose gradient is nothing but rounding (a key's bias has none at all) moves by the whole rate, either way;
+    in half precision a bias that began with zeros can then be off by a fifth in two right programs.
+    """
+
+    loss: float
+    norm: float
+    gradient: float
+    weight: float
+    together: bool = False
+
+
+TOLERANCES = {
+    "float64": Tolerance(1e-10, 1e-10, 1e-12, 1e-10),
+    "float32": Tolerance(1e-5, 1e-5, 1e-5, 1e-4),
+    # Half precision rounds at 2^-8 (bf16) and 2^-11 (fp16), and sums in another order round differently.
+    "bf16": Tolerance(1e-2, 3e-2, 3e-2, 3e-2, together=True),
+    "fp16": Tolerance(2e-3, 1e-2, 1e-2, 1e-2, together=True),
+}
+
+
+def tolerance_of(config: Config) -> Tolerance:
+    """The tolerance of a run's precision."""
+    return TOLERANCES[config.precision.dtype]

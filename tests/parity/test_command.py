@@ -1,0 +1,57 @@
+"""The command and the plugin, on processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.parity.check import collect, grid_of
+
+ROOT = Path(__file__).resolve().parents[2]
+DDP = ROOT / "examples/parity/ddp.py"
+
+
+def test_the_command_says_what_differs_and_where(tmp_path: Path) -> None:
+    page = tmp_path / "parity.html"
+    command = [sys.executable, "-m", "meshwright", "parity", str(DDP), "--json", "--page", str(page)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert ran.returncode == 1, ran.stderr
+    told = json.loads(ran.stdout)
+    right, wrong = told["checks"]
+    assert right["holds"], right["verdict"]
+    assert max(row["error"] for row in right["comparisons"]) < 1e-14
+    assert wrong["finding"]["kind"] == "token counts"
+    assert "first wrong" not in page.read_text()  # a mean of means is no module's
+    assert "a mean of means" in page.read_text()
+
+
+@pytest.mark.long
+def test_pytest_collects_checks() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "meshwright.parity.plugin",
+        "-p",
+        "no:cacheprovider",
+        str(DDP),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    assert "1 failed, 1 passed" in ran.stdout, ran.stdout
+    assert "a mean of means" in ran.stdout
+
+
+def test_mistakes_are_said_before_any_process_starts(tmp_path: Path) -> None:
+    (tmp_path / "none.py").write_text("x = 1\n")
+    with pytest.raises(ConfigError, match="has no check; valid: a function under"):
+        collect(tmp_path / "none.py")
+    with pytest.raises(ConfigError, match=r"ranks=3 cannot be cut into axes .*; valid: a multiple of 2"):
+        grid_of(3, {"tp": 2})
+    assert grid_of(4, {"tp": 2}) == (("data", 2), ("tp", 2))

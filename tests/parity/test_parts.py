@@ -1,0 +1,63 @@
+"""What a local tensor is of the reference's: parts of weights, found by value, and explanations of outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.parity.explain import explain_tensors, factor_of
+from meshwright.parity.parts import Part, find_part, missing_places
+
+WHOLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+HEADS = [*range(2), *range(4, 6), *range(8, 10)]
+TWO = [{"tensor": 0}, {"tensor": 1}]
+
+
+@pytest.mark.parametrize(
+    "local",
+    [WHOLE, WHOLE[3:7], WHOLE[:, 2:4], WHOLE[4:8, 3:6], WHOLE[HEADS], WHOLE.flatten()[7:30], WHOLE[:0]],
+    ids=["whole", "rows", "columns", "block", "fused", "flat", "empty"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_is_found_by_its_values(local: torch.Tensor, dtype: torch.dtype) -> None:
+    part = find_part("w", local.to(dtype), WHOLE.to(dtype))
+    assert part is not None
+    assert torch.equal(part.take(WHOLE), local)
+    assert Part.from_json(part.as_json()) == part
+
+
+def test_rows_of_padding_are_no_part_of_the_reference() -> None:
+    padded = torch.cat([WHOLE[8:], torch.ones(2, 6)])
+    part = find_part("w", padded, WHOLE)
+    assert part is not None
+    assert str(part) == "[8:12, :]"
+    assert not part.take(WHOLE)[4:].any()
+    assert find_part("w", torch.randn(3, 6), WHOLE) is None
+
+
+def test_what_no_rank_holds_is_counted() -> None:
+    parts = [find_part("w", WHOLE[:4], WHOLE), find_part("w", WHOLE[6:, :3], WHOLE)]
+    assert missing_places([part for part in parts if part], (12, 6)) == 6 * 3 + 2 * 6
+
+
+@pytest.mark.parametrize(
+    "locals_, kind, factor",
+    [
+        ([WHOLE, WHOLE], "copy", None),
+        ([WHOLE[:6], WHOLE[6:]], "cut", None),
+        ([WHOLE[[0, 1, 2, 9, 10, 11]], WHOLE[3:9]], "cut", None),
+        ([0.3 * WHOLE, 0.7 * WHOLE], "partial", None),
+        ([2 * WHOLE, 2 * WHOLE], "wrong", 2.0),
+        ([WHOLE, WHOLE.flip(0)], "wrong", None),
+    ],
+    ids=["copy", "cut", "zigzag", "partial", "doubled", "other order"],
+)
+def test_outputs_are_explained(locals_: list[torch.Tensor], kind: str, factor: float | None) -> None:
+    found = explain_tensors({rank: x.double() for rank, x in enumerate(locals_)}, WHOLE.double(), 1e-6, TWO)
+    assert found.kind == kind
+    assert found.factor == pytest.approx(factor)
+
+
+def test_a_factor_is_of_all_elements() -> None:
+    assert factor_of(3 * WHOLE, WHOLE) == pytest.approx(3.0)
+    assert factor_of(WHOLE + 1, WHOLE) is None
