@@ -27,6 +27,7 @@ from meshwright.errors import PluginError
 OURS: Mapping[str, Mapping[str, str]] = {
     "models": {
         "gpt2": "meshwright.models.section:Gpt2",
+        "llama": "meshwright.models.llama.section:Llama",
         "bert": "meshwright.models.section:Bert",
         "transformer": "meshwright.models.section:Attentional",
         "t5": "meshwright.models.section:T5",

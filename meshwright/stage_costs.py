@@ -164,11 +164,13 @@ class AsOnDevice(TorchFunctionMode):
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         learns_mask = attn_mask is not None and attn_mask.requires_grad
         if learns_mask or (self.device_type == "cpu" and dropout_p > 0):
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
         if self.device_type == "cpu":
@@ -176,6 +178,9 @@ class AsOnDevice(TorchFunctionMode):
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
         else:
+            if enable_gqa:  # the kernel takes a key a query; FlashAttention, which a GPU has, would not ask for it
+                groups = query.shape[1] // key.shape[1]
+                key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
             bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
             attended = torch.ops.aten._scaled_dot_product_efficient_attention(
                 query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale

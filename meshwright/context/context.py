@@ -50,11 +50,13 @@ class Context:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
         scale: float | None,
     ) -> Tensor:  # fmt: skip
-        """F.scaled_dot_product_attention over whole sequences, of this rank's Q, K, V [B, A, t, E]. [B, A, t, E].
+        """F.scaled_dot_product_attention over whole sequences, of this rank's Q [B, A, t, E] and K, V [B, A/G, t, E],
+        each head of which serves G queries. [B, A, t, E].
 
         mask: of whole sequences, as the function takes it.
         """
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale)
+        grouped = query.shape[HEADS] != key.shape[HEADS]
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
 
 
 class CutContext(Context):

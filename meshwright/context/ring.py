@@ -39,7 +39,8 @@ TILE_ELEMENTS = 2**24
 class Block:
     """A product of attention between slices of a rank's queries and of a block's keys. `fuses`: by a CPU's kernel.
 
-    Q [B, A, t, E]; K, V [B, A, s, E]; bias [B, 1, 1, s] or None; l [B, A, t]; t = s where `causal`.
+    Q [B, A, t, E]; K, V [B, A/G, s, E], each head for G queries; bias [B, 1, 1, s] or None; l [B, A, t]; t = s where
+    `causal`.
     """
 
     causal: bool
@@ -54,6 +55,7 @@ class Block:
                 query, key, value, 0.0, self.causal, attn_mask=mask, scale=self.scale
             )
             return out, sums
+        key, value = (_for_each_query(x, query) for x in (key, value))
         outs, all_sums = [], []
         for rows in self._tiles(query, key):
             scores = self._scores(query[:, :, rows], key, bias, rows)
@@ -73,6 +75,7 @@ class Block:
                 gradient, query, key, value, out, sums, 0.0, self.causal, attn_mask=mask, scale=self.scale
             )
             return dq, dk, dv
+        heads, key, value = key.shape[1], _for_each_query(key, query), _for_each_query(value, query)
         inner = (gradient * out).to(sums.dtype).sum(-1, keepdim=True)
         dqs, dk, dv = [], torch.zeros_like(key, dtype=sums.dtype), torch.zeros_like(value, dtype=sums.dtype)
         for rows in self._tiles(query, key):
@@ -83,6 +86,7 @@ class Block:
             dscores = (weights * (dweights - inner[:, :, rows]) * self.scale).to(query.dtype)
             dqs.append(dscores @ key)
             dk += dscores.transpose(-1, -2) @ query[:, :, rows]
+        dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
         return torch.cat(dqs, 2), dk, dv
 
     def _tiles(self, query: Tensor, key: Tensor) -> list[slice]:
@@ -101,6 +105,11 @@ class Block:
             places = torch.arange(key.shape[2], device=key.device)
             scores = scores.masked_fill(places > places[rows, None], torch.finfo(wide).min / 2)
         return scores
+
+
+def _for_each_query(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values [B, A/G, s, E] as many times as queries: [B, A, s, E]."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
 
 
 class _AroundRing(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshwright.model import Chunk, Hidden
 from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import blocks_of
-from meshwright.models.gpt import KeyValueCache
+from meshwright.models.decoder import KeyValueCache
 from meshwright.models.section import EncoderDecoder
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.kit import Kit

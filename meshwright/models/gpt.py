@@ -6,42 +6,20 @@ Shapes: B batch, T sequence, H hidden, A local heads, E head width, N inner widt
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
+from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.attention import AttentionCore, split_heads
-from meshwright.models.chain import Chain, blocks_of
+from meshwright.models.chain import blocks_of
+from meshwright.models.decoder import Decoder, KeyValueCache
 from meshwright.models.section import Gpt2
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.gelu import gelu
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.islands import UsesIslands
-from meshwright.tensor.kit import Head, Kit
-
-
-@dataclass
-class KeyValueCache:
-    """Keys and values of the tokens seen so far, one pair a block, [B, A, T, E] each."""
-
-    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.layers[0][0].shape[2] if self.layers else 0
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append to a layer's pair and return the whole pair."""
-        if layer == len(self.layers):
-            self.layers.append((key, value))
-        else:
-            past_key, past_value = self.layers[layer]
-            self.layers[layer] = (torch.cat([past_key, key], 2), torch.cat([past_value, value], 2))
-        return self.layers[layer]
+from meshwright.tensor.kit import Kit
 
 
 class GptAttention(nn.Module):
@@ -92,10 +70,8 @@ class GptBlock(nn.Module):
         return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
 
 
-class GPT(Chain):
-    """Tokens to a loss. Batch: `tokens` and `labels`, both [B, T]."""
-
-    labels = ("labels",)
+class GPT(Decoder):
+    """Tokens to a loss."""
 
     def __init__(self, model: Gpt2, kit: Kit, chunk: Chunk | None = None) -> None:
         chunk = chunk or Chunk.whole(model.layers)
@@ -119,19 +95,7 @@ class GPT(Chain):
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         return (block(*hidden),)
 
-    def final_states(self, hidden: Hidden) -> Tensor:
-        h: Tensor = self.norm(*hidden)
-        return h
-
-    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        loss: Tensor = self.head(h, batch["labels"], scales["labels"])
-        return loss
-
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        return [cast(Head, self.head).num_correct(h, batch["labels"])]
-
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """The normed hidden states [B, T, H] of tokens that follow those in the cache."""
         h = self._embed(tokens, cache.num_tokens if cache is not None else 0)
         for block in self.blocks.values():
             h = block(h, cache)
@@ -149,7 +113,3 @@ class GPT(Chain):
         assert isinstance(model, Gpt2), model
         layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
         return Costs(0, (layer,) * model.layers, sequence * model.padded_vocabulary * model.hidden)
-
-    @staticmethod
-    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-        return {"tokens": (config.data.lengths.source,), "labels": (config.data.lengths.source,)}

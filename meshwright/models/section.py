@@ -66,6 +66,11 @@ class Network(Section):
         """The field that counts a block's branches, and their number: what tensor parallelism deals out."""
 
     @property
+    def shared_in_branches(self) -> str:
+        """The field that gives all branches of a block one parameter; empty where each parameter is a branch's own."""
+        return ""
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that it knows; none where it reads no text."""
         return 0

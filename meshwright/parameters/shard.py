@@ -1,7 +1,8 @@
 """How a parameter is divided over ranks: ShardSpec, Box, and the base class of layers that declare theirs.
 
-One principle follows from the spec: a gradient is summed over exactly those axes that split the tokens and do not
-cut the parameter. The same spec gives initial values, the gradient norm, the parameter count and checkpoints.
+One principle follows from the spec: a gradient is summed over exactly those axes whose ranks feed the parameter
+different inputs and do not cut it: axes that split tokens and, for a norm of heads, those that split heads. The same
+spec gives initial values, the gradient norm, the parameter count and checkpoints.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ class ShardSpec:
     `matrix`: takes part in matrix products, so that weight decay acts on it. `full_precision`: stays in
     float32 where O2 stores weights in half. `tied`: the first and the last pipeline stage have a copy each, and its
     gradient is the sum of both. `owner`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
-    row of it. `initial` None: the values that it was made with, which are the same on every rank.
+    row of it. `initial` None: the values that it was made with, which are the same on every rank. `partial_over`: axes
+    whose ranks feed it different inputs though they split no tokens, such as heads that one norm is for.
     """
 
     shape: tuple[int, ...]
@@ -117,6 +119,7 @@ class ShardSpec:
     full_precision: bool = False
     tied: bool = False
     owner: tuple[str, int] | None = None
+    partial_over: tuple[str, ...] = ()
 
     @property
     def axes(self) -> frozenset[str]:
@@ -135,12 +138,14 @@ class ShardSpec:
         return Box(tuple(offsets), tuple(lengths))
 
     def sum_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes over which this parameter's gradient is summed: they split the tokens and do not cut it.
+        """The axes over which this parameter's gradient is summed: their ranks feed it different tokens or heads, and
+        do not cut it.
 
         And, of a tied one, the pipeline's ends, which split its uses.
         """
         ends = (ENDS,) if self.tied else ()
-        return mesh.grid.ordered([*(axis for axis in mesh.token_axes if axis not in self.axes), *ends])
+        feeding = dict.fromkeys((*mesh.token_axes, *self.partial_over))
+        return mesh.grid.ordered([*(axis for axis in feeding if axis not in self.axes), *ends])
 
 
 class ShardedModule(nn.Module):

@@ -108,6 +108,9 @@ class SubgraphKit:
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return self._common(GroupNorm(self.mesh, channels, groups, epsilon, {}), AbsentNorm)
 
+    def head_norm(self, width: int, epsilon: float) -> nn.Module:
+        return RmsNorm(self.mesh, width, epsilon, ("branch",))
+
     def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return GroupNorm(self.mesh, channels, groups, epsilon, {"branch": Shard(0)})
 

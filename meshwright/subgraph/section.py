@@ -6,13 +6,23 @@ from collections.abc import Iterator
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from meshwright.section import Positive, divisors
+from meshwright.errors import Problem
+from meshwright.section import Positive, Rule, divisors, rule
 from meshwright.tensor.section import Cut, TensorSection
 
 if TYPE_CHECKING:
     from meshwright.config import Config
     from meshwright.ranks.mesh import Mesh
     from meshwright.tensor.kit import Kit
+
+
+@rule("layout.tensor", "model")
+def branches_share_nothing(config: Config) -> Iterator[Problem]:
+    """Where ranks have different buckets, one that both sum would leave in the middle of different exchanges."""
+    tensor, shared = config.layout.tensor, config.model.shared_in_branches
+    if isinstance(tensor, Subgraph) and tensor.common == "one" and tensor.size > 1 and shared:
+        rule_text = f"gives the first rank all that branches share, and {shared} is shared inside of them"
+        yield Problem("layout.tensor.common", "one", rule_text, "all")
 
 
 class Subgraph(TensorSection):
@@ -27,6 +37,7 @@ class Subgraph(TensorSection):
     common: Literal["all", "one"] = "all"
     branch: Literal["attention-core", "attention", "block"] = "attention"
 
+    rules: ClassVar[tuple[Rule, ...]] = (branches_share_nothing,)
     idle_alone: ClassVar[tuple[str, ...]] = ("common", "branch")
 
     @property

@@ -89,6 +89,9 @@ class Kit(LinearPair, Protocol):
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         """A parameter inside of `branches`, split along `dim` as their inner width is: call it for this rank's part."""
 
+    def head_norm(self, width: int, epsilon: float) -> nn.Module:
+        """RMS norm over a head's width inside of `branches`, one weight for all heads: [..., E] -> [..., E]."""
+
     def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         """Group norm inside of `branches`, where a rank has whole groups: [B, T, N] -> [B, T, N]."""
 

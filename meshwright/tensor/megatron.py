@@ -96,6 +96,9 @@ class MegatronKit:
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return GroupNorm(self.mesh, channels, groups, epsilon, {})
 
+    def head_norm(self, width: int, epsilon: float) -> nn.Module:
+        return RmsNorm(self.mesh, width, epsilon, ("tensor",))
+
     def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return GroupNorm(self.mesh, channels, groups, epsilon, {"tensor": Shard(0)})
 

@@ -43,10 +43,12 @@ def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tens
 class RmsNorm(ShardedModule):
     """x / sqrt(mean(x^2) + epsilon) · weight."""
 
-    def __init__(self, mesh: Mesh, hidden: int, epsilon: float) -> None:
+    def __init__(self, mesh: Mesh, hidden: int, epsilon: float, heads_over: tuple[str, ...] = ()) -> None:
+        """`heads_over`: the axes that cut the heads, of a norm over a head's width."""
         super().__init__(mesh)
         self.epsilon = epsilon
-        self.weight = self.declare("weight", ShardSpec((hidden,), initial=ONES, matrix=False, full_precision=True))
+        spec = ShardSpec((hidden,), initial=ONES, matrix=False, full_precision=True, partial_over=heads_over)
+        self.weight = self.declare("weight", spec)
 
     def forward(self, h: Tensor) -> Tensor:
         x, weight = kernel_operands(h, self.mesh.device_type, self.weight)

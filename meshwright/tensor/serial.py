@@ -114,6 +114,9 @@ class SerialKit:
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return GroupNorm(self.mesh, channels, groups, epsilon, {})
 
+    def head_norm(self, width: int, epsilon: float) -> nn.Module:
+        return RmsNorm(self.mesh, width, epsilon)
+
     def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return GroupNorm(self.mesh, channels, groups, epsilon, {})
 

@@ -34,7 +34,7 @@ from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair
 from meshwright.tensor.linear import Local, bias_gradient, cast, linear, lookup, write_part
-from meshwright.tensor.norms import GroupNorm, split_layer_norm
+from meshwright.tensor.norms import GroupNorm, RmsNorm, split_layer_norm
 from meshwright.tensor.summa import Panels, Sizes, Stationary, Summa, W, X, Y, best_stationary
 
 
@@ -227,6 +227,9 @@ class TesseractKit:
 
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return GroupNorm(self.mesh, channels, groups, epsilon, {"col": Shard(0)})
+
+    def head_norm(self, width: int, epsilon: float) -> nn.Module:
+        return RmsNorm(self.mesh, width, epsilon, ("col",))
 
     def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return GroupNorm(self.mesh, channels, groups, epsilon, {"col": Shard(0)})

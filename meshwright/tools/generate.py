@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError
-from meshwright.models.gpt import KeyValueCache
+from meshwright.models.decoder import KeyValueCache
 from meshwright.tools.evaluate.beam import beam_of
 from meshwright.tools.evaluate.load import LoadedText, config_at, load_sequence, load_text
 from meshwright.tools.evaluate.sequence import answers, source_ids, text_of

@@ -38,6 +38,12 @@ TRANSFORMERS = {"transformer-base", "transformer-big", "transformer-tiny"}
 T5S = {"t5-small", "t5-base", "t5-large", "t5-large-32heads", "t5-tiny"}
 """Counted in tests/models/test_t5.py."""
 
+LLAMAS = {
+    "smollm2-135m", "llama-mini", "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b",
+    "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-8b",
+}  # fmt: skip
+"""Counted in tests/models/test_llama.py."""
+
 
 def num_parameters(model: Model) -> int:
     """GPT-2's count, from its layers: attention 4 H^2 + 4 H, feed-forward 2 H N + N + H, two norms 4 H."""
@@ -48,7 +54,7 @@ def num_parameters(model: Model) -> int:
 
 
 def test_every_shipped_model_is_in_the_table() -> None:
-    assert set(model_names()) == set(PARAMETERS) | VITS | BERTS | RESNEXTS | TRANSFORMERS | T5S
+    assert set(model_names()) == set(PARAMETERS) | VITS | BERTS | RESNEXTS | TRANSFORMERS | T5S | LLAMAS
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -12,6 +12,7 @@ from meshwright.config import parse_run, rules
 from meshwright.config.rules import RULES
 from meshwright.data.section import PairData
 from meshwright.errors import ConfigError
+from meshwright.models.llama.section import Llama
 from meshwright.models.section import T5, ResNeXt, Vit
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, listed
@@ -34,7 +35,7 @@ def test_every_rule_is_listed() -> None:
 
 def test_rules_name_fields_that_exist() -> None:
     tree = parse_run({}).model_dump(by_alias=True)
-    for family in (Vit(family="vit"), T5(family="t5"), ResNeXt(family="resnext")):
+    for family in (Llama(family="llama"), Vit(family="vit"), T5(family="t5"), ResNeXt(family="resnext")):
         tree["model"] |= family.model_dump()
     tree["data"] |= PairData(kind="pairs").model_dump()
     for rule in RULES:

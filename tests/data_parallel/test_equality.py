@@ -89,7 +89,7 @@ def pair_batch(config: Config, step: int) -> Batch:
 
 
 BATCHES = {
-    "gpt2": global_batch, "bert": bert_batch, "vit": vit_batch, "resnext": vit_batch,
+    "gpt2": global_batch, "llama": global_batch, "bert": bert_batch, "vit": vit_batch, "resnext": vit_batch,
     "transformer": pair_batch, "t5": pair_batch,
 }  # fmt: skip
 

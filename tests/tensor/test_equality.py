@@ -16,6 +16,11 @@ from tests.workers import run_ranks
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "positions": 12, "vocabulary": 300, "tied": True},
     "untied": {"family": "gpt2", "positions": 12, "vocabulary": 300, "tied": False},
+    "llama": {
+        "family": "llama", "positions": 12, "vocabulary": 300, "heads": 8, "key_value_heads": 4, "head_width": 6,
+        "feed_forward": 40, "head_norms": True, "biases": ["query-key-value", "output", "feed-forward"],
+        "rope": {"kind": "yarn", "factor": 4.0, "original": 16, "fast": 4.0, "slow": 0.25, "theta": 500.0},
+    },
     "bert": {"family": "bert", "positions": 12, "vocabulary": 300},
     "megatron-bert": {"family": "bert", "positions": 12, "vocabulary": 300, "norm_order": "megatron"},
     "vit": {"family": "vit", "image": 6, "patch": 2, "channels": 1, "classes": 10},

@@ -91,6 +91,8 @@ class ReferenceKit:
     def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
         return _norm(lambda x, weight, _: F.rms_norm(x, (hidden,), weight, epsilon), hidden, bias=False)
 
+    head_norm = rms_norm
+
     def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
         return _norm(lambda x, weight, bias: F.group_norm(x.mT, groups, weight, bias, epsilon).mT, channels)
 

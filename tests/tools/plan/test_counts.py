@@ -71,6 +71,7 @@ FEW = {
         synced("allreduce", memory=OFFLOADED, layout={"data": {"size": 2}}, **HALVES),
     ],
     "1-D cut": [synced("allreduce", 1, CUT)],
+    "llama": [config_for("llama", MEGATRON)],
     "2-D": [summa(FLAT, form) for form in ("gather", "stream")],
     "2.5-D": [summa(DEEP, "gather")],
     "sub-graphs": [synced("allreduce", 1, tensor) for tensor in (SUBGRAPHS[0], SUBGRAPHS[-1])],

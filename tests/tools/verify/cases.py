@@ -21,6 +21,10 @@ TEXT = {"positions": 12, "vocabulary": 300}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "layers": 2, **TEXT},
     "untied": {"family": "gpt2", "layers": 1, "tied": False, **TEXT},
+    "llama": {
+        "family": "llama", "layers": 1, "key_value_heads": 2, "feed_forward": 40, "head_norms": True,
+        "biases": ["query-key-value"], **TEXT,
+    },
     "bert": {"family": "bert", "layers": 1, **TEXT},
     "megatron-bert": {"family": "bert", "layers": 1, "norm_order": "megatron", **TEXT},
     "vit": {"family": "vit", "layers": 1, "image": 6, "patch": 2, "channels": 1, "classes": 10},

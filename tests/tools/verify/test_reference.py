@@ -62,10 +62,14 @@ def functions_of(mesh: Mesh, config: Config) -> tuple[set[str], list[str]]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_its_graph_is_torchs(model: str) -> None:
-    """The model files themselves have two functions of their own: GPT-2's GELU, and what keeps a stage's inputs."""
+    """The model files themselves have functions of their own: GPT-2's GELU, Llama's rotation and SwiGLU, and what keeps
+    a stage's inputs."""
     ours, layers = run_ranks(functions_of, SOLO, config_for(model))[0]
     family = config_for(model).model.family
-    own = {"gpt2": {"_GeluBackward"}, "transformer": {"_TogetherBackward"}, "t5": {"_TogetherBackward"}}
+    own = {
+        "gpt2": {"_GeluBackward"}, "llama": {"_RotateBackward", "_SwigluBackward"},
+        "transformer": {"_TogetherBackward"}, "t5": {"_TogetherBackward"},
+    }  # fmt: skip
     assert ours == own.get(family, set())
     assert layers == []
 
@@ -73,6 +77,7 @@ def test_its_graph_is_torchs(model: str) -> None:
 TENSORS = {
     "gpt2": {"kind": "megatron", "size": 2},
     "untied": {"kind": "tesseract", "q": 2},
+    "llama": {"kind": "megatron", "size": 2},
     "bert": {"kind": "megatron", "size": 2, "sequence_parallel": True},
     "vit": {"kind": "subgraph", "size": 2},
     "t5": {"kind": "megatron", "size": 2},

@@ -1,0 +1,62 @@
+"""The base of decoders: tokens to a loss, in training; to the next token, with what is remembered of those before."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config import Config
+from meshwright.model import Batch, Hidden, Scales
+from meshwright.models.chain import Chain
+from meshwright.tensor.kit import Head
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of the tokens seen so far, one pair a block, [B, K, T, E] each; K: heads that have some."""
+
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.layers[0][0].shape[2] if self.layers else 0
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append to a layer's pair and return the whole pair."""
+        if layer == len(self.layers):
+            self.layers.append((key, value))
+        else:
+            past_key, past_value = self.layers[layer]
+            self.layers[layer] = (torch.cat([past_key, key], 2), torch.cat([past_value, value], 2))
+        return self.layers[layer]
+
+
+class Decoder(Chain):
+    """Tokens to a loss. Batch: `tokens` and `labels`, both [B, T]. Subclasses make blocks, `norm` and `head`."""
+
+    labels = ("labels",)
+    norm: nn.Module
+    head: nn.Module
+
+    @abstractmethod
+    def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """The normed hidden states [B, T, H] of tokens that follow those in the cache."""
+
+    def final_states(self, hidden: Hidden) -> Tensor:
+        h: Tensor = self.norm(*hidden)
+        return h
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        loss: Tensor = self.head(h, batch["labels"], scales["labels"])
+        return loss
+
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        return [cast(Head, self.head).num_correct(h, batch["labels"])]
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        return {"tokens": (config.data.lengths.source,), "labels": (config.data.lengths.source,)}

@@ -1,0 +1,1 @@
+"""Llama and the decoders made like it: their section, the model, rotary positions."""

@@ -1,0 +1,142 @@
+"""Llama (Touvron et al., arXiv 2302.13971, 2307.09288) and those made like it: Qwen2, Qwen3, Mistral, SmolLM.
+
+A decoder with RMS norms at the input of each sub-layer, rotary positions (rope.py), SwiGLU, and K key-value heads, to
+each of which G queries attend (grouped queries, Ainslie et al., arXiv 2305.13245). One linear makes queries, keys and
+values: its columns are ordered by key-value head, each with its G queries, its key and its value, [H, K (G + 2) E]. So
+a cut of the columns into equal runs gives each rank whole key-value heads with their queries.
+
+Shapes: B batch, T sequence, H hidden, K local key-value heads, G queries of each, E head width, N inner width.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from meshwright.config import Config
+from meshwright.model import Batch, Chunk, Costs, Hidden
+from meshwright.models.attention import AttentionCore
+from meshwright.models.chain import blocks_of
+from meshwright.models.decoder import Decoder, KeyValueCache
+from meshwright.models.llama.rope import Rotation, rotate, rotation_of
+from meshwright.models.llama.section import Llama
+from meshwright.parameters.shard import Initial
+from meshwright.tensor.head import HeadShape
+from meshwright.tensor.kit import Kit
+from meshwright.tensor.swiglu import swiglu
+
+
+class LlamaAttention(nn.Module):
+    """Causal self-attention over this rank's key-value heads and their queries."""
+
+    def __init__(self, model: Llama, kit: Kit, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.queries = model.heads // model.num_key_value_heads
+        self.parts = (kit.local_heads(model.num_key_value_heads), self.queries + 2, model.width_of_head)
+        self.core = AttentionCore(kit, model.dropout)
+        width = model.heads * model.width_of_head
+        columns = model.num_key_value_heads * (self.queries + 2) * model.width_of_head
+        initial, last = Initial(0.02), Initial(0.02 / math.sqrt(2 * model.layers))
+        biased = "query-key-value" in model.biases
+        self.query_key_value = kit.branches.expand(model.hidden, columns, initial, bias=biased)
+        if model.head_norms:
+            self.query_norm = kit.head_norm(model.width_of_head, model.norm_epsilon)
+            self.key_norm = kit.head_norm(model.width_of_head, model.norm_epsilon)
+        self.head_norms = model.head_norms
+        self.output = kit.branches.contract(width, model.hidden, last, bias="output" in model.biases)
+
+    def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None) -> Tensor:
+        heads = self.query_key_value(h).unflatten(-1, self.parts)  # [B, T, K, G + 2, E]
+        query, key, value = heads.split((self.queries, 1, 1), 3)
+        if self.head_norms:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = (
+            part.flatten(2, 3).transpose(1, 2) for part in (rotate(query, rotation), rotate(key, rotation), value)
+        )  # [B, K G, T, E], twice [B, K, T, E]
+        if cache is not None:
+            key, value = cache.extend(self.layer, key, value)
+        causal = query.shape[2] > 1
+        assert not causal or key.shape[2] == query.shape[2], "only one token at a time can follow a cache"
+        return self.output(self.core(query, key, value, None, causal).transpose(1, 2).flatten(2))
+
+
+class LlamaFeedForward(nn.Module):
+    """contract(silu(gate) · up), both of one linear."""
+
+    def __init__(self, model: Llama, kit: Kit) -> None:
+        super().__init__()
+        biased, last = "feed-forward" in model.biases, Initial(0.02 / math.sqrt(2 * model.layers))
+        self.expand = kit.expand(model.hidden, 2 * model.inner, Initial(0.02), groups=2, bias=biased)
+        self.contract = kit.contract(model.inner, model.hidden, last, bias=biased)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.contract(swiglu(self.expand(h)))
+
+
+class LlamaBlock(nn.Module):
+    """h + attention(norm(h)), then h + feed_forward(norm(h))."""
+
+    def __init__(self, model: Llama, kit: Kit, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = kit.rms_norm(model.hidden, model.norm_epsilon)
+        self.attention = LlamaAttention(model, kit, layer)
+        self.feed_forward_norm = kit.rms_norm(model.hidden, model.norm_epsilon)
+        self.feed_forward = LlamaFeedForward(model, kit)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None = None) -> Tensor:
+        h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache))
+        return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
+
+
+class LlamaModel(Decoder):
+    """Tokens to a loss."""
+
+    def __init__(self, model: Llama, kit: Kit, chunk: Chunk | None = None) -> None:
+        super().__init__(chunk or Chunk.whole(model.layers))
+        self.rope, self.head_width = model.rope, model.width_of_head
+        hidden, initial = model.hidden, Initial(0.02)
+        if self.chunk.first or (self.chunk.last and model.tied):
+            self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
+        if self.chunk.first:
+            self.dropout = nn.Dropout(model.dropout)
+        self.blocks = blocks_of(self.chunk, lambda layer: LlamaBlock(model, kit, layer))
+        if self.chunk.last:
+            self.norm = kit.rms_norm(hidden, model.norm_epsilon)
+            tied = self.tokens if model.tied else None
+            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial)
+            self.head = kit.head_loss(shape, tied)
+
+    def embed(self, batch: Batch) -> Hidden:
+        return (self.dropout(self.tokens(batch["tokens"])),)
+
+    def run_layers(self, hidden: Hidden, batch: Batch) -> Hidden:
+        """The rotation is computed once, and goes through the layers with the batch."""
+        return super().run_layers(hidden, batch | self._rotation(0, batch["tokens"])._asdict())
+
+    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
+        return (block(*hidden, Rotation(batch["cosines"], batch["sines"])),)
+
+    def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        rotation = self._rotation(cache.num_tokens if cache is not None else 0, tokens)
+        h = self.dropout(self.tokens(tokens))
+        for block in self.blocks.values():
+            h = block(h, rotation, cache)
+        return self.final_states((h,))
+
+    def _rotation(self, start: int, tokens: Tensor) -> Rotation:
+        """The rotation of this rank's tokens of every sequence, of which so many came before."""
+        positions = self.context.positions(start, tokens.shape[1], tokens.device)
+        return rotation_of(self.rope, self.head_width, positions)
+
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Attention counts whole, though it is causal."""
+        model, sequence = config.model, config.data.lengths.source
+        assert isinstance(model, Llama), model
+        width, pairs = model.heads * model.width_of_head, 2 * model.num_key_value_heads * model.width_of_head
+        weights = model.hidden * (2 * width + pairs + 3 * model.inner)
+        layer = sequence * (weights + 2 * sequence * width)
+        return Costs(0, (layer,) * model.layers, sequence * model.padded_vocabulary * model.hidden)

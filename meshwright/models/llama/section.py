@@ -1,0 +1,169 @@
+"""The section of the Llama family: Llama, Qwen2, Qwen3, Mistral, SmolLM. No torch.
+
+| rope.kind | frequencies                                                      | after                         |
+|-----------|------------------------------------------------------------------|-------------------------------|
+| plain     | theta^(-2i/E)                                                    | Su et al., arXiv 2104.09864   |
+| linear    | all divided by `factor`                                          | Chen et al., arXiv 2306.15595 |
+| llama3    | long waves divided by `factor`, short ones kept, a ramp between  | Llama 3.1                     |
+| yarn      | the same with a ramp over dims, and scores have a temperature    | Peng et al., arXiv 2309.00071 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from meshwright.errors import Problem
+from meshwright.models.section import TextTransformer
+from meshwright.section import Layers, Positive, Rule, Section, Share, divisors, listed, rule, union_of
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+AboveZero = Annotated[float, Field(gt=0)]
+Factor = Annotated[float, Field(ge=1)]
+
+
+class PlainRope(Section):
+    """Rotary positions as they were first: the same angles at any length."""
+
+    kind: Literal["plain"] = "plain"
+    theta: AboveZero = 10000.0
+    """The base of the frequencies' powers."""
+
+
+class LinearRope(PlainRope):
+    """Positions divided by a factor."""
+
+    kind: Literal["linear"]  # type: ignore[assignment]
+    factor: Factor
+
+
+class Llama3Rope(PlainRope):
+    """Waves longer than original / low_frequency are divided by the factor, those shorter than original /
+    high_frequency are kept, and what is between is mixed."""
+
+    kind: Literal["llama3"]  # type: ignore[assignment]
+    factor: Factor
+    original: Positive
+    """Positions of the training before it was lengthened."""
+    low_frequency: AboveZero = 1.0
+    high_frequency: AboveZero = 4.0
+
+
+class YarnRope(PlainRope):
+    """Dims that turn fewer than `slow` times within `original` positions are divided by the factor, those that turn
+    more than `fast` times are kept, and what is between is mixed."""
+
+    kind: Literal["yarn"]  # type: ignore[assignment]
+    factor: Factor
+    original: Positive
+    slow: AboveZero = 1.0
+    fast: AboveZero = 32.0
+    attention_factor: AboveZero | None = None
+    """Queries and keys are multiplied by it; null: 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """Whether the ramp begins and ends at whole dims."""
+
+
+ROPES: dict[str, type[PlainRope]] = {"plain": PlainRope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
+
+if TYPE_CHECKING:
+    Rope = PlainRope
+else:
+    Rope = union_of(ROPES, "kind", default="plain")
+
+
+@rule("model.heads", "model.key_value_heads")
+def key_value_heads_divide_heads(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, Llama), model
+    if model.heads % model.num_key_value_heads:
+        rule_text = f"does not divide model.heads={model.heads}"
+        yield Problem("model.key_value_heads", model.num_key_value_heads, rule_text, listed(divisors(model.heads)))
+
+
+@rule("model.hidden", "model.heads", "model.head_width")
+def heads_have_a_width(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, Llama), model
+    if model.head_width is None and model.hidden % model.heads:
+        rule_text = f"does not divide model.hidden={model.hidden}, and no model.head_width is given"
+        yield Problem("model.heads", model.heads, rule_text, listed(divisors(model.hidden)))
+    elif model.width_of_head % 2:
+        rule_text = "is odd, and rotary positions turn pairs of a head's numbers"
+        yield Problem("model.head_width", model.width_of_head, rule_text, "an even number")
+
+
+@rule("model.rope")
+def rope_has_a_ramp(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, Llama), model
+    rope = model.rope
+    if isinstance(rope, Llama3Rope) and rope.low_frequency >= rope.high_frequency:
+        rule_text = f"is not below model.rope.high_frequency={rope.high_frequency}"
+        yield Problem("model.rope.low_frequency", rope.low_frequency, rule_text, "a lower number")
+    if isinstance(rope, YarnRope) and rope.slow >= rope.fast:
+        yield Problem("model.rope.slow", rope.slow, f"is not below model.rope.fast={rope.fast}", "a lower number")
+
+
+Linears = Literal["query-key-value", "output", "feed-forward"]
+
+
+class Llama(TextTransformer):
+    """A decoder with rotary positions, RMS norms at the input of each sub-layer, grouped queries and SwiGLU."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (key_value_heads_divide_heads, heads_have_a_width, rope_has_a_ramp)
+
+    family: Literal["llama"]
+    chain: ClassVar[str] = "meshwright.models.llama.model:LlamaModel"
+    cuts_context: ClassVar[bool] = True
+    key_value_heads: Positive | None = None
+    """K, each of which serves heads / K queries; null: as many as heads."""
+    head_width: Positive | None = None
+    """E; null: hidden / heads."""
+    feed_forward: Positive = 2048
+    positions: Positive = 2048
+    """Tokens that a sequence may have; there is no table of them."""
+    vocabulary: Positive = 32000
+    norm_epsilon: AboveZero = 1e-5
+    dropout: Share = 0.0
+    rope: Rope = PlainRope()
+    head_norms: bool = False
+    """RMS norms of each head's queries and keys before they are turned, with one weight for all heads (Qwen3)."""
+    biases: tuple[Linears, ...] = ()
+    """Which linears have biases: Qwen2's are [query-key-value]."""
+    tied: bool = False
+    layers: Layers = 12
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.heads if self.key_value_heads is None else self.key_value_heads
+
+    @property
+    def width_of_head(self) -> int:
+        return self.hidden // self.heads if self.head_width is None else self.head_width
+
+    @property
+    def inner(self) -> int:
+        return self.feed_forward
+
+    @property
+    def branches(self) -> tuple[str, int]:
+        """A key-value head with its queries."""
+        field = "model.heads" if self.key_value_heads is None else "model.key_value_heads"
+        return field, self.num_key_value_heads
+
+    @property
+    def shared_in_branches(self) -> str:
+        return "model.head_norms" if self.head_norms else ""
+
+    @property
+    def widths(self) -> tuple[tuple[str, int], ...]:
+        return *super().widths, ("model.feed_forward", self.feed_forward)
+
+    @property
+    def tables(self) -> tuple[tuple[str, int], ...]:
+        return ()

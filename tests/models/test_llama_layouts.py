@@ -1,0 +1,134 @@
+"""Llama under every axis computes what one device computes: float64 gradients to 1e-12 relative, losses to 1e-10.
+
+Grouped queries, norms of heads, biases everywhere and YaRN's positions at once: what a layout could mistake. A norm of
+heads is one weight for all heads, so where ranks have different heads each has a part of its gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.config import Config, parse_config
+from meshwright.errors import ConfigError
+from tests.context.test_equality import BLOCKS, CUT, ONE_D, config_for, serial
+from tests.tensor.test_equality import LONG, MODELS, check, run
+
+RING, ULYSSES = ({"size": 2, "kind": kind} for kind in ("ring", "ulysses"))
+SUBGRAPH = {"kind": "subgraph", "size": 2}
+ZERO1 = {"size": 2, "sync": "zero1", "bucket": 8192}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1-D": {"tensor": ONE_D},
+    "1-D of 4, cut": {"tensor": CUT | {"size": 4}},
+    "2-D": {"tensor": BLOCKS},
+    "2.5-D": {"tensor": BLOCKS | {"d": 2}},
+    "branches": {"tensor": SUBGRAPH | {"branch": "block"}},
+    "branches' cores": {"tensor": SUBGRAPH | {"branch": "attention-core"}},
+    "ring": {"context": RING},
+    "ulysses": {"context": ULYSSES},
+    "ring of 4 x replicas": {"context": RING | {"size": 4}, "data": ZERO1},
+    "ulysses x 1-D": {"context": ULYSSES, "tensor": ONE_D},
+    "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
+    "stages x 2-D": {"pipeline": {"size": 2, "schedule": "message-driven"}, "tensor": BLOCKS},
+    "fsdp": {"data": {"size": 2, "sync": "fsdp"}},
+}
+ONLY_LONG = {"1-D of 4, cut", "2.5-D", "branches", "ring of 4 x replicas", "stages x 2-D"}
+"""Layouts whose parts others show."""
+
+
+def llama(layout: dict[str, Any], **changes: Any) -> Config:
+    layout = dict(layout)
+    micro = 2 if "pipeline" in layout or "data" in layout else 4
+    return config_for("llama", layout.pop("context", {}), layout=layout, batch={"global": 8, "micro": micro}, **changes)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ONLY_LONG else name for name in LAYOUTS]
+)
+def test_equals_serial(name: str) -> None:
+    check(run(llama(LAYOUTS[name])), serial("llama"))
+
+
+@pytest.mark.parametrize("recompute", ["selective", 1])
+def test_equals_serial_with_recomputation(recompute: str | int) -> None:
+    check(run(llama(LAYOUTS["ulysses x 1-D"], memory={"recompute": recompute})), serial("llama"))
+
+
+def test_equals_serial_with_the_common_layers_on_one_rank() -> None:
+    model = MODELS["llama"] | {
+        "layers": 1,
+        "hidden": 24,
+        "head_norms": False,
+        "vocabulary_multiple": 12,
+        "positions": 48,
+    }
+    layout = {"tensor": SUBGRAPH | {"branch": "attention-core", "common": "one"}}
+    check(run(llama(layout, model=model)), run(llama({}, model=model))[0])
+
+
+def test_twenty_steps_of_a_mixture() -> None:
+    layout = {"context": RING, "tensor": ONE_D, "data": ZERO1}
+    check(run(llama(layout, steps=LONG)), run(llama({}, steps=LONG))[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_half_precision_trains_as_on_one_device(level: str) -> None:
+    precision = {"level": level, "dtype": "bf16"}
+    expected, _ = run(llama({}, precision=precision))[0]
+    for losses, _ in run(llama(LAYOUTS["ulysses x 1-D"], precision=precision)):
+        torch.testing.assert_close(losses, expected, rtol=5e-3, atol=0)
+
+
+REAL = [(49152, {"tensor": ONE_D}), (128256, {"context": RING}), (151936, {"tensor": BLOCKS})]
+
+
+@pytest.mark.parametrize("vocabulary, layout", REAL, ids=[str(vocabulary) for vocabulary, _ in REAL])
+def test_equals_serial_with_a_real_vocabulary(vocabulary: int, layout: dict[str, Any]) -> None:
+    model = {
+        "family": "llama", "layers": 1, "hidden": 8, "heads": 4, "key_value_heads": 2, "feed_forward": 12,
+        "positions": 16, "vocabulary": vocabulary, "tied": vocabulary == 49152,
+    }  # fmt: skip
+    changes = {"model": model, "data": {"sequence": 16}}
+    check(run(llama(layout, **changes)), run(llama({}, **changes))[0])
+
+
+@pytest.mark.parametrize(
+    "model, layout, message",
+    [
+        (
+            {"heads": 6, "key_value_heads": 2},
+            {"tensor": {"kind": "megatron", "size": 4}},
+            "layout.tensor.size=4 does not divide model.key_value_heads=2; valid: 1, 2",
+        ),
+        (
+            {"heads": 6, "key_value_heads": 3},
+            {"context": {"size": 2, "kind": "ulysses"}},
+            "layout.context.size=2 does not divide model.key_value_heads=3, which kind=ulysses deals out inside of "
+            "attention; valid: 1, 3",
+        ),
+        ({"heads": 6, "key_value_heads": 4}, {}, "model.key_value_heads=4 does not divide model.heads=6; valid: 1, 2"),
+        ({"heads": 8, "head_width": 3}, {}, "model.head_width=3 is odd, and rotary positions turn pairs"),
+        ({"heads": 5}, {}, "model.heads=5 does not divide model.hidden=24, and no model.head_width is given; valid: 1"),
+        (
+            {"head_norms": True},
+            {"tensor": SUBGRAPH | {"common": "one"}},
+            "layout.tensor.common=one gives the first rank all that branches share, and model.head_norms is shared "
+            "inside of them; valid: all",
+        ),
+        ({"rope": {"kind": "longrope"}}, {}, "model.rope.kind=longrope"),
+        ({"rope": {"kind": "linear"}}, {}, "model.rope.factor"),
+        (
+            {"rope": {"kind": "llama3", "factor": 8, "original": 64, "low_frequency": 4, "high_frequency": 1}},
+            {},
+            "model.rope.low_frequency=4.0 is not below model.rope.high_frequency=1.0",
+        ),
+    ],
+)
+def test_what_does_not_go_is_refused(model: dict[str, Any], layout: dict[str, Any], message: str) -> None:
+    shape = {"family": "llama", "layers": 1, "hidden": 24, "heads": 4, "feed_forward": 24, "vocabulary": 300}
+    with pytest.raises(ConfigError) as refusal:
+        parse_config({"model": shape | model, "data": {"sequence": 16}, "layout": layout})
+    assert message in str(refusal.value)
