@@ -5,7 +5,7 @@ memory and their clock, GPUs their host.
 |-----------|---------------------------------------|-----------------------------------------------------------------|
 | launch    | -                                     | a kernel of a few elements, with its part of autograd           |
 | product D | the cube root of mnk                  | a product in dtype D: mean of a linear's three, of three shapes |
-| attention | flops, forward and backward           | a fused attention forward and backward                          |
+| attention | flops, forward and backward           | a fused causal attention forward and backward                   |
 | stream    | bytes read and written                | an element-wise kernel, forward and backward                    |
 | special   | elements                              | an exponential and the like                                     |
 | random    | elements                              | a draw of random numbers                                        |
@@ -139,7 +139,7 @@ def _attentions(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterato
             def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v, dy: Tensor = dy) -> None:
                 torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), dy)
 
-            products = 2 + 5  # forward, and backward, which computes the first one again
+            products = (2 + 5) / 2  # forward, and backward, which computes the first one again; half of each is masked
             yield products * 2.0 * q.numel() * length, timer.seconds(attend)
 
 

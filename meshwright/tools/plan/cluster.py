@@ -44,9 +44,10 @@ else:
 
 class Device(Section):
     """`peak`: flops a second by dtype. `efficiency`: the part of it that a matrix product of m x n x k reaches, over
-    the cube root of mnk; `attention`: a fused attention's, where torch has one there; None: it has none, and attends
-    step by step. `bandwidth`: bytes a second of memory over the bytes that a kernel touches. `launch`: seconds before a
-    kernel begins. `elements`: seconds that an element takes on top of its bytes, in kernels of a kind (recorder.py).
+    the cube root of mnk; `attention`: a fused attention's, where torch has one there, of a causal one half the products
+    counted; None: it has none, and attends step by step. `bandwidth`: bytes a second of memory over the bytes that a
+    kernel touches. `launch`: seconds before a kernel begins. `elements`: seconds that an element takes on top of its
+    bytes, in kernels of a kind (recorder.py).
     """
 
     kind: Literal["cpu", "cuda"]

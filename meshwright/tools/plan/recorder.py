@@ -6,7 +6,7 @@ While a Recorder is entered, every operation on meta tensors is written down as 
 | kind      | a kernel that                                                                    |
 |-----------|----------------------------------------------------------------------------------|
 | product   | multiplies matrices                                                              |
-| attention | is a fused attention                                                             |
+| attention | is a fused attention; of a causal one, half of the products are left out         |
 | special   | takes exponentials, logarithms, error functions: expensive on a CPU              |
 | random    | draws random numbers                                                             |
 | element   | does anything else, at the pace of the memory                                    |
@@ -138,7 +138,8 @@ class Recorder(LiveBytes):
     ) -> None:
         name, mutates = _facts(op)
         if name not in NOTHING and (new or mutates or not results):
-            self._events.append(_kernel(name, args, given, results, self._ledger.times))
+            causal = name in ATTENTIONS and _is_causal(op, args)
+            self._events.append(_kernel(name, args, given, results, self._ledger.times, causal=causal))
 
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
         """A collective begins (planned.Observer)."""
@@ -167,12 +168,22 @@ def _facts(op: Any) -> tuple[str, bool]:
     return op._schema.name.removeprefix("aten::"), op._schema.is_mutable
 
 
-def _kernel(name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], times: int) -> Kernel:
+def _is_causal(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a fused attention leaves out what lies above the diagonal; trailing defaults are not among `args`."""
+    index = [argument.name for argument in op._schema.arguments].index("is_causal")
+    return index < len(args) and bool(args[index])
+
+
+def _kernel(
+    name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], times: int, *, causal: bool
+) -> Kernel:
     moved = _moved(name, given, results)
     touched = sum(_size_bytes(x) for x in moved)
     largest = max((x.numel() for x in moved), default=0)
     dtype = _DTYPES.get((results or given)[0].dtype, "float32") if results or given else "float32"
     flops, side = _products(name, args)
+    if causal:
+        flops /= 2
     return Kernel(_kind(name), flops, touched, largest, dtype, side, times)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config import Config, parse_config
@@ -23,8 +24,10 @@ from meshwright.parts import build_kit, build_model, empty_batch
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import LedgerTransport
+from meshwright.stage_costs import AsOnDevice
 from meshwright.tools.plan.recorder import Kernel, Program, Recorder
 from meshwright.tools.plan.recordings import Recording, Recordings
 from tests.workers import run_ranks
@@ -156,14 +159,26 @@ def test_flops_of_products_are_what_torch_counts(kit: str, ran: dict[str, list[R
 
 
 def test_flops_of_a_step_are_six_times_the_products_of_the_family() -> None:
-    """But for attention, whose fused backward pass computes the scores once more."""
+    """But for attention, whose fused backward pass computes the scores once more, and which leaves out the half that is
+    masked."""
     config = config_for(SIZE_ONE["none"])
     assert isinstance(config.model, Gpt2)
     rows, sequence = config.micro, config.data.sequence
     begin, layer, end = (sum(program.flops for [program] in link.programs.values()) for link in recordings_of(config))
-    again = 2 * rows * sequence**2 * config.model.hidden
-    recorded = begin + config.model.layers * (layer - again) + end
+    product = 2 * rows * sequence**2 * config.model.hidden
+    recorded = begin + config.model.layers * (layer + (6 - 7 / 2) * product) + end
     assert recorded == rows * chain_of(config).flops_per_sample(config)
+
+
+def test_only_a_causal_attention_leaves_out_half() -> None:
+    x = torch.empty(1, 2, 8, 4, device="meta", requires_grad=True)
+    flops = []
+    for causal in (False, True):
+        recorder = Recorder()
+        with AsOnDevice("cuda", fuses=True), recorder.program(Ledger()) as made:
+            F.scaled_dot_product_attention(x, x, x, is_causal=causal).sum().backward()
+        flops.append(flops_of(made(), "attention"))
+    assert flops == [7 * 2 * x.numel() * 8, 7 * x.numel() * 8]
 
 
 def test_a_product_has_the_side_of_one_matrix() -> None:
