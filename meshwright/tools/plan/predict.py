@@ -29,9 +29,10 @@ from meshwright.tools.plan.buckets import Buckets, Memory, PlannedBucket, memory
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.compose import Composition, Cost, StagePlan, compose_stages
 from meshwright.tools.plan.network import ClusterNetwork
+from meshwright.tools.plan.passes import Passes, run_passes
 from meshwright.tools.plan.recorder import Kernel, Program
 from meshwright.tools.plan.recordings import Recordings
-from meshwright.tools.plan.step import Passes, Sum, finish, run_passes
+from meshwright.tools.plan.step import Sum, finish
 from meshwright.tools.plan.timing import Timer
 
 SYNC = "layout.data.sync"
@@ -40,8 +41,9 @@ SYNC = "layout.data.sync"
 @dataclass(frozen=True)
 class Prediction:
     """A run's step. `config`: as it was resolved. `phases`: seconds by name. `memory`, `traffic`: of
-    the first rank of each stage; a step's ledger. `timeline`: where microbatches are many, of the first ones. `flops`:
-    floating-point operations of the busiest rank's products in a step."""
+    the first rank of each stage; a step's ledger. `timeline`: where microbatches are many, of the first ones.
+    `idle_share`: of the pipeline phase, over all of them. `flops`: floating-point operations of the busiest rank's
+    products in a step."""
 
     config: Config
     cluster: Cluster
@@ -50,6 +52,7 @@ class Prediction:
     memory: tuple[Memory, ...]
     traffic: tuple[Mapping[tuple[str, str], Traffic], ...]
     timeline: Timeline
+    idle_share: float
     flops: float
 
     @property
@@ -101,6 +104,7 @@ class Planner:
             run.memory(passes),
             tuple(run.traffic(stage) for stage in range(len(run.stages))),
             step.timeline,
+            passes.idle_share,
             run.most_flops,
         )
 

@@ -120,7 +120,7 @@ def _figures(one: Prediction) -> dict[str, Any]:
         "tokens_per_second": family.tokens_per_sample(config) * samples_per_second,
         "flops_per_device": flops,
         "peak_share": flops / one.cluster.device.peak[config.precision.dtype],
-        "idle_share": one.timeline.idle_share,
+        "idle_share": one.idle_share,
         "phases": one.phases,
         "memory": asdict(one.fullest),
     }
@@ -139,7 +139,7 @@ def _fastest(result: SearchResult) -> Table:
         table.add_row(
             str(place), figures["layout"], seconds_text(one.seconds), f"{figures['tokens_per_second']:,.0f}",
             rate_text(figures["flops_per_device"]), f"{figures['peak_share']:.1%}",
-            f"{one.timeline.idle_share:.1%}" if one.config.layout.pipeline.size > 1 else "-",
+            f"{one.idle_share:.1%}" if one.config.layout.pipeline.size > 1 else "-",
             f"{memory.total / 1e9:.2f}", f"{memory.total / one.cluster.device.memory:.0%}", memory.text,
         )  # fmt: skip
     return table
@@ -170,7 +170,7 @@ def why(loser: Loser, best: Prediction) -> str:
     own = loser.prediction
     later = {phase: own.phases.get(phase, 0.0) - best.phases.get(phase, 0.0) for phase in PHASES}
     phase = max(later, key=lambda name: later[name])
-    idle = f", idle {own.timeline.idle_share:.1%} of it" if loser.config.layout.pipeline.size > 1 else ""
+    idle = f", idle {own.idle_share:.1%} of it" if loser.config.layout.pipeline.size > 1 else ""
     return f"{own.seconds / best.seconds:.2f} x as long: most in {phase}, {seconds_text(later[phase])} more{idle}"
 
 

@@ -1,47 +1,19 @@
-"""A step on the virtual clock: the pipeline's own engine, then gradients' sums, the optimizer, publishing.
+"""The end of a step on the virtual clock: gradients' sums after the pipeline (passes.py), the optimizer, publishing.
 
 Each stage's ranks do the same at the same time, so one of them stands for all. Buckets leave when the last task that
 writes them has passed the links of their parameters, and travel one after the other beside what is left of it. The
 optimizer begins when all gradients are there and the norm is known; an offloaded one that does not need the norm takes
 each bucket as it comes.
-
-A step of many microbatches is the same thing over and over in its middle: beyond MOST_TASKS it is run with fewer,
-twice, and what one microbatch adds is taken so many times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from meshwright.config import Config
-from meshwright.parts import rule_of
-from meshwright.pipeline.clock import Pace, simulate, undisturbed
-from meshwright.pipeline.schedule import ScheduleRule
 from meshwright.pipeline.span import Span, Timeline, phase_span
-from meshwright.pipeline.task import Task, TaskKind
-from meshwright.tools.plan.buckets import Peak
-from meshwright.tools.plan.compose import Cost
-from meshwright.tools.plan.recordings import place, splits
+from meshwright.tools.plan.passes import Passes
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
-
-MOST_TASKS = 8_000
-
-TaskCosts = Callable[[int, TaskKind, int], Cost]
-"""costs(stage, kind, place): of a task of a microbatch at a place of the step (recordings.place)."""
-Latency = Callable[[int, int], float]
-"""latency(from, to): seconds of a message between neighbouring stages."""
-
-
-@dataclass(frozen=True)
-class Passes:
-    """The pipeline phase: its seconds, spans (of fewer microbatches, where there are many), each stage's last task."""
-
-    seconds: float
-    timeline: Timeline
-    last: tuple[Span, ...]
-    peaks: tuple[Peak, ...]
 
 
 @dataclass(frozen=True)
@@ -54,95 +26,6 @@ class Sum:
     publish: float
     steps: float
     lane: float
-
-
-def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed) -> Passes:
-    """All microbatches of a step. `costs`: while all stages are at work; `pace`: how much faster fewer of them are."""
-    stages, count = config.layout.pipeline.size, config.num_microbatches
-    rule = rule_of(config)
-    kinds, rounds = (3, 4) if splits(config) else (2, 2)  # where weight gradients fill waits, it takes longer
-    most = max(MOST_TASKS // (stages * kinds), rounds * _depth(rule, stages, count) + 4)
-    if count <= most:
-        return _run(rule, stages, count, count, costs, latency, pace)
-    fewer = 3 * most // 4  # both are long enough to have come to the middle
-    longer, shorter = (_run(rule, stages, some, count, costs, latency, pace) for some in (most, fewer))
-    fills = rule.limit(0, stages, count) == count
-    return _extrapolated(longer, shorter, count - most, most - fewer, fills=fills)
-
-
-def _depth(rule: ScheduleRule, stages: int, count: int) -> int:
-    """The microbatches of a step before its middle repeats itself: as many as are in flight, of which a limit that
-    grows with the step is no measure."""
-    limit = rule.limit(0, stages, count)
-    return stages if limit == count else max(limit, stages)
-
-
-def _run(
-    rule: ScheduleRule, stages: int, some: int, count: int, costs: TaskCosts, latency: Latency, pace: Pace
-) -> Passes:
-    """Simulate `some` microbatches, whose places are those of a step of `count`."""
-    known: dict[tuple[int, TaskKind, int], Cost] = {}
-    hop = cache(latency)
-
-    def cost(stage: int, task: Task) -> Cost:
-        index = task.microbatch if task.microbatch < some - 1 else count - 1
-        key = stage, task.kind, place(index, count)
-        if key not in known:
-            known[key] = costs(*key)
-        return known[key]
-
-    timeline = simulate(
-        stages,
-        some,
-        rule,
-        lambda stage, task: cost(stage, task).seconds,
-        lambda start, end, task: hop(start, end),
-        pace,
-    )
-    of_stage: list[list[Span]] = [[] for _ in range(stages)]
-    for span in timeline.spans:  # in the order in which they begin
-        of_stage[span.stage].append(span)
-    kinds = {str(kind): kind for kind in TaskKind}
-
-    def costs_of(stage: int) -> list[Cost]:
-        return [cost(stage, Task(kinds[span.name[0]], span.microbatch or 0)) for span in of_stage[stage]]
-
-    peaks = tuple(_peak(costs_of(stage)) for stage in range(stages))
-    last = tuple(spans[-1] for spans in of_stage)
-    return Passes(timeline.total_seconds, timeline, last, peaks)
-
-
-def _peak(costs: Sequence[Cost]) -> Peak:
-    live = kept = most = 0
-    for cost in costs:
-        most = max(most, live + cost.peak_bytes)
-        live += cost.kept_bytes
-        kept = max(kept, live)
-    return Peak(kept, most)
-
-
-def _extrapolated(longer: Passes, shorter: Passes, more: int, difference: int, *, fills: bool) -> Passes:
-    """The longer step with so many more microbatches; it has `difference` more than the shorter one. `fills`: each may
-    take more memory; else a limit has been reached."""
-
-    def beyond(long: float, short: float) -> float:
-        return more * (long - short) / difference
-
-    seconds = beyond(longer.seconds, shorter.seconds)
-    last = tuple(
-        replace(span, start_seconds=span.start_seconds + seconds, end_seconds=span.end_seconds + seconds)
-        for span in longer.last
-    )
-    peaks = longer.peaks
-    if fills:
-        peaks = tuple(
-            Peak(
-                long.activation_bytes + round(beyond(long.activation_bytes, short.activation_bytes)),
-                long.total_bytes + round(beyond(long.total_bytes, short.total_bytes)),
-            )
-            for long, short in zip(longer.peaks, shorter.peaks, strict=True)
-        )
-    return Passes(longer.seconds + seconds, longer.timeline, last, peaks)
 
 
 @dataclass(frozen=True)

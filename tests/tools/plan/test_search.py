@@ -68,7 +68,9 @@ class MadeUp:
         self.predicted.append(config)
         memory = memory_of(self.bytes(config), self.bytes(config) // 2)
         phases = {"pipeline": self.seconds(config), "data_parallel": 0.0, "optimizer": 0.0}
-        return Prediction(config, self.cluster, self.seconds(config), phases, (memory,), ({},), Timeline(1, ()), 1.0)
+        return Prediction(
+            config, self.cluster, self.seconds(config), phases, (memory,), ({},), Timeline(1, ()), 0.0, 1.0
+        )
 
 
 def made_up(seed: int, room: int = 1_000_000) -> tuple[Cluster, MadeUp]:

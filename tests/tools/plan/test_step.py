@@ -1,4 +1,4 @@
-"""The step on the virtual clock: long steps from short ones, gradients under the backward pass, the optimizer."""
+"""The step on the virtual clock: gradients under the backward pass, the optimizer."""
 
 from __future__ import annotations
 
@@ -9,38 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.pipeline.span import Span, Timeline
-from meshwright.pipeline.task import TaskKind
-from meshwright.tools.plan import step
-from meshwright.tools.plan.compose import Cost
-from meshwright.tools.plan.step import Passes, Peak, Sum, finish, run_passes
-from tests.tools.plan.test_predict import config_for
-
-
-def costs(stage: int, kind: TaskKind, which: int) -> Cost:
-    """Stage 1 is slower; the last microbatch has more to do."""
-    seconds = {TaskKind.FORWARD: 1.0, TaskKind.BACKWARD: 2.0, TaskKind.WEIGHT: 1.0}[kind] * (
-        1.25 if stage == 1 else 1.0
-    )
-    kept = {TaskKind.FORWARD: 10, TaskKind.BACKWARD: -10, TaskKind.WEIGHT: 0}[kind]
-    return Cost(seconds + 0.5 * (which == 2), kept, max(kept, 0) + 3)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "axonn", "message-driven"])
-def test_a_long_step_follows_from_two_shorter_ones(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = {"limit": 4} if schedule == "message-driven" else {}
-    pipeline = {"size": 3, "schedule": schedule, **limit}
-    config = config_for({}, pipeline, "none", batch={"global": 200, "micro": 1})
-    exact = run_passes(config, costs, lambda start, end: 0.1)
-    monkeypatch.setattr(step, "MOST_TASKS", 200 if schedule == "message-driven" else 1)
-    made = run_passes(config, costs, lambda start, end: 0.1)
-    assert len(made.timeline.spans) < len(exact.timeline.spans)
-    assert made.seconds == pytest.approx(exact.seconds, rel=1e-9)
-    assert made.peaks == exact.peaks
+from meshwright.tools.plan.buckets import Peak
+from meshwright.tools.plan.passes import Passes
+from meshwright.tools.plan.step import Sum, finish
 
 
 def passes(end: float = 10.0) -> Passes:
     last = Span(0, "B0", "backward", end - 4.0, end, 0)
-    return Passes(end, Timeline(1, (last,)), (last,), (Peak(0, 0),))
+    return Passes(end, Timeline(1, (last,)), (last,), (Peak(0, 0),), (0.0,))
 
 
 def test_buckets_travel_beside_the_last_task() -> None:
@@ -56,7 +32,7 @@ def test_buckets_travel_beside_the_last_task() -> None:
 
 def test_the_slowest_stage_holds_all_up_and_the_norm_comes_after() -> None:
     last = tuple(Span(stage, "B0", "backward", 0.0, 10.0 - stage, 0) for stage in range(2))
-    both = Passes(10.0, Timeline(2, last), last, (Peak(0, 0),) * 2)
+    both = Passes(10.0, Timeline(2, last), last, (Peak(0, 0),) * 2, (0.0, 0.0))
     slow, quick = Sum(9.0, 3.0, 0.0, 1.0, 0.0), Sum(10.0, 1.0, 1.0, 1.0, 0.0)
     made = finish(both, [[quick], [slow]], 0.25, streams=False, overlaps=1.0)
     assert made.phases["data_parallel"] == pytest.approx(2.0)

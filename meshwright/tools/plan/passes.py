@@ -1,0 +1,246 @@
+"""The pipeline phase of a step: the pipeline's own engine on the virtual clock, however many microbatches there are.
+
+The middle of a long step repeats itself, so a shorter step is simulated, and what it leaves out is added:
+
+| the schedule  | the shorter step is long enough when                     | and a longer one takes                   |
+|---------------|----------------------------------------------------------|------------------------------------------|
+| has limits    | all stages do what they did a period before (`_period`)  | more periods, and holds as much          |
+| fills (GPipe) | a further microbatch adds its slowest F and slowest B    | more of these two, and holds more        |
+
+Both are exact: what a stage does hangs on the state of the pipeline alone, and a state that comes back brings all that
+followed it; GPipe's seconds are the longest of many sums, each of which grows by the same for each microbatch, so that
+they never grow faster than by the slowest tasks, and once they do they always will. Tests hold both against whole
+simulations. Where no period shows in MOST_TASKS tasks, the two longest of the simulated steps are continued in a line.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from meshwright.config import Config
+from meshwright.parts import rule_of
+from meshwright.pipeline.clock import Pace, simulate, undisturbed
+from meshwright.pipeline.schedule import ScheduleRule
+from meshwright.pipeline.span import Span, Timeline
+from meshwright.pipeline.task import Task, TaskKind
+from meshwright.tools.plan.buckets import Peak
+from meshwright.tools.plan.compose import Cost
+from meshwright.tools.plan.recordings import place
+
+WHOLE_TASKS = 3_000
+"""Up to so many tasks a step is simulated whole."""
+
+MOST_TASKS = 200_000
+"""The most tasks of a shorter step."""
+
+_ROUND = 12
+"""Microbatches that are left out are a multiple of it, so that most periods divide them."""
+
+_TICKS = 2.0**40
+"""Ticks of the clock in a second. Sums of whole ticks are exact, so that a state that comes back is equal."""
+
+_ALIKE = 1e-9
+"""The difference of two equal times where stages share cores: there a task's pace changes under way."""
+
+TaskCosts = Callable[[int, TaskKind, int], Cost]
+"""costs(stage, kind, place): of a task of a microbatch at a place of the step (recordings.place)."""
+Latency = Callable[[int, int], float]
+"""latency(from, to): seconds of a message between neighbouring stages."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The pipeline phase: its seconds, each stage's last task, its most memory, and its seconds of tasks. `timeline`:
+    of a step of fewer microbatches, where there are many."""
+
+    seconds: float
+    timeline: Timeline
+    last: tuple[Span, ...]
+    peaks: tuple[Peak, ...]
+    busy: tuple[float, ...]
+
+    @property
+    def idle_share(self) -> float:
+        """The part of the phase in which stages do no task, the mean of all."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
+
+    def shown(self) -> Passes:
+        """The same with no more of its timeline than a picture can show."""
+        if len(self.timeline.spans) <= WHOLE_TASKS:
+            return self
+        return replace(self, timeline=Timeline(len(self.busy), self.timeline.spans[:WHOLE_TASKS]))
+
+    def continued(self, seconds: float, busy: Sequence[float], peaks: tuple[Peak, ...]) -> Passes:
+        """A step that is longer by so much in its middle."""
+        last = tuple(
+            replace(span, start_seconds=span.start_seconds + seconds, end_seconds=span.end_seconds + seconds)
+            for span in self.last
+        )
+        more = tuple(own + added for own, added in zip(self.busy, busy, strict=True))
+        return Passes(self.seconds + seconds, self.timeline, last, peaks, more)
+
+
+def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed) -> Passes:
+    """All microbatches of a step. `costs`: while all stages are at work; `pace`: how much faster fewer of them are."""
+    return _Pipeline(rule_of(config), config.layout.pipeline.size, config.num_microbatches, costs, latency, pace).run()
+
+
+class _Pipeline:
+    """A step of `count` microbatches, of which fewer may be simulated."""
+
+    def __init__(
+        self, rule: ScheduleRule, stages: int, count: int, costs: TaskCosts, latency: Latency, pace: Pace
+    ) -> None:
+        self.rule, self.stages, self.count, self.pace = rule, stages, count, pace
+        self.costs = cache(lambda *key: _in_ticks(costs(*key)))
+        self.latency = cache(lambda start, end: _ticks(latency(start, end)))
+        self.limit = rule.limit(0, stages, count)
+
+    def run(self) -> Passes:
+        tasks_of_one = self.stages * len(self.rule.kinds)
+        if self.count * tasks_of_one <= WHOLE_TASKS:
+            return self.simulated(self.count)
+        before: tuple[int, Passes] | None = None
+        fills = self.limit == self.count
+        for some in self.lengths(self.stages if fills else max(self.limit, self.stages)):
+            shorter = self.simulated(some)
+            if some == self.count:
+                return shorter.shown()
+            known = self.filled(some, shorter, before) if fills else self.repeated(some, shorter)
+            if known is not None:
+                return known.shown()
+            if before is not None and some * tasks_of_one > MOST_TASKS:
+                return self.line(some, shorter, *before).shown()
+            before = some, shorter
+        raise AssertionError("the last length is the whole step")
+
+    def lengths(self, depth: int) -> Iterator[int]:
+        """Numbers of microbatches to simulate: two rounds through the stages, then ever more."""
+        some = 2 * depth + 4
+        while some < self.count:
+            rounded = some + (self.count - some) % _ROUND
+            yield rounded
+            some = 2 * rounded if rounded > 2 * depth + 4 + _ROUND else rounded + depth + 4
+        yield self.count
+
+    def simulated(self, some: int) -> Passes:
+        """Simulate `some` microbatches, whose places are those of a step of `count`."""
+
+        def cost(stage: int, task: Task) -> Cost:
+            index = task.microbatch if task.microbatch < some - 1 else self.count - 1
+            return self.costs(stage, task.kind, place(index, self.count))
+
+        timeline = simulate(
+            self.stages,
+            some,
+            self.rule,
+            lambda stage, task: cost(stage, task).seconds,
+            lambda start, end, task: self.latency(start, end),
+            self.pace,
+        )
+        of_stage: list[list[Span]] = [[] for _ in range(self.stages)]
+        for span in timeline.spans:  # in the order in which they begin
+            of_stage[span.stage].append(span)
+        kinds = {str(kind): kind for kind in TaskKind}
+        peaks = tuple(
+            _peak([cost(stage, Task(kinds[span.name[0]], span.microbatch or 0)) for span in of_stage[stage]])
+            for stage in range(self.stages)
+        )
+        busy = tuple(sum(span.seconds for span in spans) for spans in of_stage)
+        return Passes(timeline.total_seconds, timeline, tuple(spans[-1] for spans in of_stage), peaks, busy)
+
+    def repeated(self, some: int, shorter: Passes) -> Passes | None:
+        """The whole step, if the shorter one has come to repeat itself before its first stage took its last one in."""
+        period = _period(shorter.timeline, exact=self.pace is undisturbed)
+        if period is None:
+            return None
+        microbatches, seconds, busy = period
+        if rest := (self.count - some) % microbatches:
+            shorter = self.simulated(some + rest)
+        times = (self.count - some - rest) // microbatches
+        return shorter.continued(times * seconds, [times * each for each in busy], shorter.peaks)
+
+    def filled(self, some: int, shorter: Passes, before: tuple[int, Passes] | None) -> Passes | None:
+        """The whole step under a schedule without a limit, if the shorter one grows by its slowest tasks."""
+        middle = [[self.costs(stage, kind, 1).seconds for stage in range(self.stages)] for kind in self.rule.kinds]
+        slowest = sum(max(seconds) for seconds in middle)
+        if before is None or self.pace is not undisturbed:
+            return None
+        grown = (shorter.seconds - before[1].seconds) / (some - before[0])
+        return self.line(some, shorter, *before) if abs(grown - slowest) <= _ALIKE * slowest else None
+
+    def line(self, some: int, longer: Passes, fewer: int, shorter: Passes) -> Passes:
+        """The whole step, as it goes on from two shorter ones."""
+        times = (self.count - some) / (some - fewer)
+
+        def beyond(long: float, short: float) -> float:
+            return times * (long - short)
+
+        peaks = longer.peaks
+        if self.limit == self.count:
+            peaks = tuple(
+                Peak(
+                    long.activation_bytes + round(beyond(long.activation_bytes, short.activation_bytes)),
+                    long.total_bytes + round(beyond(long.total_bytes, short.total_bytes)),
+                )
+                for long, short in zip(longer.peaks, shorter.peaks, strict=True)
+            )
+        busy = [beyond(*both) for both in zip(longer.busy, shorter.busy, strict=True)]
+        return longer.continued(beyond(longer.seconds, shorter.seconds), busy, peaks)
+
+
+def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]] | None:
+    """The period in which a pipeline repeats itself when its first stage takes in the last microbatch: microbatches,
+    seconds, and each stage's seconds of tasks in it.
+
+    The state of the pipeline at a moment is what its stages have begun for microbatches that are not done everywhere.
+    It has come back where each such task has begun, and will end, a period after that of as many microbatches before,
+    and each stage has begun so many of each kind meanwhile.
+    """
+    tasks: dict[tuple[int, str], list[Span]] = {}
+    for span in timeline.spans:
+        tasks.setdefault((span.stage, span.name[0]), []).append(span)  # each kind in the order of microbatches
+    taken = tasks[0, str(TaskKind.FORWARD)]
+    now = taken[-1].start_seconds
+    starts = {key: [span.start_seconds for span in spans] for key, spans in tasks.items()}
+    begun = {key: bisect_left(times, now) for key, times in starts.items()}
+    oldest = max(0, min(begun.values()) - 1)
+    slack = 0.0 if exact else _ALIKE * now
+    for microbatches in range(1, oldest):
+        seconds = now - taken[-1 - microbatches].start_seconds
+        same = all(
+            bisect_left(times, now - seconds - slack) == begun[key] - microbatches for key, times in starts.items()
+        ) and all(
+            abs(one.start_seconds - before.start_seconds - seconds) <= slack
+            and abs(one.end_seconds - before.end_seconds - seconds) <= slack
+            for key, spans in tasks.items()
+            for one, before in zip(
+                spans[oldest : begun[key]], spans[oldest - microbatches : begun[key] - microbatches], strict=True
+            )
+        )
+        if same:
+            busy = [0.0] * timeline.num_stages
+            for (stage, _), spans in tasks.items():
+                busy[stage] += sum(span.seconds for span in spans[oldest - microbatches : oldest])
+            return microbatches, seconds, busy
+    return None
+
+
+def _peak(costs: Sequence[Cost]) -> Peak:
+    live = kept = most = 0
+    for cost in costs:
+        most = max(most, live + cost.peak_bytes)
+        live += cost.kept_bytes
+        kept = max(kept, live)
+    return Peak(kept, most)
+
+
+def _ticks(seconds: float) -> float:
+    return round(seconds * _TICKS) / _TICKS
+
+
+def _in_ticks(cost: Cost) -> Cost:
+    return replace(cost, seconds=_ticks(cost.seconds))

@@ -1,0 +1,68 @@
+"""The pipeline phase of a long step is that of the whole simulation, though few of its microbatches are simulated."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
+from meshwright.pipeline.task import TaskKind
+from meshwright.tools.plan import passes
+from meshwright.tools.plan.compose import Cost
+from meshwright.tools.plan.passes import Passes, _Pipeline
+
+RULES = {
+    "gpipe": GPIPE, "1f1b": ONE_F_ONE_B, "axonn": AXONN, "message-driven": MESSAGE_DRIVEN,
+    "few": MESSAGE_DRIVEN.limited(2), "many": AXONN.limited(9),
+}  # fmt: skip
+
+
+def pipeline(rule: ScheduleRule, stages: int, count: int, seed: int, unequal: float) -> _Pipeline:
+    """Stages and links of their own speeds; the first microbatch and the last one have more to do."""
+    drawn = random.Random(seed)
+    speed = [{kind: 1 + unequal * drawn.random() for kind in TaskKind} for _ in range(stages)]
+    hops = [unequal * drawn.random() / 3 for _ in range(stages)]
+
+    def costs(stage: int, kind: TaskKind, which: int) -> Cost:
+        base = {TaskKind.FORWARD: 1.0, TaskKind.BACKWARD: 2.0, TaskKind.WEIGHT: 1.0}[kind]
+        whole = 10 + which % 2
+        kept = {rule.kinds[0]: whole, rule.kinds[1]: -4, TaskKind.WEIGHT: 4 - whole}[kind]
+        if kind is TaskKind.BACKWARD and not rule.splits:
+            kept = -whole
+        return Cost(base * speed[stage][kind] + 0.5 * (which != 1), kept, 13 + which)
+
+    return _Pipeline(rule, stages, count, costs, lambda start, end: hops[min(start, end)], passes.undisturbed)
+
+
+def same(one: Passes, whole: Passes) -> None:
+    assert one.seconds == pytest.approx(whole.seconds, rel=1e-12)
+    assert [span.end_seconds for span in one.last] == pytest.approx([span.end_seconds for span in whole.last])
+    assert [span.name[0] for span in one.last] == [span.name[0] for span in whole.last]
+    assert one.idle_share == pytest.approx(whole.idle_share, abs=1e-12)
+
+
+@given(
+    st.sampled_from(sorted(RULES)), st.integers(1, 5), st.integers(100, 150), st.integers(0, 999),
+    st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+)  # fmt: skip
+@example("gpipe", 4, 150, 3, 0.02)
+@example("message-driven", 5, 151, 7, 0.02)
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_a_long_step_follows_from_a_shorter_one(name: str, stages: int, count: int, seed: int, unequal: float) -> None:
+    steps = pipeline(RULES[name], stages, count, seed, unequal)
+    whole = steps.simulated(count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "WHOLE_TASKS", 0)
+        one = steps.run()
+    same(one, whole)
+    assert one.peaks == whole.peaks
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_a_step_of_many_microbatches_simulates_few(name: str) -> None:
+    few, many = (pipeline(RULES[name], 4, count, 1, 0.3).run() for count in (5_000, 5_000_000))
+    assert len(many.timeline.spans) == len(few.timeline.spans) <= passes.WHOLE_TASKS
+    assert many.seconds == pytest.approx(1000 * few.seconds, rel=0.01)
