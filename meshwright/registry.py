@@ -43,7 +43,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
     "data": {
         "text": "meshwright.data.section:TextData",
         "masked": "meshwright.data.section:MaskedData",
-        "pairs": "meshwright.data.section:PairData",
+        "pairs": "meshwright.data.pairs_section:PairData",
         "spans": "meshwright.data.section:SpanData",
         "images": "meshwright.data.section:ImageData",
     },

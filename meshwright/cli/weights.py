@@ -45,7 +45,7 @@ def data_prepare(
     from meshwright.data.corpus import text_corpus
     from meshwright.data.packing import pack
     from meshwright.data.pairs import pair_corpus
-    from meshwright.data.section import PairData
+    from meshwright.data.pairs_section import PairData
 
     with progress() as show:
         if pairs or target is not None or languages is not None:

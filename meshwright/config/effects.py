@@ -58,6 +58,12 @@ _SIZES = ("layout.data.size", "layout.pipeline.size", "layout.context.size", TEN
 
 EFFECTS = (
     Effect(
+        ("data.source",),
+        ("data.mixture",),
+        lambda config: not config.data.mixed,
+        lambda config: "beside data.mixture, which names the sources",
+    ),
+    Effect(
         ("layout.data.sync",),
         _SIZES,
         _sums_gradients,

@@ -290,6 +290,6 @@ class ImageSamples(ShuffledSamples):
         self._images, self._labels = packed.images(split), packed.labels(split)
         super().__init__(len(self._labels), seed)
 
-    def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+    def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         images, labels = np.asarray(self._images[rows]), np.asarray(self._labels[rows])
         return {"images": torch.from_numpy(images), "labels": torch.from_numpy(labels).unsqueeze(1)}

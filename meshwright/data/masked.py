@@ -51,7 +51,7 @@ class MaskedSamples(ShuffledSamples):
         self._text = np.setdiff1d(np.arange(specials.vocabulary_size), sorted(specials.all))
         super().__init__(len(self._starts), seed)
 
-    def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+    def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         samples = [self._sample(run, label) for run, label in zip(rows.tolist(), draws, strict=True)]
         names = [*samples[0], "next_sentence"] if self._next_sentence else list(samples[0])
         return {name: torch.from_numpy(np.stack([row[name] for row in samples])) for name in dict.fromkeys(names)}

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from meshwright.data.corpus import STDLIB, Corpus, checked_text, documents, json_records, source_identity, source_name
-from meshwright.data.section import PREPARED, PairData
+from meshwright.data.pairs_section import PairData
+from meshwright.data.section import PREPARED
 from meshwright.errors import DataError
 
 Pair = tuple[str, str]

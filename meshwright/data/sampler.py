@@ -74,7 +74,10 @@ class Sampler:
 
     def rows(self, start: int, count: int) -> np.ndarray:
         """Things [count] (int64) of the samples start, start + 1, ..., over as many epochs as these touch."""
-        samples = np.arange(start, start + count, dtype=np.int64)
+        return self.at(np.arange(start, start + count, dtype=np.int64))
+
+    def at(self, samples: np.ndarray) -> np.ndarray:
+        """Things [n] (int64) of the samples of these numbers [n]."""
         epochs, positions = np.divmod(samples, self.size)
         rows = np.empty_like(samples)
         for epoch in np.unique(epochs).tolist():
@@ -100,15 +103,19 @@ class ShuffledSamples:
     def samples(self, first: int, count: int) -> Batch:
         """Samples first ... first + count - 1 of the run: a replica asks for its rows of a global batch."""
         draws = [f"sample/{number}" for number in range(first, first + count)]
-        return self._read(self._order.rows(first, count), draws)
+        return self.read(self._order.rows(first, count), draws)
+
+    def rows(self, samples: np.ndarray) -> np.ndarray:
+        """The things [n] of the samples of these numbers [n]."""
+        return self._order.at(samples)
 
     def held_out(self, first: int, count: int) -> Batch:
         """Things first ... first + count - 1 in the file's order, each time the same."""
         assert 0 <= first <= first + count <= len(self), (first, count, len(self))
         rows = np.arange(first, first + count, dtype=np.int64)
-        return self._read(rows, [f"held out/{row}" for row in rows.tolist()])
+        return self.read(rows, [f"held out/{row}" for row in rows.tolist()])
 
-    def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+    def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         """The batch of things [count], whose random draws have these names."""
         raise NotImplementedError
 
@@ -127,7 +134,7 @@ class TokenBatches(ShuffledSamples):
             raise DataError(f"{corpus.name(split)}: {wanted}: {hint}")
         super().__init__(num_windows, seed)
 
-    def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+    def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         import torch
 
         places = rows[:, None] * self._sequence + np.arange(self._sequence + 1)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
@@ -25,7 +24,7 @@ from pydantic import Field
 from meshwright.environment import cache_folder
 from meshwright.errors import Problem
 from meshwright.models.section import Bert, ImageNetwork
-from meshwright.section import Positive, Rule, Section, divisors, listed, rule
+from meshwright.section import Positive, Rule, Section, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -88,6 +87,16 @@ class DataSection(Section):
         """Tokens of a sample of the longest batch."""
         return Lengths(0, 0)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources that are read."""
+        return (self.source,)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether samples come from a mixture of sources, and not from `source`."""
+        return False
+
     def prepare(self, config: Config, progress: ShowProgress) -> Path:
         """Build the data set, or find it built; the folder. Raises DataError where it does not suit the run."""
         raise NotImplementedError
@@ -105,21 +114,21 @@ class DataSection(Section):
         return json.loads((folder / self.header).read_text(encoding="utf-8"))["sha256"]
 
 
-@rule("data.source", "model.family")
+@rule("data.source", "data.mixture", "model.family")
 def source_exists(config: Config) -> Iterator[Problem]:
-    data, source = config.data, config.data.source
+    data, field = config.data, "data.mixture" if config.data.mixed else "data.source"
     valid = f"{data.source_name}, {data.source_forms}"
-    if source in (STDLIB, DIGITS):
-        if source != data.source_name:
-            yield Problem("data.source", source, f"is not what a {config.model.family} reads", valid)
-        return
-    path = Path(source).expanduser()
-    if not source or not path.exists():
-        yield Problem("data.source", source, "is no such file or folder", valid)
-    elif not path.is_file() and not path.is_dir():
-        yield Problem("data.source", source, "is a pipe or a device, which may never end", valid)
-    elif data.reads_folders_alone and not path.is_dir():
-        yield Problem("data.source", source, "is no folder", valid)
+    for source in data.sources:
+        path = Path(source).expanduser()
+        if source in (STDLIB, DIGITS):
+            if source != data.source_name:
+                yield Problem(field, source, f"is not what a {config.model.family} reads", valid)
+        elif not source or not path.exists():
+            yield Problem(field, source, "is no such file or folder", valid)
+        elif not path.is_file() and not path.is_dir():
+            yield Problem(field, source, "is a pipe or a device, which may never end", valid)
+        elif data.reads_folders_alone and not path.is_dir():
+            yield Problem(field, source, "is no folder", valid)
 
 
 @rule("data.sequence", "model.positions")
@@ -200,7 +209,90 @@ class TokenSection(DataSection):
         return open_splits(config, lambda split: self.samples(config, packed, split), packed.tokenizer.to_json())
 
 
-class TextData(TokenSection):
+BLOCK = 1000
+"""Samples of which each source of a mixture has an exact share."""
+MIXTURE = "mixture.json"
+
+
+def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
+    """Whole shares of BLOCK in the ratio of the weights: rounded down, what is left to the largest remainders."""
+    exact = [BLOCK * weight / sum(weights.values()) for weight in weights.values()]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda index: (shares[index] - exact[index], index))
+    for index in by_remainder[: BLOCK - sum(shares)]:
+        shares[index] += 1
+    return tuple(shares)
+
+
+@rule("data.mixture")
+def every_source_has_a_share(config: Config) -> Iterator[Problem]:
+    data = config.data
+    assert isinstance(data, MixedSection), data
+    for source, share in zip(data.mixture, shares_of(data.mixture) if data.mixture else (), strict=True):
+        if not share:
+            rule_text = f"is less than 1/{BLOCK} of the weights' sum, the least share of a source"
+            yield Problem(f"data.mixture.{source}", data.mixture[source], rule_text, "a larger weight, or leave it out")
+
+
+class MixedSection(TokenSection):
+    """Base of the kinds whose samples may come from several sources: `mixture` is the weight of each."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, every_source_has_a_share)
+
+    mixture: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(self.mixture) or (self.source,)
+
+    @property
+    def mixed(self) -> bool:
+        return bool(self.mixture)
+
+    def prepare(self, config: Config, progress: ShowProgress) -> Path:
+        if not self.mixture:
+            return super().prepare(config, progress)
+        from meshwright.data.mixture import mixture_for, open_mixture
+
+        folder = mixture_for(self, cache_folder(), progress)
+        open_mixture(folder)[0].packed.check_vocabulary(config.model.num_tokens)
+        self.open(config, folder)
+        return folder
+
+    def open(self, config: Config, folder: Path) -> Opened:
+        if not self.mixture:
+            return super().open(config, folder)
+        from meshwright.data.dataset import open_splits
+        from meshwright.data.mixture import MixedSamples, open_mixture
+        from meshwright.data.sampler import ShuffledSamples
+
+        parts = open_mixture(folder)
+        seen = config.steps * config.batch.global_ / BLOCK
+
+        def samples(split: Split) -> tuple[Samples, str]:
+            each: list[ShuffledSamples] = []
+            for part in parts:
+                of_part, _ = self.samples(config, part.packed, split)
+                assert isinstance(of_part, ShuffledSamples), of_part
+                each.append(of_part)
+            epochs = [seen * part.share / len(of_part) for part, of_part in zip(parts, each, strict=True)]
+            told = ", ".join(
+                f"{part.packed.header.source} {part.share * 100 / BLOCK:g} % ({passes:.2g} epochs)"
+                for part, passes in zip(parts, epochs, strict=True)
+            )
+            mixed = MixedSamples(each, [part.share for part in parts], config.seed)
+            return mixed, told if split == "train" else ""
+
+        return open_splits(config, samples, parts[0].packed.tokenizer.to_json())
+
+    def contents(self, folder: Path) -> object:
+        if not self.mixture:
+            return super().contents(folder)
+        parts = json.loads((folder / MIXTURE).read_text(encoding="utf-8"))["parts"]
+        return [[part["share"], part["sha256"]] for part in parts]
+
+
+class TextData(MixedSection):
     """Windows of tokens, each labelled with the one that follows."""
 
     kind: Literal["text"] = "text"
@@ -212,7 +304,7 @@ class TextData(TokenSection):
         return TokenBatches(packed, split, self.sequence, config.seed), ""
 
 
-class MaskedData(TokenSection):
+class MaskedData(MixedSection):
     """Two texts, of which some tokens are masked."""
 
     kind: Literal["masked"]
@@ -232,7 +324,7 @@ class MaskedData(TokenSection):
         ), ""  # fmt: skip
 
 
-class SpanData(TokenSection):
+class SpanData(MixedSection):
     """Spans cut out of a text, to be written by an encoder-decoder."""
 
     kind: Literal["spans"]
@@ -251,110 +343,6 @@ class SpanData(TokenSection):
 
         specials = specials_for(config, packed.tokenizer)
         return SpanSamples(packed.tokens(split), specials, self.lengths, config.seed, packed.name(split)), ""
-
-
-def _pairs(config: Config) -> PairData:
-    assert isinstance(config.data, PairData), config.data
-    return config.data
-
-
-@rule("model.family", "data.kind", "data.source", "data.target", "data.languages")
-def pairs_have_a_form(config: Config) -> Iterator[Problem]:
-    from meshwright.data.pairs import suffix
-
-    data = _pairs(config)
-    if data.source == DIGITS:
-        return
-    form = STDLIB if data.source == STDLIB else suffix(data.source)
-    prepared = (Path(data.source).expanduser() / PREPARED).is_file()
-    alone = form in (STDLIB, ".tsv", ".jsonl") or prepared
-    if data.target is not None and alone:
-        rule_text = f"has no effect: data.source={data.source} holds both texts of a pair"
-        yield Problem("data.target", data.target, rule_text, "leave it out")
-    elif data.target is not None and not Path(data.target).expanduser().is_file():
-        yield Problem("data.target", data.target, "is no such file", "a text file, whose line i goes with line i")
-    elif data.target is None and not alone and Path(data.source).expanduser().exists():
-        valid = "stdlib, a tsv or jsonl file, a prepared folder, or a text file with data.target"
-        yield Problem("data.source", data.source, "holds no pairs of texts", valid)
-    if data.languages is not None and form != ".jsonl":
-        named = f"[{', '.join(data.languages)}]"
-        yield Problem("data.languages", named, "names keys of a jsonl file, which data.source is not", "leave it out")
-
-
-@rule("data.buckets", "data.sequence")
-def buckets_differ_in_length(config: Config) -> Iterator[Problem]:
-    data = _pairs(config)
-    most = math.ceil(data.sequence / BUCKET_MULTIPLE)
-    if data.buckets > most:
-        rule_text = f"is more than the multiples of {BUCKET_MULTIPLE} up to data.sequence={data.sequence}"
-        yield Problem("data.buckets", data.buckets, rule_text, f"1 to {most}")
-
-
-@rule("data.buckets", "layout.pipeline.size")
-def stages_send_one_shape(config: Config) -> Iterator[Problem]:
-    data, size = _pairs(config), config.layout.pipeline.size
-    if data.buckets > 1 and size > 1:
-        rule_text = f"makes batches of many lengths, and layout.pipeline.size={size} stages send messages of one"
-        yield Problem("data.buckets", data.buckets, rule_text, "1, or layout.pipeline.size=1")
-
-
-@rule("data.buckets", "layout.tensor", "data.sequence")
-def buckets_are_cut_evenly(config: Config) -> Iterator[Problem]:
-    data = _pairs(config)
-    for cut in config.layout.tensor.cuts(config) if data.buckets > 1 else ():
-        if cut.field == "data.sequence" and BUCKET_MULTIPLE % cut.parts:
-            rule_text = f"does not divide the lengths of data.buckets={data.buckets}, as sequence_parallel asks"
-            yield Problem(cut.by, cut.parts, rule_text, listed(divisors(BUCKET_MULTIPLE)))
-
-
-class PairData(TokenSection):
-    """Pairs of texts: stdlib (functions and their docstrings), a tsv or jsonl file, or a text file and `target`."""
-
-    kind: Literal["pairs"]
-    gives: ClassVar[str] = "sequences"
-    packs: ClassVar[Literal["text", "pairs"]] = "pairs"
-    rules: ClassVar[tuple[Rule, ...]] = (
-        *(*TokenSection.rules, pairs_have_a_form),
-        *(buckets_differ_in_length, stages_send_one_shape, buckets_are_cut_evenly),
-    )
-
-    target: str | None = None
-    """The text file whose line i is the target of `source`'s line i."""
-    languages: tuple[str, str] | None = None
-    """The two keys of a jsonl file's pairs, from and to: [en, de]. None: `source`, `target`."""
-    buckets: Positive = 1
-    """Pairs of like length share a batch: so many lengths up to `sequence` are batches padded to."""
-
-    @classmethod
-    def claims(cls, data: Mapping[str, Any]) -> bool:
-        from meshwright.data.pairs import holds_pairs
-
-        named = data.get("target") is not None or data.get("languages") is not None
-        return named or holds_pairs(str(data.get("source", STDLIB)))
-
-    @classmethod
-    def of(cls, data: DataSection) -> PairData | None:
-        """The section of a run that learns pairs."""
-        return data if isinstance(data, cls) else None
-
-    @property
-    def lengths(self) -> Lengths:
-        return Lengths(self.sequence, self.sequence)
-
-    def corpus(self) -> Corpus:
-        from meshwright.data.pairs import pair_corpus
-
-        return pair_corpus(self)
-
-    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        from meshwright.data.pairs_samples import PairSamples
-        from meshwright.data.specials import specials_for
-
-        pairs = PairSamples(
-            packed.tokens(split), specials_for(config, packed.tokenizer), self.sequence,
-            buckets=self.buckets, batch=config.batch.global_, seed=config.seed, name=packed.name(split),
-        )  # fmt: skip
-        return pairs, pairs.note
 
 
 class ImageData(DataSection):

@@ -43,7 +43,7 @@ class SpanSamples(ShuffledSamples):
             raise DataError(f"{name}: has {len(tokens)} tokens, and {wanted}: take a shorter one, or more text")
         super().__init__(len(tokens) // self._window.text, seed)
 
-    def _read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+    def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         sides = [self._sample(window, label) for window, label in zip(rows.tolist(), draws, strict=True)]
         sources, targets = [source for source, _ in sides], [target for _, target in sides]
         return sequence_batch(sources, targets, self._specials, self._lengths)

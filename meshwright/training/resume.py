@@ -19,7 +19,7 @@ from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, ide
 _DECISIVE = ("seed", "model.", "data.", "batch.global")
 """A resumed run shares these fields with the run that it goes on with, unless --accept-changes."""
 _FREE = ("model.dropout",)
-_OF_THE_SOURCE = ("data.source", "data.target", "data.languages", "data.tokenizer", "data.validation")
+_OF_THE_SOURCE = ("data.source", "data.mixture", "data.target", "data.languages", "data.tokenizer", "data.validation")
 """They say where tokens come from: free where the prepared tokens are the same ones."""
 
 
@@ -114,7 +114,7 @@ def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_ch
     refused = [
         Problem(key, _shown(wanted, key), f"is {_shown(before, key)} in {folder}", "that, or --accept-changes")
         for key in changed
-        if key.startswith(_DECISIVE) and key not in _FREE and not (same_data and key in _OF_THE_SOURCE)
+        if key.startswith(_DECISIVE) and key not in _FREE and not (same_data and key.startswith(_OF_THE_SOURCE))
     ]
     notes = [f"{key}: {_shown(before, key)} until step {progress.step}, now {_shown(wanted, key)}" for key in changed]
     if origin.data and not same_data:

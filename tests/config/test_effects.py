@@ -20,7 +20,7 @@ from meshwright.tools.compare.layouts import from_files
 ALWAYS = {
     *("seed", "steps", "device", "compile", "threads", "restarts", "timeout.join", "timeout.wait"),
     *("batch.global", "batch.micro"),
-    *("data.source", "data.validation"),  # eval measures on what is held out, whether the run validated or not
+    *("data.mixture", "data.validation"),  # eval measures on what is held out, whether the run validated or not
     *("data.kind", "data.tokenizer", "data.sequence", "data.target", "data.languages", "data.buckets"),
     *("layout.data.size", "layout.pipeline.size", "layout.context.size", "layout.transport", "layout.ranks_per_node"),
     *("layout.tensor.kind", "layout.tensor.size", "layout.tensor.q", "layout.tensor.d"),
@@ -35,6 +35,7 @@ ALWAYS = {
 and a kind of data none of another's (test_kinds.py)."""
 
 EFFECTIVE: dict[str, tuple[str, ...]] = {
+    "data.source=FILE": (),
     "layout.data.sync=zero1": ("layout.data.size=2",),
     "layout.data.bucket=1M": ("layout.data.size=2",),
     "layout.pipeline.schedule=1f1b": ("layout.pipeline.size=2",),
@@ -65,6 +66,7 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
 """Every field of the table, and the words that make it effective."""
 
 IDLE: dict[str, tuple[tuple[str, ...], str]] = {
+    "data.source=stdlib": (("data.mixture={stdlib: 1}",), "beside data.mixture"),
     "layout.data.sync=ring": ((), "where no two ranks have parts of one gradient"),
     "layout.data.bucket=16M": (("layout.data.size=2", "layout.data.sync=fsdp"), "with layout.data.sync=fsdp, which"),
     "layout.pipeline.schedule=gpipe": ((), "with layout.pipeline.size=1"),

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.config import parse_run, rules
 from meshwright.config.rules import RULES
-from meshwright.data.section import PairData
+from meshwright.data.pairs_section import PairData
 from meshwright.errors import ConfigError
 from meshwright.models.llama.section import Llama
 from meshwright.models.section import T5, ResNeXt, Vit

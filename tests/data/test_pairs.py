@@ -14,7 +14,7 @@ from meshwright.data.dataset import Opened
 from meshwright.data.files import silent
 from meshwright.data.packing import pack
 from meshwright.data.pairs import pair_corpus
-from meshwright.data.section import PairData
+from meshwright.data.pairs_section import PairData
 from meshwright.data.specials import SequenceSpecials, sequence_specials, specials_for
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
 from meshwright.errors import ConfigError, DataError

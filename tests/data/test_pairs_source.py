@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.data.pairs import MOST_CHARACTERS, docstring_pairs, function_pairs, pair_corpus
-from meshwright.data.section import PairData
+from meshwright.data.pairs_section import PairData
 from meshwright.errors import DataError
 
 PAIRS = [("one house", "ein Haus"), ("two\u2028houses", "zwei\x0cHäuser"), ("  three", "drei  ")]

@@ -21,7 +21,8 @@ from meshwright.data.files import ShowProgress, silent
 from meshwright.data.packed import PackedCorpus, document_ends, is_prepared, open_packed
 from meshwright.data.packing import corpus_for
 from meshwright.data.pairs import pair_corpus
-from meshwright.data.section import PairData, TokenSection
+from meshwright.data.pairs_section import PairData
+from meshwright.data.section import TokenSection
 from meshwright.data.tokenizer import pieces
 from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
@@ -130,6 +131,10 @@ def _prepared(
         raise DataError(f"{loaded.folder} was not trained here, so it has no held-out split of its own: give --data")
     elif asked is None:
         raise ConfigError.of("--data", "none", f"leaves {loaded.folder} without pairs: it learned spans", "a tsv file")
+    elif asked.mixed:
+        raise ConfigError.of(
+            "--data", "none", "does not say which source of the run's mixture", ", ".join(asked.sources)
+        )
     else:
         corpus = corpus_for(asked, cache_folder(), progress)
         name = f"the run's held-out split (data.source={asked.source})"

@@ -1,0 +1,157 @@
+"""A mixture of sources by weight: which sample comes from which, as a pure function of the sample's number.
+
+Each source is packed once, by itself, with one tokenizer for all: `bpe:SIZE` is trained on all their train splits. A
+mixture's folder holds mixture.json alone, which names the packed folders.
+
+Weights become shares of BLOCK. Of every BLOCK samples in a row source k has exactly share k, in a seeded order, another
+one in each block (a Permutation). So the number of a sample gives its source, and how many of that source came before,
+without a count: resuming and layouts need nothing else, and each source goes through epochs of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshwright.data.corpus import Corpus, text_corpus
+from meshwright.data.files import DAMAGE_REMEDY, ShowProgress, folder_lock, staged_folder
+from meshwright.data.packed import TOKENIZER, PackedCorpus, is_prepared, open_packed
+from meshwright.data.packing import corpus_for
+from meshwright.data.sampler import Permutation, ShuffledSamples
+from meshwright.data.section import BLOCK, MIXTURE, MixedSection, shares_of
+from meshwright.data.split import plan_split, split_records
+from meshwright.data.tokenizer import BPE_PREFIX, make_tokenizer
+from meshwright.errors import DataError
+
+if TYPE_CHECKING:  # the launcher needs no torch
+    from meshwright.model import Batch
+
+
+@dataclass(frozen=True)
+class MixturePart:
+    """A packed source, and its share of every BLOCK samples."""
+
+    packed: PackedCorpus
+    share: int
+
+
+def mixture_for(data: MixedSection, cache: Path, progress: ShowProgress) -> Path:
+    """The folder of the mixture that a config asks for; its sources are packed, or found packed. Raises DataError."""
+    tokenizer = _common_tokenizer(data, cache, progress)
+    packs = [
+        corpus_for(data.model_copy(update={"source": source, "tokenizer": tokenizer, "mixture": {}}), cache, progress)
+        for source in data.mixture
+    ]
+    for source, packed in zip(data.mixture, packs, strict=True):
+        if packed.tokenizer.to_json() != packs[0].tokenizer.to_json():
+            first = next(iter(data.mixture))
+            hint = "prepare all of them with one tokenizer.json file, or give the texts themselves"
+            raise DataError(f"data.mixture: {source} was tokenized with another tokenizer than {first}; {hint}")
+    shares = shares_of(data.mixture)
+    parts = [
+        {"folder": _named(packed.folder, cache), "share": share, "sha256": packed.header.sha256}
+        for packed, share in zip(packs, shares, strict=True)
+    ]
+    text = json.dumps({"parts": parts}, indent=2, sort_keys=True) + "\n"
+    folder = cache / hashlib.sha256(text.encode()).hexdigest()[:16]
+    with folder_lock(folder, progress):
+        if not (folder / MIXTURE).is_file():
+            with staged_folder(folder) as partial:
+                (partial / MIXTURE).write_text(text, encoding="utf-8")
+    return folder
+
+
+def _named(folder: Path, cache: Path) -> str:
+    """A packed folder as a mixture names it: by its name beside the mixture, or by its path elsewhere."""
+    return folder.name if folder.parent == cache else str(folder.absolute())
+
+
+def _common_tokenizer(data: MixedSection, cache: Path, progress: ShowProgress) -> str:
+    """The tokenizer of all sources; one that is trained becomes a file of the cache."""
+    corpora = [text_corpus(source) for source in data.mixture if not is_prepared(Path(source).expanduser())]
+    if not data.tokenizer.startswith(BPE_PREFIX) or not corpora:
+        return data.tokenizer
+    facts = [[corpus.identity for corpus in corpora], data.tokenizer, data.validation]
+    folder = cache / f"tokenizer-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+    with folder_lock(folder, progress):
+        if not (folder / TOKENIZER).is_file():
+            with staged_folder(folder) as partial:
+                texts = (text for corpus in corpora for text in _train_split(corpus, data.validation, progress))
+                make_tokenizer(data.tokenizer, texts, progress).save(partial / TOKENIZER)
+    return str(folder / TOKENIZER)
+
+
+def _train_split(corpus: Corpus, validation: float, progress: ShowProgress) -> list[str]:
+    plan = plan_split(corpus, validation, progress)
+    return [text for split, texts in split_records(corpus, plan) if split == "train" for text in texts]
+
+
+def open_mixture(folder: Path) -> list[MixturePart]:
+    """The parts of a mixture's folder. Raises DataError where one is not what it was when they were mixed."""
+    parts = []
+    for part in json.loads((folder / MIXTURE).read_text(encoding="utf-8"))["parts"]:
+        packed = open_packed(folder.parent / part["folder"])
+        if packed.header.sha256 != part["sha256"]:
+            raise DataError(f"{packed.folder}: holds other tokens than when it was mixed; {DAMAGE_REMEDY}")
+        parts.append(MixturePart(packed, part["share"]))
+    return parts
+
+
+class MixedSamples:
+    """Samples of several splits, each in its own shuffled order, taken in turns by their shares."""
+
+    def __init__(self, parts: Sequence[ShuffledSamples], shares: Sequence[int], seed: int) -> None:
+        assert sum(shares) == BLOCK, shares
+        self._parts, self._shares, self._seed = parts, np.array(shares), seed
+        self._ends = np.cumsum(self._shares)
+
+    def __len__(self) -> int:
+        """Samples after which every source has been seen whole at least once."""
+        return max(-(-len(part) * BLOCK // int(share)) for part, share in zip(self._parts, self._shares, strict=True))
+
+    def places(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The source [count] of each sample, and how many of its samples came before [count]."""
+        numbers = np.arange(first, first + count, dtype=np.int64)
+        blocks, slots = np.divmod(numbers, BLOCK)
+        for block in np.unique(blocks).tolist():
+            of_block = blocks == block
+            slots[of_block] = Permutation(BLOCK, self._seed, block)(slots[of_block])
+        sources = np.searchsorted(self._ends, slots, side="right")
+        return sources, blocks * self._shares[sources] + slots - (self._ends - self._shares)[sources]
+
+    def samples(self, first: int, count: int) -> Batch:
+        sources, earlier = self.places(first, count)
+        draws = [f"sample/{number}" for number in range(first, first + count)]
+        return self._gathered(
+            sources,
+            {source: self._parts[source].rows(earlier[sources == source]) for source in np.unique(sources).tolist()},
+            draws,
+        )
+
+    def held_out(self, first: int, count: int) -> Batch:
+        sources, earlier = self.places(first, count)
+        draws = [f"held out/{number}" for number in range(first, first + count)]
+        return self._gathered(
+            sources,
+            {source: earlier[sources == source] % len(self._parts[source]) for source in np.unique(sources).tolist()},
+            draws,
+        )
+
+    def _gathered(self, sources: np.ndarray, rows: Mapping[int, np.ndarray], draws: Sequence[str]) -> Batch:
+        """One batch of each source's rows, in the samples' order."""
+        import torch
+
+        batch: Batch = {}
+        for source, own in rows.items():
+            places = np.flatnonzero(sources == source)
+            part = self._parts[source].read(own, [draws[place] for place in places.tolist()])
+            for name, x in part.items():
+                whole = batch.setdefault(name, x.new_empty(len(sources), *x.shape[1:]))
+                whole[torch.from_numpy(places)] = x
+        return batch
