@@ -28,7 +28,10 @@ MOST_SLICES = 4096
 
 @dataclass(frozen=True)
 class Explanation:
-    """`error`: relative, of the best explanation. `axis`: over which partial sums are added. `rank`: the worst."""
+    """`error`: relative, of the best explanation. `axis`: over which partial sums are added. `rank`: the worst.
+
+    `leaves_out`: every rank has a cut, and slices of the reference's are on none.
+    """
 
     kind: str
     error: float
@@ -36,6 +39,7 @@ class Explanation:
     axis: str = ""
     factor: float | None = None
     rank: int = 0
+    leaves_out: bool = False
 
     @property
     def explained(self) -> bool:
@@ -44,23 +48,25 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well one local tensor is a piece of the reference's. `piece`: the reference's values there."""
+    """How well one local tensor is a piece of the reference's: `part` of `view`, whose values are `piece`."""
 
     error: float
     piece: Tensor
-    whole: bool
+    part: Part
+    view: Tensor
 
 
 def fit(local: Tensor, whole: Tensor, allowed: float) -> Fit | None:
     """The best fit of a local tensor among the copy, blocks and slices of the whole; None where no shape fits."""
     best: Fit | None = None
     for view in _views(local, whole):
-        for piece in _pieces(local, view):
-            scale = float(torch.linalg.vector_norm(view)) * math.sqrt(local.numel() / max(1, view.numel()))
+        scale = float(torch.linalg.vector_norm(view)) * math.sqrt(local.numel() / max(1, view.numel()))
+        for part in _candidates(local, view):
+            piece = part.take(view)
             difference = float(torch.linalg.vector_norm(local - piece))
             error = difference / scale if scale else difference
             if best is None or not error >= best.error:
-                best = Fit(error, piece, local.shape == view.shape)
+                best = Fit(error, piece, part, view)
             if error <= allowed:
                 return best
     return best
@@ -80,21 +86,37 @@ def _views(local: Tensor, whole: Tensor) -> Iterator[Tensor]:
         yield whole.view(*local.shape[:2], *whole.shape[1:])
 
 
-def _pieces(local: Tensor, whole: Tensor) -> Iterator[Tensor]:
-    """Candidates for what a local tensor is: all, blocks, and the nearest slices along the one dim that is cut."""
+def _candidates(local: Tensor, whole: Tensor) -> Iterator[Part]:
+    """Parts that a local tensor may be: all, blocks, and blocks of slices, the nearest along one of the cut dims."""
     cut = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
     if not cut:
-        yield whole
+        yield Part("", (None,) * whole.ndim)
         return
-    for part in box_candidates("", local.shape, whole.shape, cut):
-        yield part.take(whole)
-    if len(cut) == 1 and local.shape[cut[0]] < whole.shape[cut[0]] <= MOST_SLICES:
-        mine, theirs = (x.movedim(cut[0], 0).flatten(1) if x.ndim > 1 else x[:, None] for x in (local, whole))
-        nearest = tuple(torch.cdist(mine, theirs).argmin(1).tolist())
-        yield Part("", tuple(nearest if dim == cut[0] else None for dim in range(whole.ndim))).take(whole)
-    if len(cut) == 1 and local.shape[cut[0]] > whole.shape[cut[0]]:  # a padded vocabulary
-        rows = whole.shape[cut[0]]
-        yield torch.cat([whole, local.narrow(cut[0], rows, local.shape[cut[0]] - rows)], cut[0])
+    yield from box_candidates("", local.shape, whole.shape, cut)
+    for dim in cut:
+        if not 0 < local.shape[dim] < whole.shape[dim] <= MOST_SLICES:
+            continue
+        for block in box_candidates("", local.shape, whole.shape, [d for d in cut if d != dim]):
+            mine, theirs = (x.movedim(dim, 0).reshape(x.shape[dim], -1) for x in (local, block.take(whole)))
+            nearest = tuple(torch.cdist(mine, theirs).argmin(1).tolist())
+            yield Part("", tuple(nearest if d == dim else index for d, index in enumerate(block.index)))
+
+
+def _leaves_out(fits: Sequence[Fit], allowed: float) -> bool:
+    """Whether the ranks' cuts together lack slices of the reference's that are like none that they have."""
+    view = fits[0].view
+    for dim in range(view.ndim):
+        if any(f.view.shape != view.shape or f.part.index[dim] is None for f in fits):
+            continue
+        covered = sorted({i for f in fits for i in f.part.index[dim] or ()})
+        rest = sorted(set(range(view.shape[dim])) - set(covered))
+        if rest:
+            slices = view.movedim(dim, 0).reshape(view.shape[dim], -1)
+            nearest = torch.cdist(slices[rest], slices[covered]).min(1).values
+            size = float(torch.linalg.vector_norm(slices)) / math.sqrt(len(slices))
+            if bool((nearest > max(allowed, 1e-3) * size).any()):
+                return True
+    return False
 
 
 def explain_tensors(
@@ -105,9 +127,13 @@ def explain_tensors(
     errors = {rank: math.inf if f is None else f.error for rank, f in fits.items()}
     worst = max(errors, key=lambda rank: (errors[rank] != errors[rank], errors[rank]))
     if all(error <= allowed for error in errors.values()):
-        kind = COPY if all(f is not None and f.whole for f in fits.values()) else CUT
-        return Explanation(kind, errors[worst], allowed, rank=worst)
-    for axes in _subsets(coordinates):
+        good = [f for f in fits.values() if f is not None]
+        if all(f.part.whole for f in good):
+            return Explanation(COPY, errors[worst], allowed, rank=worst)
+        if not _leaves_out(good, allowed):
+            return Explanation(CUT, errors[worst], allowed, rank=worst)
+        return Explanation(WRONG, 1.0, allowed, rank=worst, leaves_out=True)
+    for axes in axis_subsets(coordinates):
         error = _sum_error(locals_, whole, allowed, coordinates, axes)
         if error is not None and error <= allowed:
             return Explanation(PARTIAL, error, allowed, "+".join(axes), rank=worst)
@@ -127,7 +153,7 @@ def factor_of(ours: Tensor, theirs: Tensor, tolerance: float = 1e-2) -> float | 
     return factor if rest <= tolerance * abs(factor) * math.sqrt(size) else None
 
 
-def _subsets(coordinates: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
+def axis_subsets(coordinates: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
     """Sets of axes with more than one rank, the smaller first."""
     axes = [axis for axis in coordinates[0] if len({place[axis] for place in coordinates}) > 1]
     return list(chain.from_iterable(combinations(axes, n) for n in range(1, len(axes) + 1)))

@@ -31,6 +31,8 @@ def near(allowed: float) -> float:
 
 
 ALL = "(all parameters)"
+MOST = 0.9
+"""All parameters, but for those whose gradient is nothing but rounding (the bias of a key), are so many at least."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str]) -> Mistake:
     kinds = {name: h.kind for name, h in hypotheses.items()}
     alike = set(kinds.values())
     trained = [name for name in evidence.names if name not in evidence.reference.facts["dead"]]
-    if set(wrong) >= set(trained) and len(alike) == 1 and alike & _EVERYWHERE:
+    if len(wrong) >= MOST * len(trained) and len(alike) == 1 and alike & _EVERYWHERE:
         return Mistake(kinds[wrong[0]], ALL, f"the gradient of every parameter is {hypotheses[wrong[0]].text}")
     if evidence.reference.facts["tied"] and wrong == [n for n in wrong if n in _tied_names(evidence)]:
         name = wrong[0]
@@ -95,10 +97,11 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str]) -> Mistake:
     owner = nearest.rpartition(".")[0]
     own_line = next((line for line in evidence.modules if line.name == owner), None)
     partial = own_line is not None and own_line.gradient is not None and own_line.gradient.kind == PARTIAL
-    if gradient_line is not None and (partial or order.index(gradient_line.name) > place(nearest) or module == owner):
-        return _backward_finding(evidence, gradient_line, nearest)
-    if partial and own_line is not None and own_line.gradient is not None and _lost_upstream(evidence, own_line, wrong):
+    if partial:
+        assert own_line is not None
         return _backward_finding(evidence, own_line, nearest)
+    if gradient_line is not None and (order.index(gradient_line.name) > place(nearest) or module == owner):
+        return _backward_finding(evidence, gradient_line, nearest)
     others = f" (and of {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return Mistake(h.kind, owner, f"the gradient of {nearest}{others} is {h.text}")
 
@@ -134,11 +137,6 @@ def _last_wrong_gradient(evidence: Evidence) -> tuple[str, ModuleLine | None]:
     return "", None
 
 
-def _lost_upstream(evidence: Evidence, line: ModuleLine, wrong: Sequence[str]) -> bool:
-    """Whether a partial gradient was taken for a whole one: the module's own parameters are wrong by it."""
-    return any(name.rpartition(".")[0] == line.name for name in wrong)
-
-
 def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> Mistake:
     """The gradient of a module's output is wrong: its consumer has made it."""
     facts, gradient = evidence.reference.facts, line.gradient
@@ -149,8 +147,8 @@ def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> M
         for other in lines[lines.index(line) + 1 :]
         if other.gradient is not None and other.gradient.kind == PARTIAL
     ]
-    source = line if gradient.kind == PARTIAL or not later else later[0]
-    maker = facts["consumers"].get(source.name, facts["parents"].get(source.name, ""))
+    source = line if gradient.kind == PARTIAL or not later else later[-1]
+    maker = facts["consumers"].get(source.name) or facts["parents"].get(source.name) or "(loss)"
     gradient = source.gradient
     assert gradient is not None
     if gradient.kind == PARTIAL:
@@ -238,34 +236,48 @@ def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, all
             for factor in (1.0, 1 / len(distinct), float(len(distinct))):
                 if equal(factor * x):
                     return Hypothesis("incomplete sum", "that of one rank's share of the data alone")
-    for others in range(1, step):
-        sums = [evidence.reference.get("gradient", k, name) for k in range(others, step + 1)]
-        if equal(torch.stack([x for x in sums if x is not None]).sum(0)):
-            return Hypothesis(
-                "accumulated", f"the sum of those of steps {others} to {step}: it was not set to zero in between"
-            )
-    factors = [factor_of(ours, theirs, 1e-3) for _, _, ours, theirs in full]
+    if step > 1 and _has_earlier(evidence, name, step, full):
+        return Hypothesis("accumulated", "a sum with those of the steps before: it was not set to zero in between")
+    loose = max(1e-3, min(allowed, 0.3))
+    factors = [factor_of(ours, theirs, loose) for _, _, ours, theirs in full]
     known = [f for f in factors if f is not None]
-    if len(known) == len(factors) and max(known) - min(known) <= 1e-2 * abs(max(known)) and abs(known[0] - 1) > 1e-2:
+    spread = max(1e-2, loose / 2)
+    if (
+        len(known) == len(factors)
+        and max(known) - min(known) <= spread * abs(max(known))
+        and abs(known[0] - 1) > spread
+    ):
         words = axis_words(evidence, known[0])
         if facts["clip"] is not None and not words:
             return Hypothesis("clipping", f"the reference's times {known[0]:.4g}: clipped by another norm")
         return Hypothesis("scaled", f"the reference's times {known[0]:.4g}{words}")
     if facts["clip"] is not None and len(alone) > 1:
-        return _clipped_first(evidence, full, alone)
+        return _clipped_first(full, alone, max(1e-3, min(allowed, 0.1)))
     return None
 
 
-def _clipped_first(evidence: Evidence, full: Pieces, alone: Sequence[Tensor]) -> Hypothesis | None:
+def _clipped_first(full: Pieces, alone: Sequence[Tensor], allowed: float) -> Hypothesis | None:
     """Whether the gradient is a sum of the ranks' own, each with a factor: clipped before they were added."""
     for _, part, ours, _ in full:
         terms = torch.stack([part.take(x).flatten() for x in alone], 1)
         weights = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
-        if relative_error((terms @ weights).view_as(ours), ours) > 1e-3:
+        if relative_error((terms @ weights).view_as(ours), ours) > allowed:
             return None
     return Hypothesis(
         "clipping", "a sum of the ranks' own with factors that differ: each was clipped before they were added"
     )
+
+
+def _has_earlier(evidence: Evidence, name: str, step: int, full: Pieces) -> bool:
+    """Whether the gradient is the right one and multiples of those of earlier steps."""
+    steps = [x for k in range(1, step + 1) if (x := evidence.reference.get("gradient", k, name)) is not None]
+    for _, part, ours, _ in full:
+        terms = torch.stack([part.take(x).flatten() for x in steps], 1)
+        weights = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
+        fits = relative_error((terms @ weights).view_as(ours), ours) < 1e-2
+        if not fits or abs(float(weights[-1]) - 1) > 1e-2 or float(weights[:-1].abs().max()) < 0.1:
+            return False
+    return True
 
 
 def _alone(evidence: Evidence, name: str) -> list[Tensor]:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,23 @@ class SideRecord:
         key = f"{kind}|{step}|{name}"
         return self._file.get_tensor(key).double() if key in self._keys else None
 
-    def calls(self, kind: str, name: str) -> Tensor | None:
-        """A module's tensors of all its calls in one step: microbatches one after the other are the batch."""
-        found: list[Tensor] = []
-        while (x := self.get(kind, len(found), name)) is not None:
-            found.append(x)
+    def num_calls(self, name: str) -> int:
+        """How often a module was called in the traced step."""
+        return next(call for call in count() if f"output|{call}|{name}" not in self._keys)
+
+    def call(self, kind: str, name: str, number: int, calls: int) -> Tensor | None:
+        """A module's tensor in its call `number` of `calls` in a pass over the model, of all microbatches together.
+
+        Microbatches one after the other are the batch. A module that gives the same in each (a table of positions) is
+        kept once; the gradients of its outputs are added.
+        """
+        numbers = range(number, self.num_calls(name), calls)
+        found = [x for n in numbers if (x := self.get(kind, n, name)) is not None]
         if len(found) < 2:
             return found[0] if found else None
+        outputs = [x for n in numbers if (x := self.get("output", n, name)) is not None]
+        if all(torch.equal(x, outputs[0]) for x in outputs):
+            return torch.stack(found).sum(0) if kind == "output-gradient" else found[0]
         alike = found[0].ndim > 0 and len({x.shape[1:] for x in found}) == 1
         return torch.cat(found) if alike else found[0]
 
@@ -58,6 +69,7 @@ class ModuleLine:
     output: Explanation | None
     gradient: Explanation | None
     input: Explanation | None = None
+    call: int = 0
 
 
 @dataclass
@@ -170,24 +182,25 @@ def loss_rows(evidence: Evidence) -> Iterator[Row]:
 
 
 def explain_modules(evidence: Evidence) -> list[ModuleLine]:
-    """Every module of the reference that some rank has called, as its forward passes ended."""
+    """Every call of a module of the reference that some rank has made, as the forward passes ended."""
     factors: dict[int, float] = {}
     facts, lines = evidence.reference.facts, []
-    for name in reversed(facts["order"]):
-        output = _explain(evidence, "output", name, {})
+    for name, call in reversed(facts["order"]):
+        output = _explain(evidence, "output", name, call, {})
         if output is None:
             continue
         if not factors:
             factors = _loss_factors(evidence, name)
-        gradient = _explain(evidence, "output-gradient", name, factors)
-        taken = _explain(evidence, "input", name, {})
-        lines.append(ModuleLine(name, facts["classes"].get(name, ""), output, gradient, taken))
+        gradient = _explain(evidence, "output-gradient", name, call, factors)
+        taken = _explain(evidence, "input", name, call, {})
+        lines.append(ModuleLine(name, facts["classes"].get(name, ""), output, gradient, taken, call))
     return lines[::-1]
 
 
-def _explain(evidence: Evidence, kind: str, name: str, factors: Mapping[int, float]) -> Explanation | None:
-    whole = evidence.reference.calls(kind, name)
-    found = {rank: x for rank, side in enumerate(evidence.ranks) if (x := side.calls(kind, name)) is not None}
+def _explain(evidence: Evidence, kind: str, name: str, number: int, factors: Mapping[int, float]) -> Explanation | None:
+    calls = evidence.reference.num_calls(name)
+    whole = evidence.reference.call(kind, name, number, calls)
+    found = {r: x for r, side in enumerate(evidence.ranks) if (x := side.call(kind, name, number, calls)) is not None}
     if whole is None or not found:
         return None
     scaled = {rank: x / factors.get(rank, 1.0) for rank, x in found.items()}
@@ -196,10 +209,11 @@ def _explain(evidence: Evidence, kind: str, name: str, factors: Mapping[int, flo
 
 def _loss_factors(evidence: Evidence, last: str) -> dict[int, float]:
     """By what each rank's loss is scaled, read off the gradient at the model's end: a mean over its own share, say."""
-    whole = evidence.reference.calls("output-gradient", last)
+    calls = evidence.reference.num_calls(last)
+    whole = evidence.reference.call("output-gradient", last, 0, calls)
     factors: dict[int, float] = {}
     for rank, side in enumerate(evidence.ranks):
-        ours = side.calls("output-gradient", last)
+        ours = side.call("output-gradient", last, 0, calls)
         if whole is None or ours is None or not float(ours.norm()):
             continue
         choices = [1.0, float(len(evidence.ranks)), *map(float, range(2, 9))]

@@ -20,10 +20,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
+import torch
+from torch import Tensor
+
 from meshwright.parity.compare import Row, relative_error
-from meshwright.parity.explain import COPY, PARTIAL
+from meshwright.parity.explain import COPY, PARTIAL, axis_subsets, fit, groups_over
 from meshwright.parity.gradients import (
     ALL,
     Mistake,
@@ -33,7 +37,7 @@ from meshwright.parity.gradients import (
     is_rounding,
     near,
 )
-from meshwright.parity.judge import Evidence
+from meshwright.parity.judge import Evidence, ModuleLine
 from meshwright.parity.parts import Part, missing_places
 from meshwright.parity.reference import COMPARED_STEPS
 
@@ -109,6 +113,12 @@ def forward_finding(evidence: Evidence) -> Mistake | None:
             assert over is not None
             text = f"{source} gives partial sums over {over.axis}, which {name} takes for the whole"
             return Mistake("missing reduction", source, f"{text}: an all-reduce is missing")
+        if output.leaves_out:
+            return Mistake(
+                "wrong part", line.name, f"the ranks' outputs of {name} lack some of its slices, and repeat others"
+            )
+        if (biased := _beside_the_bias(evidence, line)) is not None:
+            return biased
         where = evidence.reference.facts["parents"].get(line.name, "") if lost and place else line.name
         if output.factor is not None and abs(output.factor - 1) > 0.01:
             factor = f"{output.factor:.4g}{axis_words(evidence, output.factor)}"
@@ -119,6 +129,43 @@ def forward_finding(evidence: Evidence) -> Mistake | None:
         )
         return Mistake(kind, where, f"{text}; so is its input, and all before is right" if lost else text)
     return None
+
+
+def _beside_the_bias(evidence: Evidence, line: ModuleLine) -> Mistake | None:
+    """A linear's product and bias, each times a number: the product of one rank alone, reduced twice, a bias a rank."""
+    if f"{line.name}.bias" not in evidence.names:
+        return None
+    bias, calls = evidence.weight(f"{line.name}.bias"), evidence.reference.num_calls(line.name)
+    whole = evidence.reference.call("output", line.name, line.call, calls)
+    held = [side.call("output", line.name, line.call, calls) for side in evidence.ranks]
+    ours = [x for x in held if x is not None]
+    if whole is None or len(ours) < len(held) or len({x.shape for x in ours}) > 1 or bias.shape != ours[0].shape[-1:]:
+        return None
+    for axes in axis_subsets(evidence.coordinates):
+        group = next(group for group in groups_over(evidence.coordinates, axes))
+        product, times = _product_and_bias(torch.stack([ours[rank] for rank in group]).sum(0), whole, bias)
+        if math.isclose(product, 1, rel_tol=1e-2) and math.isclose(times, len(group), rel_tol=1e-2):
+            text = f"the product of {line.name} on each rank is a partial sum over {'+'.join(axes)}"
+            return Mistake("missing reduction", line.name, f"{text}: an all-reduce is missing")
+    product, times = _product_and_bias(ours[0], whole, bias)
+    if not math.isnan(product) and max(abs(product - 1), abs(times - 1)) > 1e-2:
+        text = (
+            f"the output of {line.name} has the reference's product {product:.4g} times and its bias {times:.4g} times"
+        )
+        return Mistake("scaled", line.name, f"{text}: added up once too often")
+    return None
+
+
+def _product_and_bias(ours: Tensor, whole: Tensor, bias: Tensor) -> tuple[float, float]:
+    """How many times a linear's output has the reference's product, and how many times the bias; nan for neither."""
+    found = fit(ours, whole, 0.0)
+    if found is None:
+        return math.nan, math.nan
+    terms = torch.stack([(found.piece - bias).flatten(), bias.expand_as(ours).flatten()], 1)
+    solved = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
+    if relative_error((terms @ solved).flatten(), ours.flatten()) > 1e-2:
+        return math.nan, math.nan
+    return float(solved[0]), float(solved[1])
 
 
 def _wrong_weights(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake:
@@ -138,12 +185,12 @@ def _wrong_weights(evidence: Evidence, wrong: Sequence[str], step: int) -> Mista
 def _later(evidence: Evidence, failed: Mapping[tuple[str, int], list[str]], step: int) -> Mistake | None:
     """A mistake that shows in this step first: all is right in the steps before."""
     wrong, weights = failed.get(("gradient", step), []), failed.get(("weight", step), [])
-    if step == 2 and (wrong or weights or ("loss", 2) in failed) and _is_stale(evidence):
-        text = "the second step's loss is that of the first weights: what is stepped is not what computes"
-        return Mistake("stale weights", ALL, text)
     h = hypothesis_of(evidence, wrong[0], step) if wrong else None
     if h is not None and h.kind == "accumulated":
         return Mistake(h.kind, ALL, f"the gradient of {wrong[0]} in step {step} is {h.text}")
+    if step == 2 and (wrong or weights or ("loss", 2) in failed) and _is_stale(evidence):
+        text = "the second step's loss is that of the first weights: what is stepped is not what computes"
+        return Mistake("stale weights", ALL, text)
     if step == COMPARED_STEPS and evidence.reference.facts["unequal"] and (wrong or weights):
         text = (
             "all is right while ranks have equal numbers of valid labels, and wrong with unequal ones: a mean of means"
@@ -160,10 +207,11 @@ def _later(evidence: Evidence, failed: Mapping[tuple[str, int], list[str]], step
 
 def _is_stale(evidence: Evidence) -> bool:
     """Whether the second step's loss is that of the first weights."""
-    stale = evidence.reference.facts["stale_loss"]
+    stale, right = evidence.reference.facts["stale_loss"], evidence.reference.facts["losses"][1]
     losses = [x for side in evidence.ranks if (x := side.facts["losses"][1]) == x]
     allowed = near(evidence.allowed("loss", 2, "")) * abs(stale)
-    return bool(losses) and min(abs(x - stale) for x in (*losses, sum(losses) / len(losses))) <= allowed
+    choices = (*losses, *((sum(losses) / len(losses),) if losses else ()))
+    return any(abs(x - stale) <= min(allowed, 0.25 * abs(x - right)) for x in choices)
 
 
 def _dropout(evidence: Evidence) -> Mistake | None:

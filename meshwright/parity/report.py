@@ -93,7 +93,7 @@ def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
     """The modules as a person reads them, parents before their children; the finding's is marked."""
     named = None if result.finding is None else result.finding.module
     wrong = {row.name.rpartition(", step ")[0].rpartition(".")[0] for row in result.failed if row.kind == "gradient"}
-    lines = {line.name: line for line in result.modules}
+    lines = {line.name: line for line in reversed(result.modules)}  # of several calls the first
     return [
         {
             "name": name.rpartition(".")[2] or "the model",
@@ -111,7 +111,7 @@ def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
 
 def _parents_first(modules: Sequence[ModuleLine]) -> list[str]:
     """Forward passes end with the parent; a reader begins with it."""
-    names = [line.name for line in modules]
+    names = list(dict.fromkeys(line.name for line in modules))
 
     def visit(parent: str) -> list[str]:
         inside = [n for n in names if n != parent and (not parent or n.startswith(f"{parent}."))]

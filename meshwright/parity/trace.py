@@ -60,13 +60,14 @@ def in_backward() -> bool:
 class Trace:
     """`tensors`: (kind, module, call) -> local tensor, of the kinds input, output and output-gradient.
 
-    `order`: modules as their forward passes end. `consumers`: which module takes a module's output as it is, first.
+    `order`: modules and calls as their forward passes end. `consumers`: the first module that takes a module's
+    output as it is.
     """
 
     model: nn.Module
     known: frozenset[str] = frozenset()
     tensors: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
+    order: list[tuple[str, int]] = field(default_factory=list)
     consumers: dict[str, str] = field(default_factory=dict)
     _handles: list[RemovableHandle] = field(default_factory=list)
     _calls: dict[str, int] = field(default_factory=dict)
@@ -116,8 +117,7 @@ class Trace:
             given = traced_tensor(result)
             if given is None:
                 return
-            if name not in self.order:
-                self.order.append(name)
+            self.order.append((name, call))
             self.tensors["output", name, call] = local_of(given).clone()
             if given.requires_grad:
                 given.register_hook(self._keep_gradient(name, call))
