@@ -65,7 +65,7 @@ class Strategy(Protocol):
         """All that this rank holds of the model."""
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
-        """This replica's rows of the step's global batch."""
+        """This replica's rows of the step's global batch, on the host, as `load` gives them."""
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         """A stage's forward pass: what the stage after reads, or (loss,)."""

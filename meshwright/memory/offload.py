@@ -27,9 +27,8 @@ from torch import Tensor
 from meshwright.config import Config
 from meshwright.memory.staging import GRADIENT, Lane, Staging, StreamLane, ThreadLane, Tier
 from meshwright.memory.store import PAGE_ELEMENTS, DiskStore, HostStore, Store
-from meshwright.parameters.bucket import Slot
+from meshwright.parameters.bucket import Slot, StepWeights
 from meshwright.ranks.comm import Work
-from meshwright.registry import load_entry
 
 WEIGHT = "weight"
 
@@ -69,24 +68,13 @@ class SlotPiece:
     stop: int
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The numbers of one optimizer step. `steps_taken`: how many were applied before it."""
-
-    rate: float
-    divisor: float
-    steps_taken: int
-
-
 class Offloaded:
     """Masters and moments of some slots in a store. `tier` counts what is on the device for them."""
 
     streams = True
 
     def __init__(self, config: Config, slots: Sequence[Slot], store: Store, lane: Lane, tier: Tier) -> None:
-        self.settings = config.optimizer
-        self._kinds = self.settings.update.states
-        self._update = load_entry(self.settings.update.step)
+        self._kinds = config.optimizer.update.states
         self.slots = slots
         self.store = store
         self.lane = lane
@@ -108,16 +96,15 @@ class Offloaded:
                     self._stored(index, WEIGHT)[span].copy_(slot.parameter.detach()[span])
         self._give_back()
 
-    def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
+    def step(self, indices: Iterable[int], step: StepWeights) -> None:
         self._has_moments = True
-        numbers = Numbers(rate, divisor, steps_taken)
         if self.device.type == "cpu":
-            walks = [self._walkers.submit(self._walk, index, numbers) for index in indices]
+            walks = [self._walkers.submit(self._walk, index, step) for index in indices]
             for walk in walks:
                 walk.result()
         else:
             for index in indices:
-                self._walk(index, numbers)
+                self._walk(index, step)
         self.lane.submit(lambda: None).wait()  # all is written back
         self._give_back()
 
@@ -128,7 +115,7 @@ class Offloaded:
                 held[kind] = self._stored(index, kind)
         return held
 
-    def prepare(self, steps_taken: int) -> None:
+    def prepare(self) -> None:
         if self._has_moments:
             for index, starts in enumerate(self._layout):
                 for kind in starts.keys() - {WEIGHT}:
@@ -148,14 +135,14 @@ class Offloaded:
                 master.copy_(held)
 
     @torch.no_grad()
-    def _walk(self, index: int, numbers: Numbers) -> None:
+    def _walk(self, index: int, step: StepWeights) -> None:
         """Step one slot, piece after piece; the next piece, be it the next slot's, is fetched meanwhile."""
         for piece in self._pieces[index]:
             fetched = self._ahead or self._fetch(index, piece)
             following = self._following.get(piece.number)
             self._ahead = self._fetch(*following) if following else None
             fetched.wait()
-            self._step_piece(index, piece, numbers)
+            self._step_piece(index, piece, step)
             self.lane.submit(lambda piece=piece: self._write_back(index, piece))  # type: ignore[misc]
 
     def _fetch(self, index: int, piece: SlotPiece) -> Work:
@@ -176,7 +163,7 @@ class Offloaded:
             stored = self._stored(index, kind)[piece.start : piece.stop]
             yield kind, stored, self._staging.room(piece.number, kind, stored.numel())
 
-    def _step_piece(self, index: int, piece: SlotPiece, numbers: Numbers) -> None:
+    def _step_piece(self, index: int, piece: SlotPiece, step: StepWeights) -> None:
         slot, span, length = self.slots[index], slice(piece.start, piece.stop), piece.stop - piece.start
         assert slot.parameter.grad is not None, "a slot without a gradient"
         weight, gradient = slot.parameter.detach()[span], slot.parameter.grad[span]
@@ -186,13 +173,8 @@ class Offloaded:
             weight = self._staging.room(piece.number, WEIGHT, length)
             gradient = self._staging.room(piece.number, GRADIENT, length)
             gradient.copy_(narrow)
-        if numbers.divisor != 1.0:
-            gradient.div_(numbers.divisor)
         moments = [[self._staging.room(piece.number, kind, length)] for kind in self._kinds]
-        weight_decay = self.settings.weight_decay if slot.matrix else 0.0
-        self._update(
-            self.settings, [weight], [gradient], moments, numbers.rate, weight_decay, numbers.steps_taken
-        )  # fmt: skip
+        step([weight], [gradient], moments, slot.matrix)
         if staged:
             half.copy_(weight)
 

@@ -1,8 +1,11 @@
 """One optimizer step over this rank's slots, all or nothing.
 
-The norm is known before the first write. A norm that is not finite (an fp16 overflow, on whichever rank) is the same
+The norm is computed before the first write. A norm that is not finite (an fp16 overflow, on whichever rank) is the same
 number everywhere, so all ranks skip together and nothing is half-applied. Half-precision slots have float32 masters,
 which are what is stepped and what a checkpoint holds.
+
+A GPU clips and skips by numbers that lie on it: `begin` gives it the step without waiting for any, and `conclude` is
+told the norm when it is known, which may be in the step after. On a CPU the host knows it at once.
 
 One exception: states that stream (an offloaded optimizer) step each slot while the next is still being summed, where
 nothing needs to be known before the first write: no clipping, no loss scaling. A norm that is not finite then still
@@ -20,6 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from meshwright.config import Config
@@ -27,9 +31,10 @@ from meshwright.config.schema import ScheduleSection
 from meshwright.errors import DivergedError
 from meshwright.optim.norm import norm_of_squares, squares_of
 from meshwright.optim.states import InPlace, StatesFactory
-from meshwright.parameters.bucket import Slot
+from meshwright.parameters.bucket import Slot, StepWeights
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.mesh import Mesh
+from meshwright.registry import load_entry
 
 
 def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int) -> float:
@@ -107,6 +112,15 @@ class StepResult:
     applied: bool
 
 
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that the device was given. `norm`: its gradient's, a float64 scalar on the device."""
+
+    step: int
+    learning_rate: float
+    norm: Tensor
+
+
 class Optimizer:
     """torch's AdamW or SGD over slots, with clipping, a schedule and loss scaling around it."""
 
@@ -116,7 +130,7 @@ class Optimizer:
         self.mesh = mesh
         self.held = make_states(config, self.slots)
         self.steps_taken = 0
-        """How many steps were applied (the count of Adam's bias correction)."""
+        """How many steps were applied (the count of Adam's bias correction); a pending one counts as applied."""
         scale, fp16 = config.precision.loss_scale, config.precision.dtype == "fp16"
         self.scaler = LossScaler(scale.initial if fp16 else 1.0, scale.interval, fp16, scale.max_skips)
 
@@ -131,24 +145,55 @@ class Optimizer:
         `arrivals`: every slot's index, each when its gradient is there; by default they all are.
         Raises DivergedError where the gradient is not finite and no smaller scale can help.
         """
+        pending = self.begin(step, arrivals)
+        return self.conclude(pending, float(pending.norm))
+
+    def begin(self, step: int, arrivals: Iterable[int] | None = None, *, late: bool = False) -> PendingStep:
+        """Give the device the step. `late`: the host does not wait for the norm, and the device skips by itself."""
         rate = learning_rate(self.config.optimizer.lr, self.config.optimizer.schedule, step, self.config.steps)
         squares: dict[int, Tensor] = {}
         arriving = range(len(self.slots)) if arrivals is None else arrivals
         if self.streams:
-            self.held.step(self._measured(arriving, squares), rate, 1.0, self.steps_taken)
+            self.held.step(self._measured(arriving, squares), self._update(rate))
         elif self.mesh.device.type == "cuda":
             squares = dict(zip(sorted(arriving), squares_of(self.slots), strict=True))
         else:
             deque(self._measured(arriving, squares), maxlen=0)  # each while the next is under way
-        norm = float(norm_of_squares(self.slots, squares, self.mesh)) / self.scaler.scale
-        applied = norm - norm == 0  # neither infinite nor not a number
+        norm = norm_of_squares(self.slots, squares, self.mesh) / self.scaler.scale
+        finite = torch.isfinite(norm)
+        skips = late and self.config.optimizer.update.skips
+        if not self.streams and (skips or bool(finite)):
+            divisor = self._divisor(norm) if self.scaler.dynamic or self.config.optimizer.clip else None
+            if skips and divisor is not None:
+                divisor = divisor.where(finite, 1.0)  # a step that is skipped leaves its gradients to be looked at
+            self.held.step(range(len(self.slots)), self._update(rate, divisor, (~finite).float() if skips else None))
+        self.steps_taken += 1
+        return PendingStep(step, rate, norm)
+
+    def conclude(self, pending: PendingStep, norm: float) -> StepResult:
+        """The result of a step that was begun, of the number `norm`. Raises DivergedError as `step` does."""
+        applied = math.isfinite(norm)
+        self.steps_taken -= not applied
         if not applied and not self.scaler.may_skip:
-            raise DivergedError(f"step {step + 1}: the gradient norm is {norm}: {self._end()}")
-        if applied and not self.streams:
-            self.held.step(range(len(self.slots)), rate, self._divisor(norm), self.steps_taken)
-        self.steps_taken += applied
+            raise DivergedError(f"step {pending.step + 1}: the gradient norm is {norm}: {self._end()}")
         self.scaler.update(overflow=not applied)
-        return StepResult(norm, rate, applied)
+        return StepResult(norm, pending.learning_rate, applied)
+
+    def _update(self, rate: float, divisor: Tensor | None = None, skip: Tensor | None = None) -> StepWeights:
+        """The step that states take, of gradients that it divides. `skip`: 1 where it writes nothing; None: it does."""
+        settings, steps_taken = self.config.optimizer, self.steps_taken
+        step = load_entry(settings.update.step)
+        # On a CPU the number is known, and a pass is saved where it is 1.
+        divides = divisor is not None and (divisor.device.type != "cpu" or bool(divisor != 1))
+        skips = () if skip is None else (skip,)
+
+        def update(weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], matrices: bool) -> None:
+            if divisor is not None and divides:
+                torch._foreach_div_(gradients, divisor.to(gradients[0].dtype))
+            decay = settings.weight_decay if matrices else 0.0
+            step(settings, weights, gradients, states, rate, decay, steps_taken, *skips)
+
+        return update
 
     def _measured(self, arrivals: Iterable[int], squares: dict[int, Tensor]) -> Iterator[int]:
         """Pass the arrivals on, and leave each slot's part of the norm in `squares`."""
@@ -163,9 +208,9 @@ class Optimizer:
         skipped = f"{scaler.skips + 1} steps in a row were skipped, down to a loss scale of {scaler.scale:g}"
         return f"{skipped} (precision.loss_scale.max_skips={scaler.max_skips})"
 
-    def _divisor(self, norm: float) -> float:
+    def _divisor(self, norm: Tensor) -> Tensor:
         clip = self.config.optimizer.clip
-        return self.scaler.scale * max(1.0, norm / clip if clip else 1.0)
+        return self.scaler.scale * ((norm / clip).clamp(min=1.0) if clip else torch.ones_like(norm))
 
     def refresh(self) -> None:
         """Copy the masters into the half-precision weights."""
@@ -192,4 +237,4 @@ class Optimizer:
     def prepare_states(self, steps_taken: int) -> None:
         """Make zero states as torch would at its first step, so that a checkpoint's can be copied in."""
         self.steps_taken = steps_taken
-        self.held.prepare(steps_taken)
+        self.held.prepare()

@@ -30,6 +30,9 @@ class Update:
     `step`: names the function that steps some weights at once, as updates.adamw_step. Element by element: an offloaded
     optimizer calls it for pieces. `reference`: names the torch.optim.Optimizer that `verify` holds it against, which is
     made of parameter groups, lr and the `arguments` of the section.
+
+    `skips`: `step` takes a last argument `skip`, a float32 scalar beside the weights, and writes nothing where it is 1.
+    Without it the host waits for the norm of the gradients before it asks for a step.
     """
 
     step: str
@@ -37,6 +40,7 @@ class Update:
     arguments: Callable[[OptimizerSection], dict[str, Any]]
     fields: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
+    skips: bool = False
 
 
 ADAMW = Update(
@@ -45,12 +49,14 @@ ADAMW = Update(
     lambda settings: {"betas": settings.betas, "eps": settings.epsilon},
     fields=("betas", "epsilon"),
     states=("exp_avg", "exp_avg_sq"),
+    skips=True,
 )
-SGD = Update("meshwright.optim.updates:sgd_step", "torch.optim:SGD", lambda settings: {})
+SGD = Update("meshwright.optim.updates:sgd_step", "torch.optim:SGD", lambda settings: {}, skips=True)
 MOMENTUM = Update(
     "meshwright.optim.updates:sgd_step",
     "torch.optim:SGD",
     lambda settings: {"momentum": settings.momentum},
     fields=("momentum",),
     states=("momentum_buffer",),
+    skips=True,
 )

@@ -1,8 +1,8 @@
 """States: where the masters and moments of the slots live, and how they are stepped.
 
-The optimizer decides (rate, divisor, whether a step is applied at all); states do it. `InPlace` keeps them on the
-device beside the slots and steps all of one weight decay in one call; memory/offload.py keeps them elsewhere and steps
-piece by piece. Both call the same update (updates.py), and leave the same bits.
+The optimizer decides (rate, divisor, whether a step is applied at all), and hands that over as a function; states call
+it. `InPlace` keeps them on the device beside the slots and steps all of one weight decay in one call; memory/offload.py
+keeps them elsewhere and steps piece by piece. Both leave the same bits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.parameters.bucket import Slot
-from meshwright.registry import load_entry
+from meshwright.parameters.bucket import Slot, StepWeights
 
 
 class States(Protocol):
@@ -24,16 +23,13 @@ class States(Protocol):
     streams: bool
     """Whether a slot is best stepped as soon as its gradient is there, while others' are still under way."""
 
-    def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
-        """Step each slot once, in the order of `indices`, with its gradient divided; then the weights are new.
-
-        `steps_taken`: how many steps were applied before this one.
-        """
+    def step(self, indices: Iterable[int], step: StepWeights) -> None:
+        """StepWeights each slot once, in the order of `indices`; then the weights are new."""
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """The weights and the state tensors of slot `index`, each [n] like the slot, by name. Views, not copies."""
 
-    def prepare(self, steps_taken: int) -> None:
+    def prepare(self) -> None:
         """Make zero states as torch would at its first step, so that a checkpoint's can be copied in."""
 
     def refresh(self) -> None:
@@ -52,9 +48,7 @@ class InPlace:
     streams = False
 
     def __init__(self, config: Config, slots: Sequence[Slot]) -> None:
-        self.settings = config.optimizer
-        self._kinds = self.settings.update.states
-        self._update = load_entry(self.settings.update.step)
+        self._kinds = config.optimizer.update.states
         self.slots = slots
         self.masters = [_master(slot.parameter) for slot in slots]
         self._moments: list[dict[str, Tensor]] = [{} for _ in slots]
@@ -62,36 +56,33 @@ class InPlace:
         self._has_moments = False
 
     @torch.no_grad()
-    def step(self, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
+    def step(self, indices: Iterable[int], step: StepWeights) -> None:
         for index in indices:
             parameter, master = self.slots[index].parameter, self.masters[index]
             assert parameter.grad is not None, "a slot without a gradient"
             if master is not parameter:
                 master.grad = parameter.grad.to(master.dtype)
-            if divisor != 1.0:
-                assert master.grad is not None
-                master.grad.div_(divisor)
         if not self._has_moments:
-            self.prepare(steps_taken)
+            self.prepare()
         for matrix in (True, False):
             members = [index for index, slot in enumerate(self.slots) if slot.matrix == matrix]
             if members:
-                self._step_together(members, self.settings.weight_decay if matrix else 0.0, rate, steps_taken)
+                self._step_together(members, matrix, step)
         self.refresh()
 
-    def _step_together(self, members: list[int], weight_decay: float, rate: float, steps_taken: int) -> None:
+    def _step_together(self, members: list[int], matrix: bool, step: StepWeights) -> None:
         """Step slots that have the same weight decay, in one call."""
         masters = [self.masters[index] for index in members]
         weights = [master.detach() for master in masters]
         gradients = [master.grad for master in masters if master.grad is not None]
         assert len(gradients) == len(members), "a slot without a gradient"
         moments = [[self._moments[index][kind] for index in members] for kind in self._kinds]
-        self._update(self.settings, weights, gradients, moments, rate, weight_decay, steps_taken)
+        step(weights, gradients, moments, matrix)
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         return {"weight": self.masters[index].detach(), **self._moments[index]}
 
-    def prepare(self, steps_taken: int) -> None:
+    def prepare(self) -> None:
         self._moments = [{kind: torch.zeros_like(master.detach()) for kind in self._kinds} for master in self.masters]
         self._has_moments = True
 

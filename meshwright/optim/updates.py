@@ -16,7 +16,7 @@ from meshwright.config.schema import OptimizerSection
 
 def adamw_step(
     settings: OptimizerSection, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
-    weight_decay: float, steps_taken: int,
+    weight_decay: float, steps_taken: int, skip: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Decoupled weight decay (arXiv 1711.05101). `states`: a list by name, like `weights`; `steps_taken` before it."""
     first, second = states
@@ -25,17 +25,17 @@ def adamw_step(
     counts = [torch.full((), float(steps_taken), device=weight.device) for weight in weights]
     adamw(
         weights, gradients, first, second, [], counts, fused=True, amsgrad=False, maximize=False, beta1=beta1,
-        beta2=beta2, lr=rate, weight_decay=weight_decay, eps=settings.epsilon,
+        beta2=beta2, lr=rate, weight_decay=weight_decay, eps=settings.epsilon, found_inf=skip,
     )  # fmt: skip
 
 
 def sgd_step(
     settings: OptimizerSection, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
-    weight_decay: float, steps_taken: int,
+    weight_decay: float, steps_taken: int, skip: Tensor | None = None,
 ) -> None:  # fmt: skip
     """SGD; with a state, of momentum."""
     buffers: list[Tensor | None] = [*states[0]] if states else [None] * len(weights)
     sgd(
         weights, gradients, buffers, fused=True, nesterov=False, maximize=False, dampening=0.0,
-        momentum=settings.momentum if states else 0.0, lr=rate, weight_decay=weight_decay,
+        momentum=settings.momentum if states else 0.0, lr=rate, weight_decay=weight_decay, found_inf=skip,
     )  # fmt: skip

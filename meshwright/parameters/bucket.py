@@ -9,7 +9,7 @@ from it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,11 @@ class Slices:
     places: tuple[Place, ...] = ()
     axes: tuple[str, ...] = ()
     length: int = 0
+
+
+StepWeights = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], bool], None]
+"""step(weights, gradients, states, matrices): an optimizer's update of weights, in place. `states`: a list by name,
+each like `weights`; `matrices`: whether these are, for no others decay."""
 
 
 @dataclass(frozen=True)

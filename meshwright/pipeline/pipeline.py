@@ -69,13 +69,13 @@ class Pipeline:
         self.forms = forms
         self.strategy = strategy
         self.watch = Watch(mesh.device)
-        self._done: list[tuple[Task, Moment, Moment]] = []
+        self.done: list[tuple[Task, Moment, Moment]] = []
         self._epoch = -1
 
     @property
     def spans(self) -> list[Span]:
         """The tasks of the last step. Each begins where the one before it ended, unless a message was waited for."""
-        return [task_span(self.row.index, task, start(), end()) for task, start, end in self._done]
+        return [task_span(self.row.index, task, start(), end()) for task, start, end in self.done]
 
     def train(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
         """Forward and backward passes of a step's microbatches, whose gradients add up.
@@ -131,7 +131,7 @@ class Pipeline:
         before = 0 if self.stage.is_first else num_batches
         after = 0 if self.stage.is_last or TaskKind.BACKWARD not in rule.kinds else num_batches
         self.mailbox.open(self._epoch, self.forms, before, after)
-        self._done = []
+        self.done = []
         self.watch.start()
         schedule = agreed(rule.schedule, rule.kinds, self.peers, planned=self.mesh.device.type == "meta")
         process = stage_process(rule.view(self.row.index, self.row.size, num_batches), schedule)
@@ -146,7 +146,7 @@ class Pipeline:
                 recorder.task = action
                 act(action)
                 end = self.watch.now()
-                self._done.append((action, start, end))
+                self.done.append((action, start, end))
                 start, messages = end, self._messages_until_due()
             else:
                 recorder.task = ""
@@ -161,7 +161,7 @@ class Pipeline:
     def _messages_until_due(self) -> list[Message]:
         """Messages that came until a task must be chosen: until the device has ended the task before the last."""
         messages = self.mailbox.poll()
-        while self.row.size > 1 and len(self._done) > 1 and not self._done[-2][-1].is_past():
+        while self.row.size > 1 and len(self.done) > 1 and not self.done[-2][-1].is_past():
             time.sleep(NAP_SECONDS)
             messages += self.mailbox.poll()
         return messages

@@ -41,13 +41,13 @@ def copy_sets(grid: Grid) -> list[CopyAxes]:
     return [some for count in range(1, len(names) + 1) for some in combinations(names, count)]
 
 
-def weight_hashes(parts: Parts) -> list[int]:
-    """Hash the weights that this rank shares along each of the grid's `copy_sets`: one hash for each set."""
+def weight_hashes(parts: Parts) -> Tensor:
+    """Hash the weights that this rank shares along each of the grid's `copy_sets`: int64 [sets], on the device."""
     return _hashes(parts, parts.strategy.weights)
 
 
-def state_hashes(parts: Parts) -> list[int]:
-    """Hash weights, masters and moments, all that a checkpoint holds: one hash for each of the grid's `copy_sets`."""
+def state_hashes(parts: Parts) -> Tensor:
+    """Hash weights, masters and moments, all that a checkpoint holds: int64 [sets] as `weight_hashes`."""
     return _hashes(parts, _saved(parts))
 
 
@@ -59,13 +59,14 @@ def _saved(parts: Parts) -> Iterator[FlatWeights]:
             yield FlatWeights(tensor, slot.places, slot.copy_axes(parts.mesh.grid))
 
 
-def _hashes(parts: Parts, memory: Iterable[FlatWeights]) -> list[int]:
+def _hashes(parts: Parts, memory: Iterable[FlatWeights]) -> Tensor:
     grid, device = parts.mesh.grid, parts.mesh.device
-    hashes: dict[CopyAxes, Tensor | int] = dict.fromkeys(copy_sets(grid), 0)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    hashes = dict.fromkeys(copy_sets(grid), zero)
     for flat in memory:
         if axes := _shared(grid, flat.copy_axes):
             hashes[axes] = hashes[axes] * FACTOR + hash_bits(flat.values).to(device)
-    return [int(value) for value in hashes.values()]
+    return torch.stack([*hashes.values(), zero])[:-1]
 
 
 def _shared(grid: Grid, copy_axes: CopyAxes) -> CopyAxes:
@@ -74,11 +75,10 @@ def _shared(grid: Grid, copy_axes: CopyAxes) -> CopyAxes:
     return tuple(name for name in grid.ordered(copy_axes) if name in known)
 
 
-def gathered(parts: Parts, hashes: Sequence[int]) -> list[list[int]]:
+def gathered(parts: Parts, hashes: Tensor) -> list[list[int]]:
     """Every rank's hashes, in rank order."""
-    mine = torch.tensor(hashes, dtype=torch.int64)
     world = parts.mesh.world
-    rows: list[list[int]] = all_rows(mine, world).tolist() if hashes else [[] for _ in range(world.size)]
+    rows: list[list[int]] = all_rows(hashes.cpu(), world).tolist() if len(hashes) else [[] for _ in range(world.size)]
     return rows
 
 

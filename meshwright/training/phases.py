@@ -27,6 +27,7 @@ class PhaseClock:
     """A clock of one step's phases, by the device's time, which tells the flight recorder of each."""
 
     def __init__(self, device: torch.device, recorder: FlightRecorder) -> None:
+        self.device = device
         self._recorder = recorder
         self._watch = Watch(device)
         self._watch.start()

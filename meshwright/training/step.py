@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from meshwright.model import Batch, counts_of, rows_of, scales_of, to_device
 from meshwright.optim.optimizer import StepResult
@@ -37,7 +38,7 @@ def train_step(
     DivergedError where the gradient is not finite and no smaller loss scale can help.
     """
     number = parts.optimizer.steps_taken if step is None else step
-    loss = torch.tensor(backward(parts, batch, number), dtype=torch.float64)
+    loss = backward(parts, batch, number)
     arrivals: Iterable[int] = parts.strategy.arrivals()
     whole_loss = parts.mesh.world.all_reduce(loss, wait=False)  # behind the last bucket, as on every rank
     if observe is not None:
@@ -49,23 +50,24 @@ def train_step(
     return TrainStep(result.gradient_norm, result.learning_rate, result.applied, float(loss))
 
 
-def backward(parts: Parts, batch: Batch, step: int = 0) -> float:
-    """The forward and backward passes of a step on a global batch; this rank's share of its mean loss.
+def backward(parts: Parts, batch: Batch, step: int = 0) -> Tensor:
+    """The forward and backward passes of a step on a global batch; this rank's share of its mean loss, a scalar.
 
     The gradients' sums are under way then: `parts.strategy.arrivals` or `finish` waits for them.
     """
-    config, device = parts.config, parts.mesh.device
+    config = parts.config
 
     def load(first: int, count: int) -> Batch:
-        return to_device(rows_of(batch, slice(first, first + count)), device)
+        return rows_of(batch, slice(first, first + count))
 
-    rows = parts.strategy.share(load, config.replica_batch)
+    rows = to_device(parts.strategy.share(load, config.replica_batch), parts.mesh.device)
     counts = counts_of(batch, parts.model.labels)
     return replica_backward(parts, rows, counts, step * config.batch.global_)
 
 
-def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int) -> float:
-    """Run a replica's rows forward and backward; returns this rank's share of the mean loss.
+def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int) -> Tensor:
+    """Run a replica's rows forward and backward; returns this rank's share of the mean loss, a float64 scalar on its
+    device.
 
     `counts`: how many elements of each label are valid in the global batch. `samples`: how many the run has seen, of
     which dropout's random numbers are made.
@@ -81,10 +83,10 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
     def seed(index: int) -> None:
         torch.manual_seed(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}"))
 
-    loss = float(parts.pipeline.train(parts.microbatches(rows), scales, seed)) / scale
+    loss = parts.pipeline.train(parts.microbatches(rows), scales, seed) / scale
     # A replica's ranks hold the same loss, but for its stages, of which only the last has one: it is counted once.
     copies = (axis for axis in mesh.grid.names if axis not in (PIPE, *config.layout.batch_axes))
-    return loss if mesh.index(*copies) == 0 else 0.0
+    return loss if mesh.index(*copies) == 0 else torch.zeros_like(loss)
 
 
 def publish(parts: Parts) -> None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.section import field_of, with_field
 from meshwright.training.console import RunDisplay
 from meshwright.training.folder import CHECKPOINTS, begin, refuse_used
-from meshwright.training.loop import Trainer, validate
+from meshwright.training.loop import StepLine, Trainer, validate
 from meshwright.training.meeting import facts_of, meet, placement_notes, share_folder
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.resume import checkpoint_of_run, decided_before, go_on, with_offer
@@ -144,12 +143,13 @@ class _Run:
             trainer = Trainer(parts, self.data.train, step=started.step, samples=started.samples)
             stopping, due, every = False, False, config.checkpoint.every
             while trainer.step < config.steps:
-                line, stopping = self._step(trainer, stop)
+                due |= bool(every) and (trainer.step + 1) % every == 0
+                lines, stopping = self._step(trainer, stop, saves=due)
                 if metrics is not None:
-                    display.say(*metrics.write(line), level="warning")
-                    display.step(line)
-                due |= bool(every) and trainer.step % every == 0
-                if stopping or trainer.step == config.steps or (due and line["applied"]):
+                    for line in lines:
+                        display.say(*metrics.write(line), level="warning")
+                        display.step(line)
+                if stopping or trainer.step == config.steps or (due and lines[-1]["applied"]):
                     due = False  # of a skipped step's: it would hold the older weights under a later step's name
                     trainer.require_good_state()
                     mesh.recorder.enter("checkpoint")
@@ -166,22 +166,30 @@ class _Run:
                 stop.request()
                 mesh.world.barrier()
 
-    def _step(self, trainer: Trainer, stop: StopRequest) -> tuple[dict[str, Any], bool]:
-        """Make a step, trace it where that was asked for, and validate where that is due."""
+    def _step(self, trainer: Trainer, stop: StopRequest, *, saves: bool) -> tuple[list[StepLine], bool]:
+        """Make a step, trace it where that was asked for, and validate where that is due. `saves`: a checkpoint may
+        follow. The lines of the steps that are known; this step's is the last of them where something follows."""
+        parts, config, held_out, number = self.parts, self.parts.config, self.data.held_out, trainer.step + 1
+        if held_out is not None and number % config.validation.every and number < config.steps:
+            held_out = None  # validation is not due
         try:
-            line, stopping = trainer.turn(stop)
+            before = trainer.flush() if number in self.traced else []  # a trace begins on an idle device
+            lines, stopping = trainer.turn(stop)
+            if saves or stopping or held_out is not None or number == config.steps:
+                lines += trainer.flush()
         except Exception as error:
-            error.add_note(f"in step {trainer.step + 1}")  # so that the launcher knows one that recurs
+            error.add_note(f"in step {number}")  # so that the launcher knows one that recurs
             raise
-        parts, config, held_out = self.parts, self.parts.config, self.data.held_out
-        if trainer.step in self.traced:
+        if number in self.traced:
             from meshwright.training.pictures import write_step  # matplotlib: only a traced step needs it
 
             write_step(trainer.spans, parts.mesh, trainer.step, self.out)
-        if held_out is not None and (trainer.step % config.validation.every == 0 or trainer.step == config.steps):
+        if held_out is not None:
             parts.mesh.recorder.enter("validation")
-            line |= validate(parts, held_out, min(config.validation.batches, len(held_out) // config.batch.global_))
-        return line, stopping
+            lines[-1] |= validate(
+                parts, held_out, min(config.validation.batches, len(held_out) // config.batch.global_)
+            )
+        return before + lines, stopping
 
     def _trackers(self, first_step: int) -> dict[str, Tracker]:
         metrics, settings = self.parts.config.metrics, self.origin.config

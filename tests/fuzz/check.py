@@ -129,7 +129,7 @@ def _train(mesh: Mesh, config: Config, folder: Path) -> Trained:
     trainer, trained = Trainer(parts, Stream(config)), Trained(initial=_masters(parts))
     for _ in range(config.steps):
         with _watched(parts, trained.gradients):
-            line, _ = trainer.turn(None)
+            (line,), _ = trainer.turn(None)
         trained.losses.append(float(line["loss"]))
         trained.norms.append(float(line["grad_norm"]))
     trained.weights.extend(_masters(parts))

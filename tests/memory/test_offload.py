@@ -14,6 +14,7 @@ from meshwright.checkpoint import Checkpoint, pieces_of, restore
 from meshwright.checkpoint.restore import progress_of
 from meshwright.errors import DivergedError
 from meshwright.memory.offload import on_disk, on_host
+from meshwright.optim.optimizer import Optimizer
 from meshwright.parameters.bucket import Slot
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -192,7 +193,7 @@ def step_one(mesh: Mesh, length: int, folder: Path) -> list[tuple[int, int, int]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         states = make([Slot(parameter, (), True, ()) for parameter in parameters])
-        states.step(range(2), 0.5, 1.0, 0)
+        states.step(range(2), Optimizer(config, [], mesh)._update(0.5))
         half, full = (states.tensors(index) for index in range(2))
         assert full["weight"].data_ptr() == parameters[1].data_ptr()  # float32 is its own master
         assert torch.equal(half["weight"], full["weight"])

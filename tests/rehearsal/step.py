@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Run:
     """A rank of a layout, and how many steps it takes, of which the last is tallied: the first makes moments that later
-    ones have. `tree`: its config's, resolved."""
+    ones have. An only one is flushed. `tree`: its config's, resolved."""
 
     name: str
     rank: int
@@ -59,6 +59,8 @@ def rehearse(run: Run) -> Report:
         for _ in range(run.steps):
             tally.clear()
             trainer.turn(None)
+        if run.steps == 1:
+            trainer.flush()
     return Report(run.name, run.rank, vars(tally))
 
 

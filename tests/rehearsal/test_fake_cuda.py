@@ -17,10 +17,15 @@ def test_every_layout_takes_a_step(group: str, fake_gpu: Path) -> None:
     reports = rehearse(fake_gpu, runs_of(LAYOUTS[group]))
     failed = [f"{report.name}, rank {report.rank}:\n{report.error}" for report in reports if report.error]
     assert not failed, "\n".join(failed)
+    for report in reports:
+        waits = {why: number for why, number in report.tally["waits"].items() if FEW_LABELS not in why}
+        assert sum(waits.values()) <= WAITS, f"{report.name}, rank {report.rank}: {waits}"
 
 
-WAITS = 5
-"""Times a step in which the host waits for the device, at most."""
+WAITS = 1
+"""Times a step in which the host waits for the device: for the step before, whose numbers it reads."""
+FEW_LABELS = "tensor/cross_entropy.py"
+"""Where a head of few labels (BERT's) waits once a microbatch for their number, which spares it most of the logits."""
 
 KERNELS = {"serial": 45, "zero1": 45, "megatron": 47, "sequence": 57, "tesseract": 109, "pipeline": 45}
 """Kernels a layer and microbatch, at most."""

@@ -68,7 +68,7 @@ def draws(mesh: Mesh, config: Config) -> tuple[Draws, list[float]]:
         if isinstance(module, nn.Dropout):
             module.register_forward_hook(saw)
     trainer = Trainer(parts, Same(config))
-    losses = [float(str(trainer.turn(None)[0]["loss"])) for _ in range(2)]
+    losses = [float(str(trainer.turn(None)[0][0]["loss"])) for _ in range(2)]
     return drawn, losses
 
 

@@ -57,8 +57,8 @@ def half_a_line(self: MetricsWriter, line: dict[str, Any]) -> list[str]:
 
 MOMENTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "backward": (loop, "replica_backward", dies_at(5, loop.replica_backward, after=True)),
-    "optimizer": (Optimizer, "step", dies_at(5, Optimizer.step, after=True)),
-    "first step": (Optimizer, "step", dies_at(1, Optimizer.step, after=False)),
+    "optimizer": (Optimizer, "begin", dies_at(5, Optimizer.begin, after=True)),
+    "first step": (Optimizer, "begin", dies_at(1, Optimizer.begin, after=False)),
     "shard": (writer, "write_shard", dies_at(2, writer.write_shard, after=True)),
     "manifest": (Manifest, "write", dies_at(2, Manifest.write, after=True)),
     "metrics": (MetricsWriter, "write", half_a_line),

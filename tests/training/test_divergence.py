@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from meshwright.config import Config
 from meshwright.errors import CorruptionError, DivergedError, LaunchError
@@ -19,19 +20,25 @@ from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.training.test_replicas import EXPAND, NORM, config_of, run_layout, trainer_of
 
 
-def ended(trainer: Trainer, turns: int) -> tuple[int, str, str]:
+def ended(trainer: Trainer, turns: int, *, flushes: bool = False) -> tuple[int, str, str]:
     """The last step that was begun, and the error that it ended in."""
     try:
         for _ in range(turns):
             trainer.turn(None)
+        if flushes:
+            trainer.flush()
     except (CorruptionError, DivergedError) as error:
         return trainer.step + 1, type(error).__name__, str(error)
     return trainer.step, "", ""
 
 
 def spoiled(mesh: Mesh, config: Config, name: str, victim: int, bad: float) -> tuple[int, str, str, bool]:
+    return spoil(trainer_of(mesh, config), name, victim, bad)
+
+
+def spoil(trainer: Trainer, name: str, victim: int, bad: float) -> tuple[int, str, str, bool]:
     """One number of the victim's is bad before the third step; the error, and whether other weights were left alone."""
-    trainer = trainer_of(mesh, config)
+    mesh, config = trainer.parts.mesh, trainer.parts.config
     ended(trainer, 2)
     if mesh.rank == victim:
         parameter = dict(trainer.parts.model.named_parameters())[name]
@@ -85,9 +92,9 @@ def nan_loss(mesh: Mesh, config: Config) -> tuple[int, str, str]:
     trainer = trainer_of(mesh, config)
     backward = loop.replica_backward
 
-    def spoiling(*arguments: Any) -> float:
+    def spoiling(*arguments: Any) -> Tensor:
         loss = backward(*arguments)
-        return math.nan if mesh.rank == 1 and trainer.step == 2 else loss
+        return loss * math.nan if mesh.rank == 1 and trainer.step == 2 else loss
 
     with patch.object(loop, "replica_backward", spoiling):
         return ended(trainer, 4)

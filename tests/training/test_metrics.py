@@ -152,7 +152,7 @@ def second_step(mesh: Mesh, config: Config) -> tuple[dict[str, int], set[str]]:
     """Its reported bytes, which rank 0 knows, and the axes over which this rank has sent anything."""
     trainer = Trainer(build(config, mesh), Stream(config))
     trainer.turn(None)
-    line, _ = trainer.turn(None)
+    (line,), _ = trainer.turn(None)
     sent: Any = line.get("sent_bytes")
     assert (sent is None) == (mesh.rank > 0)
     return sent, {axes for axes, count in mesh.ledger.sent_bytes().items() if count}

@@ -103,9 +103,11 @@ def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int
     trainer = Trainer(parts, train)
     metrics = MetricsWriter(folder, 0) if mesh.rank == 0 else None
     for _ in range(steps):
-        line, stopping = trainer.turn(rank.stop)
+        lines, stopping = trainer.turn(rank.stop)
+        lines += trainer.flush() if trainer.step == steps else ()
         if metrics is not None:
-            metrics.write(line)
+            for line in lines:
+                metrics.write(line)
         if stopping:
             return None
     if metrics is not None:
@@ -145,9 +147,9 @@ def count_sent(parts: Parts, train: Samples, samples: int) -> tuple[SentCalls, .
     config, ledger = parts.config, parts.mesh.ledger
 
     def load(first: int, count: int) -> Batch:
-        return to_device(train.samples(samples + first, count), parts.mesh.device)
+        return train.samples(samples + first, count)
 
-    batch = parts.strategy.share(load, config.replica_batch)
+    batch = to_device(parts.strategy.share(load, config.replica_batch), parts.mesh.device)
     before = {key: (entry.calls, entry.sent_bytes) for key, entry in ledger.traffic.items()}
     replica_backward(parts, batch, [1 for _ in parts.model.labels], samples)
     parts.strategy.finish()

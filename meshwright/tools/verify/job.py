@@ -176,7 +176,7 @@ def leave_layout(parts: Parts, train: Samples, folder: Path, steps: int, stop: S
     step and after the last, and the gradients of the first step that did not overflow."""
     initial, gradients = _weights(parts, "initial"), list[Piece]()
     unchecked = parts.config.model_copy(update={"check": Check(every=0)})  # wrong replicas are what is looked for
-    trainer = Trainer(replace(parts, config=unchecked), train)
+    trainer = Trainer(replace(parts, config=unchecked), train, late=False)
     numbers: dict[str, list[object]] = {"loss": [], "norm": []}
     applied = False
     for _ in range(steps):
@@ -185,7 +185,7 @@ def leave_layout(parts: Parts, train: Samples, folder: Path, steps: int, stop: S
         def keep_gradients(scale: float = scale) -> None:
             gradients[:] = (replace(piece, tensor=piece.tensor.double() / scale) for piece in gradient_pieces(parts))
 
-        line, stopping = trainer.turn(stop, None if applied else keep_gradients)
+        (line,), stopping = trainer.turn(stop, None if applied else keep_gradients)
         if stopping:
             return
         applied = applied or bool(line["applied"])

@@ -35,7 +35,7 @@ def learn(mesh: Mesh, config: Config, folder: str) -> float:
     trainer = Trainer(parts, opened.train)
     loss = 9.0
     while loss > 0.004 and trainer.step < 600:
-        loss = float(str(trainer.turn(None)[0]["loss"]))
+        loss = float(str(trainer.turn(None)[0][0]["loss"]))
     save(parts, Path(folder), step=trainer.step)
     return loss
 

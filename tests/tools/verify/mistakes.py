@@ -3,7 +3,7 @@ so that two runs of ours would agree on them. Each patches what it breaks, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from meshwright.models import gpt
 from meshwright.optim import optimizer
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
-from meshwright.parameters.bucket import Bucket
+from meshwright.parameters.bucket import Bucket, StepWeights
 from meshwright.parameters.gradients import Gradients
 from meshwright.parts import Parts
 from meshwright.ranks.comm import DONE, Comm, Work
@@ -71,8 +71,8 @@ def decayed_vectors() -> None:
     """Weight decay acts on biases and norms as well."""
     right = InPlace._step_together
 
-    def wrong(self: InPlace, members: list[int], weight_decay: float, rate: float, steps_taken: int) -> None:
-        right(self, members, self.settings.weight_decay, rate, steps_taken)
+    def wrong(self: InPlace, members: list[int], matrix: bool, step: StepWeights) -> None:
+        right(self, members, True, step)
 
     InPlace._step_together = wrong  # type: ignore[method-assign]
 
@@ -91,19 +91,22 @@ def wrong_rate() -> None:
 
 def wrong_bias_correction() -> None:
     """Adam counts one step too many."""
-    right = InPlace.step
+    right = Optimizer._update
 
-    def wrong(self: InPlace, indices: Iterable[int], rate: float, divisor: float, steps_taken: int) -> None:
-        right(self, indices, rate, divisor, steps_taken + 1)
+    def wrong(self: Optimizer, *numbers: Any) -> StepWeights:
+        self.steps_taken += 1
+        update = right(self, *numbers)
+        self.steps_taken -= 1
+        return update
 
-    InPlace.step = wrong  # type: ignore[method-assign]
+    Optimizer._update = wrong  # type: ignore[method-assign]
 
 
 def local_counts() -> None:
     """Each replica takes the mean over its own labels, and the means are averaged."""
     right = loop.replica_backward
 
-    def wrong(parts: Parts, rows: Batch, counts: list[int], samples: int) -> float:
+    def wrong(parts: Parts, rows: Batch, counts: list[int], samples: int) -> Tensor:
         everyone = [count * parts.mesh.size("data") for count in counts_of(rows, parts.model.labels)]
         return right(parts, rows, everyone, samples)
 

@@ -1,0 +1,103 @@
+"""Numbers that are read a step late, as on a GPU: the same bits, the same lines, the same errors, one step on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.config import Config
+from meshwright.ranks.mesh import Mesh
+from meshwright.training.loop import Trainer
+from tests.harness import build
+from tests.ranks.test_agreement import flip
+from tests.training.test_divergence import ended, spoil
+from tests.training.test_replicas import EXPAND, Rows, config_of, outcome, run_layout
+
+STEPS = 5
+KEYS = "step", "loss", "grad_norm", "learning_rate", "loss_scale", "applied"
+
+SERIAL: dict[str, Any] = {"data": {"size": 1}}
+FP16 = {"level": "O2", "dtype": "fp16", "loss_scale": {"initial": 2.0**20, "interval": 2, "max_skips": 40}}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "zero1, clipped": ({"data": {"size": 2, "sync": "zero1"}}, {"optimizer": {"clip": 0.01}}),
+    "stages, unclipped": ({"data": {"size": 1}, "pipeline": {"size": 2}}, {"optimizer": {"clip": None}}),
+    "server, sgd": ({"data": {"size": 2, "sync": "server-loss"}}, {"optimizer": {"name": "sgd", "lr": 0.1}}),
+    "O2 that overflows": (SERIAL, {"precision": FP16}),
+    "O1 that overflows": (SERIAL, {"precision": FP16 | {"level": "O1"}, "optimizer": {"name": "momentum"}}),
+    "offload that overflows": (SERIAL, {"precision": FP16, "memory": {"offload": {"to": "host"}}}),
+}
+
+
+def changed(layout: dict[str, Any], changes: dict[str, Any]) -> Config:
+    tree = config_of(layout).model_dump(by_alias=True)
+    sections = {name: tree[name] | section for name, section in changes.items()}
+    return Config.model_validate(tree | {"steps": 20} | sections)
+
+
+def trained(mesh: Mesh, config: Config, late: bool) -> tuple[list[dict[str, str]], list[torch.Tensor]]:
+    """The lines of some steps, the second of which is flushed, and all that a checkpoint would hold."""
+    trainer = Trainer(build(config, mesh), Rows(config), late=late)
+    lines = []
+    for step in range(STEPS):
+        lines += trainer.turn(None)[0]
+        assert len(lines) == (step + 1 if not late else max(step, 2 * (step > 1)))
+        lines += trainer.flush() if step == 1 else []
+    lines += trainer.flush()
+    optimizer, slots = trainer.parts.optimizer, trainer.parts.strategy.slots
+    states = [optimizer.states(index).values() for index in range(len(slots))]
+    values = [flat.values for flat in trainer.parts.strategy.weights] + [x for each in states for x in each]
+    return [{key: str(line[key]) for key in KEYS} for line in lines], [x.clone() for x in values]
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_the_same_bits(case: str) -> None:
+    config = changed(*RUNS[case])
+    at_once, late = (run_layout(trained, config, late) for late in (False, True))
+    for (lines, values), (late_lines, late_values) in zip(at_once, late, strict=True):
+        assert late_lines == lines
+        assert [line["step"] for line in lines] == [str(step) for step in range(1, STEPS + 1)]
+        assert {line["applied"] for line in lines} == ({"False", "True"} if "overflows" in case else {"True"})
+        for mine, theirs in zip(late_values, values, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def spoiled(mesh: Mesh, config: Config, victim: int) -> tuple[int, str, str, bool]:
+    return spoil(Trainer(build(config, mesh), Rows(config), late=True), EXPAND, victim, math.nan)
+
+
+def test_a_gradient_that_is_no_number_is_named_in_the_next_step() -> None:
+    config = config_of({"data": {"size": 1}, "tensor": {"kind": "megatron", "size": 2}})
+    for step, kind, text, untouched in run_layout(spoiled, config, 1):
+        assert (step, kind) == (4, "DivergedError")
+        assert text.startswith("step 3: the gradient norm is nan: the run has diverged; the gradient of ")
+        assert f"the weights of {EXPAND} on rank 1 are not finite" in text
+        assert untouched, "a step without a norm was applied"
+
+
+def test_a_last_step_that_diverges_is_seen_when_it_is_flushed() -> None:
+    def run(mesh: Mesh, config: Config) -> tuple[int, str, str]:
+        trainer = Trainer(build(config, mesh), Rows(config), late=True)
+        trainer.parts.model.get_parameter(EXPAND).data.view(-1)[1] = math.nan
+        assert ended(trainer, 1) == (1, "", "")
+        return ended(trainer, 0, flushes=True)
+
+    for step, kind, text in run_layout(run, config_of(SERIAL)):
+        assert (step, kind) == (2, "DivergedError")
+        assert text.startswith("step 1: the gradient norm is nan: the run has diverged; the gradient of tokens.weight")
+
+
+def flipped(mesh: Mesh, config: Config, victim: int) -> tuple[int, str]:
+    trainer = Trainer(build(config, mesh), Rows(config), late=True)
+    assert outcome(trainer, 2) == (2, "")
+    if mesh.rank == victim:
+        flip(trainer.parts.model.get_parameter(EXPAND), 5, 3)
+    return outcome(trainer, 4)
+
+
+def test_a_flipped_bit_is_seen_in_the_next_step() -> None:
+    for step, text in run_layout(flipped, config_of({"data": {"size": 3}}), 2):
+        assert step == 4
+        assert text.startswith(f"step 3: rank 2 differs from ranks 0 and 1, which agree ({EXPAND})")
