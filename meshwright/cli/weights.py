@@ -28,7 +28,9 @@ from meshwright.errors import ConfigError
 @data_app.command("prepare")
 def data_prepare(
     out: NewFolder,
-    source: Annotated[str, Option(help="stdlib, a text/jsonl/parquet file, or a folder of these.")] = "stdlib",
+    source: Annotated[
+        str, Option(help="stdlib, unicode, a text/json/jsonl/csv/parquet file, a folder of these, hub:OWNER/NAME.")
+    ] = "stdlib",
     tokenizer: Annotated[str, Option(help="bytes, bpe:SIZE, or a tokenizer.json file.")] = "bytes",
     validation: Annotated[float, Option(help="The share of the text that is held out.")] = 0.05,
     pairs: Annotated[bool, Option(help="Pairs of texts: a tsv or jsonl file, two files, or stdlib's.")] = False,

@@ -1,19 +1,32 @@
 """The corpora that are packed: records of one text (documents), or of two (pairs: pairs.py).
 
-Documents come out of the standard library's source, text, jsonl, parquet, a folder of these, or a Hugging Face dataset
-folder. A document is a non-empty string. The order is the same on every machine that has the same files: folders are
-walked sorted by relative path. Documents of white space alone carry nothing to learn and are left out.
+| source                       | its documents                                                    | read by  |
+|------------------------------|------------------------------------------------------------------|----------|
+| stdlib                       | the files of Python's standard library                           | us       |
+| unicode                      | names of Unicode's characters, in runs of neighbours, one a line | us       |
+| a text file                  | the file                                                         | us       |
+| .jsonl, .json, .csv          | the key or column `text` of each record                          | us       |
+| .parquet, a saved data set   | the column `text` of each row                                    | pyarrow, datasets |
+| a folder                     | those of its files, sorted by relative path                      |          |
+| hub:OWNER/NAME               | the column `text` of its train split, streamed                   | datasets |
 
-Text and jsonl are read here, not by `datasets`: its readers copy the corpus into a cache of their own, take a second to
-import, name no line in a mistake, and take some lines that are no JSON ({"text": 3, }) without a word.
+A document is a non-empty string. The order is the same on every machine that has the same files. Documents of white
+space alone carry nothing to learn and are left out. Whatever the source, it is packed once (packing.py): order,
+mixtures and resuming are ours.
+
+Text, json and csv are read here, not by `datasets`: its readers copy the corpus into a cache of their own, take a
+second to import, name no line in a mistake, and take some lines that are no JSON ({"text": 3, }) without a word.
 """
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import platform
+import re
 import sysconfig
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +34,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from meshwright.data.section import STDLIB
+from meshwright.data.section import HUB, STDLIB, UNICODE
 from meshwright.errors import DataError
 
 TEXT_KEY = "text"
@@ -57,12 +70,16 @@ def text_corpus(source: str) -> Corpus:
 
 
 def documents(source: str) -> Iterator[str]:
-    """Every document of `source`: `stdlib`, or the path of a file or folder.
+    """Every document of `source`: one that is a name, or the path of a file or folder.
 
     Raises DataError naming the file, the line (jsonl) or row (parquet), and the key that is missing.
     """
     if source == STDLIB:
         texts = _stdlib_documents()
+    elif source == UNICODE:
+        texts = _unicode_documents()
+    elif source.startswith(HUB):
+        texts = _hub_documents(source)
     else:
         path = _existing(source)
         texts = _folder_documents(path) if path.is_dir() else _file_documents(path)
@@ -71,7 +88,11 @@ def documents(source: str) -> Iterator[str]:
 
 def source_name(source: str) -> str:
     """A short name of the source that has no path of this machine in it."""
-    return f"stdlib of Python {platform.python_version()}" if source == STDLIB else _existing(source).resolve().name
+    if source == STDLIB:
+        return f"stdlib of Python {platform.python_version()}"
+    if source == UNICODE:
+        return f"names of Unicode {unicodedata.unidata_version}"
+    return source if source.startswith(HUB) else _existing(source).resolve().name
 
 
 def source_identity(source: str) -> list[object]:
@@ -79,6 +100,8 @@ def source_identity(source: str) -> list[object]:
     if source == STDLIB:
         listed = [(name, path.stat().st_size) for name, path in _stdlib_files()]
         return [STDLIB, platform.python_version(), listed]
+    if source == UNICODE or source.startswith(HUB):
+        return [source_name(source)]
     path = _existing(source).resolve()
     files = [path] if path.is_file() else _folder_files(path)
     return [str(path), [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]]
@@ -105,6 +128,36 @@ def _stdlib_documents() -> Iterator[str]:
         # A source file in another encoding (PEP 263) is left out: nothing the user could mend.
         with suppress(UnicodeDecodeError):
             yield path.read_bytes().decode()
+
+
+_RUN = 32
+"""Names a document: neighbours in the code charts belong together."""
+_NUMBERED = re.compile(r"\d|IDEOGRAPH|HANGUL SYLLABLE|-[0-9A-F]+$")
+"""Names that are numbers or put together of three letters: a hundred thousand that say nothing new."""
+
+
+def _unicode_documents() -> Iterator[str]:
+    every = (unicodedata.name(chr(code), "") for code in range(0x110000))
+    names = [name for name in every if name and not _NUMBERED.search(name)]
+    for start in range(0, len(names), _RUN):
+        yield "\n".join(names[start : start + _RUN]) + "\n"
+
+
+def _hub_documents(source: str) -> Iterator[str]:
+    """The train split of a data set on the Hub, streamed: nothing of it stays but what is packed."""
+    name, _, configuration = source.removeprefix(HUB).partition(":")
+    datasets = _library("datasets", Path(source))
+    try:
+        rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+        for number, record in enumerate(rows):
+            if TEXT_KEY not in record:
+                raise DataError(f"{source}: has no column `{TEXT_KEY}`; its columns: {', '.join(record)}")
+            yield checked_text(record[TEXT_KEY], f"{source} row {number}")
+    except DataError:
+        raise
+    except Exception as error:  # no network, no such data set, a server's mistake: the libraries raise many kinds
+        cause = " ".join(str(error).split())
+        raise DataError(f"{source}: cannot be read: {type(error).__name__}: {cause[:300]}") from error
 
 
 def _folder_documents(folder: Path) -> Iterator[str]:
@@ -141,6 +194,10 @@ def _file_documents(path: Path) -> Iterator[str]:
     match path.suffix.lower():
         case ".jsonl":
             yield from _jsonl_documents(path)
+        case ".json":
+            yield from _json_documents(path)
+        case ".csv":
+            yield from _csv_documents(path)
         case ".parquet":
             yield from _parquet_documents(path)
         case ".arrow":
@@ -161,6 +218,38 @@ def _jsonl_documents(path: Path) -> Iterator[str]:
             if TEXT_KEY not in record:
                 raise DataError(f"{where}: has no key `{TEXT_KEY}`; its keys: {', '.join(record) or 'none'}")
             yield checked_text(record[TEXT_KEY], where)
+
+
+def _json_documents(path: Path) -> Iterator[str]:
+    """A list of records, or of texts."""
+    try:
+        tree = json.loads(path.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: is no JSON: {error}; a file of one record a line is named .jsonl") from error
+    if not isinstance(tree, list):
+        raise DataError(f'{path}: is no JSON list; wanted [{{"{TEXT_KEY}": ...}}, ...] or [..., ...] of texts')
+    for number, record in enumerate(tree, start=1):
+        where = f"{path} record {number}"
+        if isinstance(record, dict) and TEXT_KEY not in record:
+            raise DataError(f"{where}: has no key `{TEXT_KEY}`; its keys: {', '.join(record) or 'none'}")
+        yield checked_text(record[TEXT_KEY] if isinstance(record, dict) else record, where)
+
+
+def _csv_documents(path: Path) -> Iterator[str]:
+    """The column `text`; the first row names the columns (RFC 4180: quotes, doubled inside of quotes)."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.DictReader(file, strict=True)
+            _check_column(path, list(rows.fieldnames or []))
+            for row in rows:
+                if row[TEXT_KEY] is None or None in row:
+                    fields = "fewer" if row[TEXT_KEY] is None else "more"
+                    raise DataError(f"{path} line {rows.line_num}: has {fields} fields than the first line has names")
+                yield checked_text(row[TEXT_KEY], f"{path} line {rows.line_num}")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is no UTF-8 text (byte {error.start}): convert it to UTF-8") from error
+    except csv.Error as error:
+        raise DataError(f"{path}: is no csv table: {error}") from error
 
 
 def json_records(lines: Iterable[str | bytes], path: Path, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:

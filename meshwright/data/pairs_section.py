@@ -79,6 +79,8 @@ class PairData(TokenSection):
     kind: Literal["pairs"]
     gives: ClassVar[str] = "sequences"
     packs: ClassVar[Literal["text", "pairs"]] = "pairs"
+    source_names: ClassVar[tuple[str, ...]] = (STDLIB,)
+    source_forms: ClassVar[str] = "a tsv or jsonl file, a text file and its target, a prepared folder"
     rules: ClassVar[tuple[Rule, ...]] = (
         *(*TokenSection.rules, pairs_have_a_form),
         *(buckets_differ_in_length, stages_send_one_shape, buckets_are_cut_evenly),

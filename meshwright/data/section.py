@@ -35,8 +35,11 @@ if TYPE_CHECKING:
     from meshwright.data.split import Split
     from meshwright.model import Samples
 
-STDLIB, DIGITS = "stdlib", "digits"
-"""Sources that are names: the text of Python's standard library, scikit-learn's images of digits."""
+STDLIB, UNICODE, DIGITS = "stdlib", "unicode", "digits"
+"""Sources that are names: the source of Python's standard library, the names of Unicode's characters, scikit-learn's
+images of digits."""
+HUB = "hub:"
+"""The beginning of a data set's name on the Hugging Face Hub: `hub:OWNER/NAME`, `hub:OWNER/NAME:CONFIGURATION`."""
 
 PREPARED = "header.json"
 """The file that makes a folder a prepared one."""
@@ -62,10 +65,11 @@ class DataSection(Section):
 
     gives: ClassVar[str]
     """The form of its batches: a family of models reads one form."""
-    source_name: ClassVar[str] = STDLIB
-    """The source that is no path."""
-    source_forms: ClassVar[str] = "a text, jsonl or parquet file, a folder of these, a prepared folder"
+    source_names: ClassVar[tuple[str, ...]] = (STDLIB, UNICODE)
+    """The sources that are no paths."""
+    source_forms: ClassVar[str] = "a text, json, jsonl, csv or parquet file, a folder of these, a prepared folder"
     reads_folders_alone: ClassVar[bool] = False
+    reads_hub: ClassVar[bool] = False
     header: ClassVar[str] = PREPARED
     """The file of a prepared folder that has the checksums of the others."""
     sentinels: ClassVar[int] = 0
@@ -117,11 +121,12 @@ class DataSection(Section):
 @rule("data.source", "data.mixture", "model.family")
 def source_exists(config: Config) -> Iterator[Problem]:
     data, field = config.data, "data.mixture" if config.data.mixed else "data.source"
-    valid = f"{data.source_name}, {data.source_forms}"
+    valid = ", ".join((*data.source_names, data.source_forms))
     for source in data.sources:
         path = Path(source).expanduser()
-        if source in (STDLIB, DIGITS):
-            if source != data.source_name:
+        if source in (STDLIB, UNICODE, DIGITS) or source.startswith(HUB):
+            named = data.reads_hub if source.startswith(HUB) else source in data.source_names
+            if not named:
                 yield Problem(field, source, f"is not what a {config.model.family} reads", valid)
         elif not source or not path.exists():
             yield Problem(field, source, "is no such file or folder", valid)
@@ -238,6 +243,7 @@ class MixedSection(TokenSection):
     """Base of the kinds whose samples may come from several sources: `mixture` is the weight of each."""
 
     rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, every_source_has_a_share)
+    reads_hub: ClassVar[bool] = True
 
     mixture: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
 
@@ -350,7 +356,7 @@ class ImageData(DataSection):
 
     kind: Literal["images"]
     gives: ClassVar[str] = "images"
-    source_name: ClassVar[str] = DIGITS
+    source_names: ClassVar[tuple[str, ...]] = (DIGITS,)
     source_forms: ClassVar[str] = "a folder of class folders of jpg and png files"
     reads_folders_alone: ClassVar[bool] = True
     header: ClassVar[str] = "images.json"

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -187,3 +188,60 @@ def test_a_folder_that_leads_back_to_itself(tmp_path: Path) -> None:
     (tmp_path / "self").symlink_to(tmp_path / "self")
     with pytest.raises(DataError, match="self: no such file or folder"):
         list(documents(str(tmp_path / "self")))
+
+
+def test_characters_are_named_in_the_order_of_the_code_charts() -> None:
+    texts = list(documents("unicode"))
+    assert texts[0].startswith("SPACE\nEXCLAMATION MARK\nQUOTATION MARK\n")
+    assert all(text.endswith("\n") for text in texts)
+    names = "".join(texts).splitlines()
+    assert len(names) > 20_000
+    assert len(names) == len(set(names))
+    assert not any("IDEOGRAPH" in name or any(letter.isdigit() for letter in name) for name in names)
+    assert source_name("unicode").startswith("names of Unicode 1")
+
+
+def test_json_lists_and_csv_tables(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"text": "one", "more": 1}, "two"]')
+    (tmp_path / "b.csv").write_text('id,text\n1,"three, with a ""quote"" and\na line"\n2,four\n')
+    assert list(documents(str(tmp_path))) == ["one", "two", 'three, with a "quote" and\na line', "four"]
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.json", '{"text": "one"}', r"a.json: is no JSON list; wanted"),
+        ("a.json", '{"text": "one"}\n{"text": "two"}', r"a.json: is no JSON: .*; a file of one record a line is named"),
+        ("a.json", '[{"txt": "one"}]', r"a.json record 1: has no key `text`; its keys: txt"),
+        ("a.json", '["one", 2]', r"a.json record 2: `text` holds no string but 2"),
+        ("a.csv", "id,txt\n1,one\n", r"a.csv: has no column `text`; its columns: id, txt"),
+        ("a.csv", "id,text\n1\n", r"a.csv line 2: has fewer fields than the first line has names"),
+        ("a.csv", "id,text\n1,one,two\n", r"a.csv line 2: has more fields than the first line has names"),
+        ("a.csv", 'id,text\n1,"one\n', r"a.csv: is no csv table: unexpected end of data"),
+    ],
+)
+def test_bad_json_and_csv_are_named_with_their_place(name: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        list(documents(str(tmp_path / name)))
+
+
+def test_a_data_set_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake: there is no network here."""
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load(name: str, configuration: str | None, *, split: str, streaming: bool) -> Any:
+        asked.append((name, configuration, split, streaming))
+        if name == "no/such":
+            raise ConnectionError("Couldn't reach the Hub")
+        return iter([{"text": "one"}, {"text": " "}, {"text": "two"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert list(documents("hub:me/mine:en")) == ["one", "two"]
+    assert asked == [("me/mine", "en", "train", True)]
+    with pytest.raises(DataError, match=r"hub:no/such: cannot be read: ConnectionError: Couldn't reach the Hub"):
+        list(documents("hub:no/such"))
+    assert parse_config({"data": {"source": "hub:me/mine"}}).data.sources == ("hub:me/mine",)
+    with pytest.raises(ConfigError, match=r"data.source=hub:me/mine is not what a vit reads"):
+        parse_config({"model": {"family": "vit"}, "data": {"source": "hub:me/mine"}})
