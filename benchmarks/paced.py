@@ -194,6 +194,8 @@ class HeldMailbox:
 class NoGradients:
     """The data-parallel strategy of a pipeline that has none."""
 
+    every_microbatch = False
+
     def expect(self, final: bool) -> None:
         return None
 

@@ -240,7 +240,7 @@ def build_pipeline(config: Config, mesh: Mesh, model: Chain, stages: Stages, str
     """The stage with all that drives it."""
     autocasts = (mesh.device.type, DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
     stage = Stage(model, strategy.gradients, run=strategy.forward, autocasts=autocasts)
-    peers = mesh.comm(*(name for name, _ in config.layout.layer_axes if config.layout.pipeline.size > 1))
+    peers = mesh.comm(*(config.layout.peer_axes if config.layout.pipeline.size > 1 else ()))
     message = stages.message(mesh.index(PIPE))
     return Pipeline(stage, rule_of(config), mesh, peers, mesh.mailbox(PIPE), message, strategy)
 

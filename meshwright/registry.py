@@ -64,6 +64,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "allreduce": "meshwright.data_parallel.section:ALLREDUCE",
         "ring": "meshwright.data_parallel.section:RING",
         "zero1": "meshwright.data_parallel.section:ZERO1",
+        "zero2": "meshwright.data_parallel.section:ZERO2",
         "fsdp": "meshwright.data_parallel.section:FSDP",
     },
     "sinks": {

@@ -28,7 +28,6 @@ from meshwright.memory.offload import host_store_bytes, state_bytes
 from meshwright.memory.recompute import LiveBytes
 from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import Chain, chain_of, make_chain, split_name
-from meshwright.parameters.bucket import gradient_dtype
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs, use_gradients
 from meshwright.parts import Parts, build, build_kit, build_model, empty_batch, plan_stages, recompute_in
@@ -77,10 +76,10 @@ class BuiltStages:
     def fixed_bytes(self, config: Config) -> Sequence[int]:
         sizes = []
         for parts in self._parts(config):
-            weights = [flat.values for flat in parts.strategy.weights]
-            gradients = sum(x.numel() * gradient_dtype(x.dtype, config.widens_gradients).itemsize for x in weights)
+            weights = sum(size_bytes(flat.values) for flat in parts.strategy.weights)
             slots = [(slot.parameter.numel(), slot.parameter.dtype) for slot in parts.strategy.slots]
-            sizes.append(sum(map(size_bytes, weights)) + gradients + all_state_bytes(config, slots, config.device))
+            states = all_state_bytes(config, slots, config.device)
+            sizes.append(weights + parts.strategy.gradient_bytes + states)
         return sizes
 
     def block_bytes(self, config: Config) -> Sequence[Sequence[int]]:

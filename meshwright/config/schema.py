@@ -165,6 +165,12 @@ class Layout(Section):
         return *self.context.axes, *self.tensor.axes
 
     @property
+    def peer_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks do a stage's tasks in one order: they meet inside of them."""
+        data = (("data", self.data.size),) if self.data.strategy.slices else ()
+        return tuple(name for name, _ in (*data, *self.layer_axes))
+
+    @property
     def summary(self) -> str:
         """`data 2 (allreduce), pipe 2 (gpipe), row 2, col 2`: the axes outermost first; no stages, no pipe.
 

@@ -24,13 +24,15 @@ from meshwright.parameters.bucket import FlatWeights, Place, Slices, Slot, gradi
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.agreement import make_equal
-from meshwright.ranks.comm import SoloComm
+from meshwright.ranks.comm import SoloComm, size_bytes
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchComm
 
 
 class FullySharded:
     """`units`: the modules whose weights are gathered and freed together. `half`: the dtype computed in, or None."""
+
+    every_microbatch = False
 
     def __init__(
         self,
@@ -75,6 +77,11 @@ class FullySharded:
     @property
     def slots(self) -> list[Slot]:
         return self._slots
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Its own rows; torch has a unit's whole ones beside them."""
+        return sum(size_bytes(slot.parameter) for slot in self._slots)
 
     @property
     def weights(self) -> list[FlatWeights]:

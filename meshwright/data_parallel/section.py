@@ -8,6 +8,7 @@
 | allreduce       | all-reduce               | yes    | yes        | yes | yes           | yes     | yes     |
 | ring            | our own ring             | yes    | yes        | yes | yes           | yes     | yes     |
 | zero1           | reduce-scatter           | yes    | yes        | yes | yes           | yes     | yes     |
+| zero2           | the same, each microbatch | yes   | yes        | yes | yes           | yes     | yes     |
 | fsdp            | torch's fully_shard      |        |            |     |               |         |         |
 
 One is added by a `Sync` and its line in the registry (docs/extending.md).
@@ -47,6 +48,9 @@ class Sync:
     """Whether MPI can carry it: `transport: auto` then takes it on CPUs."""
     candidate: bool = False
     """Whether a planner tries it. All others are planned where a run names them."""
+    slices: bool = False
+    """Whether gradients are kept as slices, and so summed inside of every microbatch: replicas then do a stage's tasks
+    in one order."""
     unplanned: str = ""
     """Why a planner cannot compute it: `is more than ...`."""
 
@@ -126,6 +130,7 @@ ROOTED = Sync("meshwright.data_parallel.parameter_server:Rooted")
 ALLREDUCE = Sync("meshwright.data_parallel.policies:AllReduce", candidate=True)
 RING = Sync("meshwright.data_parallel.policies:Ring")
 ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", candidate=True)
+ZERO2 = Sync("meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True)
 FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",
     rules=(

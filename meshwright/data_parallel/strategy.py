@@ -16,7 +16,7 @@ from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, Slot, gradient_views
 from meshwright.parameters.gradients import Gradients
 from meshwright.ranks.agreement import make_equal, same_everywhere
-from meshwright.ranks.comm import DONE, Comm, Later, Work
+from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes
 from meshwright.ranks.mesh import Mesh
 
 
@@ -53,9 +53,14 @@ class Replicated:
 
 
 class Strategy(Protocol):
-    """A data-parallel strategy, as the train loop sees it. `gradients`: where the model's layers add theirs up."""
+    """A data-parallel strategy, as the train loop sees it. `gradients`: where the model's layers add theirs up.
+    `every_microbatch`: it sums in each microbatch, not in the step's last alone."""
 
     gradients: Gradients
+    every_microbatch: bool
+
+    @property
+    def gradient_bytes(self) -> int: ...
 
     @property
     def slots(self) -> list[Slot]: ...
@@ -100,22 +105,39 @@ class Synchroniser:
     and that one for the gradient which the last has yet to send. Nothing is lost: a sum that blocks hides nothing.
     """
 
+    every_microbatch = False
+
     def __init__(self, buckets: list[Bucket], mesh: Mesh, policy: Policy) -> None:
         self.buckets = buckets
         self.mesh = mesh
         self.policy = policy
-        self.comms = [mesh.comm(*bucket.sum_axes) for bucket in buckets]
-        owned = [policy.owned(bucket, comm) for bucket, comm in zip(buckets, self.comms, strict=True)]
-        self._slots = [
-            bucket.slot(*part, replicated=policy.replicated) for bucket, part in zip(buckets, owned, strict=True)
-        ]
+        self.comms = [self.make_comm(bucket) for bucket in buckets]
+        self._slots = [self.make_slot(bucket, comm) for bucket, comm in zip(buckets, self.comms, strict=True)]
         self._missing: list[set[nn.Parameter]] = [set() for _ in buckets]
         self._works: list[Work] = []
         self._final = False
         self._bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
-        self.gradients = Gradients(gradient_views(buckets), self.filled)
+        self.gradients = self.make_gradients()
         for parameter in self._bucket_of:
             parameter.grad = None
+
+    def make_comm(self, bucket: Bucket) -> Comm:
+        """The ranks over which the policy sums and publishes a bucket."""
+        return self.mesh.comm(*bucket.sum_axes)
+
+    def make_slot(self, bucket: Bucket, comm: Comm) -> Slot:
+        """The part of a bucket that this rank's optimizer steps."""
+        start, stop = self.policy.owned(bucket, comm)
+        return bucket.slot(start, stop, part_axes=() if self.policy.replicated else bucket.sum_axes)
+
+    def make_gradients(self) -> Gradients:
+        """Where the model's layers add their gradients up."""
+        return Gradients(gradient_views(self.buckets), self.filled)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The most bytes of gradients that a rank holds at a time."""
+        return sum(size_bytes(bucket.gradients) for bucket in self.buckets)
 
     @property
     def slots(self) -> list[Slot]:
@@ -144,7 +166,7 @@ class Synchroniser:
             missing.clear()
         self._launch()
         works, self._works = self._works, []
-        return _ended(works)
+        return ended(works)
 
     def finish(self) -> None:
         for _ in self.arrivals():
@@ -190,7 +212,7 @@ class Synchroniser:
         return self.policy.reduce(bucket, comm)
 
 
-def _ended(works: list[Work]) -> Iterator[int]:
+def ended(works: list[Work]) -> Iterator[int]:
     """The works' indices, each when it has ended."""
     for index, work in enumerate(works):
         work.wait()

@@ -94,15 +94,15 @@ class Bucket:
         for parameter, place in zip(self.parameters, self.places, strict=True):
             yield parameter, self.gradients[place.start : place.stop].view(parameter.shape)
 
-    def slot(self, start: int, stop: int, *, replicated: bool) -> Slot:
-        """The part start..stop as something to step. `replicated`: the ranks of the sum axes all step the same part."""
+    def slot(self, start: int, stop: int, *, part_axes: tuple[str, ...]) -> Slot:
+        """The part start..stop as something to step. `part_axes`: the sum axes whose ranks step other parts, each as
+        long as this one, in order; none where they all step the same."""
         parameter = nn.Parameter(self.values[start:stop])
         parameter.grad_dtype = self.gradients.dtype
         parameter.grad = self.gradients[start:stop]
         places = tuple(part for place in self.places for part in place.clip(start, stop))
-        part_axes = self.cut_axes if replicated else (*self.cut_axes, *self.sum_axes)
-        slices = Slices(self.places, () if replicated else self.sum_axes, stop - start)
-        return Slot(parameter, places, self.matrix, part_axes, self.tied, slices)
+        slices = Slices(self.places, part_axes, stop - start)
+        return Slot(parameter, places, self.matrix, (*self.cut_axes, *part_axes), self.tied, slices)
 
     @property
     def tied(self) -> bool:
@@ -111,6 +111,12 @@ class Bucket:
     def copy_axes(self, grid: Grid) -> tuple[str, ...]:
         """The axes whose ranks hold the same parameters."""
         return other_axes(grid, self.cut_axes, self.tied)
+
+
+def slice_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
+    """Those of a bucket's sum axes over which gradients that are kept as slices are sliced. The others' ranks hold the
+    same slice: the ends of a pipeline do not come to a tied table at the same time."""
+    return tuple(axis for axis in sum_axes if axis != ENDS)
 
 
 def other_axes(grid: Grid, axes: Collection[str], tied: bool) -> tuple[str, ...]:

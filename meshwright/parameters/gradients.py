@@ -34,13 +34,19 @@ Views = Mapping[nn.Parameter, Tensor]
 OnGradient = Callable[[nn.Parameter], None]
 """Told of a parameter when its gradient of a microbatch is there."""
 
+OnFirst = Callable[[nn.Parameter], None]
+"""Told of a parameter before its gradient is written, not added: its memory may have been given back."""
+
 
 class Gradients:
     """All layers of a rank share one. Layers that were given none leave the adding up to autograd."""
 
-    def __init__(self, views: Views | None = None, on_gradient: OnGradient | None = None) -> None:
+    def __init__(
+        self, views: Views | None = None, on_gradient: OnGradient | None = None, on_first: OnFirst | None = None
+    ) -> None:
         self._views = dict(views or {})
         self.on_gradient = on_gradient
+        self._on_first = on_first
         self._works: list[WeightWork] | None = None
         self._last_work: dict[nn.Parameter, int] = {}
         """The index of the last deferred work, by parameter."""
@@ -67,6 +73,10 @@ class Gradients:
     def fill(self, parameter: nn.Parameter) -> None:
         """Put the parameter's gradient into its memory, unless it was computed there; zeros where there is none."""
         view, gradient = self._views[parameter], parameter.grad
+        if gradient is view:
+            return
+        if self._on_first:
+            self._on_first(parameter)
         if gradient is None:
             view.zero_()
         elif gradient.data_ptr() != view.data_ptr():
@@ -104,6 +114,8 @@ class Gradients:
         """The gradient becomes .grad or is added to it. A deferred one is announced here, as no hook does."""
         adds = parameter.grad is not None
         if parameter.grad is None:
+            if self._on_first:
+                self._on_first(parameter)
             parameter.grad = self._views[parameter]
         write(parameter.grad.view(shape), int(adds))
         if final and self.on_gradient:

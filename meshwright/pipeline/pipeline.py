@@ -36,7 +36,9 @@ Received = dict[Arrival, Hidden]
 
 
 class Synchronises(Protocol):
-    """A data-parallel strategy, as far as a pipeline sees it."""
+    """A data-parallel strategy, as far as a pipeline sees it. `every_microbatch`: it sums in each one."""
+
+    every_microbatch: bool
 
     def expect(self, final: bool) -> None:
         """Say whether the coming gradients are the step's last."""
@@ -104,7 +106,7 @@ class Pipeline:
                 if not self.stage.is_first:
                     self.mailbox.send("before", index, gradients)
             else:
-                self.stage.weights(index, final=index == last)
+                self.stage.weights(index, final=self.strategy.every_microbatch or index == last)
 
         self._drive(self.rule, len(batches), act, received)
         return total

@@ -97,7 +97,7 @@ class Stage:
 
     @torch.no_grad()
     def weights(self, index: int, *, final: bool) -> None:
-        """W. `final`: of the step's last microbatch."""
+        """W. `final`: its gradients are summed over ranks before those of another microbatch are added."""
         for work in self._works.pop(index):
             work(final)
 

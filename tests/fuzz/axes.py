@@ -67,7 +67,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "sequence": (8, 12),
     "precision": ("float64", "float64", "float64", "float32", "O1-bf16", "O2-bf16", "O2-fp16"),
     "data": (1, 1, 1, 2, 2, 3, 4),
-    "sync": (None, "allreduce", "zero1", "ring", "rooted", "server-gradient", "server-loss", "fsdp"),
+    "sync": (None, "allreduce", "zero1", "zero2", "ring", "rooted", "server-gradient", "server-loss", "fsdp"),
     "bucket": (None, 1024, 8192),
     "stages": (1, 1, 1, 2, 2, 3, 4),
     "schedule": (None, "gpipe", "1f1b", "axonn", "message-driven"),

@@ -94,12 +94,12 @@ def test_parameters_are_views_and_gradients_have_their_place(rank: int) -> None:
 
 def test_slots_share_memory_and_say_what_they_hold() -> None:
     _, buckets, before = buckets_of(1, HUGE)
-    slot = buckets[0].slot(10, 20, replicated=False)
+    slot = buckets[0].slot(10, 20, part_axes=("data",))
     assert slot.part_axes == ("data",)
-    assert buckets[0].slot(0, 30, replicated=True).part_axes == ()
-    assert buckets[2].slot(0, 6, replicated=True).part_axes == ("col",)
-    assert buckets[2].slot(0, 2, replicated=False).part_axes == ("col", "data")
-    assert buckets[0].slot(0, 0, replicated=False).places == ()
+    assert buckets[0].slot(0, 30, part_axes=()).part_axes == ()
+    assert buckets[2].slot(0, 6, part_axes=()).part_axes == ("col",)
+    assert buckets[2].slot(0, 2, part_axes=buckets[2].sum_axes).part_axes == ("col", "data")
+    assert buckets[0].slot(0, 0, part_axes=("data",)).places == ()
     assert {place.name for place in slot.places} == {"first"}
     for place in slot.places:
         assert torch.equal(slot.parameter[place.start : place.stop], before["first"][place.box.slices].flatten())

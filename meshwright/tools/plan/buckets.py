@@ -5,10 +5,11 @@ The programs are the data-parallel policies' own (data_parallel/), run on bucket
 | part        | bytes                                                                                             |
 |-------------|---------------------------------------------------------------------------------------------------|
 | weights     | the buckets' values, with their padding                                                           |
-| gradients   | as much; in float32 where several microbatches of half-precision ones are added up                |
+| gradients   | as much, or slices; in float32 where several microbatches of half-precision ones are added up     |
 | states      | float32 masters of half-precision weights, and moments; with offload the two half-buckets instead |
 | activations | the most that microbatches in flight keep                                                         |
-| temporaries | needed by tasks beside that at the fullest moment; or the optimizer's float32 gradients           |
+| temporaries | needed by tasks beside that at the fullest moment, buckets among it of which only slices are      |
+|             | kept; or the optimizer's float32 gradients                                                        |
 | framework   | what the cluster says that libraries hold                                                         |
 """
 
@@ -20,11 +21,12 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from meshwright.config import Config
+from meshwright.data_parallel.sharded import whole_bytes
 from meshwright.data_parallel.strategy import Policy
 from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
-from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype
+from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, slice_axes
 from meshwright.parts import bucket_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -37,7 +39,9 @@ from meshwright.tools.plan.recordings import Parameter
 @dataclass(frozen=True)
 class PlannedBucket:
     """A bucket of gradients. `names`: its parameters'; `num_elements`: with its padding; `stepped_elements`: those that
-    this rank's optimizer steps; `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type."""
+    this rank's optimizer steps; `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type.
+    `slices`: gradients are slices, and `reduce` runs `sums` times a step, but once where it `waits` for the step's end;
+    `across` sums slices that other ranks have too, once."""
 
     kind: BucketKey
     summed_in: torch.dtype
@@ -45,8 +49,12 @@ class PlannedBucket:
     num_elements: int
     stepped_elements: int
     blocks: bool
+    slices: bool
+    waits: bool
+    sums: int
     reduce: Program
     publish: Program
+    across: Program
 
     @property
     def size_bytes(self) -> int:
@@ -54,7 +62,13 @@ class PlannedBucket:
 
     @property
     def gradient_bytes(self) -> int:
-        return self.num_elements * self.summed_in.itemsize
+        """Bytes that are kept between microbatches."""
+        return (self.stepped_elements if self.slices else self.num_elements) * self.summed_in.itemsize
+
+    @property
+    def whole_gradient_bytes(self) -> int:
+        """Bytes that are there beside that while it is filled and summed."""
+        return self.num_elements * self.summed_in.itemsize if self.slices else 0
 
     @property
     def master_bytes(self) -> int:
@@ -84,7 +98,7 @@ class PlannedBucket:
 class Buckets:
     """Plans buckets, and remembers the programs of those that are alike."""
 
-    _programs: dict[Hashable, tuple[int, Program, Program]] = field(default_factory=dict)
+    _programs: dict[Hashable, tuple[int, Program, Program, Program]] = field(default_factory=dict)
 
     def of(self, config: Config, rank: int, parameters: Sequence[Parameter], tied: set[str]) -> list[PlannedBucket]:
         """A rank's buckets, in the order in which they leave. `tied`: parameters that another stage holds too."""
@@ -96,7 +110,9 @@ class Buckets:
         }
         sizes = {parameter.name: parameter.num_elements for parameter in parameters}
         items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in parameters]
-        policy = load_entry(config.layout.data.strategy.policy)()
+        sync = config.layout.data.strategy
+        policy = load_entry(sync.policy)()
+        late = {parameter.name for parameter in parameters if parameter.comes_with_b}
         buckets = []
         for kind, names in arranged(items, specs, mesh, bucket_bytes(config)):
             num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
@@ -104,11 +120,15 @@ class Buckets:
             summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
             key = config.layout.data.sync, kind.dtype, summed_in, kind.sum_axes, index, num_elements, config.layout.axes
             if key not in self._programs:
-                self._programs[key] = _programs(policy, kind, summed_in, num_elements, mesh, recorder)
+                axes = slice_axes(kind.sum_axes) if sync.slices else kind.sum_axes
+                self._programs[key] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)
             stepped, *programs = self._programs[key]
-            buckets.append(
-                PlannedBucket(kind, summed_in, tuple(names), num_elements, stepped, policy.blocks, *programs)
+            waits = not late.isdisjoint(names)
+            sums = config.num_microbatches if sync.slices and not waits else 1
+            bucket = PlannedBucket(
+                kind, summed_in, tuple(names), num_elements, stepped, policy.blocks, sync.slices, waits, sums, *programs
             )
+            buckets.append(bucket)
         return buckets
 
 
@@ -128,20 +148,30 @@ def share_program(config: Config) -> Program:
 
 
 def _programs(
-    policy: Policy, kind: BucketKey, summed_in: torch.dtype, num_elements: int, mesh: Mesh, recorder: Recorder
-) -> tuple[int, Program, Program]:
-    """The number of elements that this rank steps, and its programs that sum and publish."""
+    policy: Policy,
+    kind: BucketKey,
+    axes: tuple[str, ...],
+    summed_in: torch.dtype,
+    num_elements: int,
+    mesh: Mesh,
+    recorder: Recorder,
+) -> tuple[int, Program, Program, Program]:
+    """The number of elements that this rank steps, its programs that sum over `axes` and publish, and the one that
+    sums over the others of the bucket's axes."""
     values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
     gradients = torch.empty_like(values, dtype=summed_in)
     bucket = Bucket(values, gradients, (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
-    comm = mesh.comm(*kind.sum_axes)
+    comm = mesh.comm(*axes)
     start, stop = policy.owned(bucket, comm)
     with recorder.program(mesh.ledger) as recorded:
         policy.reduce(bucket, comm).wait()
     reduce = recorded()
     with recorder.program(mesh.ledger) as recorded:
         policy.publish(bucket, comm).wait()
-    return stop - start, reduce, recorded()
+    publish = recorded()
+    with recorder.program(mesh.ledger) as recorded:
+        mesh.comm(*(axis for axis in kind.sum_axes if axis not in axes)).all_reduce(gradients[start:stop])
+    return stop - start, reduce, publish, recorded()
 
 
 @dataclass(frozen=True)
@@ -193,11 +223,17 @@ def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, fram
     """The memory of a rank with these buckets, whose tasks hold so much at most."""
     weights = sum(bucket.size_bytes for bucket in buckets)
     gradients = sum(bucket.gradient_bytes for bucket in buckets)
-    most = max(peak.total_bytes, _widened_bytes(config, buckets))
+    most = max(peak.total_bytes + passing_bytes(buckets), _widened_bytes(config, buckets))
     activations = min(peak.activation_bytes, most)
     return Memory(
         weights, gradients, state_bytes(config, slots_of(buckets)), activations, most - activations, framework_bytes
     )
+
+
+def passing_bytes(buckets: Sequence[PlannedBucket]) -> int:
+    """Bytes that a backward pass has whole of buckets of which slices are kept (Sharded.gradient_bytes)."""
+    late = sum(bucket.whole_gradient_bytes for bucket in buckets if bucket.waits)
+    return late + whole_bytes((bucket.kind, bucket.whole_gradient_bytes) for bucket in buckets if not bucket.waits)
 
 
 def slots_of(buckets: Sequence[PlannedBucket]) -> list[tuple[int, torch.dtype]]:

@@ -196,7 +196,7 @@ class Composition:
         self.config, self.stages = config, stages
         self.grid = Grid(config.layout.axes)
         self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if splits(config) else []))
-        self.peers = "+".join(name for name, _ in self.grid.axes if name in dict(config.layout.layer_axes))
+        self.peers = "+".join(name for name in self.grid.names if name in config.layout.peer_axes)
         self.counts = microbatches_by_place(config.num_microbatches)
         names = [{parameter.name for parameter in stage.parameters} for stage in stages]
         self.tied = tied = names[0] & names[-1] if len(stages) > 1 else set()
@@ -234,8 +234,9 @@ class Composition:
                 ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
         include(total, ledger.traffic)
         for bucket in self.buckets[self.like[stage]]:
-            include(total, bucket.reduce.traffic)
+            include(total, bucket.reduce.traffic, bucket.sums)
             include(total, bucket.publish.traffic)
+            include(total, bucket.across.traffic)
         return total
 
     @property

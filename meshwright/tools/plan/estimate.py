@@ -107,7 +107,8 @@ class Estimates:
     def estimate(self, config: Config) -> Estimate:
         """SURE of about what a step takes and holds."""
         passes, ending = self._passes_of(config), self._ending_of(config)
-        summed = passes.seconds + max(0.0, ending.reduce - ending.overlaps * max(passes.last))
+        sums = config.num_microbatches if config.layout.data.strategy.slices else 1
+        summed = passes.seconds + sums * max(0.0, ending.reduce - ending.overlaps * max(passes.last))
         seconds = summed + ending.norm + (0.0 if streams(config) else ending.steps) + ending.publish
         memory = replace(self.weights_memory(config), activations=int(SURE * passes.activation_bytes))
         return Estimate(SURE * seconds, memory)
@@ -121,7 +122,7 @@ class Estimates:
             usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
             parameters, device = self._fullest_stage(usual), self.planner.cluster.device
             weights = sum(parameter.weight_bytes for parameter in parameters)
-            gradients = sum(parameter.gradient_bytes(usual) for parameter in parameters)
+            gradients = 0 if layout.data.strategy.slices else sum(each.gradient_bytes(usual) for each in parameters)
             memory = Memory(weights, gradients, 0, 0, 0, device.reserved)
             if memory.total <= device.memory:  # else nobody needs to know of buckets
                 buckets = self.planner.buckets.of(usual, 0, parameters, set())

@@ -25,7 +25,16 @@ from meshwright.ranks.section import TransportName
 from meshwright.registry import entries
 from meshwright.section import with_field
 from meshwright.stage_costs import all_state_bytes, microbatch_bytes, shared_work
-from meshwright.tools.plan.buckets import Buckets, Memory, PlannedBucket, memory_of, share_program, slots_of, streams
+from meshwright.tools.plan.buckets import (
+    Buckets,
+    Memory,
+    PlannedBucket,
+    memory_of,
+    passing_bytes,
+    share_program,
+    slots_of,
+    streams,
+)
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.compose import Composition, Cost, StagePlan, compose_stages
 from meshwright.tools.plan.network import ClusterNetwork
@@ -152,6 +161,7 @@ class Planner:
         each = [run.buckets[like] for like in run.like]
         return [
             sum(bucket.size_bytes + bucket.gradient_bytes for bucket in buckets)
+            + passing_bytes(buckets)
             + all_state_bytes(config, slots_of(buckets), kind)
             for buckets in each
         ]
@@ -238,6 +248,7 @@ class TimedRun(Composition):
         key = (
             config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
             config.num_microbatches, layout.layer, layout.axes, layout.pipeline, layout.transport,
+            (layout.data, config.memory.offload) if layout.data.strategy.slices else None,
         )  # fmt: skip
         if key not in self.known_passes:
             ranks = self.grid.world_size // len(self.stages)
@@ -250,8 +261,17 @@ class TimedRun(Composition):
         key = self.like[stage], kind, which
         if key not in self.costs:
             cost = self.stages[stage].cost(kind, which, self.seconds)
-            self.costs[key] = Cost(self.agreement() + cost.seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
+            seconds = self.agreement() + cost.seconds + self.summed_between(stage, kind, which, cost.seconds)
+            self.costs[key] = Cost(seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
         return self.costs[key]
+
+    def summed_between(self, stage: int, kind: TaskKind, which: int, seconds: float) -> float:
+        """Seconds that a task takes longer as gradients are summed in it: in every microbatch's last one, but for the
+        step's, which has its own account (`sums`)."""
+        if kind is not self.kinds[-1] or which == len(self.counts) - 1:
+            return 0.0
+        sums = sum(self.seconds(bucket.reduce) for bucket in self.buckets[self.like[stage]] if bucket.sums > 1)
+        return max(0.0, sums - self.network.overlaps * seconds)
 
     def agreement(self) -> float:
         """Seconds until a stage's ranks agree on a task."""
@@ -295,5 +315,5 @@ class TimedRun(Composition):
         touched = bucket.touched_bytes(config)
         kernel = Kernel("element", 0.0, touched, bucket.stepped_elements, "float32")
         steps = self.timer.kernel_seconds(kernel) if touched else 0.0
-        reduce, publish = self.seconds(bucket.reduce), self.seconds(bucket.publish)
+        reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.seconds(bucket.publish)
         return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate)

@@ -48,12 +48,14 @@ _ALL = 2**60
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as a rank holds it. `shape`: of the rank's part."""
+    """A parameter as a rank holds it. `shape`: of the rank's part. `comes_with_b`: its gradient does not wait for W,
+    where weight gradients are tasks of their own."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: ShardSpec
+    comes_with_b: bool = False
 
     @cached_property
     def num_elements(self) -> int:
@@ -214,7 +216,14 @@ def _record(config: Config, on_device: AsOnDevice, chunk: Chunk, incoming: Forms
     recompute_in(config, model, len(chunk.layers))
     specs = shard_specs(model)
     buckets = make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients)
-    gradients = Gradients(gradient_views(buckets))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with_b: set[str] = set()
+
+    def announced(parameter: nn.Parameter) -> None:
+        if gradients.defers:
+            with_b.add(names[parameter])
+
+    gradients = Gradients(gradient_views(buckets), announced)
     use_gradients(model, gradients)
     sync = layout.data.strategy
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
@@ -248,7 +257,8 @@ def _record(config: Config, on_device: AsOnDevice, chunk: Chunk, incoming: Forms
                 stage.weights(index, final=index == count - 1)
             programs.setdefault(TaskKind.WEIGHT, []).append(replace(recorded(), leads=leads))
     by_kind = {kind: tuple(each) for kind, each in programs.items()}
-    return Recording(by_kind, parameters_in(model), forms, output_bytes, holds_input, kept_input, kept_gradient)
+    parameters = tuple(replace(each, comes_with_b=each.name in with_b) for each in parameters_in(model))
+    return Recording(by_kind, parameters, forms, output_bytes, holds_input, kept_input, kept_gradient)
 
 
 def _seeing(saved: set[int]) -> torch.autograd.graph.saved_tensors_hooks:

@@ -48,11 +48,14 @@ def _measured(mesh: Mesh, config: Config) -> Measured:
     sent = _step(parts, live)
     assert isinstance(parts.strategy, Synchroniser)
     buckets = parts.strategy.buckets
+    slots = [slot.parameter for slot in parts.strategy.slots]
+    kept = {x.grad.untyped_storage()._cdata: x.grad.untyped_storage().nbytes() for x in slots if x.grad is not None}
+    gradients = sum(kept.values())
     return Measured(
         weights=sum(size_bytes(bucket.values) for bucket in buckets),
-        gradients=sum(size_bytes(bucket.gradients) for bucket in buckets),
+        gradients=gradients,
         states=_state_bytes(parts),
-        peak=live.peak,
+        peak=live.peak + parts.strategy.gradient_bytes - gradients,
         sent=sent,
         tasks=tuple(span.name for span in parts.pipeline.spans),
     )

@@ -1,0 +1,173 @@
+"""Gradients kept as slices: each bucket is summed as soon as a microbatch has filled it, and its memory given back.
+
+| sync  | gradients of S bytes           | the optimizer steps | then       | a rank sends, m microbatches        |
+|-------|--------------------------------|---------------------|------------|-------------------------------------|
+| zero2 | reduce-scatter each microbatch | 1/n                 | all-gather | m (n-1)/n S + (n-1)/n P             |
+
+ZeRO-2 (arXiv 1910.02054, section 5.2). A rank holds its slice of every gradient and, while a backward pass runs, of
+each kind of buckets the one that is being filled, the one before it, whose sum travels meanwhile, and a tied table's,
+which is filled from the head's backward pass to the embeddings'. With one microbatch it sends what zero1
+sends; each further one costs another reduce-scatter, which is the price of not holding whole gradients between them.
+
+A bucket is sliced over all axes that it is summed over but the pipeline's ends, whose two ranks come to it at different
+moments: of a tied table each end keeps a slice, and these are summed when the step's passes are over.
+
+Where weight gradients are tasks of their own (W), a parameter whose gradient comes already with B (norms, tables) runs
+ahead of its bucket's others by as many microbatches as messages have made it. What is summed together must not depend
+on that, or two equal runs would round differently: such a bucket adds up in whole, and is summed at the step's end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from meshwright.data_parallel.policies import Zero1
+from meshwright.data_parallel.strategy import Policy, Synchroniser, ended
+from meshwright.parameters.bucket import Bucket, Slot, gradient_views, slice_axes
+from meshwright.parameters.gradients import Gradients
+from meshwright.ranks.comm import Comm, Work, size_bytes
+from meshwright.ranks.mesh import Mesh
+
+
+class Zero2(Zero1):
+    """Rank r owns the r-th slice of every bucket, and holds no more of its gradients than that."""
+
+
+class Sharded(Synchroniser):
+    """Sums each bucket in every microbatch into slices that the slots hold.
+
+    A backward pass waits, when a bucket is full, for the sum of the one before, so that few are whole at a time. The
+    ranks of a sum do their tasks in one order (Layout.peer_axes), so that none of them waits for one that waits for it.
+    """
+
+    every_microbatch = True
+
+    def __init__(self, buckets: list[Bucket], mesh: Mesh, policy: Policy) -> None:
+        super().__init__(buckets, mesh, policy)
+        outer = [[axis for axis in bucket.sum_axes if axis not in slice_axes(bucket.sum_axes)] for bucket in buckets]
+        self._copies = [mesh.comm(*axes) for axes in outer]
+        self._summed = [False] * len(buckets)
+        """Whether a bucket's slice holds a sum of this step."""
+        self._under_way: dict[int, Work] = {}
+        self._late: set[int] = set()
+        """Buckets that are summed at the step's end."""
+        self._next = 0
+        self._missing = [self._members(index) for index in range(len(buckets))]
+        for bucket in buckets:
+            free(bucket.gradients)
+
+    def make_comm(self, bucket: Bucket) -> Comm:
+        return self.mesh.comm(*slice_axes(bucket.sum_axes))
+
+    def make_slot(self, bucket: Bucket, comm: Comm) -> Slot:
+        start, stop = self.policy.owned(bucket, comm)
+        slot = bucket.slot(start, stop, part_axes=slice_axes(bucket.sum_axes))
+        slot.parameter.grad = bucket.gradients.new_zeros(stop - start)
+        return slot
+
+    def make_gradients(self) -> Gradients:
+        return Gradients(gradient_views(self.buckets), self.filled, self._begin)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The slices, and the buckets that a backward pass has whole at a time."""
+        slices = sum(size_bytes(self._slice(index)) for index in range(len(self.buckets)))
+        whole = [((bucket.matrix, bucket.sum_axes, bucket.cut_axes), bucket.gradients) for bucket in self.buckets]
+        late = sum(size_bytes(gradients) for index, (_, gradients) in enumerate(whole) if index in self._late)
+        at_once = ((kind, size_bytes(x)) for index, (kind, x) in enumerate(whole) if index not in self._late)
+        return slices + late + whole_bytes(at_once)
+
+    def expect(self, final: bool) -> None:
+        self._final = final
+
+    def filled(self, parameter: nn.Parameter) -> None:
+        """A parameter has its gradient of a microbatch. Buckets that are full leave, in their order."""
+        index = self._bucket_of[parameter]
+        if self.gradients.defers:  # it did not wait for W, as others of its bucket may
+            self._late.add(index)
+        self._missing[index].discard(parameter)
+        order = [index for index in range(len(self.buckets)) if index not in self._late]
+        while order and not self._missing[order[self._next % len(order)]]:
+            self._leave(order[self._next % len(order)])
+            self._next = (self._next + 1) % len(order)
+            if self._next == 0:
+                break
+
+    def arrivals(self) -> Iterator[int]:
+        for index, bucket in enumerate(self.buckets):
+            if not self._summed[index] or any(parameter.grad is not None for parameter in bucket.parameters):
+                self._leave(index)
+        self._collect()
+        self._next = 0
+        return ended([comm.all_reduce(self._slice(index), wait=False) for index, comm in enumerate(self._copies)])
+
+    def publish(self) -> None:
+        super().publish()
+        self._summed = [False] * len(self.buckets)
+
+    def _members(self, index: int) -> set[nn.Parameter]:
+        """The parameters whose gradients fill a bucket; what has no elements here gets none."""
+        return {member for member in self.buckets[index].parameters if member.numel()}
+
+    def _slice(self, index: int) -> Tensor:
+        gradient = self._slots[index].parameter.grad
+        assert gradient is not None, "a slot without a gradient"
+        return gradient
+
+    def _begin(self, parameter: nn.Parameter) -> None:
+        """A gradient is about to be written: its bucket gets its memory, if it has none."""
+        index = self._bucket_of[parameter]
+        if index in self._under_way:
+            self._collect([index])
+        allocate(self.buckets[index].gradients)
+
+    def _leave(self, index: int) -> None:
+        """Start a bucket's sum, when those that fill at another time have ended."""
+        bucket = self.buckets[index]
+        self._collect([other for other in self._under_way if not self.fill_together(index, other)])
+        for parameter in bucket.parameters:
+            self.gradients.fill(parameter)
+            parameter.grad = None
+        allocate(bucket.gradients)  # one without an element here
+        self._under_way[index] = self.policy.reduce(bucket, self.comms[index])
+        self._missing[index] = self._members(index)
+
+    def fill_together(self, one: int, other: int) -> bool:
+        """Whether two buckets are full at about the same time."""
+        return one == other
+
+    def _collect(self, indices: Sequence[int] | None = None) -> None:
+        """Wait for the sums of these buckets, by default of all, add them to the slices, and free their memory."""
+        for index in list(self._under_way) if indices is None else indices:
+            self._under_way.pop(index).wait()
+            bucket, total = self.buckets[index], self._slice(index)
+            start, stop = self.policy.owned(bucket, self.comms[index])
+            if self._summed[index]:
+                total += bucket.gradients[start:stop]
+            else:
+                total.copy_(bucket.gradients[start:stop])
+            self._summed[index] = True
+            free(bucket.gradients)
+
+
+def whole_bytes(buckets: Iterable[tuple[Hashable, int]]) -> int:
+    """The most bytes of buckets that are whole at a time, given the kind and size of each: three of a kind."""
+    by_kind: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for kind, size in buckets:
+        by_kind[kind].append(size)
+    return sum(sum(sorted(sizes)[-3:]) for sizes in by_kind.values())
+
+
+def free(x: Tensor) -> None:
+    """Give a tensor's memory back; the tensor and all views of it stay, to be allocated again."""
+    x.untyped_storage().resize_(0)
+
+
+def allocate(x: Tensor) -> None:
+    """Give a tensor that was freed memory again, with any values."""
+    storage = x.untyped_storage()
+    if storage.nbytes() == 0:
+        storage.resize_(x.numel() * x.element_size())
