@@ -65,6 +65,13 @@ class Checkpoint:
         """The shards that something was read of."""
         return list(self._shards)
 
+    def dtype_of(self, parameter: str) -> str:
+        """The dtype in which a parameter's weight is stored. Raises CheckpointError where there is none."""
+        runs = self.manifest.parts.get((parameter, "weight"))
+        if runs is None:
+            raise CheckpointError(f"{self.folder} has no weight of {parameter}")
+        return runs[0].dtype
+
     def read(self, parameter: str, kind: str, box: Box) -> Tensor:
         """The box of a parameter's tensor, put together from the parts that meet it, in the dtype it was stored in."""
         runs = self.manifest.parts.get((parameter, kind))

@@ -45,8 +45,8 @@ class Tokenizer:
         known = [name for name in _END_NAMES if name in vocabulary]
         if not known:
             raise DataError(f"{where}: has no end-of-text token; looked for {', '.join(_END_NAMES)}")
-        self.end = vocabulary[known[0]]
-        """The id that follows every document."""
+        self.end_name, self.end = known[0], vocabulary[known[0]]
+        """The spelling and the id of what follows every document."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without an end token."""

@@ -50,7 +50,7 @@ class Settings:
         """Raises CheckpointError unless the key has a valid value; a missing one means the first."""
         value = self.values.get(key, valid[0])
         if value not in valid:
-            raise self.refused(f"{key}={value} is not supported; valid: {', '.join(map(str, valid))}")
+            raise self.refused(f"{key}={shown(value)} is not supported; valid: {', '.join(map(shown, valid))}")
 
     def one_number(self, keys: Sequence[str], default: float) -> float:
         """The one value of several keys: ours is one number for all of them."""

@@ -6,15 +6,18 @@ as the first checkpoint of a run's folder, and resume that run:
     meshwright convert import HF --out RUN/checkpoints/step-0
     meshwright train run.yaml --out RUN --resume          # with the `model` section that the import prints
 
-A checkpoint becomes a Hugging Face folder: config.json, model.safetensors, and what the family wants beside them. The
-folder that a conversion makes is whole or not there, and never in the place of another.
+A checkpoint becomes a Hugging Face folder: config.json, safetensors, and what the family wants beside them. The folder
+that a conversion makes is whole or not there, and never in the place of another.
+
+Both ways go tensor by tensor, into files of at most SHARD_BYTES (or one larger tensor): no more is ever in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -23,7 +26,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint import Checkpoint, find_checkpoint
-from meshwright.checkpoint.manifest import TOKENIZER_FILE, Manifest, Origin, Progress, StoredRun, stored_file
+from meshwright.checkpoint.manifest import (
+    TOKENIZER_FILE,
+    Manifest,
+    Origin,
+    Progress,
+    StoredFile,
+    StoredRun,
+    stored_file,
+)
 from meshwright.checkpoint.shard import write_shard
 from meshwright.config import Config
 from meshwright.config.kinds import data_for
@@ -33,13 +44,16 @@ from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.parameters.shard import Box
 from meshwright.tools.convert.bert import BertFamily
-from meshwright.tools.convert.family import Family, TensorPair
-from meshwright.tools.convert.folder import SINGLE, Settings, Source
+from meshwright.tools.convert.family import Family, TensorPair, as_text
+from meshwright.tools.convert.folder import INDEX, SINGLE, Settings, Source
 from meshwright.tools.convert.gpt2 import Gpt2Family
+from meshwright.tools.convert.llama import LlamaFamily
 from meshwright.tools.convert.t5 import T5Family
 from meshwright.tools.convert.vit import VitFamily
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Gpt2Family(), BertFamily(), T5Family(), VitFamily())}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (Gpt2Family(), LlamaFamily(), BertFamily(), T5Family(), VitFamily())
+}
 """The families that are converted, by `model.family`."""
 
 
@@ -66,7 +80,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise CheckpointError(f"{out} could not be written: {error}") from error
 
 
-FILE = "rank-0.safetensors"
+SHARD_BYTES = 2**31
 
 
 @dataclass(frozen=True)
@@ -79,11 +93,11 @@ class Imported:
     has_tokenizer: bool
 
 
-def import_folder(source: Path, out: Path, report: ShowProgress = silent) -> Imported:
+def import_folder(source: Path, out: Path, report: ShowProgress = silent, shard_bytes: int = SHARD_BYTES) -> Imported:
     """Write the checkpoint `out` from a Hugging Face folder: weights in their own dtype, padding rows of zeros.
 
-    Raises CheckpointError where the folder is incomplete, of another architecture, or holds only a pickle; where `out`
-    exists; DataError where its tokenizer cannot be used.
+    Raises CheckpointError where the folder is incomplete, of another architecture, or holds only a pickle; where its
+    tokenizer is larger than its table; where `out` exists; DataError where its tokenizer cannot be used.
     """
     settings = Settings(source / "config.json")
     family = family_of(settings)
@@ -93,18 +107,35 @@ def import_folder(source: Path, out: Path, report: ShowProgress = silent) -> Imp
     _check_names(stored, family, pairs, family.copies(model))
     has_tokenizer = family.reads_text and (source / TOKENIZER_FILE).is_file()
     if has_tokenizer:
-        load_tokenizer(source / TOKENIZER_FILE)
+        size = load_tokenizer(source / TOKENIZER_FILE).vocabulary_size
+        if size > model.num_tokens:
+            has = f"has {size:,} tokens, and config.json's table {model.num_tokens:,}"
+            raise CheckpointError(f"{source / TOKENIZER_FILE} {has}: it is another model's")
     with new_folder(out) as folder:
-        tensors = {}
-        for index, pair in enumerate(pairs):
-            report("reading weights", index / len(pairs))
-            tensors[pair.name] = _ours(stored, pair)
-        report("writing", None)
         if has_tokenizer:
             (folder / TOKENIZER_FILE).write_bytes((source / TOKENIZER_FILE).read_bytes())
-        _write(folder, tensors, model)
-    parameters = sum(tensor.numel() for tensor in tensors.values())
-    return Imported(model, parameters, family.reads_text, has_tokenizer)
+
+        def read() -> Iterator[tuple[str, Tensor]]:
+            for index, pair in enumerate(pairs):
+                report("weights", index / len(pairs))
+                yield pair.name, _ours(stored, pair)
+
+        _write(folder, in_shards(read(), shard_bytes), model)
+    return Imported(model, sum(prod(pair.shape) for pair in pairs), family.reads_text, has_tokenizer)
+
+
+def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors by name, together at most so many bytes; or one that is larger. A shard is the caller's to drop."""
+    shard: dict[str, Tensor] = {}
+    filled = 0
+    for name, tensor in tensors:
+        if shard and filled + tensor.nbytes > most_bytes:
+            yield shard
+            shard, filled = {}, 0
+        shard[name] = tensor
+        filled += tensor.nbytes
+    if shard:
+        yield shard
 
 
 def _pairs(settings: Settings, family: Family, model: Model, num_stored: int) -> list[TensorPair]:
@@ -141,50 +172,78 @@ def _ours(stored: Source, pair: TensorPair) -> Tensor:
     return rows.contiguous()
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], model: Model) -> None:
+def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> None:
     """Write a checkpoint of step 0, whose config says what the weights are: the rest, data above all, is the
     fine-tuning run's to say."""
-    double = all(tensor.dtype == torch.float64 for tensor in tensors.values())
+    files: list[StoredFile] = []
+    runs: list[StoredRun] = []
+    for group, tensors in enumerate(shards):
+        named = {f"weight/{name}": tensor for name, tensor in tensors.items()}
+        files.append(write_shard(folder / f"rank-{group}.safetensors", named))
+        for name, tensor in tensors.items():
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            box = (shape, (0,) * len(shape), shape)
+            key, length = f"weight/{name}", tensor.numel()
+            runs.append(StoredRun(name, "weight", *box, dtype, key, group=group, start=0, length=length))
+    double = all(run.dtype == "float64" for run in runs)
     precision = Precision(level="O0", dtype="float64" if double else "float32")
     data = data_for(model, **({"sequence": model.longest} if model.longest else {}))
     config = Config(model=model, data=data, precision=precision)
-    path = folder / FILE
-    shard = write_shard(path, {f"weight/{name}": tensor for name, tensor in tensors.items()})
     beside = [folder / TOKENIZER_FILE] if (folder / TOKENIZER_FILE).is_file() else []
-    runs = []
-    for name, tensor in tensors.items():
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        box = (shape, (0,) * len(shape), shape)
-        runs.append(StoredRun(name, "weight", *box, dtype, f"weight/{name}", group=0, start=0, length=tensor.numel()))
     dump = config.model_dump(mode="json", by_alias=True)
-    files = (shard, *(stored_file(file) for file in beside))
-    Manifest(Progress(), Origin(dump), files, ((0,),), tuple(runs)).write(folder)
+    stored = (*files, *(stored_file(file) for file in beside))
+    Manifest(Progress(), Origin(dump), stored, tuple((group,) for group in range(len(files))), tuple(runs)).write(
+        folder
+    )
 
 
-def export_folder(path: Path, out: Path, report: ShowProgress = silent) -> Path:
+def export_folder(path: Path, out: Path, report: ShowProgress = silent, shard_bytes: int = SHARD_BYTES) -> Path:
     """Write `out` from a step folder or a run's newest checkpoint; returns the step folder that was read.
 
     Weights keep the dtype in which the checkpoint holds them; padding rows of tables and optimizer states are left out.
-    Raises CheckpointError, and DataError where the tokenizer is damaged.
+    Raises CheckpointError, also where transformers has no such model, and DataError where the tokenizer is damaged.
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     model = checkpoint.config.model
+    if model.family not in FAMILIES:
+        valid = f"valid: {', '.join(FAMILIES)}"
+        raise CheckpointError(f"{checkpoint.folder} is a {model.family}, which has no form of Hugging Face's; {valid}")
     family = FAMILIES[model.family]
-    tensors: dict[str, Tensor] = {}
     pairs = family.pairs(model)
-    for index, pair in enumerate(pairs):
-        report("reading weights", index / len(pairs))
-        tensors |= _theirs(checkpoint, pair)
     tokenizer_file = checkpoint.file(TOKENIZER_FILE)
     tokenizer = None if tokenizer_file is None else tokenizer_file.read_text(encoding="utf-8")
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    texts = family.files(model, tokenizer, dtype)
+    texts = family.files(model, tokenizer, checkpoint.dtype_of(pairs[0].name))
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        for index, pair in enumerate(pairs):
+            report("weights", index / len(pairs))
+            yield from _theirs(checkpoint, pair).items()
+
     with new_folder(out) as folder:
-        report("writing", None)
-        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+        _write_safetensors(folder, in_shards(read(), shard_bytes))
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     return checkpoint.folder
+
+
+def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> None:
+    """model.safetensors, or where there are several files these, with their numbers and count, and their index."""
+    held: list[list[str]] = []
+    total = 0
+    for number, tensors in enumerate(shards):
+        save_file(tensors, folder / f"part-{number}", metadata={"format": "pt"})
+        held.append(list(tensors))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(held) == 1:
+        (folder / "part-0").rename(folder / SINGLE)
+        return
+    weights: dict[str, str] = {}
+    for number, names in enumerate(held):
+        file = f"model-{number + 1:05}-of-{len(held):05}.safetensors"
+        (folder / f"part-{number}").rename(folder / file)
+        weights |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
+    (folder / INDEX).write_text(as_text(index), encoding="utf-8")
 
 
 def _theirs(checkpoint: Checkpoint, pair: TensorPair) -> dict[str, Tensor]:

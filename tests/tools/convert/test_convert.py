@@ -152,8 +152,8 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
     [
         ({"activation_function": "relu"}, "activation_function=relu is not supported; valid: gelu_new"),
         ({"n_inner": 32}, "n_inner=32 is not supported: ours is 4 x n_embd = 64"),
-        ({"model_type": "llama"}, "model_type=llama is not supported"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
+        ({"model_type": "mamba"}, "model_type=mamba is not supported"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true is not supported"),
         ({"attn_pdrop": 0.5}, "attn_pdrop=0.5, resid_pdrop=0.1 differ"),
         ({"n_head": 3}, "n_head=3 does not divide n_embd=16"),
         ({"n_layer": 0}, "n_layer=0 is less than 1"),

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.errors import CheckpointError, ConfigError, DataError
+from meshwright.models.llama.section import Llama
 from meshwright.models.section import T5, Bert, Gpt2, Vit
 from meshwright.tools.convert import export_folder, import_folder
 from meshwright.tools.convert.folder import Settings
@@ -234,6 +235,7 @@ def test_any_byte_may_change(sound: Path, tmp_path: Path) -> None:
 
 MODELS = {
     "gpt2": Gpt2(),
+    "llama": Llama(family="llama"),
     "bert": Bert(family="bert"),
     "t5": T5(family="t5"),
     "vit": Vit(family="vit"),

@@ -104,7 +104,7 @@ def test_a_round_trip_gives_the_same_bits(tmp_path: Path) -> None:
     "key, value, message",
     [
         ("hidden_act", "relu", "hidden_act=relu is not supported; valid: gelu"),
-        ("qkv_bias", False, "qkv_bias=False is not supported; valid: True"),
+        ("qkv_bias", False, "qkv_bias=false is not supported; valid: true"),
         ("intermediate_size", 32, "intermediate_size=32 is not supported: ours is 4 x hidden_size = 64"),
         ("patch_size", 3, "patch_size=3 does not divide image_size=8"),
         ("image_size", [8, 8], r"image_size=\[8, 8\] is not a whole number"),

@@ -1,0 +1,230 @@
+"""Hugging Face's Llama, Qwen2, Qwen3 and Mistral, one family here. A SmolLM2 is a Llama.
+
+Their linears are [out, in], ours [in, out]. K key-value heads, each with G queries; A = K G.
+
+| Hugging Face           | shape                        | ours                      | shape            |
+|------------------------|------------------------------|---------------------------|------------------|
+| embed_tokens, lm_head  | [V, H]                       | tokens, head (if untied)  | [padded V, H]    |
+| q_proj, k_proj, v_proj | [A E, H], [K E, H], [K E, H] | attention.query_key_value | [H, K (G + 2) E] |
+| gate_proj, up_proj     | [N, H] each                  | feed_forward.expand       | [H, 2, N]        |
+| o_proj, down_proj      | [H, A E], [H, N]             | output, contract          | transposed       |
+
+Both turn the halves of a head (rope.py), so heads keep their numbers in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from meshwright.config.schema import Model
+from meshwright.data.tokenizer import parse_tokenizer
+from meshwright.errors import CheckpointError
+from meshwright.models.llama.model import LlamaModel
+from meshwright.models.llama.section import ROPES, Llama
+from meshwright.section import shown
+from meshwright.tools.convert.family import Family, Names, TensorPair, TensorShape, in_blocks
+from meshwright.tools.convert.folder import Settings
+
+_OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_IN_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "attention.output": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.expand": ("mlp.gate_proj", "mlp.up_proj"),
+    "feed_forward.contract": "mlp.down_proj",
+}
+_ROPE_KEYS = {
+    "rope_theta": "theta",
+    "factor": "factor",
+    "original_max_position_embeddings": "original",
+    "low_freq_factor": "low_frequency",
+    "high_freq_factor": "high_frequency",
+    "beta_fast": "fast",
+    "beta_slow": "slow",
+    "attention_factor": "attention_factor",
+    "truncate": "truncate",
+}
+"""Their keys of a rotation, and our fields."""
+_SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_ELSEWHERE: dict[str, object] = {
+    "hidden_act": "silu",
+    "rope_interleaved": False,
+    "partial_rotary_factor": 1.0,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+    "auto_map": None,
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar")),
+    **dict.fromkeys(("num_local_experts", "num_experts", "attention_sinks", "no_rope_layers")),
+}
+"""Settings of like models that change what is computed, and the one value that ours has."""
+_GROUPED = ("qwen2", "qwen3", "mistral")
+"""Those whose key-value heads are not as many as the queries' where nothing is said."""
+_BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-forward",)}
+
+
+class LlamaFamily(Family):
+    """LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM."""
+
+    name, title, section, network = "llama", "Llama", Llama, LlamaModel
+    model_types = ("llama", "qwen2", "qwen3", "mistral")
+    fields: ClassVar = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "key_value_heads": "num_key_value_heads",
+        "head_width": "head_dim",
+        "feed_forward": "intermediate_size",
+        "positions": "max_position_embeddings",
+        "vocabulary": "vocab_size",
+        "norm_epsilon": "rms_norm_eps",
+        "tied": "tie_word_embeddings",
+    }
+    required = ("layers", "hidden", "heads", "feed_forward", "positions", "vocabulary", "norm_epsilon")
+    fixed: ClassVar = {}
+
+    def read(self, settings: Settings, stored: Set[str]) -> Model:
+        model = super().read(settings, stored)
+        assert isinstance(model, Llama), model
+        if model.heads % model.num_key_value_heads:
+            heads = f"num_attention_heads={model.heads}"
+            raise settings.refused(f"num_key_value_heads={model.num_key_value_heads} does not divide {heads}")
+        if model.head_width is None and model.hidden % model.heads:
+            heads = f"num_attention_heads={model.heads}"
+            raise settings.refused(f"{heads} does not divide hidden_size={model.hidden}, and there is no head_dim")
+        if model.width_of_head % 2:
+            raise settings.refused(f"head_dim={model.width_of_head} is odd, and rotary positions turn pairs")
+        return model
+
+    def names(self, model: Llama) -> Names:
+        return _OUTSIDE | in_blocks(_IN_BLOCK, model.layers, "model.layers.N")
+
+    def rows(self, model: Llama) -> Mapping[str, int]:
+        return {"tokens": model.vocabulary, "head": model.vocabulary}
+
+    def copies(self, model: Llama) -> dict[str, str]:
+        return {"lm_head.weight": "model.embed_tokens.weight"} if model.tied else {}
+
+    def pair(self, name: str, shape: TensorShape, model: Llama, names: Names, rows: Mapping[str, int]) -> TensorPair:
+        if "query_key_value" not in name:
+            return super().pair(name, shape, model, names, rows)
+        layer, _, kind = name.rpartition(".")
+        queries, width = model.heads // model.num_key_value_heads, model.width_of_head
+        hidden = shape[:-1]  # a bias has none
+
+        def to_ours(*parts: Tensor) -> Tensor:
+            heads = [part.unflatten(0, (model.num_key_value_heads, -1)) for part in parts]
+            return torch.cat(heads, 1).flatten(0, 1).t()
+
+        def to_theirs(whole: Tensor) -> list[Tensor]:
+            heads = whole.t().unflatten(0, (model.num_key_value_heads, -1))
+            return [part.flatten(0, 1) for part in heads.split((queries * width, width, width), 1)]
+
+        columns = (model.heads, model.num_key_value_heads, model.num_key_value_heads)
+        theirs = {f"{part}.{kind}": (heads * width, *hidden) for part, heads in zip(names[layer], columns, strict=True)}
+        return TensorPair(name, shape, theirs, to_ours, to_theirs)
+
+    def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
+        values, kind = settings.values, settings.values["model_type"]
+        for key, ours in _ELSEWHERE.items():
+            settings.only(key, ours)
+        self._refuse_windows(settings)
+        if kind in _GROUPED and values.get("num_key_value_heads") is None:
+            raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
+        found: dict[str, object] = {"rope": _rope(settings), "head_norms": kind == "qwen3"}
+        biased = {key: names for key, names in _BIASES.items() if self._has(settings, key)}
+        names = tuple(name for some in biased.values() for name in some)
+        if kind == "qwen3" and "head_dim" not in values:
+            found["head_width"] = 128  # as its class fills it in
+        return found | {"biases": ("query-key-value",) if kind == "qwen2" else names}
+
+    @staticmethod
+    def _has(settings: Settings, key: str) -> bool:
+        """Whether the linears have biases; a class that does not read the key has none."""
+        readers = {"attention_bias": ("llama", "qwen3"), "mlp_bias": ("llama",)}[key]
+        if settings.values["model_type"] not in readers:
+            return False
+        settings.only(key, False, True)
+        return bool(settings.values.get(key, False))
+
+    @staticmethod
+    def _refuse_windows(settings: Settings) -> None:
+        """Attention that does not see all tokens before. A Mistral's window is 4,096 tokens where nothing is said."""
+        values, kind = settings.values, settings.values["model_type"]
+        layers = values.get("layer_types") or []
+        if other := [one for one in layers if one != "full_attention"]:
+            raise settings.refused(f"layer_types has {shown(other[0])}, which is not supported; valid: full_attention")
+        settings.only("use_sliding_window", False)
+        window = values.get("sliding_window", 4096 if kind == "mistral" else None)
+        positions = values.get("max_position_embeddings")
+        if kind == "mistral" and window is not None and not (isinstance(positions, int) and window >= positions):
+            valid = f"null, or max_position_embeddings={shown(positions)} or more"
+            raise settings.refused(f"sliding_window={shown(window)} is not supported; valid: {valid}")
+
+    def further_settings(self, model: Llama) -> dict[str, object]:
+        name = "Qwen3" if model.head_norms else "Qwen2" if model.biases == ("query-key-value",) else "Llama"
+        kind = name.lower()
+        biases = set(model.biases)
+        settings = {key: bool(set(names) & biases) for key, names in _BIASES.items()}
+        wanted = {name for key, names in _BIASES.items() if settings[key] for name in names}
+        if kind != "qwen2" and (wanted != biases or (kind == "qwen3" and settings["mlp_bias"])):
+            raise CheckpointError(
+                f"no class of transformers has {kind}'s layers with model.biases={shown(model.biases)}"
+            )
+        theirs = {ours: key for key, ours in _ROPE_KEYS.items()}
+        rope = {
+            theirs[field]: value for field, value in model.rope.model_dump(exclude_none=True, exclude={"kind"}).items()
+        }
+        scaling = {"rope_type": next(name for name, ours in _SAME.items() if ours == model.rope.kind)} | rope
+        return {
+            "model_type": kind,
+            "architectures": [f"{name}ForCausalLM"],
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "num_key_value_heads": model.num_key_value_heads,
+            "head_dim": model.width_of_head,
+            "rope_parameters": scaling,
+            "rope_theta": model.rope.theta,
+            "rope_scaling": None if model.rope.kind == "plain" else scaling,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            **({} if kind == "qwen2" else settings),
+        }
+
+    def with_tokenizer(self, model: Llama, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
+        library = parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json")
+        return tokenizer, {"eos_token_id": library.end}, {"eos_token": library.end_name}
+
+
+def _rope(settings: Settings) -> dict[str, object]:
+    """Our fields of a rotation: of `rope_parameters`, or of `rope_theta` and `rope_scaling`, as they were before.
+
+    Raises CheckpointError for a kind, or a key of one, that ours has not.
+    """
+    values = settings.values
+    where = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    written = values.get(where) or {}
+    if not isinstance(written, dict):
+        raise settings.refused(f"{where}={shown(written)} is no section")
+    named = {"rope_theta": values["rope_theta"]} if "rope_theta" in values else {}
+    theirs = named | {key: value for key, value in written.items() if value is not None}
+    kind = theirs.pop("rope_type", theirs.pop("type", "default"))
+    theirs.pop("type", None)
+    if kind not in _SAME:
+        raise settings.refused(f"{where}: rope_type={shown(kind)} is not supported; valid: {', '.join(_SAME)}")
+    if kind == "yarn":
+        theirs.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
+    if theirs.get("partial_rotary_factor") == 1.0:
+        del theirs["partial_rotary_factor"]
+    known = {key: ours for key, ours in _ROPE_KEYS.items() if ours in ROPES[_SAME[kind]].model_fields}
+    for key, value in theirs.items():
+        if key not in known:
+            raise settings.refused(f"{where}: {key}={shown(value)} is not supported; valid: {', '.join(known)}")
+    return {"kind": _SAME[kind]} | {known[key]: value for key, value in theirs.items()}

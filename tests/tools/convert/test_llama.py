@@ -1,0 +1,208 @@
+"""Hugging Face's Llama, Qwen2, Qwen3 and Mistral in and out: the same logits there and here, the same bits after a
+round trip, no more in memory than a shard; what we do not compute is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from meshwright.config import parse_config
+from meshwright.data.tokenizer import byte_tokenizer
+from meshwright.errors import CheckpointError
+from meshwright.tools.convert import export_folder, import_folder
+from meshwright.tools.evaluate.load import load_text
+from meshwright.tools.generate import Sampling, generate_text
+from tests.tools.convert.folders import check_refused, saved
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.tensor([[5, 9, 200, 256, 31, 7, 12, 80], [1, 1, 2, 255, 0, 90, 3, 4]])
+SIZES: dict[str, Any] = {
+    "vocab_size": 257, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-4, "bos_token_id": 0,
+    "eos_token_id": 256,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 16}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 6}),
+}
+
+
+def hugging_face(folder: Path, case: str, *, dtype: torch.dtype = torch.float64, shard: str = "1GB") -> Any:
+    kind, changes = CASES[case]
+    settings = transformers.AutoConfig.for_model(kind, **SIZES | changes)
+    classes = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    model = saved(classes[type(settings)], settings, folder, dtype, max_shard_size=shard)
+    byte_tokenizer().save(folder / "tokenizer.json")
+    return model
+
+
+@torch.no_grad()
+def our_logits(folder: Path) -> torch.Tensor:
+    loaded = load_text(folder, "cpu")
+    return loaded.head.logits(loaded.model.hidden(TOKENS))
+
+
+@torch.no_grad()
+def their_logits(model: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(TOKENS).logits
+    return logits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_logits_here_and_there_and_back(tmp_path: Path, case: str) -> None:
+    """Their norms go through float32 whatever they are given, which the distance shows."""
+    model = hugging_face(tmp_path / "hf", case, shard="4KB")
+    imported = import_folder(tmp_path / "hf", tmp_path / "run" / "checkpoints" / "step-0", shard_bytes=5000)
+    assert imported.has_tokenizer
+    assert imported.parameters > 5000 / 8
+    torch.testing.assert_close(our_logits(tmp_path / "run"), their_logits(model), rtol=1e-4, atol=1e-5)
+    export_folder(tmp_path / "run", tmp_path / "back", shard_bytes=5000)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    again, facts = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(facts.values()), facts
+    before = dict(model.named_parameters())
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    torch.testing.assert_close(their_logits(again.eval()), their_logits(model), rtol=0, atol=0)
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tmp_path / "hf" / "tokenizer.json").read_bytes()
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back").eos_token_id == 256
+
+
+def test_settings_as_they_were_before(tmp_path: Path) -> None:
+    """rope_theta and rope_scaling instead of rope_parameters, as published folders have them."""
+    model = hugging_face(tmp_path / "hf", "llama")
+    path = tmp_path / "hf" / "config.json"
+    settings = json.loads(path.read_text())
+    rope = settings.pop("rope_parameters")
+    path.write_text(json.dumps(settings | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}))
+    import_folder(tmp_path / "hf", tmp_path / "step-0")
+    torch.testing.assert_close(our_logits(tmp_path / "step-0"), their_logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_an_import_generates_what_transformers_does(tmp_path: Path) -> None:
+    model = hugging_face(tmp_path / "hf", "qwen3")
+    import_folder(tmp_path / "hf", tmp_path / "step-0")
+    loaded = load_text(tmp_path / "step-0")
+    prompt = torch.tensor([list(b"abc")])
+    theirs = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=256)[0, 3:].tolist()
+    ours = "".join(generate_text(loaded, "abc", 8, Sampling()))
+    ended = theirs[: theirs.index(256)] if 256 in theirs else theirs
+    assert ours == loaded.tokenizer.decode(ended)
+
+
+def peak_growth(source: Path, out: Path, back: Path, shard_bytes: int, sent: Any) -> None:
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    torch.ones(10).sum()
+    before = peak()
+    import_folder(source, out, shard_bytes=shard_bytes)
+    middle = peak()
+    export_folder(out, back, shard_bytes=shard_bytes)
+    sent.send((middle - before, peak() - before))
+
+
+def test_no_more_than_a_shard_is_in_memory(tmp_path: Path) -> None:
+    """192 MB of weights, in shards of 12 MB."""
+    shape = {"vocab_size": 257, "hidden_size": 512, "num_hidden_layers": 12, "intermediate_size": 2048}
+    config = transformers.LlamaConfig(**SIZES | shape | {"num_attention_heads": 8, "num_key_value_heads": 8})
+    saved(transformers.LlamaForCausalLM, config, tmp_path / "hf", torch.float32, max_shard_size="12MB")
+    whole = sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
+    shard, context = 12 * 2**20, multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    paths = (tmp_path / "hf", tmp_path / "step-0", tmp_path / "back")
+    worker = context.Process(target=peak_growth, args=(*paths, shard, sender))
+    worker.start()
+    imported, exported = receiver.recv()
+    worker.join()
+    assert whole > 12 * shard
+    assert imported < 5 * shard, "the shard, its bytes on their way to the file, a tensor as it came and as it goes"
+    assert exported < 6 * shard
+
+
+REFUSED: list[tuple[str, dict[str, object], str]] = [
+    ("mistral", {"sliding_window": 16}, r"sliding_window=16 is not supported; valid: null, or max_position_emb.*=32"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=true is not supported; valid: false"),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention, which"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; valid: silu"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "rope_type=longrope is not supported; valid: default, lin",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported"),
+    ("qwen2", {"rope_parameters": YARN | {"mscale": 1.0}}, "rope_parameters: mscale=1.0 is not supported; valid: "),
+    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported; valid: null"),
+    ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config=.*bits: 4.* is not supported"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported; valid: 0.0"),
+    (
+        "llama",
+        {"model_type": "gemma2"},
+        "model_type=gemma2 is not supported; valid: gpt2, llama, qwen2, qwen3, mistral",
+    ),
+    ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide"),
+    ("llama", {"hidden_size": 20}, r"is \[257, 16\], and config\.json makes it \[257, 20\]"),
+    ("llama", {"attention_bias": True}, "has no tensor model.layers.0.self_attn.k_proj.bias"),
+    (
+        "llama-biased",
+        {"attention_bias": False},
+        "has a tensor that Llama has not: model.layers.0.self_attn.k_proj.bias",
+    ),
+    (
+        "llama",
+        {"vocab_size": 200},
+        r"tokenizer\.json has 257 tokens, and config\.json's table 200: it is another model",
+    ),
+]
+
+
+@pytest.mark.parametrize("case, change, message", REFUSED, ids=[next(iter(change)) for _, change, _ in REFUSED])
+def test_what_we_do_not_compute_is_refused(tmp_path: Path, case: str, change: dict[str, object], message: str) -> None:
+    hugging_face(tmp_path / "hf", case)
+    check_refused(tmp_path, change, message)
+
+
+def test_a_number_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "hf", "llama", dtype=torch.float32)
+    path = tmp_path / "hf" / "model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, path, metadata=metadata)
+    check_refused(tmp_path, {}, "mlp.up_proj.weight holds 1 number that is not finite")
+
+
+def test_what_transformers_has_not_is_refused(tmp_path: Path) -> None:
+    from tests.tools.evaluate.tiny import tiny_checkpoint
+
+    shape = {
+        "family": "llama", "layers": 1, "hidden": 16, "heads": 2, "feed_forward": 24, "vocabulary": 257,
+        "biases": ["output"], "positions": 16,
+    }  # fmt: skip
+    config = parse_config({"model": shape, "data": {"sequence": 8, "tokenizer": "bytes"}})
+    tiny_checkpoint(tmp_path, config)
+    with pytest.raises(
+        CheckpointError, match=r"no class of transformers has llama's layers with model.biases=\[output\]"
+    ):
+        export_folder(tmp_path, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
