@@ -10,6 +10,7 @@ Recomputation is not recorded: it adds to a backward pass and takes from what is
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -67,6 +68,22 @@ class _TimedPart:
     weights: float
 
 
+_Shape = tuple[tuple[int, int], ...]
+"""A stage: each of its parts by position (`_distinct`), and how many it has of it."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A stage's seconds forward, backward, and of weight gradients where they are tasks of their own; the bytes that
+    it keeps of a microbatch, and those that it sends on."""
+
+    forward: float
+    backward: float
+    weights: float
+    kept_bytes: float
+    outgoing_bytes: int
+
+
 @dataclass(frozen=True)
 class _Passes:
     """The pipeline phase: its seconds, those of each stage's last task, and the activations of the fullest stage."""
@@ -98,6 +115,8 @@ class Estimates:
         self._parts: dict[Hashable, dict[int, _Part]] = {}
         self._timed: dict[Hashable, dict[int, _TimedPart]] = {}
         self._kept_shares: dict[Hashable, float] = {}
+        self._stage_shapes: dict[tuple[int, ...], list[_Shape]] = {}
+        self._messages: dict[Hashable, list[float]] = {}
         self._passes: dict[Hashable, _Passes] = {}
         self._endings: dict[Hashable, _Ending] = {}
 
@@ -138,42 +157,60 @@ class Estimates:
             pipeline.limit,
         )  # fmt: skip
         if key not in self._passes:
-            stages = self._stages(config, partition)
-            again = AGAIN if recompute not in ("none", "selective") else 0.0
-            split = splits(config)
-            forward = [sum(timed.forward for timed in stage) for stage in stages]
-            backward = [
-                sum((timed.inputs if split else timed.backward) + again * timed.forward for timed in stage)
-                for stage in stages
-            ]
-            weights = [sum(timed.weights for timed in stage) if split else 0.0 for stage in stages]
+            shapes, works = self._shapes(config, partition), {}
+            for shape in shapes:
+                if shape not in works:
+                    works[shape] = self._work(config, shape)
+            stages = [works[shape] for shape in shapes]
+            forward = [stage.forward for stage in stages]
+            backward = [stage.backward for stage in stages]
+            weights = [stage.weights for stage in stages]
             limits = [rule_of(config).limit(stage, len(stages), count) for stage in range(len(stages))]
-            hops = self._hops(config, [stage[-1].part.outgoing_bytes for stage in stages[:-1]])
+            hops = self._hops(config, [stage.outgoing_bytes for stage in stages[:-1]])
             activations = max(
-                _in_flight(config, stage, len(stages)) * self._kept_bytes(config, stages[stage], partition[stage])
+                _in_flight(config, stage, len(stages)) * stages[stage].kept_bytes
                 for stage in {0, partition.index(max(partition))}
             )
             seconds = pipeline_seconds(forward, backward, weights, hops, limits, count)
-            self._passes[key] = _Passes(seconds, tuple(weights if split else backward), activations)
+            self._passes[key] = _Passes(seconds, tuple(weights if splits(config) else backward), activations)
         return self._passes[key]
 
-    def _stages(self, config: Config, partition: tuple[int, ...]) -> list[list[_TimedPart]]:
-        """Each stage's parts."""
-        parts, alike = self._timed_parts(config), self.planner.recordings.outline(config).alike
-        stages = [[parts[alike[layer]] for layer in run] for run in ranges_of(partition)]
-        stages[0] = [parts[-1], *stages[0]]
-        stages[-1] = [*stages[-1], parts[config.model.num_blocks]]
-        return stages
+    def _shapes(self, config: Config, partition: tuple[int, ...]) -> list[_Shape]:
+        """Each stage's parts: how many it has of each place. Most stages are alike."""
+        if partition not in self._stage_shapes:
+            alike, last = self.planner.recordings.outline(config).alike, len(partition) - 1
+            shapes = []
+            for stage, run in enumerate(ranges_of(partition)):
+                parts = Counter(alike[layer] for layer in run)
+                parts.update([-1] * (stage == 0) + [len(alike)] * (stage == last))
+                shapes.append(tuple(sorted(parts.items())))
+            self._stage_shapes[partition] = shapes
+        return self._stage_shapes[partition]
 
-    def _kept_bytes(self, config: Config, stage: Sequence[_TimedPart], num_layers: int) -> float:
-        """Bytes that a forward pass keeps on a stage of so many layers; a recomputed group keeps one input."""
+    def _work(self, config: Config, shape: _Shape) -> _Work:
+        parts, split = self._timed_parts(config), splits(config)
+        again = AGAIN if config.memory.recompute not in ("none", "selective") else 0.0
+        stage = [(parts[place], times) for place, times in shape]
+        return _Work(
+            sum(times * timed.forward for timed, times in stage),
+            sum(
+                times * ((timed.inputs if split else timed.backward) + again * timed.forward) for timed, times in stage
+            ),
+            sum(times * timed.weights for timed, times in stage) if split else 0.0,
+            self._kept_bytes(config, stage),
+            stage[-1][0].part.outgoing_bytes,
+        )
+
+    def _kept_bytes(self, config: Config, stage: Sequence[tuple[_TimedPart, int]]) -> float:
+        """Bytes that a forward pass keeps on a stage of so many of each part; a recomputed group keeps one input."""
         setting = config.memory.recompute
         if setting == "none":
-            return sum(timed.part.kept_bytes for timed in stage)
-        layers = [timed.part for timed in stage if timed.part.is_layer]
+            return sum(times * timed.part.kept_bytes for timed, times in stage)
+        layers = [(timed.part, times) for timed, times in stage if timed.part.is_layer]
         if setting == "selective":
-            return self._kept_share(config) * sum(part.kept_bytes for part in layers)
-        return sum(part.outgoing_bytes for part in layers) / max(1, recomputed_group(config, num_layers))
+            return self._kept_share(config) * sum(times * part.kept_bytes for part, times in layers)
+        num_layers = sum(times for _, times in layers)
+        return sum(times * part.outgoing_bytes for part, times in layers) / max(1, recomputed_group(config, num_layers))
 
     def _kept_share(self, config: Config) -> float:
         """The share of what the first layer keeps that it still keeps where attention is recomputed."""
@@ -189,8 +226,13 @@ class Estimates:
 
     def _hops(self, config: Config, sizes: Sequence[int]) -> list[float]:
         """Seconds of a message from each stage to the next."""
-        ranks, network = Grid(config.layout.axes).group(0, PIPE), self.planner.network(config)
-        return [network.message(start, end, size) for (start, end), size in zip(pairwise(ranks), sizes, strict=True)]
+        key = config.layout.axes, tuple(sizes)
+        if key not in self._messages:
+            ranks, network = Grid(config.layout.axes).group(0, PIPE), self.planner.network(config)
+            self._messages[key] = [
+                network.message(start, end, size) for (start, end), size in zip(pairwise(ranks), sizes, strict=True)
+            ]
+        return self._messages[key]
 
     def _ending_of(self, config: Config) -> _Ending:
         layout = config.layout

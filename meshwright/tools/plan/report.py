@@ -97,6 +97,8 @@ def render(result: SearchResult) -> None:
         f"{job.devices} devices of {job.cluster.name} ({nodes} of a node's {job.cluster.devices_per_node}), "
         f"{job.cluster.device.memory / 1e9:.1f} GB each; a step of {job.run.batch.global_} samples"
     )
+    if result.stopped:
+        console.print("stopped by Ctrl-C: there may be faster ones among those that were not predicted")
     console.print(
         f"{counts.legal:,} legal layouts: {counts.too_full:,} too full with weights, gradients and states alone, "
         f"{counts.unfit:,} with all else; {counts.too_slow:,} too slow by their estimates, "

@@ -2,14 +2,16 @@
 
 | what is asked of a layout | from                                                        | it is out where      |
 |---------------------------|-------------------------------------------------------------|----------------------|
-| the memory of its weights | parameters in buckets, with gradients and states            | it does not fit      |
+| the memory of its weights | parameters in buckets, with gradients and states: of a      | it does not fit      |
+|                           | whole family at once (space.py)                             |                      |
 | an estimate of its step   | recordings at two sizes of microbatch, scaled (estimate.py) | it does not fit      |
 | its prediction            | recordings of its own, and the simulated step (predict.py)  | it does not fit, or  |
 |                           |                                                             | the top K are faster |
 
-Layouts are predicted in the order of their estimates. When the next estimate is not below the K-th fastest prediction,
-nothing that is left can be, as far as an estimate is no more than 1/SURE of the prediction (estimate.py). A layout that
-recomputes, or moves, what it might keep is not predicted where the one that keeps it fits: it is slower.
+Layouts are predicted in the order of their estimates, SIMULATED at most. When the next estimate is not below the K-th
+fastest prediction, nothing that is left can be, as far as an estimate is no more than 1/SURE of the prediction
+(estimate.py). A layout that recomputes, or moves, what it might keep is not predicted where the one that keeps it fits:
+it is slower. Ctrl-C ends a search with the best that it has.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import gc
 import heapq
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,6 +34,9 @@ from meshwright.tools.plan.space import SearchJob, legal_layouts
 
 Keep = Callable[[Layout], bool]
 
+SIMULATED = 50
+"""The most layouts that are predicted to find the fastest."""
+
 TRIES = 6
 """The most layouts that are predicted until one fits, of a strategy that has none among the fastest."""
 
@@ -41,6 +46,7 @@ class Counts:
     """Numbers of layouts, by what became of them."""
 
     legal: int
+    """Those that were looked at; a family of which no layout can fit counts once."""
     too_full: int
     """Weights, gradients and states alone do not fit."""
     unfit: int
@@ -68,13 +74,15 @@ class Loser:
 @dataclass(frozen=True)
 class SearchResult:
     """`predictions`: the fastest that fit, the fastest first; at least one. `losers`: of each other strategy. `absent`:
-    kinds of tensor sections of which no layout is legal, with a rule that one breaks."""
+    kinds of tensor sections of which no layout is legal, with a rule that one breaks. `stopped`: by Ctrl-C, so that
+    there may be faster ones."""
 
     job: SearchJob
     predictions: tuple[Prediction, ...]
     losers: tuple[Loser, ...]
     absent: dict[str, Problem]
     counts: Counts
+    stopped: bool = False
 
 
 def strategy_of(config: Config) -> str:
@@ -113,18 +121,27 @@ def search(
     Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
     """
     job = SearchJob(config, cluster, devices, frozenset(fixed))
-    hunt = _Hunt(job, top, models or Estimates(Planner(cluster)), report)
-    refused: dict[str, Problem] = {}
+    hunt = _Hunt(job, top, models or Estimates(Planner(cluster)), keep, report)
     with _uncollected():
-        hunt.gather(layout for layout in legal_layouts(job, refused) if keep(layout.layout))
+        stopped = not _finishes(hunt.gather)
         if not hunt.legal:
-            raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *refused.values()])
-        hunt.run()
+            problems = hunt.refused.values()
+            raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *problems])
+        stopped = not _finishes(hunt.run, hunt.top if not stopped else 1) or stopped
         if not hunt.best:
-            raise hunt.nothing_fits()
-        losers = hunt.losers()
-    absent = {kind: problem for kind, problem in refused.items() if kind not in hunt.kinds}
-    return SearchResult(job, tuple(hunt.best), losers, absent, hunt.counts)
+            raise hunt.nothing_fits() if not stopped else KeyboardInterrupt
+        losers = hunt.losers(TRIES if not stopped else 0)
+    absent = {kind: problem for kind, problem in hunt.refused.items() if kind not in hunt.kinds}
+    return SearchResult(job, tuple(hunt.best), losers, absent, hunt.counts, stopped)
+
+
+def _finishes(work: Callable[..., None], *arguments: int) -> bool:
+    """Whether the work came to its end, or was stopped by Ctrl-C."""
+    try:
+        work(*arguments)
+    except KeyboardInterrupt:
+        return False
+    return True
 
 
 @contextmanager
@@ -142,10 +159,11 @@ def _uncollected() -> Iterator[None]:
 class _Hunt:
     """A search under way. `queue`: estimated seconds, a number that no two share, the layout."""
 
-    def __init__(self, job: SearchJob, top: int, models: Estimates, report: ShowProgress) -> None:
-        self.job, self.top, self.models, self.report = job, top, models, report
-        self.legal = self.too_full = self.unfit = self.dominated = self.predicted = 0
+    def __init__(self, job: SearchJob, top: int, models: Estimates, keep: Keep, report: ShowProgress) -> None:
+        self.job, self.top, self.models, self.keep, self.report = job, top, models, keep, report
+        self.legal = self.too_full = self.unfit = self.dominated = self.predicted = self.simulated = 0
         self.kinds: set[str] = set()
+        self.refused: dict[str, Problem] = {}
         self.best: list[Prediction] = []
         self.queue: list[tuple[float, int, Config]] = []
         self.fitting: set[Config | None] = set()
@@ -157,41 +175,42 @@ class _Hunt:
         out = self.too_full + self.unfit + self.dominated + self.predicted
         return Counts(self.legal, self.too_full, self.unfit, self.dominated, self.legal - out, self.predicted)
 
-    def gather(self, layouts: Iterable[Config]) -> None:
+    def gather(self) -> None:
         """Queue the layouts that may fit, by their estimates."""
-        for number, config in enumerate(layouts):
-            self.legal += 1
-            self.kinds.add(config.layout.tensor.kind)
-            if number % 1000 == 0:
-                self.report(f"{number:,} legal layouts", None)
+        for number, config in enumerate(legal_layouts(self.job, self.refused, self._enters)):
+            if not self.keep(config.layout):
+                continue
+            self._count(config)
             weights = self.models.weights_memory(config)
             if weights.total > self.job.cluster.device.memory:
-                self.too_full += 1
-                self._does_not_fit(config, weights, whole=False)
+                self._is_too_full(config, weights)
                 continue
             estimate = self.models.estimate(config)
             if self._fits(config, estimate.memory):
                 self.queue.append((estimate.seconds, number, config))
-        heapq.heapify(self.queue)
 
-    def run(self) -> None:
-        """Predict until nothing in the queue can be among the best."""
-        while self.queue and (len(self.best) < self.top or self.queue[0][0] < self.best[-1].seconds):
+    def run(self, top: int) -> None:
+        """Predict until nothing in the queue can be among so many of the fastest."""
+        heapq.heapify(self.queue)
+        while self.queue and (len(self.best) < top or self.queue[0][0] < self.best[-1].seconds):
+            if self.best and self.simulated >= SIMULATED:
+                return
             self._predict(heapq.heappop(self.queue)[-1])
 
-    def losers(self) -> tuple[Loser, ...]:
+    def losers(self, tries: int) -> tuple[Loser, ...]:
         """The best layout of each strategy but the fastest's. Where none of its layouts has been predicted, that is the
-        first that fits of those with the least estimates."""
+        first that fits of those with the least estimates, of which `tries` are predicted."""
         waiting: dict[str, list[tuple[float, int, Config]]] = {}
         for entry in sorted(self.queue):
             waiting.setdefault(strategy_of(entry[-1]), []).append(entry)
         strategies = waiting.keys() | self.fastest.keys() | self.closest.keys()
         for strategy, entries in waiting.items():
-            for tries, (_, _, config) in enumerate(entries):
-                if strategy in self.fastest or (tries >= TRIES and strategy in self.closest):
+            for place, (_, _, config) in enumerate(entries):
+                if strategy in self.fastest or (place >= tries and (strategy in self.closest or not tries)):
                     break
                 self._predict(config)
-        return tuple(self._loser(strategy) for strategy in sorted(strategies - {strategy_of(self.best[0].config)}))
+        known = strategies & (self.fastest.keys() | self.closest.keys())
+        return tuple(self._loser(strategy) for strategy in sorted(known - {strategy_of(self.best[0].config)}))
 
     def nothing_fits(self) -> ConfigError:
         """The error that names the layout which lacks least memory."""
@@ -209,8 +228,10 @@ class _Hunt:
         if _keeping(config) in self.fitting:
             self.dominated += 1
             return
+        self.simulated += 1
+        share = min(1.0, self.simulated / SIMULATED)
+        self.report(f"{self.legal:,} layouts; predicting number {self.simulated}: {layout_text(config)}", share)
         prediction = self.models.predict(config)
-        self.report(f"{self.predicted:,} predicted of {self.legal:,} legal layouts", None)
         if not self._fits(config, prediction.fullest):
             return
         self.predicted += 1
@@ -220,6 +241,27 @@ class _Hunt:
             self.fastest[strategy] = prediction
         insort(self.best, prediction, key=lambda one: one.seconds)
         del self.best[self.top :]
+
+    def _count(self, config: Config) -> None:
+        self.legal += 1
+        self.kinds.add(config.layout.tensor.kind)
+        if self.legal % 500 == 1:
+            self.report(f"{self.legal:,} layouts; now {config.layout.summary}", None)
+
+    def _enters(self, family: Config) -> bool:
+        """Whether the weights of a family of layouts fit."""
+        if not self.keep(family.layout):
+            return True
+        weights = self.models.weights_memory(family)
+        if weights.total <= self.job.cluster.device.memory:
+            return True
+        self._count(family)
+        self._is_too_full(family, weights)
+        return False
+
+    def _is_too_full(self, config: Config, weights: Memory) -> None:
+        self.too_full += 1
+        self._does_not_fit(config, weights, whole=False)
 
     def _fits(self, config: Config, memory: Memory) -> bool:
         if memory.total <= self.job.cluster.device.memory:

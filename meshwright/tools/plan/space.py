@@ -6,16 +6,17 @@
 | layout.tensor              | none, megatron (activations whole, cut by sequence), tesseract q x q x d, sub-graphs   |
 | layout.pipeline.size       | divisors of the devices that are left                                                  |
 | layout.data.size           | what is left then                                                                      |
+| memory.offload.to          | none, host                                                                             |
+| layout.data.sync           | allreduce; zero1 where gradients are summed at all                                     |
 | layout.order               | orders of data, pipe and the tensor section's axes that put others together on a node  |
 | batch.micro                | divisors of a replica's samples                                                        |
 | layout.pipeline.schedule   | all four; without stages the run's                                                     |
 | layout.pipeline.limit      | auto; message-driven: 2p, p                                                            |
 | memory.recompute           | none, selective, auto                                                                  |
-| memory.offload.to          | none, host                                                                             |
-| layout.data.sync           | allreduce; zero1 where gradients are summed at all                                     |
 
 A layout is legal where the config's own rules say so (config/rules.py); there are no others here. A rule is asked as
-soon as the last of the fields that it reads is chosen, so that what it refuses is not gone into.
+soon as the last of the fields that it reads is chosen, so that what it refuses is not gone into. Nor is a family of
+layouts whose weights do not fit: those that differ only in what is chosen after layout.data.sync.
 
 Fields that the user has fixed keep their values.
 """
@@ -65,9 +66,13 @@ class Choice:
     values: Callable[[Config, SearchJob], Iterable[Any]]
 
 
-def legal_layouts(job: SearchJob, refused: dict[str, Problem] | None = None) -> Iterator[Config]:
-    """All of them. `refused`: is given for each kind of tensor section the first problem that one of its kind has."""
-    yield from _chosen(_start(job), 0, job, {} if refused is None else refused)
+def legal_layouts(
+    job: SearchJob, refused: dict[str, Problem] | None = None, enters: Callable[[Config], bool] = lambda family: True
+) -> Iterator[Config]:
+    """All of them. `refused`: is given for each kind of tensor section the first problem that one of its kind has.
+    `enters`: whether to go into a family, of which it is given one that might be its least full, with one microbatch a
+    replica."""
+    yield from _chosen(_start(job), 0, job, {} if refused is None else refused, enters)
 
 
 def fixed_fields(overrides: Iterable[str]) -> frozenset[str]:
@@ -104,17 +109,22 @@ def _start(job: SearchJob) -> Config:
     return config
 
 
-def _chosen(config: Config, index: int, job: SearchJob, refused: dict[str, Problem]) -> Iterator[Config]:
+def _chosen(
+    config: Config, index: int, job: SearchJob, refused: dict[str, Problem], enters: Callable[[Config], bool]
+) -> Iterator[Config]:
     """Every way to go on from a config whose first `index` choices are made."""
     if index == len(CHOICES):
         yield config
+        return
+    one = config.replica_batch
+    if index == FAMILY and one and not enters(with_field(config, "batch.micro", one)):
         return
     choice = CHOICES[index]
     for value in _allowed(choice, config, job):
         made = with_field(config, choice.field, value)
         problem = next((problem for rule in _rules_after(index) for problem in rule.check(made)), None)
         if problem is None:
-            yield from _chosen(made, index + 1, job, refused)
+            yield from _chosen(made, index + 1, job, refused, enters)
         else:
             refused.setdefault(made.layout.tensor.kind, problem)
 
@@ -241,11 +251,14 @@ CHOICES = (
     Choice("layout.tensor", _tensors),
     Choice("layout.pipeline.size", _stages),
     Choice("layout.data.size", _replicas),
+    Choice("memory.offload.to", lambda config, job: ("none", "host")),
+    Choice("layout.data.sync", _syncs),
     Choice("layout.order", _orders),
     Choice("batch.micro", _micros),
     Choice("layout.pipeline.schedule", _schedules),
     Choice("layout.pipeline.limit", _limits),
     Choice("memory.recompute", lambda config, job: ("none", "selective", "auto")),
-    Choice("memory.offload.to", lambda config, job: ("none", "host")),
-    Choice("layout.data.sync", _syncs),
 )
+
+FAMILY = 6
+"""The choices that a family of layouts has in common: all that its weights, gradients and states hang on."""
