@@ -167,10 +167,10 @@ def _attention(plain: Any) -> Any:
 
     def attend(
         query: Any, key: Any, value: Any, mask: Any = None, dropout: float = 0.0, causal: bool = False, *,
-        scale: float | None = None,
+        scale: float | None = None, enable_gqa: bool = False,
     ) -> Any:  # fmt: skip
         if mask is not None or query.element_size() != 2 or query.shape[-1] % 8:
-            return plain(query, key, value, mask, dropout, causal, scale=scale)
+            return plain(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
         import torch
 
         return torch.ops.aten._scaled_dot_product_flash_attention(
