@@ -44,7 +44,7 @@ from meshwright.parameters.shard import WriteGradient
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.comm import Comm
 from meshwright.tensor.islands import Islands
-from meshwright.tensor.linear import autocast_dtype
+from meshwright.tensor.linear import autocast_dtype, write_product
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """A chunk's float32 logits [C, V]. 256 rows at V = 8192: fewer make slower products, more gain nothing."""
@@ -98,6 +98,12 @@ class Classes:
         """Rows of h whose logits are there at a time; the same on every rank, with classes or without."""
         return self.alike(_ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type]), h)
 
+    def adds_in(self, h: Tensor, table: Tensor) -> torch.dtype:
+        """The dtype in which chunks' gradients of the table are added: at least float32, but for a chunk alone, whose
+        product is rounded once. Half precision would lose what is less than the last bit of the sum so far."""
+        first = next(_ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type]), None)
+        return _wide(h) if first is not None and first.stop < h.shape[0] else h.dtype
+
     def exchanges(self, chunk: slice, h: Tensor, table: Tensor) -> Iterator[slice]:
         """Rows of a chunk whose statistics travel together: alone in the world, those that are still in the cache."""
         by_slices = self.comm.size == 1 and self.islands is None
@@ -146,10 +152,11 @@ class _ChunkedLoss(torch.autograd.Function):
         targets = labels.unsqueeze(1) - classes.first(weight)
         factors = counted.to(_wide(h)) * scale  # a bool times a number would be float32
         losses = h.new_empty(h.shape[0], 1, dtype=_wide(h))
-        dh, dweight = (torch.empty_like(h), torch.empty_like(weight)) if differentiates else (h, weight)
+        adds = classes.adds_in(h, weight)
+        dh, dweight = (torch.empty_like(h), torch.empty_like(weight, dtype=adds)) if differentiates else (h, weight)
         if differentiates and not h.shape[0]:
             dweight.zero_()  # no chunk writes it
-        dbias = None if bias is None else torch.zeros_like(bias)
+        dbias = None if bias is None else torch.zeros_like(bias, dtype=adds)
         for chunk in classes.chunks(h, weight):
             logits = h[chunk] @ weight.t() if bias is None else torch.addmm(bias, h[chunk], weight.t())  # [C, V/p]
             for rows in classes.exchanges(chunk, h, weight):
@@ -157,9 +164,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes, classes.held(weight))
             if differentiates:
                 torch.mm(logits, weight, out=dh[chunk])
-                dweight.addmm_(logits.t(), h[chunk], beta=0 if chunk.start == 0 else 1)
+                write_product(dweight, logits.t(), h[chunk], beta=0 if chunk.start == 0 else 1)
                 if dbias is not None:
-                    dbias += logits.sum(0)
+                    dbias += logits.sum(0, dtype=adds)
         ctx.save_for_backward(dh, dweight, dbias)
         ctx.give = give
         return torch.where(counted, losses, 0).sum(dtype=_wide(h)) * scale

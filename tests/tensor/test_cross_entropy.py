@@ -100,6 +100,21 @@ def test_lower_precision(dtype: str, tolerance: float, smoothing: float) -> None
         assert float((mine.double() - wanted).norm() / wanted.norm()) < tolerance
 
 
+def test_many_chunks_in_half_precision_are_added_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 600 equal terms bf16 would add up 256: a sum stops growing where a term is less than its last bit."""
+    set_sizes(monkeypatch, 1)
+    _, weight, _ = inputs()
+    h, labels = torch.ones(600, weight.shape[1]), torch.zeros(600, dtype=torch.int64)
+    gradients = {}
+    for dtype in (torch.float64, torch.bfloat16):
+        table = weight.detach().to(dtype).requires_grad_()
+        bias = torch.zeros(len(table), dtype=dtype, requires_grad=True)
+        chunked_loss(h.to(dtype), table, bias, labels, WHOLE, 1.0).backward()
+        gradients[dtype] = [x.grad.double() for x in (table, bias) if x.grad is not None]
+    for mine, wanted in zip(gradients[torch.bfloat16], gradients[torch.float64], strict=True):
+        assert float((mine - wanted).norm() / wanted.norm()) < 0.02
+
+
 @pytest.mark.parametrize("chunk_rows", [ONE_CHUNK, MANY_CHUNKS])
 def test_without_gradients(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     set_sizes(monkeypatch, chunk_rows)
