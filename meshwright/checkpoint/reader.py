@@ -97,10 +97,20 @@ class Checkpoint:
                 self._check(file)
         return self.folder / name if (self.folder / name).is_file() else None
 
-    def check_files(self, part: int = 0, of: int = 1) -> None:
-        """Check every file, or every `of`-th from `part` on, so that `of` ranks check all. Raises CheckpointError."""
-        for file in self.manifest.files[part::of]:
+    def check_files(self) -> None:
+        """Check every file. Raises DamagedError."""
+        for file in self.manifest.files:
             self._check(file)
+
+    def check_frames(self, part: int, of: int) -> None:
+        """Check what `read` may leave out of every `of`-th file from `part` on: the header of a shard, and every other
+        file. Shards of replicas hold no tensor, so that nobody reads of them. Raises DamagedError.
+        """
+        for file in self.manifest.files[part::of]:
+            if file.header_bytes is None:
+                self._check(file)
+            else:
+                self._shard(file)
 
     def _read_run(self, run: StoredRun, box: Box, out: Tensor) -> None:
         """Fill `out` with the box of a run, which is counted from the corner of the run's."""

@@ -73,7 +73,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
 
     Raises CheckpointError where it is damaged, or of another model or optimizer.
     """
-    checkpoint.check_files(parts.mesh.rank, parts.mesh.grid.world_size)  # also what no rank reads: its tokenizer
+    checkpoint.check_frames(parts.mesh.rank, parts.mesh.grid.world_size)  # the tensors are checked as they are read
     _check_shapes(parts.specs, checkpoint)
     _check_optimizer(parts, checkpoint)
     progress = checkpoint.manifest.progress

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from meshwright.checkpoint import Checkpoint, pieces_of
+from meshwright.checkpoint import Checkpoint, pieces_of, restore
 from meshwright.checkpoint.manifest import Manifest, Origin, Progress, StoredRun
 from meshwright.checkpoint.shard import BLOCK_BYTES, StoredShard, write_shard
 from meshwright.checkpoint.writer import runs_of
 from meshwright.errors import DamagedError
 from meshwright.parameters.shard import Box
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
+from tests.checkpoint.states import run_leg
 from tests.data_parallel.test_equality import config_for
 from tests.harness import build
+from tests.workers import run_ranks
 
 
 def listed(ranks: int, rank: int) -> tuple[Any, tuple[StoredRun, ...]]:
@@ -88,3 +93,36 @@ def test_only_blocks_that_are_read_are_hashed(tmp_path: Path) -> None:
             read(begin, end)
     with pytest.raises(DamagedError, match="its SHA-256 is not the one"):
         shard.check()
+
+
+def touched(mesh: Mesh, config: Any, folder: Path) -> list[tuple[str, int]]:
+    """The bytes of shards that this rank checks when it takes up a checkpoint: `file, -1` for a header."""
+    seen: list[tuple[str, int]] = []
+    opened, read = StoredShard.__init__, StoredShard._read
+
+    def opening(shard: StoredShard, path: Path, file: Any) -> None:
+        seen.append((path.name, -1))
+        opened(shard, path, file)
+
+    def reading(shard: StoredShard, *place: Any) -> Iterator[tuple[int, bytearray]]:
+        for position, content in read(shard, *place):
+            start = shard._data + place[1] + position
+            seen.extend((shard.path.name, byte) for byte in range(start, start + len(content)))
+            yield position, content
+
+    with patch.object(StoredShard, "__init__", opening), patch.object(StoredShard, "_read", reading):
+        restore(build(config, mesh), Checkpoint(folder))
+    return seen
+
+
+@pytest.mark.parametrize("sync, ranks", [("allreduce", 2), ("zero1", 3)])
+def test_a_resume_checks_every_byte_of_every_shard(sync: str, ranks: int, tmp_path: Path) -> None:
+    """Also of a replica's shard, in which nothing lies: a bit of its header that flips is damage, and said to be."""
+    run_ranks(run_leg, Grid((("data", ranks),)), config_for(sync, ranks), None, tmp_path, 0, 1)
+    folder = tmp_path / "step-1"
+    for readers in (2, 1):
+        seen = set().union(*run_ranks(touched, Grid((("data", readers),)), config_for("zero1", readers), folder))
+        for file in Checkpoint(folder).manifest.files:
+            if file.header_bytes is not None:
+                tensors = range(file.header_bytes, file.size_bytes)
+                assert {(file.file, byte) for byte in (-1, *tensors)} <= seen
