@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tests.rehearsal.costs import LAYERS, LAYOUTS, MICROBATCHES, costs
 from tests.rehearsal.fake_cuda import library
+from tests.rehearsal.step import FakeGpu
 
 ROWS = 32
 """Sequences of 1,024 tokens in a microbatch."""
@@ -28,7 +29,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as well")
     arguments = parser.parse_args()
     console = Console(width=140)
-    results = costs(library(), arguments.layouts, ROWS)
+    with FakeGpu(library()) as gpu:
+        results = costs(gpu, arguments.layouts, ROWS)
     table = Table(title=f"a layer and microbatch; a step of {LAYERS[0]} layers and {MICROBATCHES[0]} microbatches")
     for head in ("layout", "kernels", "MB", "of them products", "step's kernels", "GB", "host waits", "odd products"):
         table.add_column(head, justify="left" if head == "layout" else "right")

@@ -116,15 +116,16 @@ def _named(group: dist.ProcessGroup | None) -> tuple[str, list[int]]:
 
 
 @contextmanager
-def births(mesh: Mesh, *, with_groups: bool = True, batched: bool = True) -> Iterator[Mesh]:
+def births(mesh: Mesh, name: str = "", *, with_groups: bool = True, batched: bool = True) -> Iterator[Mesh]:
     """The mesh as on GPUs. While entered, torch's verbs obey NCCL's rule.
 
     `with_groups`: communicators are born where groups of axes are made, `batched`: messages take the group's; as ours
-    are and do. Else as before 0.7, when pipelines, 2-D layouts and tied embeddings hung.
+    are and do. Else as before 0.7, when pipelines, 2-D layouts and tied embeddings hung. `name`: begins the names of
+    groups that a mesh makes again.
     """
     c10d: Any = dist.distributed_c10d
     patience = PATIENCE_SECONDS if with_groups and batched else SHORT_SECONDS
-    rule = Births(mesh.rank, dist.PrefixStore("births", c10d._get_default_store()), patience)
+    rule = Births(mesh.rank, dist.PrefixStore(f"births {name}", c10d._get_default_store()), patience)
     original = {verb: getattr(dist, verb) for verb in (*COLLECTIVES, *MESSAGES, "P2POp") if hasattr(dist, verb)}
 
     def message_of(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -142,7 +143,12 @@ def births(mesh: Mesh, *, with_groups: bool = True, batched: bool = True) -> Ite
         stack.enter_context(patch.object(dist, "P2POp", message_of))
         assert isinstance(mesh.transport, TorchTransport)
         transport = Rehearsed(
-            mesh.transport.timeout, mesh.device, births=with_groups, peers=mesh.transport.peers, batched=batched
+            mesh.transport.timeout,
+            mesh.device,
+            births=with_groups,
+            peers=mesh.transport.peers,
+            batched=batched,
+            name=name,
         )
         rehearsed = replace(mesh, transport=transport, _comms={}, _mailboxes={})
         try:
@@ -159,6 +165,10 @@ class Rehearsed(TorchTransport):
     """Groups as on GPUs, on hosts."""
 
     batched: bool = True
+    name: str = ""
+
+    def _process_group(self, name: str, ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
+        return super()._process_group(self.name + name, ranks, index)
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         if len(group.ranks) == 1:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from tests.rehearsal.fake_cuda import compiler, library
+from tests.rehearsal.step import FakeGpu
 
 
 @pytest.fixture(scope="session")
-def fake_gpu() -> Path:
-    """The library that gives torch a GPU."""
+def fake_gpu() -> Iterator[FakeGpu]:
+    """A process whose torch has a GPU."""
     if compiler() is None:
         pytest.skip("no C++ compiler here, which the fake GPU is made with: apt-get install g++")
-    return library()
+    with FakeGpu(library()) as gpu:
+        yield gpu

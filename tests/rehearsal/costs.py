@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from meshwright.config import Config
 from meshwright.config.load import parse_run
 from tests.rehearsal.fake_cuda import ATTENTION, PRODUCTS
-from tests.rehearsal.layouts import rehearse, runs_of
+from tests.rehearsal.layouts import runs_of
+from tests.rehearsal.step import FakeGpu
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "serial": {},
@@ -64,13 +64,13 @@ def config_of(layout: dict[str, Any], layers: int, microbatches: int, rows: int,
     return parse_run(tree | changes)
 
 
-def costs(library: Path, names: Iterable[str], rows: int, **changes: Any) -> dict[str, Costs]:
+def costs(gpu: FakeGpu, names: Iterable[str], rows: int, **changes: Any) -> dict[str, Costs]:
     """Each layout's, of its last rank in its second step."""
     sizes = [(name, layers, micro) for name in names for layers in LAYERS for micro in MICROBATCHES]
     configs = [config_of(LAYOUTS[name], layers, micro, rows, **changes) for name, layers, micro in sizes]
     runs = [runs_of({str(size): config}, 2)[-1] for size, config in zip(sizes, configs, strict=True)]
     tallies: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
-    for (name, *size), report in zip(sizes, rehearse(library, runs), strict=True):
+    for (name, *size), report in zip(sizes, gpu.rehearse(runs), strict=True):
         assert not report.error, report.error
         tallies.setdefault(name, {})[tuple(size)] = report.tally  # type: ignore[index]
     return {

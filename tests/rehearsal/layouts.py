@@ -1,12 +1,12 @@
-"""The runs that are rehearsed on a fake GPU: every layout of the equality tests, as its first and its last rank."""
+"""The runs that are rehearsed on a fake GPU: every layout of the equality tests, as its first and its last rank.
+
+What differs from another run in a number of ranks alone, and computes the same on each of them, waits for --long.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from meshwright.config import Config, parse_config
@@ -14,7 +14,7 @@ from tests.context import test_equality as context
 from tests.data_parallel import test_equality as data_parallel
 from tests.harness import resolved
 from tests.pipeline import test_equality as pipeline
-from tests.rehearsal.step import Report, Run
+from tests.rehearsal.step import Run
 from tests.subgraph import test_equality as subgraph
 from tests.tensor import test_equality as tensor
 
@@ -23,25 +23,41 @@ ELSEWHERE = ("fsdp",)
 """Its parameters are torch's DTensors, which fake tensors do not go with."""
 
 
+SIZES = "other numbers of ranks"
+"""The group that waits for --long."""
+
+
 def layouts() -> dict[str, dict[str, Config]]:
-    """Configs by name, in groups of about as much work."""
-    tensors = {
-        f"{model} {' '.join(map(str, cut.values()))} x{data}": tensor.config_for(model, cut, data)
-        for model, cut, data, _ in tensor.CASES
-    }
-    middle = len(tensors) // 2
-    return {
-        "data parallelism": {
-            f"{sync} x{size}": data_parallel.config_for(sync, size)
-            for sync in data_parallel.SYNCS if sync not in ELSEWHERE for size in (1, 2, 4)
-        },
-        "tensor kits": dict(list(tensors.items())[:middle]),
-        "more tensor kits": dict(list(tensors.items())[middle:]),
+    """Configs by name, in groups; the last is `SIZES`."""
+    groups = {
+        "data parallelism": dict(_data_parallelism()),
+        "tensor kits": dict(_tensors()),
         "pipelines": dict(_pipelines()),
         "sub-graphs": dict(_subgraphs()),
         "contexts": dict(_contexts()),
         "precision and memory": dict(_precision_and_memory()),
-    }  # fmt: skip
+    }
+    every = {name: config for configs in groups.values() for name, config in configs.items()}
+    largest = set({_without_size(name): name for name in every}.values())  # sizes grow
+    groups = {group: {name: c for name, c in cs.items() if name in largest} for group, cs in groups.items()}
+    return groups | {SIZES: {name: every[name] for name in every if name not in largest}}
+
+
+def _without_size(name: str) -> str:
+    """The name, without how many replicas, stages, parts of 1-D or of a context there are."""
+    return re.sub(r"(?<= x)\d$|(?<=megatron )\d|(?<= )\d$", "", name)
+
+
+def _data_parallelism() -> Iterator[tuple[str, Config]]:
+    for sync in data_parallel.SYNCS:
+        if sync not in ELSEWHERE:
+            for size in (1, 2, 4):
+                yield f"{sync} x{size}", data_parallel.config_for(sync, size)
+
+
+def _tensors() -> Iterator[tuple[str, Config]]:
+    for model, cut, data, _ in tensor.CASES:
+        yield f"{model} {' '.join(map(str, cut.values()))} x{data}", tensor.config_for(model, cut, data)
 
 
 def _pipelines() -> Iterator[tuple[str, Config]]:
@@ -110,11 +126,3 @@ def runs_of(configs: dict[str, Config], steps: int = 1) -> list[Run]:
         for name, config in configs.items()
         for rank in sorted({0, config.layout.world_size - 1})
     ]
-
-
-def rehearse(library: Path, runs: Iterable[Run]) -> list[Report]:
-    """Each run's report, in a process of their own."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.step", str(library)]
-    asked = json.dumps([vars(run) for run in runs])
-    done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True)
-    return [Report(**json.loads(line)) for line in done.stdout.splitlines()]

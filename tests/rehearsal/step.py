@@ -1,21 +1,24 @@
 """One step of some layouts, as one of their ranks would take it on a GPU: in a process that has a fake one.
 
-    python -m tests.rehearsal.step LIBRARY < runs.json       # a JSON line for each run, as it ends
+    python -m tests.rehearsal.step LIBRARY       # a line of JSON in is a run, a line out its report
 
+One process takes all runs: torch is imported once, and knows the shapes of most operations from the runs before.
 A run is a config's tree and a rank. Its collectives go through torch.distributed to the backend `fake`, which answers
 at once; a stage's messages are there when it asks.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Self
 from unittest.mock import patch
 
 from tests.rehearsal.fake_cuda import fake_cuda, load
@@ -44,6 +47,36 @@ class Report:
     rank: int
     tally: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+
+
+class FakeGpu:
+    """The process, while entered."""
+
+    def __init__(self, library: Path) -> None:
+        self._command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.step", str(library)]
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate()
+
+    def rehearse(self, runs: Iterable[Run]) -> list[Report]:
+        """Each run's report."""
+        ask, answers = self._process.stdin, self._process.stdout
+        assert ask is not None
+        assert answers is not None
+        return [self._report(run, ask, answers) for run in runs]
+
+    def _report(self, run: Run, ask: IO[str], answers: IO[str]) -> Report:
+        ask.write(json.dumps(vars(run)) + "\n")
+        ask.flush()
+        for line in answers:
+            report = Report(**json.loads(line))
+            if (report.name, report.rank) == (run.name, run.rank):  # else of a run whose test has given up
+                return report
+        raise AssertionError(f"{run.name}, rank {run.rank}: the process of the fake GPU has ended")
 
 
 def rehearse(run: Run) -> Report:
@@ -115,17 +148,18 @@ def _transport(rank: int) -> Any:
 
 def main() -> None:
     load(Path(sys.argv[1]))
-    runs: Sequence[dict[str, Any]] = json.load(sys.stdin)
     import torch
 
     torch.set_num_threads(1)
-    for tree in runs:
-        run = Run(**tree)
+    for line in sys.stdin:
+        run = Run(**json.loads(line))
         try:
             report = rehearse(run)
         except Exception:
             report = Report(run.name, run.rank, error=traceback.format_exc())
         print(json.dumps(vars(report)), flush=True)
+        gc.collect()
+        gc.freeze()  # what torch keeps for the next run need not be looked through again
 
 
 if __name__ == "__main__":

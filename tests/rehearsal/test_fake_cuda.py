@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.rehearsal.costs import Costs, costs
-from tests.rehearsal.layouts import layouts, rehearse, runs_of
+from meshwright.config import Config
+from tests.rehearsal.costs import costs
+from tests.rehearsal.layouts import SIZES, layouts, runs_of
+from tests.rehearsal.step import FakeGpu
 
-LAYOUTS = layouts()
+LAYOUTS = [
+    pytest.param(name, config, marks=pytest.mark.long if group == SIZES else (), id=f"{group}: {name}")
+    for group, configs in layouts().items()
+    for name, config in configs.items()
+]
 
 
-@pytest.mark.parametrize("group", LAYOUTS)
-def test_every_layout_takes_a_step(group: str, fake_gpu: Path) -> None:
-    reports = rehearse(fake_gpu, runs_of(LAYOUTS[group]))
-    failed = [f"{report.name}, rank {report.rank}:\n{report.error}" for report in reports if report.error]
-    assert not failed, "\n".join(failed)
-    for report in reports:
+@pytest.mark.parametrize("name, config", LAYOUTS)
+def test_every_layout_takes_a_step(name: str, config: Config, fake_gpu: FakeGpu) -> None:
+    for report in fake_gpu.rehearse(runs_of({name: config})):
+        assert not report.error, f"rank {report.rank}:\n{report.error}"
         waits = {why: number for why, number in report.tally["waits"].items() if FEW_LABELS not in why}
-        assert sum(waits.values()) <= WAITS, f"{report.name}, rank {report.rank}: {waits}"
+        assert sum(waits.values()) <= WAITS, f"rank {report.rank}: {waits}"
 
 
 WAITS = 1
@@ -31,15 +33,10 @@ KERNELS = {"serial": 45, "zero1": 45, "megatron": 47, "sequence": 57, "tesseract
 """Kernels a layer and microbatch, at most."""
 
 
-@pytest.fixture(scope="module")
-def steps(fake_gpu: Path) -> dict[str, Costs]:
-    """GPT-2's layers as they are, in bf16, few rows: what a step costs in each layout."""
-    return costs(fake_gpu, KERNELS, rows=2)
-
-
 @pytest.mark.parametrize("layout", KERNELS)
-def test_what_a_step_may_cost(layout: str, steps: dict[str, Costs]) -> None:
-    cost = steps[layout]
+def test_what_a_step_may_cost(layout: str, fake_gpu: FakeGpu) -> None:
+    """GPT-2's layers as they are, in bf16, few rows."""
+    cost = costs(fake_gpu, [layout], rows=2)[layout]
     assert sum(cost.kernels.values()) <= KERNELS[layout], cost.kernels
     assert sum(cost.step["waits"].values()) <= WAITS, cost.step["waits"]
     assert "select_backward" not in cost.kernels

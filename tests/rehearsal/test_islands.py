@@ -64,19 +64,20 @@ def test_an_island_equals_torch() -> None:
             torch.testing.assert_close(mine, wanted, rtol=tolerance, atol=tolerance)
 
 
-def three_steps(mesh: Mesh, config: Config) -> list[float]:
-    parts = build(config, mesh)
-    return [train_step(parts, BATCHES["gpt2"](config, step), step).loss for step in range(3)]
+def three_steps(mesh: Mesh, config: Config, times: int) -> list[list[float]]:
+    """The losses of a run of three steps, so many times from the beginning."""
+    runs = [build(config, mesh) for _ in range(times)]
+    return [[train_step(parts, BATCHES["gpt2"](config, step), step).loss for step in range(3)] for parts in runs]
 
 
 def test_a_run_with_islands_is_the_run_without() -> None:
     """Two ranks that share the vocabulary; twice the same bits."""
     config = config_for("gpt2", ONE_D[0], compile="islands", steps=3)
-    first, again = (run_ranks(three_steps, Grid(config.layout.axes), config, timeout=300) for _ in range(2))
-    assert first == again
-    plain = run_ranks(three_steps, ONE, config_for("gpt2", {"kind": "none"}, steps=3))
-    for mine in first:
-        torch.testing.assert_close(mine, plain[0], rtol=1e-10, atol=0)
+    ranks = run_ranks(three_steps, Grid(config.layout.axes), config, 2, timeout=300)
+    ((plain,),) = run_ranks(three_steps, ONE, config_for("gpt2", {"kind": "none"}, steps=3), 1)
+    for first, again in ranks:
+        assert first == again
+        torch.testing.assert_close(first, plain, rtol=1e-10, atol=0)
 
 
 def test_a_compiler_that_is_missing_is_said_before_any_process() -> None:
