@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -29,14 +29,15 @@ from benchmarks.contender import Place, Step
 from meshwright.environment import read_environment, rendezvous
 from meshwright.model import Batch, Hidden, Scales
 from meshwright.pipeline.clock import simulate
-from meshwright.pipeline.pipeline import Pipeline
-from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
+from meshwright.pipeline.pipeline import Pipeline, message_forms
+from meshwright.pipeline.placement import ChunkPlacement, Shape
+from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, ZB_V, ScheduleRule
 from meshwright.pipeline.span import Span, Timeline, task_span
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.pipeline.trace import write_trace
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, TensorMeta, both_sides
+from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, TensorMeta
 from meshwright.ranks.mesh import Mesh, open_mesh
 
 RULES: dict[str, ScheduleRule] = {
@@ -46,7 +47,24 @@ RULES: dict[str, ScheduleRule] = {
     "message-driven, limit 12": MESSAGE_DRIVEN.limited(12),
     "message-driven, limit 16": MESSAGE_DRIVEN.limited(16),
     "message-driven, all": MESSAGE_DRIVEN.limited(2**20),
+    "interleaved 1f1b": ONE_F_ONE_B,
+    "zb-v": ZB_V,
+    "message-driven, loop, limit 23": MESSAGE_DRIVEN.limited(23),
+    "message-driven, loop, limit 32": MESSAGE_DRIVEN.limited(32),
+    "message-driven, v, limit 16": MESSAGE_DRIVEN.limited(16),
+    "message-driven, v, limit 23": MESSAGE_DRIVEN.limited(23),
+    "message-driven, v, limit 32": MESSAGE_DRIVEN.limited(32),
 }
+CHUNKED: dict[str, Shape] = {
+    "interleaved 1f1b": "loop",
+    "zb-v": "v",
+    "message-driven, loop, limit 23": "loop",
+    "message-driven, loop, limit 32": "loop",
+    "message-driven, v, limit 16": "v",
+    "message-driven, v, limit 23": "v",
+    "message-driven, v, limit 32": "v",
+}
+"""The placement of the schedules in which each stage has two chunks; a limit counts the microbatches of each."""
 CONDITIONS = ("no jitter", "jitter", "slow stage", "late messages")
 RUNS = "runs.json"
 LATENCY, JITTER, SLOW_STAGE, SLOWNESS = 0.1, 0.3, 3, 1.3
@@ -70,11 +88,18 @@ class Run:
     def rule(self) -> ScheduleRule:
         return RULES[self.schedule]
 
+    @property
+    def placement(self) -> ChunkPlacement:
+        shape = CHUNKED.get(self.schedule)
+        return ChunkPlacement(self.num_stages) if shape is None else ChunkPlacement(self.num_stages, 2, shape)
+
     def costs(self, stage: int, task: Task) -> float:
-        """F, B and W take 1 each; an unsplit backward pass is B and W together."""
+        """F, B and W of a stage take 1 each, of one of its two chunks a half; an unsplit backward pass is B and W
+        together."""
+        share = 1 / self.placement.num_chunks
         if self.rule.splits or task.kind is TaskKind.FORWARD:
-            return self._part(stage, task)
-        return self._part(stage, task) + self._part(stage, Task(TaskKind.WEIGHT, task.microbatch))
+            return share * self._part(stage, task)
+        return share * (self._part(stage, task) + self._part(stage, replace(task, kind=TaskKind.WEIGHT)))
 
     def _part(self, stage: int, task: Task) -> float:
         if self.condition == "jitter":
@@ -91,7 +116,9 @@ class Run:
 
     def simulated(self) -> Timeline:
         """The clock's timeline, in forward passes."""
-        return simulate(self.num_stages, self.num_microbatches, self.rule, self.costs, self.latency)
+        return simulate(
+            self.num_stages, self.num_microbatches, self.rule, self.costs, self.latency, placement=self.placement
+        )
 
 
 def sleep_until(moment: float) -> None:
@@ -106,32 +133,34 @@ def sleep_until(moment: float) -> None:
 
 
 class PacedStage(Stage):
-    """A stage without a model, whose tasks sleep."""
+    """A chunk of a stage without a model, whose tasks sleep."""
 
-    def __init__(self, index: int, run: Run, forward_seconds: float, form: TensorMeta) -> None:
+    def __init__(self, index: int, chunk: int, run: Run, forward_seconds: float, form: TensorMeta) -> None:
         self.index = index
+        self.chunk = chunk
         self.run = run
         self.forward_seconds = forward_seconds
         self.form = form
 
     @property
     def is_first(self) -> bool:
-        return self.index == 0
+        return self.run.placement.position(self.index, self.chunk) == 0
 
     @property
     def is_last(self) -> bool:
-        return self.index == self.run.num_stages - 1
+        return self.run.placement.position(self.index, self.chunk) == self.run.placement.num_positions - 1
 
     def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
-        end = self._work(Task(TaskKind.FORWARD, index))
-        return (torch.zeros(()),) if self.is_last else self._message(end, 1, Task(TaskKind.FORWARD, index))
+        task = Task(TaskKind.FORWARD, index, self.chunk)
+        end = self._work(task)
+        return (torch.zeros(()),) if self.is_last else self._message(end, task)
 
     def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden:
-        end = self._work(Task(TaskKind.BACKWARD, index))
-        return () if self.is_first else self._message(end, -1, Task(TaskKind.BACKWARD, index))
+        task = Task(TaskKind.BACKWARD, index, self.chunk)
+        return self._message(self._work(task), task)
 
     def weights(self, index: int, *, final: bool) -> None:
-        self._work(Task(TaskKind.WEIGHT, index))
+        self._work(Task(TaskKind.WEIGHT, index, self.chunk))
 
     def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
         raise AssertionError("a paced stage trains only")
@@ -141,8 +170,11 @@ class PacedStage(Stage):
         sleep_until(time.time() + self.run.costs(self.index, task) * self.forward_seconds)
         return time.time()
 
-    def _message(self, end: float, step: int, task: Task) -> Hidden:
-        latency = self.run.latency(self.index, self.index + step, task) * self.forward_seconds
+    def _message(self, end: float, task: Task) -> Hidden:
+        sent = self.run.placement.receiver(self.index, task)
+        if sent is None or sent[0] == self.index:
+            return ()
+        latency = self.run.latency(self.index, sent[0], task) * self.forward_seconds
         return (torch.full(self.form.shape, end + latency, dtype=self.form.dtype),)
 
 
@@ -162,8 +194,8 @@ class HeldMailbox:
         assert not self._held, f"{len(self._held)} messages that nobody took"
         self.mailbox.open(next(self._epochs), meta, before, after)
 
-    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
-        self.mailbox.send(to, index, tensors)
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
+        self.mailbox.send(to, index, tensors, subject)
 
     def poll(self) -> list[Message]:
         self._hold(self.mailbox.poll())
@@ -207,17 +239,18 @@ class PacedPipeline:
         self.mesh = mesh
         self.forward_seconds = forward_seconds
         self.form = TensorMeta((max(1, message_bytes // 8),), torch.float64)
-        self.mailbox = HeldMailbox(mesh.mailbox("pipe"))
+        self.mailbox = HeldMailbox(mesh.mailbox("pipe", ring=True))
 
     def step(self, run: Run) -> Timeline | None:
         """All ranks' spans on rank 0, in seconds; None elsewhere."""
-        index = self.mesh.index("pipe")
-        stage = PacedStage(index, run, self.forward_seconds, self.form)
-        driver = Pipeline(
-            stage, run.rule, self.mesh, self.mesh.comm(), self.mailbox, both_sides(self.form), NoGradients()
-        )
+        index, placement = self.mesh.index("pipe"), run.placement
+        stages = [
+            PacedStage(index, chunk, run, self.forward_seconds, self.form) for chunk in range(placement.num_chunks)
+        ]
+        forms = message_forms(index, placement, [(self.form,)] * (placement.num_positions - 1))
+        driver = Pipeline(stages, run.rule, self.mesh, self.mesh.comm(), self.mailbox, forms, NoGradients(), placement)
         self.mesh.world.barrier()
-        driver.train([{}] * run.num_microbatches, {}, lambda microbatch: None)
+        driver.train([{}] * run.num_microbatches, {}, lambda microbatch, chunk: None)
         return self._gathered(run, driver.spans)
 
     def _gathered(self, run: Run, spans: Sequence[Span]) -> Timeline | None:

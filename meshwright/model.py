@@ -73,15 +73,24 @@ Hidden = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A contiguous part of a model: these layers, and `first` the embeddings, `last` the head with its losses."""
+    """A part of a model: these layers, and `first` the embeddings, `last` the head with its losses. It is contiguous,
+    unless it is all that a stage of several chunks holds."""
 
-    layers: range
+    layers: Sequence[int]
     first: bool
     last: bool
 
     @classmethod
     def whole(cls, num_layers: int) -> Chunk:
         return cls(range(num_layers), True, True)
+
+    @classmethod
+    def union(cls, chunks: Sequence[Chunk]) -> Chunk:
+        """All chunks of a stage as one."""
+        if len(chunks) == 1:
+            return chunks[0]
+        layers = tuple(layer for chunk in chunks for layer in chunk.layers)
+        return cls(layers, any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks))
 
 
 @dataclass(frozen=True)
@@ -107,10 +116,10 @@ class Model(Protocol):
     """The batch's entries that are read inside of branches, and sliced for there: masks of attention."""
 
     def __call__(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
-        """The input of the stage after; the last stage returns (the losses' sum, each times its scale,)."""
+        """The input of the chunk after; the last one returns (the losses' sum, each times its scale,)."""
 
     def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
-        """The input of the stage after; the last stage returns the normed hidden states [B, T, H]."""
+        """The input of the chunk after; the last one returns the normed hidden states [B, T, H]."""
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
         """The losses of hidden states."""

@@ -6,7 +6,7 @@ and what passes between stages; then this rank's own, with the strategies that t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -21,15 +21,17 @@ from meshwright.data_parallel.strategy import Strategy
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import on_disk, on_host
 from meshwright.memory.recompute import best_group, groups_of, recomputed
-from meshwright.model import Batch, Chunk, Hidden, rows_of
+from meshwright.model import Batch, Chunk, Hidden, Model, rows_of
 from meshwright.models.attention import AttentionCore
-from meshwright.models.chain import Chain, chain_of, make_chain
+from meshwright.models.chain import Chain, ChainPart, chain_of, make_chain
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace, StatesFactory
 from meshwright.parameters.bucket import make_buckets
+from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, initialise, shard_specs, use_gradients
 from meshwright.pipeline.partition import ranges_of
-from meshwright.pipeline.pipeline import Pipeline
+from meshwright.pipeline.pipeline import Pipeline, message_forms
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import ONE_F_ONE_B, ScheduleRule
 from meshwright.pipeline.stage import Stage
 from meshwright.ranks.grid import PIPE
@@ -56,18 +58,28 @@ STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
 class Stages:
     """The stages of a pipeline, all of which every rank knows.
 
-    `specs`: all parameters of the whole model; `tied` are those that two stages hold: embeddings that are the head's
-    table as well, on the first and the last. `passing`: the tensors that stage i gives to stage i + 1.
+    `chunks`: by position in the chain. `specs`: all parameters of the whole model; `tied` are those that two stages
+    hold: embeddings that are the head's table as well, on the first and the last. `passing`: the tensors that position
+    i gives to position i + 1.
     """
 
     chunks: tuple[Chunk, ...]
     specs: dict[str, ShardSpec]
     passing: tuple[tuple[TensorMeta, ...], ...]
+    placement: ChunkPlacement
+
+    def of(self, stage: int) -> tuple[Chunk, ...]:
+        """A stage's chunks."""
+        return tuple(self.chunks[position] for position in self.placement.positions(stage))
+
+    def ends(self, position: int) -> tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]]:
+        """The tensors that come to a position, and those that it gives on."""
+        passing = ((), *self.passing, ())
+        return passing[position], passing[position + 1]
 
     def message(self, stage: int) -> MessageMeta:
         """The tensors that a stage and its neighbours send each other."""
-        ends = ((), *self.passing, ())
-        return {"before": ends[stage], "after": ends[stage + 1]}
+        return message_forms(stage, self.placement, self.passing)
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class Parts:
     mesh: Mesh
     kit: Kit
     model: Chain
-    """This stage's part of it."""
+    """This stage's chunks of it."""
     stages: Stages
     strategy: Strategy
     pipeline: Pipeline
@@ -108,10 +120,10 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
         torch.backends.cuda.matmul.fp32_precision = "tf32" if config.precision.tf32 else "ieee"
         use_flash_attention(mesh.device)
     stages = plan_stages(config, mesh)
-    chunk = stages.chunks[mesh.index(PIPE)]
+    chunks = stages.of(mesh.index(PIPE))
     kit = build_kit(config, mesh)
-    model = build_model(config, kit, mesh, chunk)
-    recompute_in(config, model, len(chunk.layers))
+    model = build_model(config, kit, mesh, Chunk.union(chunks))
+    recompute_in(config, model, chunks)
     if config.compile == "islands" and mesh.device.type != "meta":
         use_islands(model, compiled_islands())
     strategy = _build_strategy(config, mesh, model, stages.specs)
@@ -127,22 +139,37 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
     settings = config.layout.pipeline
     assert not isinstance(settings.partition, str) or settings.size == 1, "resolve() decides the partition beforehand"
     partition = settings.partition if not isinstance(settings.partition, str) else (config.model.num_blocks,)
-    runs = ranges_of(partition)
-    chunks = tuple(Chunk(run, stage == 0, stage == len(runs) - 1) for stage, run in enumerate(runs))
+    stages = Stages(chunks_of(partition), {}, (), placement_of(config))
     specs: dict[str, ShardSpec] = {}
-    passing: list[tuple[TensorMeta, ...]] = []
-    hidden: Hidden = ()
-    for stage, chunk in enumerate(chunks):
+    models: list[tuple[Kit, Chain]] = []
+    for stage in range(settings.size):
         fellow = mesh.grid.rank(mesh.grid.coordinates(mesh.rank) | {PIPE: stage})
         there = planned_mesh(mesh.grid, fellow, mesh.token_axes)
         kit = build_kit(config, there)
-        model = build_model(config, kit, there, chunk)
+        model = build_model(config, kit, there, Chunk.union(stages.of(stage)))
+        model.groups = tuple(chunk.layers for chunk in stages.of(stage))
         specs |= {name: replace(spec, tied=name in specs) for name, spec in shard_specs(model).items()}
-        if not chunk.last:
-            with torch.no_grad():
-                hidden = model.hidden_states(empty_batch(config, kit, model, there.device), hidden)
-            passing.append(tuple(TensorMeta(tuple(x.shape), x.dtype) for x in hidden))
-    return Stages(chunks, specs, tuple(passing))
+        models.append((kit, model))
+    passing: list[tuple[TensorMeta, ...]] = []
+    hidden: Hidden = ()
+    for position, chunk in enumerate(stages.chunks[:-1]):
+        kit, model = models[stages.placement.stage_of(position)]
+        with torch.no_grad():
+            hidden = model.hidden_states(empty_batch(config, kit, model, torch.device("meta")), hidden, chunk)
+        passing.append(tuple(TensorMeta(tuple(x.shape), x.dtype) for x in hidden))
+    return replace(stages, specs=specs, passing=tuple(passing))
+
+
+def placement_of(config: Config) -> ChunkPlacement:
+    """The chunks of every stage."""
+    pipeline = config.layout.pipeline
+    return ChunkPlacement(pipeline.size, pipeline.chunks, pipeline.placement)
+
+
+def chunks_of(partition: Sequence[int]) -> tuple[Chunk, ...]:
+    """The chunks of a chain that is cut so, by position."""
+    runs = ranges_of(partition)
+    return tuple(Chunk(run, position == 0, position == len(runs) - 1) for position, run in enumerate(runs))
 
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
@@ -187,15 +214,19 @@ def empty_batch(config: Config, kit: Kit, model: Chain, device: torch.device) ->
     return rank_part(zeros, kit, model)
 
 
-def recompute_in(config: Config, model: Chain, stage_layers: int) -> None:
-    """Choose the parts of a model that keep their inputs alone, in a stage of so many layers."""
-    setting, layers = config.memory.recompute, model.chunk.layers
+def recompute_in(config: Config, model: Chain, chunks: Sequence[Chunk]) -> None:
+    """Choose the parts of a model, which are these chunks, that keep their inputs alone."""
+    setting = config.memory.recompute
+    model.groups = tuple(chunk.layers for chunk in chunks)
     if setting == "selective":
         for module in model.modules():
             if isinstance(module, AttentionCore):
                 module.run = recomputed
     elif setting != "none":
-        model.groups, model.run_group = groups_of(layers, recomputed_group(config, stage_layers)), recomputed
+        model.run_group = recomputed
+        model.groups = tuple(
+            group for chunk in chunks for group in groups_of(chunk.layers, recomputed_group(config, len(chunk.layers)))
+        )
 
 
 FLASH_ATTENTION = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
@@ -220,7 +251,7 @@ def use_islands(model: Chain, islands: Islands) -> None:
 
 
 def recomputed_group(config: Config, stage_layers: int) -> int:
-    """How many layers are recomputed together in a stage of so many."""
+    """How many layers are recomputed together in a chunk of so many."""
     setting = config.memory.recompute
     assert setting not in ("none", "selective"), f"memory.recompute={setting} has no groups"
     return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
@@ -237,12 +268,33 @@ def rule_of(config: Config) -> ScheduleRule:
 
 
 def build_pipeline(config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy) -> Pipeline:
-    """The stage with all that drives it."""
+    """The stage's chunks with all that drives them."""
     autocasts = (mesh.device.type, DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
-    stage = Stage(model, strategy.gradients, run=strategy.forward, autocasts=autocasts)
+    index, placement = mesh.index(PIPE), stages.placement
+    chunks = stages.of(index)
+    models: Sequence[Model] = [model] if len(chunks) == 1 else [ChainPart(model, chunk) for chunk in chunks]
+    own = [
+        Stage(part, strategy.gradients, run=strategy.forward, autocasts=autocasts, number=number)
+        for number, part in enumerate(models)
+    ]
+    _share_tables(strategy.gradients, model, config, mesh, chunks)
     peers = mesh.comm(*(config.layout.peer_axes if config.layout.pipeline.size > 1 else ()))
-    message = stages.message(mesh.index(PIPE))
-    return Pipeline(stage, rule_of(config), mesh, peers, mesh.mailbox(PIPE), message, strategy)
+    mailbox = mesh.mailbox(PIPE, ring=placement.is_ring)
+    return Pipeline(own, rule_of(config), mesh, peers, mailbox, stages.message(index), strategy, placement)
+
+
+def _share_tables(gradients: Gradients, model: Chain, config: Config, mesh: Mesh, chunks: Sequence[Chunk]) -> None:
+    """Let two chunks of a stage, which holds both ends of the chain, add up the gradients of a tied table apart."""
+    if len(chunks) == 1 or not (model.chunk.first and model.chunk.last):
+        return
+    there = planned_mesh(mesh.grid, mesh.rank, mesh.token_axes)
+    ends = (
+        shard_specs(build_model(config, build_kit(config, there), there, chunk)) for chunk in (chunks[0], chunks[-1])
+    )
+    first, last = ends
+    for name, parameter in model.named_parameters():
+        if name in first and name in last:
+            gradients.share(parameter, (0, len(chunks) - 1))
 
 
 def bucket_bytes(config: Config) -> int:

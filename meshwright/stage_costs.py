@@ -35,7 +35,7 @@ from meshwright.pipeline.partition import balanced
 from meshwright.pipeline.stage import Stage
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import PIPE, Grid
-from meshwright.ranks.mailbox import MessageMeta
+from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tensor.gelu import gelu_by_slices
@@ -71,7 +71,7 @@ class BuiltStages:
     def partition(self, config: Config) -> tuple[int, ...]:
         pipeline = config.layout.pipeline
         costs = measured_costs(config) if pipeline.partition == "measured" else counted_costs(config)
-        return balanced(costs, pipeline.size)
+        return balanced(costs, pipeline.size * pipeline.chunks)
 
     def fixed_bytes(self, config: Config) -> Sequence[int]:
         sizes = []
@@ -96,42 +96,46 @@ def all_state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], de
 
 
 def microbatch_bytes(config: Config, device: str, *, fuses: bool) -> list[int]:
-    """The most bytes that a microbatch in flight holds between two tasks, by stage, as the run recomputes.
+    """The most bytes that a microbatch in flight holds between two tasks, by stage, as the run recomputes; in the chunk
+    that holds most.
 
     After F it holds what autograd and recomputed groups keep; after B, while W waits, the inputs and the gradients of
-    products, which recomputation has computed again. The last stage goes backward as soon as it has gone forward, so
+    products, which recomputation has computed again. The last chunk goes backward as soon as it has gone forward, so
     only the latter adds up there. `device`, `fuses`: as AsOnDevice has them.
     """
     meshes = first_ranks(config)
     stages = plan_stages(config, meshes[0])
     known: dict[Hashable, int] = {}
-    sizes = []
-    for mesh, chunk, message in zip(meshes, stages.chunks, map(stages.message, range(len(meshes))), strict=True):
+    sizes = [0] * len(meshes)
+    for position, chunk in enumerate(stages.chunks):
+        mesh = meshes[stages.placement.stage_of(position)]
         kit = build_kit(config, mesh)
         model = build_model(config, kit, mesh, chunk)
-        recompute_in(config, model, len(chunk.layers))
+        recompute_in(config, model, (chunk,))
         inner = tuple((split_name(name)[1], x.shape) for name, x in model.named_parameters())
-        key = inner, chunk.last  # stages of the same layers hold the same
+        key = inner, chunk.last  # chunks of the same layers hold the same
         if key not in known:
             gradients = Gradients()
             use_gradients(model, gradients)
             stage = Stage(model, gradients)
             batch = empty_batch(config, kit, model, mesh.device)
             with AsOnDevice(device, fuses=fuses):
-                held_bytes(stage, 0, batch, message)  # which gathers what the later ones find
-                after_forward, after_backward = held_bytes(stage, 1, batch, message)
+                held_bytes(stage, 0, batch, stages.ends(position))  # which gathers what the later ones find
+                after_forward, after_backward = held_bytes(stage, 1, batch, stages.ends(position))
             known[key] = after_backward if chunk.last else max(after_forward, after_backward)
-        sizes.append(known[key])
+        holder = stages.placement.stage_of(position)
+        sizes[holder] = max(sizes[holder], known[key])
     return sizes
 
 
-def held_bytes(stage: Stage, index: int, batch: Batch, message: MessageMeta) -> tuple[int, int]:
-    """Run F and B of a microbatch; the bytes that are alive because of it after each."""
+def held_bytes(
+    stage: Stage, index: int, batch: Batch, ends: tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]]
+) -> tuple[int, int]:
+    """Run F and B of a microbatch; the bytes that are alive because of it after each. `ends`: as Stages has them."""
     device = next(iter(batch.values())).device
     with LiveBytes() as live:
         given, coming = (
-            tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in message[side])
-            for side in ("before", "after")
+            tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in forms) for forms in ends
         )
         waiting = sum(map(size_bytes, coming))
         stage.forward(index, given, batch, dict.fromkeys(stage.model.labels, 1.0))

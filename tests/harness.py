@@ -58,7 +58,7 @@ def counted_step(config: Config, rank: int = 0) -> Parts:
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
     batches = [empty_batch(config, parts.kit, parts.model, mesh.device) for _ in range(config.num_microbatches)]
-    parts.pipeline.train(batches, dict.fromkeys(parts.model.labels, 1.0), lambda index: None)
+    parts.pipeline.train(batches, dict.fromkeys(parts.model.labels, 1.0), lambda index, chunk: None)
     parts.strategy.finish()
     parts.strategy.publish()
     return parts
@@ -66,7 +66,7 @@ def counted_step(config: Config, rank: int = 0) -> Parts:
 
 def forward_and_backward(parts: Parts, batch: Batch, scales: Scales, *, final: bool = True) -> Tensor:
     """A microbatch of a run of one stage; its scaled loss. `final`: of the step's last, whose gradients are summed."""
-    stage = parts.pipeline.stage
+    (stage,) = parts.pipeline.stages
     parts.strategy.expect(final)
     (loss,) = stage.forward(0, (), batch, scales)
     stage.backward(0, (), defers=False)

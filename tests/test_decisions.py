@@ -155,8 +155,8 @@ def bytes_in_flight(mesh: Mesh, config: Config) -> int:
     """What the second microbatch of a stage's step leaves between its tasks; of the last stage, before W alone."""
     parts = build(config, mesh)
     batch = empty_batch(config, parts.kit, parts.model, mesh.device)
-    message = parts.stages.message(mesh.index("pipe"))
-    held = [held_bytes(parts.pipeline.stage, index, batch, message) for index in range(2)][1]
+    ends, (stage,) = parts.stages.ends(mesh.index("pipe")), parts.pipeline.stages
+    held = [held_bytes(stage, index, batch, ends) for index in range(2)][1]
     return held[1] if parts.model.chunk.last else max(held)
 
 

@@ -11,7 +11,7 @@ from meshwright.machine import Machine
 from meshwright.parameters.shard import shard_specs
 from meshwright.parts import Stages, build_model, plan_stages
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import TensorMeta
+from meshwright.ranks.mailbox import CutForms, TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import BuiltStages
@@ -64,7 +64,8 @@ def test_what_passes_between_stages(tensor: dict[str, object], shape: tuple[int,
     batch = {"global": 24, "micro": 12 if tensor.get("d") == 2 else 6}
     _, plan = planned(pipelined("gpt2", 2, "gpipe", tensor, batch=batch))
     forms = (TensorMeta(shape, torch.float64),)
-    assert (plan.message(0), plan.message(1)) == ({"before": (), "after": forms}, {"before": forms, "after": ()})
+    assert plan.message(0) == {"before": {}, "after": {0: CutForms(forms, False)}}
+    assert plan.message(1) == {"before": {0: CutForms(forms, True)}, "after": {}}
 
 
 def of_a_size(free: int) -> int:

@@ -82,11 +82,23 @@ EFFECTS = (
         "another layout.data.sync; with an offload memory.offload.chunk",
     ),
     Effect(
-        ("layout.pipeline.schedule", "layout.pipeline.limit", "layout.pipeline.partition"),
+        (
+            "layout.pipeline.schedule",
+            "layout.pipeline.limit",
+            "layout.pipeline.partition",
+            "layout.pipeline.chunks",
+        ),
         ("layout.pipeline.size",),
         lambda config: config.layout.pipeline.size > 1,
         lambda config: "with layout.pipeline.size=1",
         "layout.pipeline.size=2 or more",
+    ),
+    Effect(
+        ("layout.pipeline.placement",),
+        ("layout.pipeline.size", "layout.pipeline.chunks"),
+        lambda config: config.layout.pipeline.size > 1 and config.layout.pipeline.chunks > 1,
+        lambda config: "where every stage has one chunk",
+        "layout.pipeline.chunks=2 or more",
     ),
     Effect(
         ("layout.context.kind",),

@@ -96,12 +96,38 @@ def warmup_fits(config: Config) -> Iterator[Problem]:
         yield Problem("optimizer.schedule.warmup", warmup, f"is longer than steps={steps}", f"0 to {steps}")
 
 
-@rule("layout.pipeline.size", "model.layers", "model.stage_blocks")
+@rule("layout.pipeline.size", "layout.pipeline.chunks", "model.layers", "model.stage_blocks")
 def stages_have_layers(config: Config) -> Iterator[Problem]:
-    size, layers = config.layout.pipeline.size, config.model.num_blocks
+    size, chunks, layers = config.layout.pipeline.size, config.layout.pipeline.chunks, config.model.num_blocks
+    can_fill = f"is more than the model's {layers} layers, the embedding and the head can fill"
     if size > layers + 2:
-        rule_text = f"is more than the model's {layers} layers, the embedding and the head can fill"
-        yield Problem("layout.pipeline.size", size, rule_text, f"1 to {layers + 2}")
+        yield Problem("layout.pipeline.size", size, can_fill, f"1 to {layers + 2}")
+    elif size * chunks > layers + 2:
+        yield Problem("layout.pipeline.chunks", chunks, f"on {size} stages {can_fill}", f"1 to {(layers + 2) // size}")
+
+
+@rule("layout.pipeline")
+def chunks_go_with_schedule(config: Config) -> Iterator[Problem]:
+    pipeline = config.layout.pipeline
+    if pipeline.chunks == 1 or pipeline.placement in pipeline.rule.shapes:
+        return
+    name, kinds = pipeline.schedule, [kind for kind, rule in entries("schedules").items() if rule.shapes]
+    if not pipeline.rule.shapes:
+        rule_text = f"does not go with layout.pipeline.schedule={name}, which knows one chunk a stage"
+        yield Problem("layout.pipeline.chunks", pipeline.chunks, rule_text, f"1, or schedule {', '.join(kinds)}")
+    else:
+        others = [kind for kind in kinds if pipeline.placement in entries("schedules")[kind].shapes]
+        rule_text = f"does not go with layout.pipeline.schedule={name}, whose order is another"
+        valid = f"{', '.join(pipeline.rule.shapes)}, or schedule {', '.join(others)}"
+        yield Problem("layout.pipeline.placement", pipeline.placement, rule_text, valid)
+
+
+@rule("layout.pipeline")
+def limit_has_room_for_chunks(config: Config) -> Iterator[Problem]:
+    limit, chunks = config.layout.pipeline.limit, config.layout.pipeline.chunks
+    if limit != "auto" and limit < chunks:
+        rule_text = f"leaves no place for a microbatch in each of layout.pipeline.chunks={chunks}"
+        yield Problem("layout.pipeline.limit", limit, rule_text, f"auto, {chunks} or more")
 
 
 @rule("layout.pipeline", "model.layers", "model.stage_blocks")
@@ -110,14 +136,20 @@ def partition_is_of_the_layers(config: Config) -> Iterator[Problem]:
     if isinstance(pipeline.partition, str):
         return
     given = shown(pipeline.partition)
-    valid = f"{pipeline.size} numbers that add up to {layers}, or auto, measured"
-    if len(pipeline.partition) != pipeline.size:
-        rule_text = f"is not one number for each of layout.pipeline.size={pipeline.size} stages"
+    count = pipeline.size * pipeline.chunks
+    valid = f"{count} numbers that add up to {layers}, or auto, measured"
+    if len(pipeline.partition) != count:
+        each = f"layout.pipeline.size={pipeline.size} stages"
+        if pipeline.chunks > 1:
+            each = f"the {count} chunks of {each}"
+        rule_text = f"is not one number for each of {each}"
         yield Problem("layout.pipeline.partition", given, rule_text, valid)
     elif sum(pipeline.partition) != layers:
         yield Problem("layout.pipeline.partition", given, f"does not add up to the model's {layers} layers", valid)
     elif 0 in pipeline.partition[1:-1]:
-        rule_text = "leaves a stage between the first and the last nothing to do"
+        rule_text = (
+            f"leaves a {'chunk' if pipeline.chunks > 1 else 'stage'} between the first and the last nothing to do"
+        )
         yield Problem("layout.pipeline.partition", given, rule_text, valid)
 
 
@@ -196,7 +228,10 @@ def _where_chosen(group: str, field: str) -> Iterator[Rule]:
     yield from map(bind, dict.fromkeys(own for entry in entries(group).values() for own in entry.rules))
 
 
-PARTITION_RULES = (stages_have_layers, partition_is_of_the_layers, limit_has_an_effect)
+PARTITION_RULES = (
+    stages_have_layers, partition_is_of_the_layers, limit_has_an_effect, chunks_go_with_schedule,
+    limit_has_room_for_chunks,
+)  # fmt: skip
 """A resumed run's decisions must keep them, too."""
 
 RULES = (

@@ -78,14 +78,17 @@ class DataParallel(Section):
 
 
 class PipelineSection(Section):
-    """Stages of contiguous layers, one a rank of the `pipe` axis.
+    """Stages, one a rank of the `pipe` axis, each of `chunks` parts of contiguous layers.
 
-    `limit`: microbatches that a stage holds at once, where the schedule's order is not fixed; auto: axonn the number of
-    stages, message-driven what memory allows. `partition`: layers a stage; auto: balanced by counted cost; measured: by
-    time, measured when the run begins.
+    `placement`: which parts these are (pipeline/placement.py). `limit`: microbatches that a stage holds at once, where
+    the schedule's order is not fixed, each counted once for every chunk that holds it; auto: axonn the number of
+    stages, message-driven what memory allows. `partition`: layers of each stage, or of all stages' chunks in the
+    model's order; auto: balanced by counted cost; measured: by time, measured when the run begins.
     """
 
     size: Positive = 1
+    chunks: Positive = 1
+    placement: Literal["loop", "v"] = "loop"
     schedule: ScheduleName = "message-driven"
     limit: Positive | Literal["auto"] = "auto"
     partition: tuple[Count, ...] | Literal["auto", "measured"] = "auto"

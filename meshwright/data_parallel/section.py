@@ -69,6 +69,14 @@ def needs_whole_models(config: Config) -> Iterator[Problem]:
         yield Problem(FIELD, sync, rule_text, _others(needs_whole_models))
 
 
+@rule(FIELD, "layout.pipeline.chunks")
+def needs_one_chunk(config: Config) -> Iterator[Problem]:
+    sync, chunks = config.layout.data.sync, config.layout.pipeline.chunks
+    if chunks > 1:
+        rule_text = f"sums buckets in every microbatch, and layout.pipeline.chunks={chunks} fill one at several moments"
+        yield Problem(FIELD, sync, rule_text, _others(needs_one_chunk))
+
+
 @rule(FIELD, "layout.tensor")
 def needs_whole_layers(config: Config) -> Iterator[Problem]:
     sync, tensor = config.layout.data.sync, config.layout.tensor
@@ -130,7 +138,10 @@ ROOTED = Sync("meshwright.data_parallel.parameter_server:Rooted")
 ALLREDUCE = Sync("meshwright.data_parallel.policies:AllReduce", candidate=True)
 RING = Sync("meshwright.data_parallel.policies:Ring")
 ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", candidate=True)
-ZERO2 = Sync("meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True)
+ZERO2 = Sync(
+    "meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True,
+    rules=(needs_one_chunk,),
+)  # fmt: skip
 FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",
     rules=(

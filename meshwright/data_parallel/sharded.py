@@ -80,9 +80,6 @@ class Sharded(Synchroniser):
         at_once = ((kind, size_bytes(x)) for index, (kind, x) in enumerate(whole) if index not in self._late)
         return slices + late + whole_bytes(at_once)
 
-    def expect(self, final: bool) -> None:
-        self._final = final
-
     def filled(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient of a microbatch. Buckets that are full leave, in their order."""
         index = self._bucket_of[parameter]

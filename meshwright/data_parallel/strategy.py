@@ -76,7 +76,8 @@ class Strategy(Protocol):
         """A stage's forward pass: what the stage after reads, or (loss,)."""
 
     def expect(self, final: bool) -> None:
-        """Say whether the coming backward pass is the step's last: only in that one gradients may be summed."""
+        """Say whether the coming backward pass is the last of its chunk in the step: only in that one gradients may be
+        summed."""
 
     def arrivals(self) -> Iterator[int]:
         """Every slot's index, each as soon as it holds the whole gradient. What has not left yet leaves at the call."""
@@ -113,7 +114,7 @@ class Synchroniser:
         self.policy = policy
         self.comms = [self.make_comm(bucket) for bucket in buckets]
         self._slots = [self.make_slot(bucket, comm) for bucket, comm in zip(buckets, self.comms, strict=True)]
-        self._missing: list[set[nn.Parameter]] = [set() for _ in buckets]
+        self._missing = self._all_members()
         self._works: list[Work] = []
         self._final = False
         self._bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
@@ -137,7 +138,7 @@ class Synchroniser:
     @property
     def gradient_bytes(self) -> int:
         """The most bytes of gradients that a rank holds at a time."""
-        return sum(size_bytes(bucket.gradients) for bucket in self.buckets)
+        return sum(size_bytes(bucket.gradients) for bucket in self.buckets) + self.gradients.apart_bytes
 
     @property
     def slots(self) -> list[Slot]:
@@ -156,8 +157,10 @@ class Synchroniser:
 
     def expect(self, final: bool) -> None:
         self._final = final
-        # What has no elements here (its owner is another rank) gets no gradient.
-        self._missing = [{member for member in bucket.parameters if member.numel()} for bucket in self.buckets]
+
+    def _all_members(self) -> list[set[nn.Parameter]]:
+        """The parameters of each bucket. What has no elements here (its owner is another rank) gets no gradient."""
+        return [{member for member in bucket.parameters if member.numel()} for bucket in self.buckets]
 
     def arrivals(self) -> Iterator[int]:
         for missing in self._missing:
@@ -165,7 +168,7 @@ class Synchroniser:
                 self.gradients.fill(parameter)
             missing.clear()
         self._launch()
-        works, self._works = self._works, []
+        works, self._works, self._missing = self._works, [], self._all_members()
         return ended(works)
 
     def finish(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,7 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(function, *arguments, use_reentrant=False)
 
 
-def groups_of(layers: range, every: int) -> tuple[range, ...]:
+def groups_of(layers: Sequence[int], every: int) -> tuple[Sequence[int], ...]:
     """The layers in groups of `every`; the last one takes what is left."""
     return tuple(layers[start : start + every] for start in range(0, len(layers), every))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -37,33 +37,37 @@ class Chain(nn.Module, ABC):
         self.chunk = chunk
         self.context: Context = WHOLE_SEQUENCES
         """Which tokens of its batches' sequences this rank holds."""
-        self.groups: tuple[range, ...] = (chunk.layers,)
-        """The chunk's layers, in groups that are run by `run_group`."""
+        self.groups: tuple[Sequence[int], ...] = (chunk.layers,)
+        """The chunk's layers, in groups that are run by `run_group`. None reaches from one chunk of a stage into
+        another."""
         self.run_group: Run = at_once
 
-    def forward(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
-        """Compute the tensors for the next stage or, at the chain's end, (the sum of the scaled losses,).
+    def forward(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
+        """Compute the tensors for the next chunk or, at the chain's end, (the sum of the scaled losses,).
 
-        `incoming`: those of the stage before; the first stage reads the batch.
+        `incoming`: those of the chunk before; the first one reads the batch. `chunk`: which part of what this rank
+        holds runs; by default all.
         """
-        hidden = self.hidden_states(batch, incoming)
-        return (self.loss(hidden[0], batch, scales),) if self.chunk.last else hidden
+        hidden = self.hidden_states(batch, incoming, chunk)
+        return (self.loss(hidden[0], batch, scales),) if (chunk or self.chunk).last else hidden
 
-    def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
+    def hidden_states(self, batch: Batch, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
         """Like `forward`, but the chain's end gives the normed hidden states [B, T, H] of which it computes losses."""
-        hidden = self.run_layers(self.embed(batch) if self.chunk.first else incoming, batch)
-        return (self.final_states(hidden),) if self.chunk.last else hidden
+        part = chunk or self.chunk
+        hidden = self.run_layers(self.embed(batch) if part.first else incoming, batch, part)
+        return (self.final_states(hidden),) if part.last else hidden
 
     def trunk(self, batch: Batch) -> Tensor:
         """The normed hidden states [B, T, H] of a whole model."""
         return self.hidden_states(batch)[0]
 
-    def run_layers(self, hidden: Hidden, batch: Batch) -> Hidden:
+    def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         for group in self.groups:
-            hidden = self.run_group(partial(self._layers, group, batch), hidden)
+            if group and group[0] in chunk.layers:
+                hidden = self.run_group(partial(self._layers, group, batch), hidden)
         return hidden
 
-    def _layers(self, group: range, batch: Batch, hidden: Hidden) -> Hidden:
+    def _layers(self, group: Sequence[int], batch: Batch, hidden: Hidden) -> Hidden:
         for layer in group:
             hidden = self.layer(self.blocks[str(layer)], hidden, batch)
         return hidden
@@ -110,6 +114,28 @@ class Chain(nn.Module, ABC):
         6 a weight and token (PaLM, arXiv 2204.02311, appendix B).
         """
         return int(6 * cls.products(config).total)
+
+
+class ChainPart:
+    """One chunk of a stage's chain that holds several, as a model by itself."""
+
+    def __init__(self, chain: Chain, chunk: Chunk) -> None:
+        self.chain = chain
+        self.chunk = chunk
+        self.labels, self.inside = chain.labels, chain.inside
+
+    def __call__(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
+        hidden: Hidden = self.chain(batch, scales, incoming, self.chunk)
+        return hidden
+
+    def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
+        return self.chain.hidden_states(batch, incoming, self.chunk)
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        return self.chain.loss(h, batch, scales)
+
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        return self.chain.num_correct(h, batch)
 
 
 def chain_of(config: Config) -> type[Chain]:

@@ -6,12 +6,14 @@ A layer's backward pass says how a gradient is computed, `write(out, beta)`, and
 - while weight gradients are deferred, `write` is kept as work for later, with the communication that it needs. The
   gradient of a linear's input is urgent in a pipeline, since the stage before waits for it; those of its weights are
   not (zero-bubble pipelines, Qi et al., arXiv 2401.10241);
-- the data-parallel strategy is told of each gradient that is there, so that full buckets can leave.
+- the data-parallel strategy is told of each gradient that is there, so that full buckets can leave;
+- where two chunks of a rank use one parameter, a table that is tied, each adds up in memory of its own, in the order of
+  the microbatches. Messages decide whose task comes first, and in one memory they would decide the sum's last bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -50,6 +52,10 @@ class Gradients:
         self._works: list[WeightWork] | None = None
         self._last_work: dict[nn.Parameter, int] = {}
         """The index of the last deferred work, by parameter."""
+        self.user = 0
+        """The rank's chunk whose backward pass or work runs."""
+        self._apart: dict[nn.Parameter, dict[int, Tensor]] = {}
+        """Parameters that several chunks use, with the memory of each but the first, whose gradient comes last."""
         for parameter in self._views if on_gradient else ():
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -70,17 +76,28 @@ class Gradients:
             return out
         return None
 
+    def share(self, parameter: nn.Parameter, users: Sequence[int]) -> None:
+        """Let these chunks of the rank, in ascending order, add up a parameter's gradients apart from each other."""
+        self._apart[parameter] = {user: torch.zeros_like(self._views[parameter]) for user in users[1:]}
+
+    @property
+    def apart_bytes(self) -> int:
+        """Bytes of the memory in which all users of a parameter but the first add up."""
+        return sum(x.numel() * x.element_size() for users in self._apart.values() for x in users.values())
+
     def fill(self, parameter: nn.Parameter) -> None:
         """Put the parameter's gradient into its memory, unless it was computed there; zeros where there is none."""
         view, gradient = self._views[parameter], parameter.grad
-        if gradient is view:
-            return
-        if self._on_first:
-            self._on_first(parameter)
-        if gradient is None:
-            view.zero_()
-        elif gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
+        if gradient is not view:
+            if self._on_first:
+                self._on_first(parameter)
+            if gradient is None:
+                view.zero_()
+            elif gradient.data_ptr() != view.data_ptr():
+                view.copy_(gradient)
+        for apart in self._apart.get(parameter, {}).values():
+            view.add_(apart)
+            apart.zero_()
 
     @property
     def defers(self) -> bool:
@@ -112,6 +129,9 @@ class Gradients:
 
     def _write(self, parameter: nn.Parameter, shape: torch.Size, write: WriteGradient, final: bool) -> None:
         """The gradient becomes .grad or is added to it. A deferred one is announced here, as no hook does."""
+        if (apart := self._memory_apart(parameter)) is not None:
+            write(apart.view(shape), 1)
+            return
         adds = parameter.grad is not None
         if parameter.grad is None:
             if self._on_first:
@@ -122,8 +142,14 @@ class Gradients:
             self.on_gradient(parameter)
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        if parameter not in self._last_work and self.on_gradient:  # hooks fire for deferred gradients, too
+        deferred = parameter in self._last_work  # hooks fire for deferred gradients, too
+        if self.on_gradient and not deferred and self._memory_apart(parameter) is None:
             self.on_gradient(parameter)
+
+    def _memory_apart(self, parameter: nn.Parameter) -> Tensor | None:
+        """Where the chunk at work adds up the gradient, if not in the parameter's own memory."""
+        apart = self._apart.get(parameter)
+        return None if apart is None else apart.get(self.user)
 
 
 def _not_final(work: WeightWork, final: bool) -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshwright.pipeline.engine import StageProcess, stage_process
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import ScheduleRule
 from meshwright.pipeline.span import Timeline, task_span
-from meshwright.pipeline.task import WAIT, Arrival, Task, TaskKind, Wait
+from meshwright.pipeline.task import WAIT, Arrival, Task, Wait
 
 TaskSeconds = Callable[[int, Task], float]
 """costs(stage, task): the seconds that the task takes there. Asked once for each task."""
@@ -39,14 +40,15 @@ def simulate(
     costs: TaskSeconds,
     latency: MessageSeconds,
     pace: Pace = undisturbed,
+    placement: ChunkPlacement | None = None,
 ) -> Timeline:
     """The spans of one step. Sends never wait, and a link carries any number of messages at once; messages may
-    overtake. A task's pace changes when other stages begin or end theirs.
+    overtake. A task's pace changes when other stages begin or end theirs. `placement`: by default a chunk a stage.
 
     What happens at the same moment is all known to a stage that decides at that moment. An AssertionError tells of a
     schedule under which the stages wait for each other for ever.
     """
-    return _Simulation(num_stages, num_microbatches, rule, costs, latency, pace).run()
+    return _Simulation(placement or ChunkPlacement(num_stages), num_microbatches, rule, costs, latency, pace).run()
 
 
 @dataclass
@@ -76,16 +78,18 @@ class _Simulation:
 
     def __init__(
         self,
-        num_stages: int,
+        placement: ChunkPlacement,
         num_microbatches: int,
         rule: ScheduleRule,
         costs: TaskSeconds,
         latency: MessageSeconds,
         pace: Pace,
     ) -> None:
-        views = [rule.view(stage, num_stages, num_microbatches) for stage in range(num_stages)]
+        stages = range(placement.num_stages)
+        views = [rule.view(stage, placement.num_stages, num_microbatches, placement) for stage in stages]
         self.stages = [_Stage(stage_process(view, rule.schedule)) for view in views]
-        self.kinds, self.costs, self.latency, self.pace = rule.kinds, costs, latency, pace
+        self.placement = placement
+        self.costs, self.latency, self.pace = costs, latency, pace
         self.rate = 1.0
         self.events: list[_Event] = []
         self.num_events = 0
@@ -125,12 +129,12 @@ class _Simulation:
         return {event.stage}
 
     def send(self, time: float, index: int, task: Task) -> None:
-        """Put the message that a task sends when it ends into the queue of events."""
-        if task.kind is TaskKind.WEIGHT:
-            return
-        to = index + (1 if task.kind is TaskKind.FORWARD else -1)
-        if 0 <= to < len(self.stages):
-            self.push(time + self.latency(index, to, task), to, task)
+        """Put the message that a task sends when it ends into the queue of events. One to the stage itself, from one of
+        its chunks to the next, is there at once."""
+        sent = self.placement.receiver(index, task)
+        if sent is not None:
+            to, message = sent
+            self.push(time if to == index else time + self.latency(index, to, task), to, message)
 
     def push(self, time: float, index: int, message: Arrival | None) -> _Event:
         event = _Event(time, self.num_events, index, message)

@@ -22,7 +22,7 @@ StageProcess = Generator[Task | Wait, Sequence[Arrival], None]
 
 def stage_process(view: View, schedule: Schedule) -> StageProcess:
     """Yield each task to do, or WAIT; be sent what has come meanwhile: after a task possibly nothing, after WAIT
-    something.
+    something. What a stage sends to itself, from one of its chunks to the next, has come with the task's end.
 
     Ends when all tasks are done. A schedule that waits though nothing can come any more is our own bug, and raises
     instead of hanging; so does a task that is not ready, and a message that comes twice.
@@ -46,10 +46,11 @@ def stage_process(view: View, schedule: Schedule) -> StageProcess:
 def _take(view: View, arrived: Iterable[Arrival], early: set[Arrival]) -> View:
     """The view with these messages; one that overtook another stays in `early` until its turn."""
     for message in arrived:
-        assert message.microbatch >= view.expects(message.kind).microbatch, f"{message} came twice: {view}"
+        kind, chunk = message.kind, message.chunk
+        assert message.microbatch >= view.expects(kind, chunk).microbatch, f"{message} came twice: {view}"
         assert message not in early, f"{message} came twice before its turn: {view}"
         early.add(message)
-        while (expected := view.expects(message.kind)) in early:
+        while (expected := view.expects(kind, chunk)) in early:
             early.remove(expected)
-            view = view.with_arrival(message.kind)
+            view = view.with_arrival(kind, chunk)
     return view

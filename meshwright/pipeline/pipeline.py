@@ -19,17 +19,18 @@ from torch import Tensor
 
 from meshwright.model import Batch, Hidden, Scales
 from meshwright.pipeline.engine import stage_process
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import FORWARD_ONLY, Schedule, ScheduleRule
 from meshwright.pipeline.span import Moment, Span, Watch, task_span
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Arrival, Task, TaskKind, View
 from meshwright.ranks.comm import NAP_SECONDS, Comm
 from meshwright.ranks.grid import PIPE
-from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta
+from meshwright.ranks.mailbox import CutForms, Mailbox, Message, MessageMeta, Side, TensorMeta
 from meshwright.ranks.mesh import Mesh
 
-Seed = Callable[[int], None]
-"""seed(i): sets the random numbers of microbatch i's forward pass."""
+Seed = Callable[[int, int], None]
+"""seed(i, c): sets the random numbers of microbatch i's forward pass in chunk c."""
 
 Received = dict[Arrival, Hidden]
 """Messages by the tasks that they make ready."""
@@ -41,31 +42,35 @@ class Synchronises(Protocol):
     every_microbatch: bool
 
     def expect(self, final: bool) -> None:
-        """Say whether the coming gradients are the step's last."""
+        """Say whether the coming gradients are the step's last of their parameters."""
 
 
 class Pipeline:
-    """A rank's stage under a schedule.
+    """A rank's chunks under a schedule.
 
-    `peers`: the ranks that share the stage (the tensor kit's), and must do its tasks in one order; nobody where there
-    is one stage, since without messages all decide alike. `mailbox`, `forms`: the way to the stages beside this one,
-    and what passes there.
+    `stages`: its chunks, which `placement` gives their positions in the chain; by default there is one. `peers`: the
+    ranks that share the stage (the tensor kit's), and must do its tasks in one order; nobody where there is one stage,
+    since without messages all decide alike. `mailbox`, `forms`: the way to the stages beside this one, and what passes
+    there.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        stages: Sequence[Stage],
         rule: ScheduleRule,
         mesh: Mesh,
         peers: Comm,
         mailbox: Mailbox,
         forms: MessageMeta,
         strategy: Synchronises,
+        placement: ChunkPlacement | None = None,
     ) -> None:
-        self.stage = stage
+        self.stages = stages
         self.rule = rule
         self.mesh = mesh
         self.row = mesh.comm(PIPE)
+        self.placement = placement or ChunkPlacement(self.row.size)
+        self.sides = sides_of(self.row.index, self.placement)
         self.peers = peers
         self.mailbox = mailbox
         self.forms = forms
@@ -82,31 +87,28 @@ class Pipeline:
     def train(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
         """Forward and backward passes of a step's microbatches, whose gradients add up.
 
-        Returns the sum of the scaled losses, a float64 scalar; 0 on a stage that computes no loss.
+        Returns the sum of the scaled losses, a float64 scalar; 0 on a rank that computes no loss.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         received: Received = {}
         last = len(batches) - 1
         self.strategy.expect(False)
 
-        def act(task: Task) -> None:
+        def act(task: Task) -> Hidden:
             nonlocal total
-            index = task.microbatch
+            index, stage = task.microbatch, self.stages[task.chunk]
             if task.kind is TaskKind.FORWARD:
-                seed(index)
-                outgoing = self.stage.forward(index, received.pop(task, ()), batches[index], scales)
-                if self.stage.is_last:
+                seed(index, task.chunk)
+                outgoing = stage.forward(index, received.pop(task, ()), batches[index], scales)
+                if stage.is_last:
                     total += outgoing[0]
-                else:
-                    self.mailbox.send("after", index, outgoing)
-            elif task.kind is TaskKind.BACKWARD:
-                if index == last:
-                    self.strategy.expect(True)
-                gradients = self.stage.backward(index, received.pop(task, ()), defers=self.rule.splits)
-                if not self.stage.is_first:
-                    self.mailbox.send("before", index, gradients)
-            else:
-                self.stage.weights(index, final=self.strategy.every_microbatch or index == last)
+                return outgoing
+            if index == last or len(self.stages) > 1:  # another chunk's last may have come before
+                self.strategy.expect(index == last)
+            if task.kind is TaskKind.BACKWARD:
+                return stage.backward(index, received.pop(task, ()), defers=self.rule.splits)
+            stage.weights(index, final=self.strategy.every_microbatch or index == last)
+            return ()
 
         self._drive(self.rule, len(batches), act, received)
         return total
@@ -116,27 +118,28 @@ class Pipeline:
         states [B, T, H], of which no more than one is held."""
         received: Received = {}
 
-        def act(task: Task) -> None:
-            batch = batches[task.microbatch]
-            outgoing = self.stage.evaluate(received.pop(task, ()), batch)
-            if self.stage.is_last:
+        def act(task: Task) -> Hidden:
+            batch, stage = batches[task.microbatch], self.stages[task.chunk]
+            outgoing = stage.evaluate(received.pop(task, ()), batch)
+            if stage.is_last:
                 use(outgoing[0], batch)
-            else:
-                self.mailbox.send("after", task.microbatch, outgoing)
+            return outgoing
 
         self._drive(FORWARD_ONLY, len(batches), act, received)
 
-    def _drive(self, rule: ScheduleRule, num_batches: int, act: Callable[[Task], None], received: Received) -> None:
-        """Run the stage's engine to its end. What arrives lies in `received` until a task takes it."""
+    def _drive(self, rule: ScheduleRule, num_batches: int, act: Callable[[Task], Hidden], received: Received) -> None:
+        """Run the rank's engine to its end. What arrives lies in `received` until a task takes it."""
         recorder = self.mesh.recorder
         self._epoch += 1
-        before = 0 if self.stage.is_first else num_batches
-        after = 0 if self.stage.is_last or TaskKind.BACKWARD not in rule.kinds else num_batches
-        self.mailbox.open(self._epoch, self.forms, before, after)
+        coming = {
+            side: num_batches * sum(forms.inward or TaskKind.BACKWARD in rule.kinds for forms in subjects.values())
+            for side, subjects in self.forms.items()
+        }
+        self.mailbox.open(self._epoch, self.forms, coming["before"], coming["after"])
         self.done = []
         self.watch.start()
         schedule = agreed(rule.schedule, rule.kinds, self.peers, planned=self.mesh.device.type == "meta")
-        process = stage_process(rule.view(self.row.index, self.row.size, num_batches), schedule)
+        process = stage_process(rule.view(self.row.index, self.row.size, num_batches, self.placement), schedule)
         arrived: list[Arrival] | None = None
         start = self.watch.now()
         while True:
@@ -144,9 +147,10 @@ class Pipeline:
                 action = next(process) if arrived is None else process.send(arrived)
             except StopIteration:
                 break
+            arrived = []
             if isinstance(action, Task):
                 recorder.task = action
-                act(action)
+                arrived += self._pass_on(action, act(action), received)
                 end = self.watch.now()
                 self.done.append((action, start, end))
                 start, messages = end, self._messages_until_due()
@@ -154,11 +158,26 @@ class Pipeline:
                 recorder.task = ""
                 messages = self.mailbox.wait()
                 start = self.watch.now()
-            arrived = [_arrival(message) for message in messages]
-            received.update(zip(arrived, (message.tensors for message in messages), strict=True))
+            for message in messages:
+                arrived.append(self._arrival(message))
+                received[arrived[-1]] = message.tensors
         recorder.task = ""
         self.mailbox.flush()
         self.row.assemble()  # stages end at different moments, and the next thing they do is a collective
+
+    def _pass_on(self, task: Task, outgoing: Hidden, received: Received) -> list[Arrival]:
+        """Send what came of a task; what stays on this rank, for its next chunk, has arrived."""
+        sent = self.placement.receiver(self.row.index, task)
+        if sent is None:
+            return []
+        to, arrival = sent
+        if to == self.row.index:
+            received[arrival] = outgoing
+            return [arrival]
+        position = self.placement.position(self.row.index, task.chunk)
+        subject = position if task.kind is TaskKind.FORWARD else position - 1
+        self.mailbox.send(self.sides[to], task.microbatch, outgoing, subject)
+        return []
 
     def _messages_until_due(self) -> list[Message]:
         """Messages that came until a task must be chosen: until the device has ended the task before the last."""
@@ -168,9 +187,30 @@ class Pipeline:
             messages += self.mailbox.poll()
         return messages
 
+    def _arrival(self, message: Message) -> Arrival:
+        """The task that a message lets this rank do. Its subject is the position before the cut that it crossed."""
+        inward = self.forms[message.side][message.subject].inward
+        kind, to = (TaskKind.FORWARD, message.subject + 1) if inward else (TaskKind.BACKWARD, message.subject)
+        return Arrival(kind, message.index, to // self.row.size)
 
-def _arrival(message: Message) -> Arrival:
-    return Arrival(TaskKind.FORWARD if message.side == "before" else TaskKind.BACKWARD, message.index)
+
+def sides_of(stage: int, placement: ChunkPlacement) -> dict[int, Side]:
+    """The stages that a stage sends to, and on which side they are."""
+    count = placement.num_stages
+    ring: dict[int, Side] = {(stage - 1) % count: "before", (stage + 1) % count: "after"} if placement.is_ring else {}
+    line: dict[int, Side] = {stage - 1: "before", stage + 1: "after"}
+    return ring or {other: side for other, side in line.items() if 0 <= other < count}
+
+
+def message_forms(stage: int, placement: ChunkPlacement, passing: Sequence[tuple[TensorMeta, ...]]) -> MessageMeta:
+    """The messages between a stage and its neighbours. `passing[k]`: the tensors that position k gives to k + 1."""
+    meta: dict[Side, dict[int, CutForms]] = {"before": {}, "after": {}}
+    sides = sides_of(stage, placement)
+    for position in placement.positions(stage):
+        for subject, other in ((position - 1, position - 1), (position, position + 1)):
+            if 0 <= other < placement.num_positions and (there := placement.stage_of(other)) != stage:
+                meta[sides[there]][subject] = CutForms(passing[subject], inward=other < position)
+    return meta
 
 
 def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, *, planned: bool) -> Schedule:
@@ -187,7 +227,7 @@ def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, *, plan
     def lead(view: View) -> Task | None:
         task = schedule(view)
         if task is not None:
-            peers.broadcast(torch.tensor(kinds.index(task.kind)), 0)
+            peers.broadcast(torch.tensor(kinds.index(task.kind) + task.chunk * len(kinds)), 0)
         return task
 
     def follow(view: View) -> Task | None:
@@ -195,8 +235,9 @@ def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, *, plan
         if told is None:
             code = torch.empty((), dtype=torch.int64)
             peers.broadcast(code, 0)
-            told = view.next(kinds[int(code)])
-        if not view.ready(told.kind):
+            chunk, kind = divmod(int(code), len(kinds))
+            told = view.next(kinds[kind], chunk)
+        if not view.ready(told.kind, told.chunk):
             return None  # its message has reached the leader, and will reach us
         task, told = told, None
         return task

@@ -1,15 +1,18 @@
 """Schedules: what a stage does next, as pure functions of its view.
 
-| schedule | decides | backward | limit at stage i of p, n microbatches |
-|---|---|---|---|
-| GPipe (Huang et al. 2019) | F up to the limit, then B: in that order, whatever came first | whole | n |
-| 1F1B (PipeDream-Flush, Narayanan et al. 2021) | the same | whole | p - i: p - i - 1 F to warm up, then F, B, ... |
-| AxoNN (Singh and Bhatele 2022, algorithm 2) | on the message that came first | whole | p |
-| message-driven (ours) | B, else F below the limit, else W | B and W | 2p, or what memory allows |
-| forward only | F | none | 1 |
+| schedule | decides | backward | limit at stage i of p, n microbatches | with c chunks |
+|---|---|---|---|---|
+| GPipe (Huang et al. 2019) | F up to the limit, then B: in that order, whatever came first | whole | n | c n |
+| 1F1B (PipeDream-Flush, Narayanan et al. 2021) | the same | whole | p - i | c p + p - 2 i - 1 |
+| AxoNN (Singh and Bhatele 2022, algorithm 2) | on the message that came first | whole | p | |
+| message-driven (ours) | B, else F below the limit, else W | B and W | 2p, or what memory allows | 2 c p, or the same |
+| ZB-V (Qi et al. 2024, section 6) | in an order of its own, whatever came first | B and W | | 2p, c = 2, as a v |
+| forward only | F | none | 1 | 1 |
 
 GPipe and 1F1B are one function: their limits make the difference. Sends never wait, under any of them. The static
-order that breaks ties is that of the microbatches: F, B and W each run in it.
+order that breaks ties is that of the microbatches: F, B and W each run in it, in every chunk.
+
+A limit counts a microbatch once for each chunk that holds it: with c chunks it takes a c-th of the stage's memory.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from meshwright.pipeline.task import Task, TaskKind, View
+from meshwright.pipeline.placement import ChunkPlacement, Shape
+from meshwright.pipeline.task import Counters, Task, TaskKind, View
 
 Schedule = Callable[[View], Task | None]
 """The task to do next, which must be ready; None: wait for a message."""
@@ -25,16 +29,37 @@ Schedule = Callable[[View], Task | None]
 Limit = Callable[[int, int, int], int]
 """limit(stage, num_stages, num_microbatches): the most microbatches in flight at a stage."""
 
+ChunkedLimit = Callable[[int, ChunkPlacement, int], int]
+"""limit(stage, placement, num_microbatches): the same for stages of several chunks, each of which counts its own."""
+
+TaskOrder = Callable[[int, ChunkPlacement, int], tuple[Task, ...]]
+"""order(stage, placement, num_microbatches): all tasks of a stage."""
+
 
 def forward_first(view: View) -> Task | None:
     """GPipe and 1F1B: forward passes up to the limit, then one backward pass for each. The order is fixed: a task whose
     message is late is waited for.
 
-    Limits must not rise from a stage to the next, or the stages wait for each other.
+    Several chunks take turns of p microbatches each, the first chunk first in forward passes, the last in backward
+    ones: 1F1B is then Megatron's interleaved schedule (arXiv 2104.04473, figure 4). Limits must not rise from a stage
+    to the next, or the stages wait for each other.
     """
-    below = view.forwards < view.num_microbatches and view.in_flight < view.limit
-    kind = TaskKind.FORWARD if below else TaskKind.BACKWARD
-    return view.next(kind) if view.ready(kind) else None
+    forwards, last = view.forwards, len(view.chunks) - 1
+    if forwards < view.num_microbatches * len(view.chunks) and view.in_flight < view.limit:
+        task = view.next(TaskKind.FORWARD, _turn(view, forwards))
+    else:
+        task = view.next(TaskKind.BACKWARD, last - _turn(view, view.backwards))
+    return task if view.ready(task.kind, task.chunk) else None
+
+
+def _turn(view: View, done: int) -> int:
+    """The chunk whose turn it is after so many tasks. Rounds are of p microbatches or, where these do not divide the
+    step's, of a few more: a last round of fewer would wait for itself."""
+    rounds = max(1, view.num_microbatches // view.num_stages)
+    size, larger = divmod(view.num_microbatches, rounds)
+    chunks = len(view.chunks)
+    beyond = done - larger * chunks * (size + 1)  # the larger rounds come first
+    return done // (size + 1) % chunks if beyond < 0 else beyond // size % chunks
 
 
 def axonn(view: View) -> Task | None:
@@ -45,25 +70,51 @@ def axonn(view: View) -> Task | None:
         return view.next(TaskKind.BACKWARD)
     if view.is_first and view.ready(TaskKind.FORWARD):
         return view.next(TaskKind.FORWARD)
-    for kind in view.arrivals:
-        if view.ready(kind):
-            return view.next(kind)
+    for message in view.arrivals:
+        if view.ready(message.kind):
+            return view.next(message.kind)
     return None
 
 
 def message_driven(view: View) -> Task | None:
     """Ours: the backward pass first, since a neighbour waits for it; then forward; weight gradients, which nobody
     waits for, fill every wait. Weight gradients also make room: a stage at its limit runs them before it sleeps.
+
+    Of several chunks the deepest comes first: what it does is the nearest to its end, and makes room soonest.
     """
+    deepest_first = range(len(view.chunks) - 1, -1, -1)
     for kind in (TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.WEIGHT):
-        if view.ready(kind):
-            return view.next(kind)
+        for chunk in deepest_first:
+            if view.ready(kind, chunk) and (kind is not TaskKind.FORWARD or _leaves_room(view, chunk)):
+                return view.next(kind, chunk)
     return None
+
+
+def _leaves_room(view: View, chunk: int) -> bool:
+    """Whether a forward pass of the chunk leaves the deeper chunks their places below the limit.
+
+    With one place each no stage fills up with microbatches of which none can return. Where memory is scarce each chunk
+    has its share, as long as a microbatch of it is under way: as many positions as are left to the chain's end.
+    """
+    left = [view.placement.num_positions - position for position in view.placement.positions(view.stage)]
+    spare = max(0, min(view.limit, view.placement.num_positions) - len(left))
+    reserved = sum(1 + spare * way // sum(left) for way in left[chunk + 1 :])
+    ended = view.kinds[-1]
+    return sum(counts.forwards - counts.num_done(ended) for counts in view.chunks[: chunk + 1]) < view.limit - reserved
 
 
 def forward_only(view: View) -> Task | None:
     """An evaluation: nothing comes back, and nothing is held."""
-    return view.next(TaskKind.FORWARD) if view.ready(TaskKind.FORWARD) else None
+    for chunk in range(len(view.chunks) - 1, -1, -1):
+        if view.ready(TaskKind.FORWARD, chunk):
+            return view.next(TaskKind.FORWARD, chunk)
+    return None
+
+
+def in_order(view: View) -> Task | None:
+    """The order that the rule gives the stage: a task whose message is late is waited for."""
+    task = view.order[sum(map(view.num_done, view.kinds))]
+    return task if view.ready(task.kind, task.chunk) else None
 
 
 @dataclass(frozen=True)
@@ -83,20 +134,84 @@ class ScheduleRule:
     """Whether the order of tasks is fixed, and with it the limit: `layout.pipeline.limit` has no effect."""
     by_memory: bool = False
     """Whether a run without a limit of its own takes as many microbatches as memory allows."""
+    shapes: tuple[Shape, ...] = ()
+    """The placements in which it goes with several chunks a stage."""
+    chunked_limit: ChunkedLimit = lambda stage, placement, num_microbatches: num_microbatches * placement.num_chunks
+    order: TaskOrder | None = None
+    """The order of tasks, where it is written down as a whole (`in_order`)."""
 
     @property
     def splits(self) -> bool:
         """Whether weight gradients are tasks of their own."""
         return TaskKind.WEIGHT in self.kinds
 
-    def view(self, stage: int, num_stages: int, num_microbatches: int) -> View:
+    def limit_at(self, stage: int, placement: ChunkPlacement, num_microbatches: int) -> int:
+        """The most microbatches in flight at a stage, counted once for each chunk that holds them."""
+        if placement.num_chunks == 1:
+            return self.limit(stage, placement.num_stages, num_microbatches)
+        return self.chunked_limit(stage, placement, num_microbatches)
+
+    def view(self, stage: int, num_stages: int, num_microbatches: int, placement: ChunkPlacement | None = None) -> View:
         """A stage before its first task."""
-        limit = self.limit(stage, num_stages, num_microbatches)
-        return View(stage, num_stages, num_microbatches, limit, self.kinds)
+        placement = placement or ChunkPlacement(num_stages)
+        limit = self.limit_at(stage, placement, num_microbatches)
+        order = () if self.order is None else self.order(stage, placement, num_microbatches)
+        counts = (Counters(),) * placement.num_chunks
+        return View(stage, placement, num_microbatches, limit, self.kinds, counts, order=order)
 
     def limited(self, limit: int) -> ScheduleRule:
         """The same with `limit` microbatches in flight at every stage."""
-        return replace(self, limit=lambda stage, num_stages, num_microbatches: limit)
+        return replace(
+            self,
+            limit=lambda stage, num_stages, num_microbatches: limit,
+            chunked_limit=lambda stage, placement, num_microbatches: limit,
+        )
+
+
+def interleaved_limit(stage: int, placement: ChunkPlacement, num_microbatches: int) -> int:
+    """Megatron's warm-up, and one more: the chunks before the last have their first p microbatches behind them, and of
+    the last one a stage is two microbatches ahead of the next stage."""
+    stages, chunks = placement.num_stages, placement.num_chunks
+    largest = -(-num_microbatches // max(1, num_microbatches // stages))
+    return min(2 * (stages - stage - 1) + (chunks - 1) * largest + 1, num_microbatches * chunks)
+
+
+def zb_v_order(stage: int, placement: ChunkPlacement, num_microbatches: int) -> tuple[Task, ...]:
+    """ZB-V's tasks (Qi et al., arXiv 2401.10241, section 6): at most 2 p microbatches in flight, W fills the end.
+
+    Written for 2 p - 1 microbatches or more; with fewer, the tasks of those that are missing are left out.
+    """
+    p, i = placement.num_stages, stage
+    least = max(num_microbatches, 2 * p - 1)
+    order: list[Task] = []
+    done = [dict.fromkeys(TaskKind, 0) for _ in range(2)]
+
+    def do(letters: str, chunk: int) -> None:
+        for kind in map(TaskKind, letters):
+            order.append(Task(kind, done[chunk][kind], chunk))
+            done[chunk][kind] += 1
+
+    for _ in range(2 * (p - i) - 1):
+        do("F", 0)
+    for _ in range(i):
+        do("F", 1)
+        do("F", 0)
+    for _ in range(p - i):
+        do("FBW", 1)
+    while done[1][TaskKind.FORWARD] < done[0][TaskKind.FORWARD] or done[0][TaskKind.FORWARD] < least:
+        if done[0][TaskKind.FORWARD] < least:
+            do("F", 0)
+        do("BW", 0)
+        do("FBW", 1)
+    for _ in range(i):
+        do("B", 0)
+        do("B", 1)
+    for _ in range(p - i):
+        do("BW", 0)
+    for chunk in (1, 0):
+        while done[chunk][TaskKind.WEIGHT] < done[chunk][TaskKind.BACKWARD]:
+            do("W", chunk)
+    return tuple(task for task in order if task.microbatch < num_microbatches)
 
 
 WHOLE = (TaskKind.FORWARD, TaskKind.BACKWARD)
@@ -104,14 +219,23 @@ SPLIT = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT)
 
 GPIPE = ScheduleRule(
     forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_microbatches,
-    held=lambda stage, num_stages, limit: limit, fixed=True,
+    held=lambda stage, num_stages, limit: limit, fixed=True, shapes=("loop", "v"),
 )  # fmt: skip
 ONE_F_ONE_B = ScheduleRule(
-    forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_stages - stage, fixed=True
-)
+    forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_stages - stage, fixed=True,
+    shapes=("loop",), chunked_limit=interleaved_limit,
+)  # fmt: skip
 AXONN = ScheduleRule(axonn, WHOLE, lambda stage, num_stages, num_microbatches: num_stages)
 MESSAGE_DRIVEN = ScheduleRule(
     message_driven, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages,
     held=lambda stage, num_stages, limit: limit if stage == 0 else min(limit, num_stages - stage), by_memory=True,
+    shapes=("loop", "v"), chunked_limit=lambda stage, placement, num_microbatches: 2 * placement.num_positions,
 )  # fmt: skip
-FORWARD_ONLY = ScheduleRule(forward_only, (TaskKind.FORWARD,), lambda stage, num_stages, num_microbatches: 1)
+ZB_V = ScheduleRule(
+    in_order, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages, fixed=True,
+    shapes=("v",), chunked_limit=lambda stage, placement, num_microbatches: 2 * placement.num_stages, order=zb_v_order,
+)  # fmt: skip
+FORWARD_ONLY = ScheduleRule(
+    forward_only, (TaskKind.FORWARD,), lambda stage, num_stages, num_microbatches: 1,
+    shapes=("loop", "v"), chunked_limit=lambda stage, placement, num_microbatches: 1,
+)  # fmt: skip

@@ -1,12 +1,13 @@
-"""A stage acts: its part of the model forward, the gradient of its input, the gradients of its weights.
+"""A stage acts: a chunk of the model forward, the gradient of its input, the gradients of its weights.
 
 | task | reads | leaves |
 |---|---|---|
-| F | the activation from before (first stage: the batch) | the activation for after (last stage: the loss), the graph |
-| B | the gradient from after (last stage: the loss) | the gradient for before; where W is a task, its work |
+| F | the activation from before (first chunk: the batch) | the activation for after (last chunk: the loss), the graph |
+| B | the gradient from after (last chunk: the loss) | the gradient for before; where W is a task, its work |
 | W | that work | the weights' gradients |
 
-A model on one device is one stage, the first and the last: F reads the batch and gives the loss, B begins with it.
+A rank that holds several chunks has a `Stage` for each. A model on one device is one, the first and the last: F reads
+the batch and gives the loss, B begins with it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Graph:
 
 
 class Stage:
-    """One rank's part of the model; what it holds of each microbatch goes from task to task."""
+    """A chunk of the model on a rank; what it holds of each microbatch goes from task to task."""
 
     def __init__(
         self,
@@ -52,13 +53,15 @@ class Stage:
         *,
         run: RunForward = run_model,
         autocasts: tuple[str, torch.dtype] | None = None,
+        number: int = 0,
     ) -> None:
-        """`autocasts`: the type of device and the dtype of torch's autocast, under which forward passes run (O1);
-        backward passes follow the dtypes that it chose."""
+        """`number`: the chunk's among those of its rank. `autocasts`: the type of device and the dtype of
+        torch's autocast, under which forward passes run (O1); backward passes follow the dtypes that it chose."""
         self.model = model
         self.gradients = gradients
         self.run_forward = run
         self.autocasts = autocasts
+        self.number = number
         self._graphs: dict[int, Graph] = {}
         self._works: dict[int, list[WeightWork]] = {}
 
@@ -87,6 +90,7 @@ class Stage:
         """B: what the stage before reads. `gradients`: of what F gave, from the stage after. `defers`: W follows."""
         graph = self._graphs.pop(index)
         begin, after = graph.outgoing, None if self.is_last else gradients  # a loss's own gradient is 1
+        self.gradients.user = self.number
         if defers:
             with self.gradients.deferred() as works:
                 torch.autograd.backward(begin, after)
@@ -98,6 +102,7 @@ class Stage:
     @torch.no_grad()
     def weights(self, index: int, *, final: bool) -> None:
         """W. `final`: its gradients are summed over ranks before those of another microbatch are added."""
+        self.gradients.user = self.number
         for work in self._works.pop(index):
             work(final)
 

@@ -2,16 +2,17 @@
 
 | prints | kind | does | needs | sends |
 |---|---|---|---|---|
-| F3 | FORWARD | the stage's layers forward | the activation from before | one to the stage after |
-| B3 | BACKWARD | the gradient of the stage's input | the gradient from after | one to the stage before |
-| W3 | WEIGHT | the gradients of the stage's weights | B3 | nothing |
+| F3 | FORWARD | the chunk's layers forward | the activation from before | one to the chunk after |
+| B3 | BACKWARD | the gradient of the chunk's input | the gradient from after | one to the chunk before |
+| W3 | WEIGHT | the gradients of the chunk's weights | B3 | nothing |
 
-The first stage's F needs no message, as it has the batch; nor does the last one's B, as it has the loss.
+The chain's beginning needs no message for F, as it has the batch; nor does its end for B, as it has the loss.
 3 is the microbatch. Where the backward pass is not split, B does the work of W too, and there is no W.
+A stage holds one chunk of the chain, or several (placement.py): F3.1 is F3 of its second chunk.
 
 What a schedule may see of its stage: counters only.
 
-Counters are enough because every stage does each kind of task in the order of the microbatches. That order is what
+Counters are enough because every chunk does each kind of task in the order of the microbatches. That order is what
 makes sums of gradients the same bits whatever the order in which messages come. A message that overtook another does
 not show here until its turn (engine.py).
 """
@@ -20,7 +21,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from meshwright.pipeline.placement import ChunkPlacement
 
 
 class TaskKind(Enum):
@@ -36,18 +40,19 @@ class TaskKind(Enum):
 
 @dataclass(frozen=True)
 class Task:
-    """One kind of work on one microbatch."""
+    """One kind of work on one microbatch, in one chunk of a stage."""
 
     kind: TaskKind
     microbatch: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}"
+        return f"{self.kind}{self.microbatch}.{self.chunk}" if self.chunk else f"{self.kind}{self.microbatch}"
 
 
 Arrival = Task
-"""A message, named after the task that it lets a stage do: FORWARD is an activation from the stage before, BACKWARD a
-gradient from the stage after."""
+"""A message, named after the task that it lets a stage do: FORWARD is an activation from the chunk before, BACKWARD a
+gradient from the chunk after."""
 
 
 class Wait(Enum):
@@ -59,45 +64,14 @@ class Wait(Enum):
 WAIT = Wait.WAIT
 
 
-@dataclass(frozen=True)
-class View:
-    """A stage at the moment of a decision.
+class Counters(NamedTuple):
+    """A chunk's tasks that are done, and its messages that have come, without gaps."""
 
-    `limit`: the most microbatches in flight here. `kinds`: what each microbatch goes through, in order: F, B, W; F, B
-    where the backward pass is not split; F in an evaluation. `forwards`, `backwards`, `weights`: tasks done.
-    `activations`, `gradients`: messages that have come, without gaps. `arrivals`: those of them that no task has
-    taken yet, in the order in which they came.
-    """
-
-    stage: int
-    num_stages: int
-    num_microbatches: int
-    limit: int
-    kinds: tuple[TaskKind, ...]
     forwards: int = 0
     backwards: int = 0
     weights: int = 0
     activations: int = 0
     gradients: int = 0
-    arrivals: tuple[TaskKind, ...] = ()
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.stage < self.num_stages, f"stage {self.stage} of {self.num_stages}"
-        assert self.num_microbatches >= 1, f"{self.num_microbatches} microbatches"
-        assert self.limit >= 1, f"a limit of {self.limit} microbatches in flight: stage {self.stage} could never begin"
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
-
-    @property
-    def splits(self) -> bool:
-        """Whether weight gradients are tasks of their own."""
-        return TaskKind.WEIGHT in self.kinds
 
     def num_done(self, kind: TaskKind) -> int:
         """How many tasks of this kind are done."""
@@ -105,73 +79,141 @@ class View:
             return self.forwards
         return self.backwards if kind is TaskKind.BACKWARD else self.weights
 
+
+@dataclass(frozen=True)
+class View:
+    """A stage at the moment of a decision.
+
+    `limit`: the most microbatches in flight here, each counted once for every chunk that holds it. `kinds`: what each
+    microbatch goes through, in order: F, B, W; F, B where the backward pass is not split; F in an evaluation. `chunks`:
+    the counters of each chunk. `arrivals`: the messages that no task has taken yet, in the order in which they came.
+    `order`: all tasks, where the schedule has an order that nothing changes.
+    """
+
+    stage: int
+    placement: ChunkPlacement
+    num_microbatches: int
+    limit: int
+    kinds: tuple[TaskKind, ...]
+    chunks: tuple[Counters, ...]
+    arrivals: tuple[Arrival, ...] = ()
+    order: tuple[Task, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.stage < self.num_stages, f"stage {self.stage} of {self.num_stages}"
+        assert self.num_microbatches >= 1, f"{self.num_microbatches} microbatches"
+        assert self.limit >= 1, f"a limit of {self.limit} microbatches in flight: stage {self.stage} could never begin"
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage holds the chain's beginning, in its first chunk."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage holds the chain's end, in its last chunk."""
+        return self.stage == self.placement.last_stage
+
+    @property
+    def splits(self) -> bool:
+        """Whether weight gradients are tasks of their own."""
+        return TaskKind.WEIGHT in self.kinds
+
+    def num_done(self, kind: TaskKind) -> int:
+        """How many tasks of this kind are done, in all chunks."""
+        return sum(counts.num_done(kind) for counts in self.chunks)
+
+    @property
+    def forwards(self) -> int:
+        return self.num_done(TaskKind.FORWARD)
+
+    @property
+    def backwards(self) -> int:
+        return self.num_done(TaskKind.BACKWARD)
+
+    @property
+    def weights(self) -> int:
+        return self.num_done(TaskKind.WEIGHT)
+
     @property
     def in_flight(self) -> int:
-        """Microbatches whose activations this stage holds: begun, and their last task not done."""
+        """Microbatches whose activations a chunk holds: begun, and their last task not done."""
         return self.forwards - self.num_done(self.kinds[-1])
 
     @property
     def done(self) -> bool:
-        return self.num_done(self.kinds[-1]) == self.num_microbatches
+        return self.num_done(self.kinds[-1]) == self.num_microbatches * len(self.chunks)
 
-    def next(self, kind: TaskKind) -> Task:
-        """The only task of this kind whose turn it is."""
-        return Task(kind, self.num_done(kind))
+    def next(self, kind: TaskKind, chunk: int = 0) -> Task:
+        """The only task of this kind whose turn it is in a chunk."""
+        return Task(kind, self.chunks[chunk].num_done(kind), chunk)
 
-    def ready(self, kind: TaskKind) -> bool:
-        """Whether the next task of this kind has all that it needs, and a forward pass room below the limit."""
+    def ready(self, kind: TaskKind, chunk: int = 0) -> bool:
+        """Whether a chunk's next task of this kind has all that it needs, and a forward pass room below the limit."""
+        counts = self.chunks[chunk]
         if kind not in self.kinds:
             return False
         if kind is TaskKind.FORWARD:
-            given = self.num_microbatches if self.is_first else self.activations
-            return self.forwards < given and self.in_flight < self.limit
+            given = self.num_microbatches if chunk == 0 and self.is_first else counts.activations
+            return counts.forwards < given and self.in_flight < self.limit
         if kind is TaskKind.BACKWARD:
-            return self.backwards < (self.forwards if self.is_last else self.gradients)
-        return self.weights < self.backwards
+            return counts.backwards < (counts.forwards if self._ends(chunk) else counts.gradients)
+        return counts.weights < counts.backwards
+
+    def _ends(self, chunk: int) -> bool:
+        """Whether the chunk is the chain's end."""
+        return self.is_last and chunk == len(self.chunks) - 1
 
     @property
     def outstanding(self) -> int:
         """Messages that can still come while this stage does nothing."""
-        activations = 0 if self.is_first else self.num_microbatches - self.activations
-        sends_back = TaskKind.BACKWARD in self.kinds and not self.is_last
-        return activations + (self.forwards - self.gradients if sends_back else 0)
+        return sum(self._outstanding(chunk, counts) for chunk, counts in enumerate(self.chunks))
+
+    def _outstanding(self, chunk: int, counts: Counters) -> int:
+        kinds = TaskKind.FORWARD, TaskKind.BACKWARD
+        before, after = (self.placement.sender(self.stage, kind, chunk) for kind in kinds)
+        activations = 0 if before in (None, self.stage) else self.num_microbatches - counts.activations
+        sends_back = TaskKind.BACKWARD in self.kinds and after not in (None, self.stage)
+        return activations + (counts.forwards - counts.gradients if sends_back else 0)
 
     def after(self, task: Task) -> View:
         """The view when the task is done: its counter goes on, and the message that it took is gone."""
-        assert self.ready(task.kind), f"{task} is not ready: {self}"
-        assert task == self.next(task.kind), f"{task} out of turn: {self}"
+        assert self.ready(task.kind, task.chunk), f"{task} is not ready: {self}"
+        assert task == self.next(task.kind, task.chunk), f"{task} out of turn: {self}"
+        counts = self.chunks[task.chunk]
         if task.kind is TaskKind.FORWARD:
-            return self._with(forwards=self.forwards + 1, arrivals=self._without(task.kind))
-        if task.kind is TaskKind.BACKWARD:
-            return self._with(backwards=self.backwards + 1, arrivals=self._without(task.kind))
-        return self._with(weights=self.weights + 1)
+            counts = counts._replace(forwards=counts.forwards + 1)
+        elif task.kind is TaskKind.BACKWARD:
+            counts = counts._replace(backwards=counts.backwards + 1)
+        else:
+            counts = counts._replace(weights=counts.weights + 1)
+        return self._with(task.chunk, counts, tuple(message for message in self.arrivals if message != task))
 
-    def _with(self, **changes: Any) -> View:
+    def _with(self, chunk: int, counts: Counters, arrivals: tuple[Arrival, ...]) -> View:
         """dataclasses.replace, several times as fast: a simulated step has a hundred thousand views."""
-        made = object.__new__(View)
-        made.__dict__.update(self.__dict__)
-        made.__dict__.update(changes)
-        return made
+        view = object.__new__(View)
+        view.__dict__.update(self.__dict__)
+        chunks = (*self.chunks[:chunk], counts, *self.chunks[chunk + 1 :])
+        view.__dict__.update(chunks=chunks, arrivals=arrivals)
+        return view
 
-    def _without(self, kind: TaskKind) -> tuple[TaskKind, ...]:
-        """The arrivals less the oldest of this kind, if any: the first stage's F and the last one's B take none."""
-        if kind not in self.arrivals:
-            return self.arrivals
-        index = self.arrivals.index(kind)
-        return self.arrivals[:index] + self.arrivals[index + 1 :]
+    def expects(self, kind: TaskKind, chunk: int = 0) -> Arrival:
+        """A chunk's message of this kind whose turn it is."""
+        counts = self.chunks[chunk]
+        return Arrival(kind, counts.activations if kind is TaskKind.FORWARD else counts.gradients, chunk)
 
-    def expects(self, kind: TaskKind) -> Arrival:
-        """The message of this kind whose turn it is."""
-        return Arrival(kind, self.activations if kind is TaskKind.FORWARD else self.gradients)
-
-    def with_arrival(self, kind: TaskKind) -> View:
-        """The view when the next message of this kind has come."""
-        arrivals = (*self.arrivals, kind)
+    def with_arrival(self, kind: TaskKind, chunk: int = 0) -> View:
+        """The view when a chunk's next message of this kind has come."""
+        counts, arrivals = self.chunks[chunk], (*self.arrivals, self.expects(kind, chunk))
         if kind is TaskKind.FORWARD:
-            assert not self.is_first, f"an activation at the first stage: {self}"
-            assert self.activations < self.num_microbatches, f"one activation too many: {self}"
-            return self._with(activations=self.activations + 1, arrivals=arrivals)
+            assert not (self.is_first and chunk == 0), f"an activation at the first stage: {self}"
+            assert counts.activations < self.num_microbatches, f"one activation too many: {self}"
+            return self._with(chunk, counts._replace(activations=counts.activations + 1), arrivals)
         assert kind is TaskKind.BACKWARD, f"{kind} is no message"
-        assert not self.is_last, f"a gradient at the last stage: {self}"
-        assert self.gradients < self.forwards, f"a gradient of a microbatch that was not sent on: {self}"
-        return self._with(gradients=self.gradients + 1, arrivals=arrivals)
+        assert not self._ends(chunk), f"a gradient at the last stage: {self}"
+        assert counts.gradients < counts.forwards, f"a gradient of a microbatch that was not sent on: {self}"
+        return self._with(chunk, counts._replace(gradients=counts.gradients + 1), arrivals)

@@ -61,6 +61,7 @@ class RankGroup:
 
     `axis`: the axes that they span, as the ledger calls them (data+row). `ranks`: of the world, in grid order. `tag`: a
     number that no other set of the grid's axes has. `ledger`, `recorder`: of the whole rank, shared by its groups.
+    `ring`: in a mailbox the last rank and the first are neighbours.
     """
 
     axis: str
@@ -69,6 +70,7 @@ class RankGroup:
     tag: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
+    ring: bool = False
 
 
 class Comm(ABC):

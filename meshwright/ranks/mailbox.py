@@ -3,13 +3,14 @@
 Receives are posted ahead and sends return at once, so that messages travel while the rank computes; it asks `poll` for
 what has come between two tasks, and sleeps in `wait` when it has nothing left to do (AxoNN, arXiv 2110.13005).
 
-In an epoch all messages to and from a side have the same shapes and dtypes, forward and backward alike, so receives are
-posted without a handshake. Between hosts a message is one transfer, since packing costs less than a second message:
+Messages have a subject, a place where the model's chain is cut, and both ways across it the same shapes and dtypes.
+All to and from a side take as many bytes as the largest, so receives are posted without a handshake. Between hosts a
+message is one transfer, since packing costs less than a second message:
 
 | bytes | holds |
 |---|---|
 | 0 to 8 | the epoch, int64 |
-| 8 to 16 | the index of the microbatch, int64 |
+| 8 to 16 | the index of the microbatch, and the subject in the upper half, int64 |
 | from 16 | the tensors, each at the next multiple of 16 |
 
 Between GPUs the header travels from host to host, ahead of the tensors (mailbox_torch.py).
@@ -23,7 +24,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,13 +34,15 @@ from meshwright.ranks.flight_recorder import Call
 from meshwright.ranks.ledger import MESSAGE
 
 Side = Literal["before", "after"]
-"""A neighbour on the axis: index - 1 or index + 1. The axis has ends: a side without neighbour is never used."""
+"""A neighbour on the axis: index - 1 or index + 1. The axis has ends, unless its mailboxes are a ring: a side without
+neighbour is never used. Two ranks are no ring: they have one neighbour each."""
 
 SIDES: tuple[Side, Side] = ("before", "after")
 FURTHER: dict[Side, int] = {"before": -1, "after": 1}
-"""A neighbour's distance on the axis."""
+"""A neighbour's distance on the axis; in a ring its ends are neighbours, too."""
 
 HEADER_BYTES = 16
+SUBJECT_BITS = 32
 ALIGNMENT_BYTES = 16
 AHEAD = {"cpu": 4, "cuda": 1}
 """Messages that have memory before their tensors come, for each side, by the type of device: on a host those whose
@@ -53,6 +56,7 @@ class Message:
     side: Side
     index: int
     tensors: tuple[Tensor, ...]
+    subject: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,21 @@ class TensorMeta:
         return prod(self.shape) * self.dtype.itemsize
 
 
-MessageMeta = Mapping[Side, tuple[TensorMeta, ...]]
-"""The tensors in a message to or from a side; () where there is no neighbour."""
+class CutForms(NamedTuple):
+    """The tensors of a subject's messages. `inward`: activations come to this rank and gradients leave it; else the
+    other way round."""
+
+    tensors: tuple[TensorMeta, ...]
+    inward: bool
+
+
+MessageMeta = Mapping[Side, Mapping[int, CutForms]]
+"""The messages to and from a side, by their subject; none where there is no neighbour."""
 
 
 def both_sides(*tensors: TensorMeta) -> MessageMeta:
-    """A message of these tensors to and from either side."""
-    return dict.fromkeys(SIDES, tensors)
+    """Messages of these tensors: activations from before, gradients from after, of one subject each."""
+    return {side: {0: CutForms(tensors, side == "before")} for side in SIDES}
 
 
 class Mailbox(Protocol):
@@ -86,8 +98,9 @@ class Mailbox(Protocol):
         behind is dropped when it comes; its messages must have had as many bytes on their side.
         """
 
-    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
-        """Send tensors as `meta` says of the side. Returns at once; they are copied, and may be changed afterwards."""
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
+        """Send tensors as `meta` says of the side and the subject. Returns at once; they are copied, and may
+        be changed afterwards."""
 
     def poll(self) -> list[Message]:
         """The messages that have come since the last call, without waiting. Their tensors are the caller's."""
@@ -100,6 +113,15 @@ class Mailbox(Protocol):
 
     def shut(self) -> None:
         """The end: threads and communicators go. Waits for nobody."""
+
+
+def neighbours_of(group: RankGroup) -> dict[Side, int]:
+    """The indices of a rank's neighbours in its group."""
+    count = len(group.ranks)
+    places = {side: group.index + step for side, step in FURTHER.items()}
+    if group.ring and count > 2:
+        return {side: at % count for side, at in places.items()}
+    return {side: at for side, at in places.items() if 0 <= at < count}
 
 
 @dataclass(frozen=True)
@@ -122,7 +144,7 @@ class Packing:
         return self.offsets[-1]
 
     def pack(self, buffer: Tensor, header: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Write the tensors into the buffer, uint8 [size_bytes], and the header where it has a place there."""
+        """Write the tensors into the buffer, uint8 [size_bytes or more], and the header where it has a place there."""
         given = tuple(TensorMeta(tuple(x.shape), x.dtype) for x in tensors)
         assert given == self.tensors, f"sent {given} in an epoch of {self.tensors}"
         if self.header_bytes:
@@ -139,7 +161,7 @@ class Packing:
 
 
 def header_of(buffer: Tensor) -> Tensor:
-    """The epoch and the index of a packed message: int64 [2]."""
+    """The epoch, and the index with the subject, of a packed message: int64 [2]."""
     return buffer[:HEADER_BYTES].view(torch.int64)
 
 
@@ -160,24 +182,30 @@ class PackedMailbox(ABC):
 
     def __init__(self, group: RankGroup, device: torch.device, ahead: int = AHEAD["cpu"]) -> None:
         self.axis, self.ledger, self.recorder = group.axis, group.ledger, group.recorder
-        places = {side: group.index + step for side, step in FURTHER.items()}
-        self.neighbours = {side: group.ranks[at] for side, at in places.items() if 0 <= at < len(group.ranks)}
+        self.places = neighbours_of(group)
+        self.neighbours = {side: group.ranks[at] for side, at in self.places.items()}
         """Their ranks in the world."""
         self.device = device
         self.ahead = ahead
         self._epoch = -1
-        self._packings: dict[Side, Packing] = dict.fromkeys(SIDES, Packing())
+        self._packings: dict[Side, dict[int, Packing]] = {side: {} for side in SIDES}
+        self._sizes: dict[Side, int] = dict.fromkeys(SIDES, Packing().size_bytes)
+        """Bytes of every message to and from the side."""
+        self._index = group.index
         self._missing: dict[Side, int] = dict.fromkeys(SIDES, 0)
         self._posted: dict[Side, int] = dict.fromkeys(SIDES, 0)
 
     def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
         assert epoch > self._epoch, f"epoch {epoch} after {self._epoch}: they only grow"
-        packings = {side: Packing(meta[side], self.header_bytes) for side in SIDES}
-        for side, packing in packings.items():
-            assert packing.size_bytes == self._packings[side].size_bytes or not self._posted[side], (
+        sizes = {}
+        for side in SIDES:
+            packings = {subject: Packing(forms.tensors, self.header_bytes) for subject, forms in meta[side].items()}
+            sizes[side] = max((packing.size_bytes for packing in packings.values()), default=self.header_bytes)
+            assert sizes[side] == self._sizes[side] or not self._posted[side], (
                 f"epoch {epoch} has other forms, and epoch {self._epoch} left receives posted: {self._posted}"
             )
-        self._epoch, self._packings = epoch, packings
+            self._packings[side] = packings
+        self._epoch, self._sizes = epoch, sizes
         self._missing = {"before": before, "after": after}
         for side, count in self._missing.items():
             assert not count or side in self.neighbours, (
@@ -185,11 +213,11 @@ class PackedMailbox(ABC):
             )
         self._post_receives()
 
-    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
         assert to in self.neighbours, f"axis {self.axis}: no neighbour {to}"
-        header, buffer = torch.tensor([self._epoch, index]), self.new_buffer(to)
-        self._packings[to].pack(buffer, header, tensors)
-        self.ledger.record(self.axis, MESSAGE, sum(size_bytes(x) for x in tensors), FURTHER[to])
+        header, buffer = torch.tensor([self._epoch, index + (subject << SUBJECT_BITS)]), self.new_buffer(to)
+        self._packings[to][subject].pack(buffer, header, tensors)
+        self.ledger.record(self.axis, MESSAGE, sum(size_bytes(x) for x in tensors), self.places[to] - self._index)
         self._dispatch(to, header, buffer)
 
     def poll(self) -> list[Message]:
@@ -207,19 +235,21 @@ class PackedMailbox(ABC):
 
     def _call(self, verb: str, sides: Sequence[Side]) -> Call:
         """This rank's wait for messages from these sides, or until they have taken its own."""
-        size = max((self._packings[side].size_bytes for side in sides), default=0)
+        size = max((self._sizes[side] for side in sides), default=0)
         return Call(self.axis, verb, size, tuple(self.neighbours[side] for side in sides))
 
     def _take(self, arrivals: list[Packet]) -> list[Message]:
         """The epoch's messages among the arrivals; as many receives are posted again."""
         messages = []
         for arrival in arrivals:
-            epoch, index = arrival.header.tolist()
+            epoch, label = arrival.header.tolist()
+            subject, index = label >> SUBJECT_BITS, label % (1 << SUBJECT_BITS)
             assert epoch <= self._epoch, f"axis {self.axis}: {arrival.side} is in epoch {epoch}, we in {self._epoch}"
             self._posted[arrival.side] -= 1
             if epoch == self._epoch:
                 self._missing[arrival.side] -= 1
-                messages.append(Message(arrival.side, index, self._packings[arrival.side].unpack(arrival.buffer)))
+                tensors = self._packings[arrival.side][subject].unpack(arrival.buffer)
+                messages.append(Message(arrival.side, index, tensors, subject))
         self._post_receives()
         return messages
 
@@ -231,7 +261,7 @@ class PackedMailbox(ABC):
 
     def new_buffer(self, side: Side) -> Tensor:
         """The memory of a message to or from the side."""
-        return torch.empty(self._packings[side].size_bytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(self._sizes[side], dtype=torch.uint8, device=self.device)
 
     @abstractmethod
     def _post(self, side: Side) -> None:
@@ -323,7 +353,7 @@ class SoloMailbox:
     def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
         assert before == after == 0, f"axis {self.axis} has one rank: {before} and {after} messages from nobody"
 
-    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
         raise AssertionError(f"axis {self.axis} has one rank: nobody is {to}")
 
     def poll(self) -> list[Message]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -88,10 +88,11 @@ class Mesh:
                 self._comms[axes] = self.transport.comm(group)
         return self._comms[axes]
 
-    def mailbox(self, axis: str) -> Mailbox:
-        """Messages to and from the neighbours on the axis. The first call is collective over the axis's ranks."""
+    def mailbox(self, axis: str, *, ring: bool = False) -> Mailbox:
+        """Messages to and from the neighbours on the axis; in a ring its ends are neighbours, too. The first call is
+        collective over the axis's ranks."""
         if axis not in self._mailboxes:
-            group = self._group((axis,))
+            group = replace(self._group((axis,)), ring=ring)
             with self.recorder.waiting(Call(axis, CONNECT, 0, group.ranks)):
                 self._mailboxes[axis] = self.transport.mailbox(group, self.device)
         return self._mailboxes[axis]

@@ -27,7 +27,7 @@ from torch import Tensor
 from meshwright.environment import Environment
 from meshwright.errors import LaunchError
 from meshwright.ranks.comm import NAP_SECONDS, Comm, Later, RankGroup, RecordedComm, SoloComm, Work, size_bytes
-from meshwright.ranks.mailbox import FURTHER, Mailbox, Packet, PolledMailbox, Side, SoloMailbox, header_of
+from meshwright.ranks.mailbox import Mailbox, Packet, PolledMailbox, Side, SoloMailbox, header_of
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -156,11 +156,11 @@ class MpiMailbox(PolledMailbox):
         self.comm = comm
 
     def _receive(self, side: Side, buffer: Tensor) -> tuple[Any, Packet]:
-        request = self.comm.Irecv(raw(buffer), source=self.comm.rank + FURTHER[side])
+        request = self.comm.Irecv(raw(buffer), source=self.places[side])
         return request, Packet(side, header_of(buffer), buffer)
 
     def _send(self, to: Side, buffer: Tensor) -> tuple[Any, Packet]:
-        request = self.comm.Isend(raw(buffer), dest=self.comm.rank + FURTHER[to])
+        request = self.comm.Isend(raw(buffer), dest=self.places[to])
         return request, Packet(to, header_of(buffer), buffer)
 
     def _is_done(self, request: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.ranks.comm import DONE, Comm, RankGroup, SoloComm, Work, size_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import MESSAGE
-from meshwright.ranks.mailbox import FURTHER, Mailbox, Message, MessageMeta, Side, SoloMailbox, both_sides
+from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, SoloMailbox, both_sides, neighbours_of
 from meshwright.ranks.mesh import Mesh
 
 
@@ -59,28 +59,41 @@ class LedgerComm(SoloComm):
 
 
 class PlannedMailbox(SoloMailbox):
-    """Messages of meta tensors. All from before have come at once, one from after comes for each that is sent there;
-    sends only write the ledger."""
+    """Messages of meta tensors. All activations have come at once, a gradient comes for each activation that is sent;
+    sends only write the ledger. Where both come from one side, the epoch is a training step's."""
+
+    device = "meta"
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group.axis)
         self.ledger = group.ledger
+        self._places, self._index = neighbours_of(group), group.index
         self._meta = both_sides()
-        self._answers = False
+        self._answers: dict[Side, bool] = {}
         self._come: list[Message] = []
 
     def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
-        self._meta, self._answers = meta, after > 0
-        self._come = [self._message("before", index) for index in range(before)]
+        self._meta = meta
+        counts: dict[Side, int] = {"before": before, "after": after}
+        self._answers = {side: count > 0 for side, count in counts.items()}
+        self._come = [
+            self._message(side, index, subject)
+            for side, subjects in meta.items()
+            for subject, forms in subjects.items()
+            if forms.inward
+            for index in range(counts[side] // len(subjects))
+        ]
 
-    def _message(self, side: Side, index: int) -> Message:
-        tensors = (torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in self._meta[side])
-        return Message(side, index, tuple(tensors))
+    def _message(self, side: Side, index: int, subject: int) -> Message:
+        forms = self._meta[side][subject].tensors
+        tensors = (torch.empty(meta.shape, dtype=meta.dtype, device=self.device) for meta in forms)
+        return Message(side, index, tuple(tensors), subject)
 
-    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
-        self.ledger.record(self.axis, MESSAGE, sum(size_bytes(x) for x in tensors), FURTHER[to])
-        if to == "after" and self._answers:
-            self._come.append(self._message("after", index))
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
+        size = sum(size_bytes(x) for x in tensors)
+        self.ledger.record(self.axis, MESSAGE, size, self._places[to] - self._index)
+        if self._answers[to] and not self._meta[to][subject].inward:
+            self._come.append(self._message(to, index, subject))
 
     def poll(self) -> list[Message]:
         come, self._come = self._come, []

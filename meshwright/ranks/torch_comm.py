@@ -24,7 +24,7 @@ from meshwright.environment import Environment, Rendezvous, use_interface
 from meshwright.ranks import comm_store
 from meshwright.ranks.comm import Comm, Later, RankGroup, RecordedComm, SoloComm, Work
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
-from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox
+from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox, neighbours_of
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
 from meshwright.ranks.peers import Peers, interface_at
 
@@ -120,16 +120,18 @@ class TorchTransport:
         return GlooMailbox(group, channels)
 
     def _channels(self, group: RankGroup) -> dict[Side, Channel]:
-        """The ways to the neighbours. The one before is met first: all along the axis can meet so."""
+        """The ways to the neighbours. The one before is met first: all along the axis can meet so. In a ring the first
+        rank meets the last, its one before, after all others have met."""
         channels: dict[Side, Channel] = {}
-        firsts: dict[Side, int] = {"before": group.index - 1, "after": group.index}
-        for side, first in firsts.items():
-            if first >= 0 and first + 1 < len(group.ranks):
-                pair, mine = group.ranks[first : first + 2], group.index - first
-                forward = self._process_group(f"{group.axis} forward", pair, mine)
-                backward = self._process_group(f"{group.axis} backward", pair, mine)
-                out, back = (forward, backward) if side == "after" else (backward, forward)
-                channels[side] = Channel(1 - mine, out, back)
+        places = neighbours_of(group)
+        for side in sorted(places, key=lambda side: (side == "before") == (places[side] > group.index)):
+            other = places[side]
+            pair = tuple(group.ranks[at] for at in sorted((group.index, other)))
+            mine = int(group.index > other)
+            forward = self._process_group(f"{group.axis} forward", pair, mine)
+            backward = self._process_group(f"{group.axis} backward", pair, mine)
+            out, back = (forward, backward) if mine == 0 else (backward, forward)
+            channels[side] = Channel(1 - mine, out, back)
         return channels
 
     def born(self, process_group: dist.ProcessGroup) -> dist.ProcessGroup:

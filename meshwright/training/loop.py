@@ -58,7 +58,7 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
     mine = mesh.index("data") * config.replica_batch
 
     def add(h: Tensor, batch: Batch) -> None:
-        with parts.pipeline.stage.autocast():
+        with parts.pipeline.stages[-1].autocast():
             losses = [float(model.loss(h, batch, {other: float(other == name) for other in names})) for name in names]
             right = model.num_correct(h, batch)
         sums.add_(torch.tensor([losses, counts_of(batch, names), right], device=h.device, dtype=torch.float64))

@@ -80,8 +80,9 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
         str(mesh.index(axis)) for axis in ("data", PIPE, *config.layout.context.token_axes, *parts.kit.split_axes)
     )
 
-    def seed(index: int) -> None:
-        torch.manual_seed(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}"))
+    def seed(index: int, chunk: int) -> None:
+        own = f"/{chunk}" if chunk else ""
+        torch.manual_seed(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}{own}"))
 
     loss = parts.pipeline.train(parts.microbatches(rows), scales, seed) / scale
     # A replica's ranks hold the same loss, but for its stages, of which only the last has one: it is counted once.

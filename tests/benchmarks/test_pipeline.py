@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.paced import CONDITIONS, RULES, HeldMailbox, PacedPipeline, Run
-from benchmarks.pipeline import Measured, planned, scaled, summed_up
+from benchmarks.paced import CONDITIONS, HeldMailbox, PacedPipeline, Run
+from benchmarks.pipeline import ONE_CHUNK, Measured, planned, scaled, summed_up
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.ranks.grid import Grid
@@ -103,10 +103,10 @@ def test_all_schedules_meet_the_same_troubles(condition: str) -> None:
 
 
 def test_schedules_take_turns_and_equal_ones_run_once() -> None:
-    runs = planned([16, 64], ["jitter"], list(RULES), rounds=2, repeats=3)
+    runs = planned([16, 64], ["jitter"], ONE_CHUNK, rounds=2, repeats=3)
     assert len(runs) == 2 * 3 * (5 + 6)
     assert len(set(runs)) == 2 * (5 + 6)
-    assert [runs[0].schedule, runs[11].schedule] == list(RULES)[:2]
+    assert [runs[0].schedule, runs[11].schedule] == ONE_CHUNK[:2]
 
 
 def test_ratios_are_taken_within_a_round() -> None:

@@ -18,7 +18,7 @@ from meshwright.models.resnext import BlockShape, ResNeXtModel, block_shapes
 from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.parts import build_model, plan_stages
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import TensorMeta
+from meshwright.ranks.mailbox import CutForms, TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import counted_costs, time_links
@@ -286,9 +286,9 @@ def test_each_cut_has_its_own_messages_and_each_block_its_own_cost() -> None:
     first, second = (TensorMeta(shape, torch.float64) for shape in ((4, 36, 32), (4, 9, 64)))
     stages = plan_stages(config, mesh)
     assert [stages.message(stage) for stage in range(3)] == [
-        {"before": (), "after": (first,)},
-        {"before": (first,), "after": (second,)},
-        {"before": (second,), "after": ()},
+        {"before": {}, "after": {0: CutForms((first,), False)}},
+        {"before": {0: CutForms((first,), True)}, "after": {1: CutForms((second,), False)}},
+        {"before": {1: CutForms((second,), True)}, "after": {}},
     ]
     costs, products = counted_costs(config), chain_of(config).products(config)
     weights = [

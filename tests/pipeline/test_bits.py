@@ -19,7 +19,7 @@ from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import global_batch
 from tests.harness import build
-from tests.pipeline.test_equality import WHOLE, pipelined
+from tests.pipeline.test_equality import LOOP, WHOLE, V, pipelined
 from tests.tensor.test_equality import ONE_D
 from tests.workers import run_ranks
 
@@ -39,6 +39,8 @@ CASES = {
     "3 stages, message-driven": (3, "message-driven", WHOLE),
     "3 stages, axonn": (3, "axonn", WHOLE),
     "2 stages of 2 ranks, message-driven": (2, "message-driven", ONE_D[0]),
+    "2 stages of 2 chunks as a v, a tied table": (2, "message-driven", WHOLE, V),
+    "3 stages of 2 chunks as a loop": (3, "message-driven", WHOLE, LOOP),
 }
 
 
@@ -54,9 +56,9 @@ class Delaying:
         assert not self.held, f"left over: {self.held}"
         self.inner.open(epoch, forms, before, after)
 
-    def send(self, to: Side, index: int, tensors: Sequence[Tensor]) -> None:
+    def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
         time.sleep(self.chance.choice((0, 0, 0.002)))
-        self.inner.send(to, index, tensors)
+        self.inner.send(to, index, tensors, subject)
 
     def poll(self) -> list[Message]:
         self.held += self.inner.poll()
@@ -96,12 +98,16 @@ def bits_of(mesh: Mesh, config: Config, seeds: Sequence[int | None]) -> list[Bit
     results = []
     for seed in seeds:
         pipeline.mailbox = mailbox if seed is None else Delaying(mailbox, f"{seed}/{mesh.rank}")
-        loss = pipeline.train(parts.microbatches(everyone), scales, torch.manual_seed)
+        loss = pipeline.train(parts.microbatches(everyone), scales, seeded)
         parts.strategy.finish()
         gradients = [slot.parameter.grad.clone() for slot in parts.strategy.slots]
         parts.strategy.publish()  # nothing was stepped
         results.append(Bits(float(loss), gradients, tuple(span.name for span in pipeline.spans)))
     return results
+
+
+def seeded(index: int, chunk: int) -> None:
+    torch.manual_seed(100 * index + chunk)
 
 
 def runs_of(config: Config, seeds: Sequence[int | None]) -> list[list[Bits]]:
@@ -117,9 +123,10 @@ def assert_same_bits(mine: Bits, wanted: Bits) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_order_of_arrival_changes_no_bit(case: tuple[int, str, dict[str, Any]]) -> None:
-    stages, schedule, tensor = case
-    ranks = runs_of(with_dropout(pipelined("gpt2", stages, schedule, tensor)), (None, None, 1, 2, 3, 4))
+def test_order_of_arrival_changes_no_bit(case: tuple[Any, ...]) -> None:
+    stages, schedule, tensor, *placed = case
+    config = pipelined("gpt2", stages, schedule, tensor, placed=placed[0] if placed else None)
+    ranks = runs_of(with_dropout(config), (None, None, 1, 2, 3, 4))
     for first, *others in ranks:
         for other in others:
             assert_same_bits(other, first)

@@ -70,7 +70,7 @@ class Run:
         for index in range(num_microbatches):
             self.final = index == num_microbatches - 1
             self.strategy.expect(self.final)
-            with self.parts.pipeline.stage.autocast():
+            with self.parts.pipeline.stages[0].autocast():
                 (loss,) = self.parts.model(self.batches[index], self.scales)
             if defers:
                 with self.strategy.gradients.deferred() as collected:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.pipeline.engine import stage_process
-from meshwright.pipeline.schedule import AXONN, FORWARD_ONLY, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, Schedule, ScheduleRule
+from meshwright.pipeline.placement import ChunkPlacement, Shape
+from meshwright.pipeline.schedule import (
+    AXONN,
+    FORWARD_ONLY,
+    GPIPE,
+    MESSAGE_DRIVEN,
+    ONE_F_ONE_B,
+    ZB_V,
+    Schedule,
+    ScheduleRule,
+)
 from meshwright.pipeline.task import WAIT, Arrival, Task, TaskKind, View
 
 RULES = {
@@ -19,6 +30,7 @@ RULES = {
     "message-driven": MESSAGE_DRIVEN,
     "message-driven, limit 1": MESSAGE_DRIVEN.limited(1),
     "forward only": FORWARD_ONLY,
+    "zb-v": ZB_V,
 }
 
 
@@ -70,8 +82,8 @@ def test_an_overtaking_message_waits_for_its_turn() -> None:
 def test_arrivals_are_seen_in_their_order() -> None:
     view = MESSAGE_DRIVEN.view(1, 3, 3).with_arrival(TaskKind.FORWARD).with_arrival(TaskKind.FORWARD)
     view = view.after(Task(TaskKind.FORWARD, 0)).with_arrival(TaskKind.BACKWARD).with_arrival(TaskKind.FORWARD)
-    assert view.arrivals == (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.FORWARD)
-    assert view.after(Task(TaskKind.BACKWARD, 0)).arrivals == (TaskKind.FORWARD, TaskKind.FORWARD)
+    assert [str(message) for message in view.arrivals] == ["F1", "B0", "F2"]
+    assert [str(message) for message in view.after(Task(TaskKind.BACKWARD, 0)).arrivals] == ["F1", "F2"]
 
 
 def test_in_flight_counts_until_the_last_task_of_a_microbatch() -> None:
@@ -124,14 +136,24 @@ def test_no_stage_begins_below_a_limit_of_one() -> None:
 @given(
     rule=st.sampled_from(sorted(RULES)),
     num_stages=st.integers(1, 5),
+    num_chunks=st.integers(1, 3),
+    shape=st.sampled_from(["loop", "v"]),
     num_microbatches=st.integers(1, 9),
     seed=st.integers(0, 2**32),
 )
-def test_any_order_of_arrival(rule: str, num_stages: int, num_microbatches: int, seed: int) -> None:
+def test_any_order_of_arrival(
+    rule: str, num_stages: int, num_chunks: int, shape: Shape, num_microbatches: int, seed: int
+) -> None:
     """No clock: stages take turns at random, and messages of a link arrive in any order, many at once or one by one."""
     chosen, draw = RULES[rule], random.Random(seed)
+    if "limit" in rule:
+        chosen = chosen.limited(num_chunks)  # the least with which every chunk can begin
+    if rule == "zb-v":
+        num_chunks, shape = 2, "v"
+    placement = ChunkPlacement(num_stages, num_chunks if shape in chosen.shapes else 1, shape)
     processes = [
-        stage_process(chosen.view(stage, num_stages, num_microbatches), chosen.schedule) for stage in range(num_stages)
+        stage_process(chosen.view(stage, num_stages, num_microbatches, placement), chosen.schedule)
+        for stage in range(num_stages)
     ]
     actions = {stage: next(process) for stage, process in enumerate(processes)}
     under_way: list[list[Arrival]] = [[] for _ in range(num_stages)]
@@ -143,17 +165,20 @@ def test_any_order_of_arrival(rule: str, num_stages: int, num_microbatches: int,
         action = actions[stage]
         if isinstance(action, Task):
             done[stage].append(action)
-            to = stage + {TaskKind.FORWARD: 1, TaskKind.BACKWARD: -1, TaskKind.WEIGHT: 0}[action.kind]
-            if to != stage and 0 <= to < num_stages:
-                under_way[to].append(action)
+            sent = placement.receiver(stage, action)
+            if sent is not None and sent[0] != stage:
+                under_way[sent[0]].append(sent[1])
         draw.shuffle(under_way[stage])
         count = draw.randint(int(action is WAIT), len(under_way[stage]))
         came, under_way[stage] = under_way[stage][:count], under_way[stage][count:]
+        if isinstance(action, Task) and sent is not None and sent[0] == stage:
+            came.insert(0, sent[1])
         try:
             actions[stage] = processes[stage].send(came)
         except StopIteration:
             del actions[stage]
     for tasks in done:
-        for kind in chosen.kinds:
-            assert [task.microbatch for task in tasks if task.kind is kind] == list(range(num_microbatches))
-        assert len(tasks) == len(chosen.kinds) * num_microbatches
+        for kind, chunk in product(chosen.kinds, range(placement.num_chunks)):
+            ran = [task.microbatch for task in tasks if (task.kind, task.chunk) == (kind, chunk)]
+            assert ran == list(range(num_microbatches))
+        assert len(tasks) == len(chosen.kinds) * num_microbatches * placement.num_chunks

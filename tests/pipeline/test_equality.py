@@ -15,10 +15,21 @@ WHOLE = {"kind": "none"}
 LAYERS = {"gpt2": 4, "untied": 4, "bert": 3, "megatron-bert": 3, "vit": 3}
 
 
-def pipelined(model: str, stages: int, schedule: str, tensor: dict[str, Any], data: int = 1, **changes: Any) -> Config:
-    """Four microbatches a replica."""
+LOOP, LOOP_OF_THREE, V = {"chunks": 2}, {"chunks": 3}, {"chunks": 2, "placement": "v"}
+
+
+def pipelined(
+    model: str,
+    stages: int,
+    schedule: str,
+    tensor: dict[str, Any],
+    data: int = 1,
+    placed: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Config:
+    """Four microbatches a replica. `placed`: chunks and their placement."""
     config = config_for(model, tensor, data, **({"steps": 3, "batch": {"global": 24, "micro": 6 // data}} | changes))
-    layout = config.layout.model_dump() | {"pipeline": {"size": stages, "schedule": schedule}}
+    layout = config.layout.model_dump() | {"pipeline": {"size": stages, "schedule": schedule} | (placed or {})}
     tree = config.model_dump(mode="json", by_alias=True) | {"layout": layout}
     tree["model"]["layers"] = LAYERS[model]
     return Config.model_validate(tree)
@@ -33,6 +44,25 @@ def serial(model: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_equals_serial(stages: int, schedule: str) -> None:
     check(run(pipelined("gpt2", stages, schedule, WHOLE)), serial("gpt2"))
+
+
+@pytest.mark.parametrize(
+    "stages, schedule, placed",
+    [
+        (2, "1f1b", LOOP),
+        (2, "1f1b", LOOP_OF_THREE),
+        (3, "1f1b", LOOP),
+        (2, "message-driven", LOOP_OF_THREE),
+        (3, "message-driven", LOOP),
+        (2, "message-driven", V),
+        (3, "message-driven", V),
+        (2, "message-driven", V | {"chunks": 3}),
+        (2, "gpipe", V),
+    ],
+)
+def test_chunks_equal_serial(stages: int, schedule: str, placed: dict[str, Any]) -> None:
+    """Loops and lines of stages that hold several chunks; in a v one stage holds both copies of the tied table."""
+    check(run(pipelined("gpt2", stages, schedule, WHOLE, placed=placed)), serial("gpt2"))
 
 
 @pytest.mark.parametrize("model", ["untied", "bert", "megatron-bert", "vit"])

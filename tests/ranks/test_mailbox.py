@@ -20,6 +20,8 @@ from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import (
     HEADER_BYTES,
+    SUBJECT_BITS,
+    CutForms,
     PackedMailbox,
     Packet,
     Packing,
@@ -211,9 +213,10 @@ class Slow(PackedMailbox):
     def _post(self, side: Side) -> None:
         self.waiting.append((side, self.new_buffer(side)))
 
-    def let_in(self, epoch: int, index: int) -> None:
+    def let_in(self, epoch: int, index: int, subject: int = 0) -> None:
         side, buffer = self.waiting.pop(0)
-        self._packings[side].pack(buffer, torch.tensor([epoch, index]), [values(index, FORM)])
+        header = torch.tensor([epoch, index + (subject << SUBJECT_BITS)])
+        self._packings[side][subject].pack(buffer, header, [values(index, FORM)])
         self.come.append(Packet(side, header_of(buffer), buffer))
 
     def _arrived(self) -> list[Packet]:
@@ -244,7 +247,7 @@ def test_receives_are_posted_ahead_and_never_too_many() -> None:
 
 def test_each_side_has_its_own_forms() -> None:
     mailbox, other = Slow(ahead=2), TensorMeta((100,), torch.float32)
-    mailbox.open(1, {"before": (FORM,), "after": (other, FORM)}, 1, 1)
+    mailbox.open(1, {"before": {0: CutForms((FORM,), True)}, "after": {0: CutForms((other, FORM), False)}}, 1, 1)
     sizes = {side: buffer.numel() for side, buffer in mailbox.waiting}
     assert sizes == {"before": Packing((FORM,)).size_bytes, "after": Packing((other, FORM)).size_bytes}
     mailbox.send("after", 0, [torch.zeros(100), values(0, FORM)])
@@ -253,6 +256,17 @@ def test_each_side_has_its_own_forms() -> None:
     mailbox.let_in(1, 3)
     (message,) = mailbox.poll()
     assert (message.side, [x.shape for x in message.tensors]) == ("before", [FORM.shape])
+
+
+def test_subjects_of_a_side_have_messages_of_one_size() -> None:
+    """A receive is posted before anybody knows of what its message will be."""
+    mailbox, other = Slow(ahead=2), TensorMeta((100,), torch.float32)
+    subjects = {4: CutForms((FORM,), True), 7: CutForms((other, FORM), False)}
+    mailbox.open(1, {"before": subjects, "after": {}}, 4, 0)
+    assert {buffer.numel() for _, buffer in mailbox.waiting} == {Packing((other, FORM)).size_bytes}
+    mailbox.let_in(1, 3, subject=4)
+    (message,) = mailbox.poll()
+    assert (message.subject, message.index, [x.shape for x in message.tensors]) == (4, 3, [FORM.shape])
 
 
 def test_a_dropped_message_has_its_receive_posted_again() -> None:

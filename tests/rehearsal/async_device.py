@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.pipeline.pipeline import Pipeline
+from meshwright.pipeline.pipeline import Pipeline, message_forms
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import ScheduleRule
 from meshwright.pipeline.span import Watch
 from meshwright.ranks.comm import RankGroup
-from meshwright.ranks.mailbox import Side, TensorMeta, both_sides
+from meshwright.ranks.mailbox import Side, TensorMeta
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchTransport
@@ -179,10 +180,11 @@ def run_stage(
     mailbox = DeviceMailbox(group, on_host, mesh.device, links)
     slow: Any = SlowStage(stage, size, compute, seconds)
     peers = mesh.comm("row") if "row" in mesh.grid.names else mesh.comm()
-    pipeline = Pipeline(slow, rule, mesh, peers, mailbox, both_sides(FORM), NoSums())
+    forms = message_forms(stage, ChunkPlacement(size), [(FORM,)] * (size - 1))
+    pipeline = Pipeline([slow], rule, mesh, peers, mailbox, forms, NoSums())
     pipeline.watch = Watch(mesh.device) if at_once else SlowWatch(compute)
     batches: list[Any] = [None] * num_batches
-    pipeline.train(batches, {}, lambda index: None)
+    pipeline.train(batches, {}, lambda index, chunk: None)
     compute.give()()
     mailbox.shut()
     return Outcome(slow.order, links.early)

@@ -112,9 +112,9 @@ class LlamaModel(Decoder):
     def embed(self, batch: Batch) -> Hidden:
         return (self.dropout(self.tokens(batch["tokens"])),)
 
-    def run_layers(self, hidden: Hidden, batch: Batch) -> Hidden:
+    def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         """The rotation is computed once, and goes through the layers with the batch."""
-        return super().run_layers(hidden, batch | self._rotation(0, batch["tokens"])._asdict())
+        return super().run_layers(hidden, batch | self._rotation(0, batch["tokens"])._asdict(), chunk)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         return (block(*hidden, Rotation(batch["cosines"], batch["sines"])),)

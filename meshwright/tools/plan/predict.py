@@ -202,6 +202,8 @@ def check(config: Config) -> None:
     if unplanned := config.layout.data.strategy.unplanned:
         planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
         raise ConfigError.of(SYNC, config.layout.data.sync, f"{unplanned}: it cannot be planned", planned)
+    if (chunks := config.layout.pipeline.chunks) > 1:
+        raise ConfigError.of("layout.pipeline.chunks", chunks, "cannot be planned", "1")
     if config.layout.pipeline.partition == "measured":
         rule = "is known when the run begins: it cannot be planned"
         raise ConfigError.of("layout.pipeline.partition", "measured", rule, "auto, or layers a stage")

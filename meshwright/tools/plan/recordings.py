@@ -144,9 +144,9 @@ class Recordings:
         further = 0
         if chunk.layers:
             alike = self.outline(config).alike
-            first = alike[chunk.layers.start]
+            first = alike[chunk.layers[0]]
             if all(alike[layer] == first for layer in chunk.layers):  # then those after the first of its kind are too
-                further = chunk.layers.start - first
+                further = chunk.layers[0] - first
                 chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
         key = (chunk, incoming, *_what_matters(config))
         if key not in self._recorded:
@@ -213,7 +213,7 @@ def _record(config: Config, on_device: AsOnDevice, chunk: Chunk, incoming: Forms
     mesh = planned_mesh(grid, 0, layout.token_axes, on_device.device_type, recorder.started)
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, chunk)
-    recompute_in(config, model, len(chunk.layers))
+    recompute_in(config, model, (chunk,))
     specs = shard_specs(model)
     buckets = make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients)
     names = {parameter: name for name, parameter in model.named_parameters()}
