@@ -1,31 +1,30 @@
-"""torch's DistributedDataParallel: each rank takes its share of the rows, gradients are averaged."""
+"""torch's DistributedDataParallel averages gradients over ranks, so the loss must count the labels of all of them."""
 
-import torch
-from torch import nn
+import torch.distributed as dist
+from model import Transformer, adamw, batch_of, loss_of
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import meshwright.parity as parity
 
 
-def build_model() -> nn.Module:
-    return nn.Sequential(nn.Embedding(64, 16), nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 64))
-
-
-def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
-
-
-def batch_of(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    return {name: torch.randint(0, 64, (8, 12), generator=generator) for name in ("tokens", "labels")}
+def global_mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The sum of this rank's losses over the number of labels of all, times the ranks that DDP divides by."""
+    count = (batch["labels"] != -100).sum()
+    dist.all_reduce(count)
+    total = cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return total * dist.get_world_size() / count
 
 
 @parity.check(ranks=2)
 def ddp(job: parity.Job) -> None:
-    job.reference(build_model(), loss=loss_of, batch=batch_of, labels=None)
-    job.parallel(DistributedDataParallel(job.copy()), batch=job.rows("data"))
+    job.reference(Transformer(), loss=loss_of, batch=batch_of, optimizer=adamw)
+    job.parallel(DistributedDataParallel(job.copy()), loss=global_mean, batch=job.rows("data"))
 
 
 @parity.check(ranks=2)
-def ddp_unequal(job: parity.Job) -> None:
-    job.reference(build_model(), loss=loss_of, batch=batch_of)
+def ddp_mean_of_means(job: parity.Job) -> None:
+    """What most loops do: each rank's own mean. Wrong as soon as ranks have unequal numbers of labels."""
+    job.reference(Transformer(), loss=loss_of, batch=batch_of, optimizer=adamw)
     job.parallel(DistributedDataParallel(job.copy()), batch=job.rows("data"))

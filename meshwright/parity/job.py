@@ -40,7 +40,7 @@ from meshwright.parity.reference import (
     without_dropout,
 )
 from meshwright.parity.trace import Trace, clean_names
-from meshwright.ranks.dtensor import DeviceMesh, device_mesh, local_of
+from meshwright.ranks.dtensor import DeviceMesh, device_mesh, gradient_of, local_of
 
 CASTS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "own": None}
 """The reference is cast to these; own: nothing is cast."""
@@ -226,12 +226,7 @@ class ParityJob:
         def keep_gradients() -> None:
             nonlocal kept
             if not kept:  # at the first of several optimizers
-                keep(
-                    recording,
-                    "gradient",
-                    number,
-                    {n: local_of(p.grad) for n, p in parameters.items() if p.grad is not None},
-                )
+                keep(recording, "gradient", number, {name: gradient_of(p) for name, p in parameters.items()})
             kept = True
 
         trace = Trace(model, frozenset(name for name, _ in self._known[0].named_modules()))

@@ -40,16 +40,18 @@ class SideRecord:
         return self._file.get_tensor(key).double() if key in self._keys else None
 
     def num_calls(self, name: str) -> int:
-        """How often a module was called in the traced step."""
+        """How often a module was called in the traced step of this side."""
         return next(call for call in count() if f"output|{call}|{name}" not in self._keys)
 
-    def call(self, kind: str, name: str, number: int, calls: int) -> Tensor | None:
+    def call(self, kind: str, name: str, number: int, calls: int, skip: int = 0) -> Tensor | None:
         """A module's tensor in its call `number` of `calls` in a pass over the model, of all microbatches together.
 
         Microbatches one after the other are the batch. A module that gives the same in each (a table of positions) is
-        kept once; the gradients of its outputs are added.
+        kept once; the gradients of its outputs are added. `skip`: calls at the beginning that are no microbatch's.
         """
-        numbers = range(number, self.num_calls(name), calls)
+        every = range(self.num_calls(name))
+        trained = [n for n in every if f"output-gradient|{n}|{name}" in self._keys]
+        numbers = (trained or every)[skip + number :: calls]
         found = [x for n in numbers if (x := self.get(kind, n, name)) is not None]
         if len(found) < 2:
             return found[0] if found else None
@@ -183,48 +185,50 @@ def loss_rows(evidence: Evidence) -> Iterator[Row]:
 
 def explain_modules(evidence: Evidence) -> list[ModuleLine]:
     """Every call of a module of the reference that some rank has made, as the forward passes ended."""
-    factors: dict[int, float] = {}
-    facts, lines = evidence.reference.facts, []
-    for name, call in reversed(facts["order"]):
+    facts = evidence.reference.facts
+    called = [{name for name, _ in facts["order"] if side.num_calls(name)} for side in evidence.ranks]
+    staged = any(names != called[0] for names in called)  # then each stage of a pipeline is called the model
+    order = [(name, call) for name, call in facts["order"] if name or not staged]
+    factors = {rank: _loss_factor(evidence, side, order) for rank, side in enumerate(evidence.ranks)}
+    lines = []
+    for name, call in order:
         output = _explain(evidence, "output", name, call, {})
-        if output is None:
-            continue
-        if not factors:
-            factors = _loss_factors(evidence, name)
-        gradient = _explain(evidence, "output-gradient", name, call, factors)
-        taken = _explain(evidence, "input", name, call, {})
-        lines.append(ModuleLine(name, facts["classes"].get(name, ""), output, gradient, taken, call))
-    return lines[::-1]
+        if output is not None:
+            gradient = _explain(evidence, "output-gradient", name, call, factors)
+            taken = _explain(evidence, "input", name, call, {})
+            lines.append(ModuleLine(name, facts["classes"].get(name, ""), output, gradient, taken, call))
+    return lines
 
 
 def _explain(evidence: Evidence, kind: str, name: str, number: int, factors: Mapping[int, float]) -> Explanation | None:
     calls = evidence.reference.num_calls(name)
     whole = evidence.reference.call(kind, name, number, calls)
-    found = {r: x for r, side in enumerate(evidence.ranks) if (x := side.call(kind, name, number, calls)) is not None}
-    if whole is None or not found:
-        return None
-    scaled = {rank: x / factors.get(rank, 1.0) for rank, x in found.items()}
-    return explain_tensors(scaled, whole, evidence.allowed(kind, 1, name), evidence.coordinates)
+    first: Explanation | None = None
+    for skip in (0, calls):  # a pipeline's stage may be called once more, before all, to learn its shapes
+        found = {rank: side.call(kind, name, number, calls, skip) for rank, side in enumerate(evidence.ranks)}
+        scaled = {rank: x / factors.get(rank, 1.0) for rank, x in found.items() if x is not None}
+        if whole is None or not scaled:
+            return first
+        explanation = explain_tensors(scaled, whole, evidence.allowed(kind, 1, name), evidence.coordinates)
+        if explanation.explained:
+            return explanation
+        first = first or explanation
+    return first
 
 
-def _loss_factors(evidence: Evidence, last: str) -> dict[int, float]:
-    """By what each rank's loss is scaled, read off the gradient at the model's end: a mean over its own share, say."""
-    calls = evidence.reference.num_calls(last)
-    whole = evidence.reference.call("output-gradient", last, 0, calls)
-    factors: dict[int, float] = {}
-    for rank, side in enumerate(evidence.ranks):
-        ours = side.call("output-gradient", last, 0, calls)
-        if whole is None or ours is None or not float(ours.norm()):
-            continue
-        choices = [1.0, float(len(evidence.ranks)), *map(float, range(2, 9))]
-        for factor in (*choices, *(1 / f for f in choices)):
-            found = fit(ours / factor, whole, evidence.allowed("output-gradient", 1, last))
-            if found is not None and found.error <= evidence.allowed("output-gradient", 1, last):
-                factors[rank] = factor
-                break
-        else:
+def _loss_factor(evidence: Evidence, side: SideRecord, order: Sequence[tuple[str, int]]) -> float:
+    """By what a rank's loss is scaled, read off the gradient of its last module: a mean over its own share, say."""
+    last = next((name for name, _ in reversed(order) if side.get("output-gradient", 0, name) is not None), None)
+    if last is None:
+        return 1.0
+    calls, allowed = evidence.reference.num_calls(last), evidence.allowed("output-gradient", 1, last)
+    whole = evidence.reference.call("output-gradient", last, calls - 1, calls)
+    counts = [float(n) for n in range(1, max(8, evidence.num_ranks) + 1)]
+    for ours in (side.call("output-gradient", last, calls - 1, calls, skip) for skip in (0, calls)):
+        if whole is not None and ours is not None and bool(ours.any()):
+            fits = ((factor, fit(ours / factor, whole, allowed)) for n in counts for factor in (n, 1 / n))
+            exact = (factor for factor, found in fits if found is not None and found.error <= allowed)
             found = fit(ours, whole, 0.0)
-            free = None if found is None else factor_of(ours, found.piece)
-            if free:
-                factors[rank] = free
-    return factors
+            if factor := next(exact, None) or (None if found is None else factor_of(ours, found.piece)):
+                return factor
+    return 1.0

@@ -48,7 +48,7 @@ def worst_row(rows: Sequence[Row]) -> Row:
 
 def render(results: Sequence[ParityResult]) -> None:
     """A line a check, with the worst comparison of each kind; then what is wrong, and where."""
-    table = Table("check", "precision", *KINDS.values(), Column("seconds", justify="right"), "")
+    table = Table(Column("check", no_wrap=True), "precision", *KINDS.values(), Column("seconds", justify="right"), "")
     for result in results:
         cells = []
         for kind in KINDS:

@@ -46,9 +46,9 @@ def all_tensors(value: Any) -> list[Tensor]:
 
 
 def traced_tensor(value: Any) -> Tensor | None:
-    """The tensor that stands for a module's input or output: the largest of floating point, else none."""
+    """The tensor that stands for a module's input or output: the first of floating point that is no single number."""
     floats = [x for x in all_tensors(value) if x.is_floating_point()]
-    return max(floats, key=lambda x: x.numel(), default=None)
+    return next((x for x in floats if x.ndim > 1), floats[0] if floats else None)
 
 
 def in_backward() -> bool:

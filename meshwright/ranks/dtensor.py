@@ -32,6 +32,18 @@ def local_of(x: Tensor) -> Tensor:
     return x.detach()
 
 
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """This rank's part of a parameter's gradient, placed as the parameter is.
+
+    A DTensor's gradient may still be a partial sum, or whole where the parameter is cut: optimizers then redistribute
+    it, and so does this, which is collective over the mesh.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return None if gradient is None else local_of(gradient)
+
+
 def box_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Offsets and sizes of this rank's part in the whole of a DTensor; None for any other tensor."""
     if not isinstance(x, DTensor):
