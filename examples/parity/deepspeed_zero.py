@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1 and 2 on CPU processes. Its engine clears gradients in its step, so losses and weights are compared."""
+"""DeepSpeed ZeRO 1 and 2 on CPU processes. Its step clears gradients, so losses, outputs and weights are compared."""
 
 import deepspeed
 import torch

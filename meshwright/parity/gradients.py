@@ -159,7 +159,7 @@ def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> M
         text = f"the gradient that {maker} gives back to {source.name} is the reference's times {gradient.factor:.4g}"
         return Mistake("scaled", maker, text + axis_words(evidence, gradient.factor))
     kind = "lower precision" if is_rounding(evidence, gradient.error) else "wrong values"
-    text = f"the gradient that {maker} gives back to {source.name} is off by {gradient.error:.1e}"
+    text = f"the gradient that {maker} gives back to {source.name or 'the model'} is off by {gradient.error:.1e}"
     return Mistake(kind, maker, f"{text} (allowed: {gradient.allowed:.1e})")
 
 
@@ -251,6 +251,9 @@ def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, all
         if facts["clip"] is not None and not words:
             return Hypothesis("clipping", f"the reference's times {known[0]:.4g}: clipped by another norm")
         return Hypothesis("scaled", f"the reference's times {known[0]:.4g}{words}")
+    if facts["clip"] is not None and known and len(known) == len(factors):
+        words = ", ".join(sorted({f"{f:.4g}" for f in known}))
+        return Hypothesis("clipping", f"the reference's times {words} on its ranks: each clips by a norm of its own")
     if facts["clip"] is not None and len(alone) > 1:
         return _clipped_first(full, alone, max(1e-3, min(allowed, 0.1)))
     return None

@@ -124,9 +124,10 @@ class Trace:
 
         return hook
 
-    def _keep_gradient(self, name: str, call: int) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            self.tensors["output-gradient", name, call] = local_of(gradient).clone()
+    def _keep_gradient(self, name: str, call: int) -> Callable[[Tensor | None], None]:
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is not None:  # autograd may have none for an output that only looks as if it were used
+                self.tensors["output-gradient", name, call] = local_of(gradient).clone()
 
         return hook
 
