@@ -66,3 +66,24 @@ def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
 def zero_tensors(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The names of those that are zero everywhere: two dead models would agree on them."""
     return tuple(name for name, tensor in tensors.items() if not tensor.any())
+
+
+def factor_of(ours: Tensor, theirs: Tensor, tolerance: float = 1e-2) -> float | None:
+    """The number by which ours is theirs; None where it is not a multiple of it."""
+    a, b = ours.double().flatten(), theirs.double().flatten()
+    size = float(b @ b)
+    if not size or not bool(torch.isfinite(a).all()):
+        return None
+    factor = float(a @ b) / size
+    rest = float(torch.linalg.vector_norm(a - factor * b))
+    return factor if rest <= tolerance * abs(factor) * math.sqrt(size) else None
+
+
+def axis_words(sizes: Mapping[str, int], factor: float | None) -> str:
+    """Which axis a factor is the size of, and what mistakes make it."""
+    for axis, n in sizes.items() if factor is not None else ():
+        if n > 1 and math.isclose(factor or 0, n, rel_tol=1e-2):
+            return f", the size of {axis}: added up once too often, or a sum where a mean belongs"
+        if n > 1 and math.isclose(factor or 0, 1 / n, rel_tol=1e-2):
+            return f", one over the size of {axis}: a mean where a sum belongs"
+    return ""

@@ -18,6 +18,7 @@ from itertools import chain, combinations
 import torch
 from torch import Tensor
 
+from meshwright.parity.compare import factor_of
 from meshwright.parity.parts import Part, box_candidates
 
 COPY, CUT, PARTIAL, WRONG = "copy", "cut", "partial", "wrong"
@@ -140,17 +141,6 @@ def explain_tensors(
     found = fits[worst]
     factor = None if found is None else factor_of(locals_[worst], found.piece)
     return Explanation(WRONG, errors[worst], allowed, factor=factor, rank=worst)
-
-
-def factor_of(ours: Tensor, theirs: Tensor, tolerance: float = 1e-2) -> float | None:
-    """The number by which ours is theirs; None where it is not a multiple of it."""
-    a, b = ours.double().flatten(), theirs.double().flatten()
-    size = float(b @ b)
-    if not size or not bool(torch.isfinite(a).all()):
-        return None
-    factor = float(a @ b) / size
-    rest = float(torch.linalg.vector_norm(a - factor * b))
-    return factor if rest <= tolerance * abs(factor) * math.sqrt(size) else None
 
 
 def axis_subsets(coordinates: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:

@@ -7,15 +7,14 @@ share of the data alone as well, so these are numbers and no guesses.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from meshwright.parity.compare import relative_error
-from meshwright.parity.explain import PARTIAL, factor_of, groups_over
+from meshwright.parity.compare import axis_words, factor_of, relative_error
+from meshwright.parity.explain import PARTIAL, groups_over
 from meshwright.parity.job import LOCAL
 from meshwright.parity.judge import Evidence, ModuleLine
 from meshwright.parity.parts import Part
@@ -50,19 +49,6 @@ class Hypothesis:
 
     kind: str
     text: str
-
-
-def axis_words(evidence: Evidence, factor: float | None) -> str:
-    """Which axis a factor is the size of."""
-    if factor is None:
-        return ""
-    for axis in evidence.coordinates[0]:
-        n = evidence.size(axis)
-        if n > 1 and math.isclose(factor, n, rel_tol=1e-2):
-            return f", the size of {axis}: added up once too often, or a sum where a mean belongs"
-        if n > 1 and math.isclose(factor, 1 / n, rel_tol=1e-2):
-            return f", one over the size of {axis}: a mean where a sum belongs"
-    return ""
 
 
 def is_rounding(evidence: Evidence, error: float) -> bool:
@@ -157,7 +143,7 @@ def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> M
         return Mistake("missing reduction", maker, text)
     if gradient.factor is not None and abs(gradient.factor - 1) > 0.01:
         text = f"the gradient that {maker} gives back to {source.name} is the reference's times {gradient.factor:.4g}"
-        return Mistake("scaled", maker, text + axis_words(evidence, gradient.factor))
+        return Mistake("scaled", maker, text + axis_words(evidence.sizes, gradient.factor))
     kind = "lower precision" if is_rounding(evidence, gradient.error) else "wrong values"
     text = f"the gradient that {maker} gives back to {source.name or 'the model'} is off by {gradient.error:.1e}"
     return Mistake(kind, maker, f"{text} (allowed: {gradient.allowed:.1e})")
@@ -247,7 +233,7 @@ def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, all
         and max(known) - min(known) <= spread * abs(max(known))
         and abs(known[0] - 1) > spread
     ):
-        words = axis_words(evidence, known[0])
+        words = axis_words(evidence.sizes, known[0])
         if facts["clip"] is not None and not words:
             return Hypothesis("clipping", f"the reference's times {known[0]:.4g}: clipped by another norm")
         return Hypothesis("scaled", f"the reference's times {known[0]:.4g}{words}")

@@ -20,8 +20,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from meshwright.parity.compare import Row, relative_error
-from meshwright.parity.explain import Explanation, explain_tensors, factor_of, fit
+from meshwright.parity.compare import Row, factor_of, relative_error
+from meshwright.parity.explain import Explanation, explain_tensors, fit
 from meshwright.parity.job import PARALLEL, REFERENCE
 from meshwright.parity.parts import Part
 from meshwright.parity.reference import COMPARED_STEPS, MARGIN
@@ -146,8 +146,10 @@ class Evidence:
         places = [self.coordinates[rank] for rank in ranks]
         return "+".join(axis for axis in places[0] if len({place[axis] for place in places}) > 1)
 
-    def size(self, axes: str) -> int:
-        return math.prod(len({place[axis] for place in self.coordinates}) for axis in axes.split("+") if axes)
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many ranks each axis has."""
+        return {axis: len({place[axis] for place in self.coordinates}) for axis in self.coordinates[0]}
 
 
 def parameter_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:

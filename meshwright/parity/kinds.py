@@ -26,12 +26,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.parity.compare import Row, relative_error
+from meshwright.parity.compare import Row, axis_words, relative_error
 from meshwright.parity.explain import COPY, PARTIAL, axis_subsets, fit, groups_over
 from meshwright.parity.gradients import (
     ALL,
     Mistake,
-    axis_words,
     gradient_finding,
     hypothesis_of,
     is_rounding,
@@ -121,7 +120,7 @@ def forward_finding(evidence: Evidence) -> Mistake | None:
             return biased
         where = evidence.reference.facts["parents"].get(line.name, "") if lost and place else line.name
         if output.factor is not None and abs(output.factor - 1) > 0.01:
-            factor = f"{output.factor:.4g}{axis_words(evidence, output.factor)}"
+            factor = f"{output.factor:.4g}{axis_words(evidence.sizes, output.factor)}"
             return Mistake("scaled", where, f"the output of {name} is the reference's times {factor}")
         kind = "lower precision" if is_rounding(evidence, output.error) else "wrong values"
         text = (

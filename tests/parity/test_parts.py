@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.parity.explain import explain_tensors, factor_of
+from meshwright.parity.compare import factor_of
+from meshwright.parity.explain import explain_tensors
 from meshwright.parity.parts import Part, find_part, missing_places
 
 WHOLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))

@@ -27,7 +27,15 @@ from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
 from meshwright.launch.session import temporary_folder
 from meshwright.model import Samples
 from meshwright.parameters.shard import Box
-from meshwright.parity.compare import Row, compare_numbers, compare_tensors, compare_together, zero_tensors
+from meshwright.parity.compare import (
+    Row,
+    axis_words,
+    compare_numbers,
+    compare_tensors,
+    compare_together,
+    factor_of,
+    zero_tensors,
+)
 from meshwright.parts import Parts, build
 from meshwright.section import with_field
 from meshwright.tools.verify.reference import reference_run
@@ -43,12 +51,14 @@ TENSORS = ("initial", "gradient", "weight")
 
 @dataclass(frozen=True)
 class Verdict:
-    """All comparisons of a verification. `zero_gradients`: parameters about which they say nothing."""
+    """All comparisons of a verification. `zero_gradients`: parameters about which they say nothing. `hint`: where in
+    the model wrong gradients begin, and by which factor they are wrong, if by any."""
 
     config: Config
     steps: int
     rows: tuple[Row, ...]
     zero_gradients: tuple[str, ...] = ()
+    hint: str = ""
 
     @property
     def failed(self) -> tuple[Row, ...]:
@@ -70,7 +80,7 @@ class Verdict:
             error = f"relative error {first.error:.2e} > {first.allowed:.0e}"
             raise MismatchError(
                 f"the layout does not compute what one device computes: {count}, first the {first.kind} of "
-                f"{first.name}: {error}"
+                f"{first.name}: {error}{self.hint}"
             )
         if self.zero_gradients:
             name, *others = self.zero_gradients
@@ -139,7 +149,20 @@ def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> V
     files = {kind: load_file(reference / f"{kind}.safetensors") for kind in TENSORS}
     whole = {kind: {name: tensors[name] for name in numbers["names"]} for kind, tensors in files.items()}
     rows = tuple(_compare(config, layout, numbers, whole))
-    return Verdict(config, steps, rows, zero_tensors(whole["gradient"]))
+    hint = _hint(config, Checkpoint(layout / "step-0"), whole["gradient"], rows)
+    return Verdict(config, steps, rows, zero_tensors(whole["gradient"]), hint)
+
+
+def _hint(config: Config, parts: Checkpoint, gradients: dict[str, Tensor], rows: tuple[Row, ...]) -> str:
+    """Backward passes go from the model's end: the last wrong gradient is where the mistake shows first."""
+    wrong = [row.name for row in rows if row.kind == "gradient" and not row.holds]
+    if not wrong:
+        return ""
+    factor = factor_of(_read_whole(parts, "gradient", wrong[-1]), gradients[wrong[-1]])
+    times = "" if factor is None else f" times {factor:.4g}{axis_words(dict(config.layout.axes), factor)}"
+    return f"; the last wrong gradient in the model's order is {wrong[-1]}'s" + (
+        f": the reference's{times}" if times else ""
+    )
 
 
 def _compare(

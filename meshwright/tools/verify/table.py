@@ -29,6 +29,7 @@ def as_dict(verdict: Verdict) -> dict[str, Any]:
         "steps": verdict.steps,
         "comparisons": rows,
         "zero_gradients": list(verdict.zero_gradients),
+        "hint": verdict.hint.removeprefix("; "),
     }
 
 
