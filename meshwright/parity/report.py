@@ -94,11 +94,12 @@ def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
     named = None if result.finding is None else result.finding.module
     wrong = {row.name.rpartition(", step ")[0].rpartition(".")[0] for row in result.failed if row.kind == "gradient"}
     lines = {line.name: line for line in reversed(result.modules)}  # of several calls the first
+    above = {name: [n for n in lines if n != name and (not n or name.startswith(f"{n}."))] for name in lines}
     return [
         {
-            "name": name.rpartition(".")[2] or "the model",
+            "name": name.removeprefix(max(above[name], key=len, default="")).lstrip(".") or "the model",
             "path": name,
-            "depth": 0 if not name else name.count(".") + 1,
+            "depth": len(above[name]),
             "type": line.type,
             "output": _words(line.output),
             "gradient": _words(line.gradient),
