@@ -44,8 +44,19 @@ def serial(model: str) -> Any:
 KINDS = ["ulysses", "ring"]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("model", ["gpt2", "untied", "bert", "megatron-bert"])
+SIZES = [
+    *[("gpt2", size) for size in (2, 3, 4)],
+    *[(model, 3) for model in ("untied", "bert", "megatron-bert")],
+    *[
+        pytest.param(model, size, marks=pytest.mark.long)
+        for model in ("untied", "bert", "megatron-bert")
+        for size in (2, 4)
+    ],
+]
+"""How many ranks cut a sequence does not ask which model it is of: beside GPT-2 one number waits for no --long."""
+
+
+@pytest.mark.parametrize("model, size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_serial(kind: str, model: str, size: int) -> None:
     check(run(config_for(model, {"size": size, "kind": kind})), serial(model))

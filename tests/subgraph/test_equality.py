@@ -79,7 +79,7 @@ def test_every_sync(common: str, data: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("model, tensor", [("untied", subgraph(2, "one")), ("bert", subgraph(4, "all"))], ids=str)
 def test_every_sync_of_other_models(model: str, tensor: dict[str, Any], sync: str, data: int) -> None:
