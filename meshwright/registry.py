@@ -77,6 +77,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "adamw": "meshwright.optim.section:ADAMW",
         "sgd": "meshwright.optim.section:SGD",
         "momentum": "meshwright.optim.section:MOMENTUM",
+        "muon": "meshwright.optim.section:MUON",
     },
 }
 

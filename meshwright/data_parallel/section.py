@@ -44,6 +44,8 @@ class Sync:
     whole: str = ""
     rules: tuple[Rule, ...] = ()
     """Rules on what it does not go with, and why; checked where it is chosen."""
+    cuts_parameters: bool = False
+    """Whether a rank steps slices of flat memory, which cut parameters anywhere."""
     over_mpi: bool = True
     """Whether MPI can carry it: `transport: auto` then takes it on CPUs."""
     candidate: bool = False
@@ -137,13 +139,14 @@ SERVER_GRADIENT = Sync(
 ROOTED = Sync("meshwright.data_parallel.parameter_server:Rooted")
 ALLREDUCE = Sync("meshwright.data_parallel.policies:AllReduce", candidate=True)
 RING = Sync("meshwright.data_parallel.policies:Ring")
-ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", candidate=True)
+ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", cuts_parameters=True, candidate=True)
 ZERO2 = Sync(
     "meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True,
-    rules=(needs_one_chunk,),
+    cuts_parameters=True, rules=(needs_one_chunk,),
 )  # fmt: skip
 FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",
+    cuts_parameters=True,
     rules=(
         needs_torch_distributed, needs_replicas, needs_whole_layers, needs_whole_models, needs_whole_sequences,
         needs_one_forward_pass, needs_masters_on_the_device,

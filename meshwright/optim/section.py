@@ -5,6 +5,7 @@
 | adamw    | betas, epsilon | exp_avg, exp_avg_sq             | torch's fused AdamW        |
 | sgd      | -              | -                               | torch's fused SGD          |
 | momentum | momentum       | momentum_buffer                 | torch's fused SGD          |
+| muon     | all three      | exp_avg, exp_avg_sq             | ours (muon.py), and AdamW  |
 
 All have lr, weight_decay (of matrices only), clip and schedule. One is added by an `Update` and its line in the
 registry (docs/extending.md).
@@ -12,11 +13,16 @@ registry (docs/extending.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.errors import Problem
+from meshwright.registry import entries
+from meshwright.section import Rule, rule
+
 if TYPE_CHECKING:
+    from meshwright.config import Config
     from meshwright.config.schema import OptimizerSection
 
 OWN_FIELDS = ("betas", "epsilon", "momentum")
@@ -41,6 +47,10 @@ class Update:
     fields: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
     skips: bool = False
+    matrices: bool = False
+    """Whether `step` takes a hidden layer's matrix as [rows, columns], which must be whole; all else is flat."""
+    rules: tuple[Rule, ...] = ()
+    """Rules on what it does not go with, and why; checked where it is chosen."""
 
 
 ADAMW = Update(
@@ -59,4 +69,31 @@ MOMENTUM = Update(
     fields=("momentum",),
     states=("momentum_buffer",),
     skips=True,
+)
+
+
+@rule("optimizer.name", "layout.data", "layout.tensor", "memory.offload.to")
+def needs_whole_matrices(config: Config) -> Iterator[Problem]:
+    """Where a rank steps parts of matrices, no rank can make a whole one orthogonal."""
+    name, sync, layout = config.optimizer.name, config.layout.data.sync, config.layout
+    why = f"cuts the matrices that optimizer.name={name} steps whole"
+    others = ", ".join(other for other, update in entries("optimizers").items() if not update.matrices)
+    instead = f"; or optimizer.name={others}"
+    if layout.data.size > 1 and layout.data.strategy.cuts_parameters:
+        whole = ", ".join(other for other, entry in entries("syncs").items() if not entry.cuts_parameters)
+        yield Problem("layout.data.sync", sync, why, whole + instead)
+    if layout.tensor.axes:
+        yield Problem("layout.tensor.kind", layout.tensor.kind, why, "none" + instead)
+    if config.memory.offload.to != "none":
+        yield Problem("memory.offload.to", config.memory.offload.to, why, "none" + instead)
+
+
+MUON = Update(
+    "meshwright.optim.muon:muon_step",
+    "meshwright.optim.muon:Muon",
+    lambda settings: {"betas": settings.betas, "eps": settings.epsilon, "momentum": settings.momentum},
+    fields=("betas", "epsilon", "momentum"),
+    states=("exp_avg", "exp_avg_sq"),
+    matrices=True,
+    rules=(needs_whole_matrices,),
 )

@@ -7,7 +7,7 @@ keeps them elsewhere and steps piece by piece. Both leave the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -49,6 +49,7 @@ class InPlace:
 
     def __init__(self, config: Config, slots: Sequence[Slot]) -> None:
         self._kinds = config.optimizer.update.states
+        self._matrices = config.optimizer.update.matrices
         self.slots = slots
         self.masters = [_master(slot.parameter) for slot in slots]
         self._moments: list[dict[str, Tensor]] = [{} for _ in slots]
@@ -77,6 +78,11 @@ class InPlace:
         gradients = [master.grad for master in masters if master.grad is not None]
         assert len(gradients) == len(members), "a slot without a gradient"
         moments = [[self._moments[index][kind] for index in members] for kind in self._kinds]
+        if self._matrices:
+            weights, gradients, *moments = (
+                [part for index, flat in zip(members, each, strict=True) for part in _parts(self.slots[index], flat)]
+                for each in (weights, gradients, *moments)
+            )
         step(weights, gradients, moments, matrix)
 
     def tensors(self, index: int) -> dict[str, Tensor]:
@@ -98,6 +104,13 @@ class InPlace:
         for slot, master in zip(self.slots, self.masters, strict=True):
             if not torch.equal(master.to(slot.parameter.dtype), slot.parameter):
                 master.copy_(slot.parameter)
+
+
+def _parts(slot: Slot, flat: Tensor) -> Iterator[Tensor]:
+    """A slot's parameters, of memory [n] like the slot's: a hidden layer's matrix [rows, columns], all else flat."""
+    for place in slot.places:
+        part = flat[place.start : place.stop]
+        yield part.view(place.shape[0], -1) if place.is_hidden else part
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

@@ -22,19 +22,24 @@ from meshwright.ranks.mesh import Mesh
 
 @dataclass(frozen=True)
 class Place:
-    """Elements start..stop of a flat tensor are the `box` of the parameter `name` of global `shape`, row by row."""
+    """Elements start..stop of a flat tensor are the `box` of the parameter `name` of global `shape`, row by row.
+
+    `is_hidden`: all of a hidden layer's matrix.
+    """
 
     name: str
     shape: tuple[int, ...]
     box: Box
     start: int
     stop: int
+    is_hidden: bool = False
 
     def clip(self, start: int, stop: int) -> Iterator[Place]:
         """The boxes of this place that lie in start..stop, counted from start."""
         position = max(start, self.start)
         for box in self.box.flat_parts(position - self.start, min(stop, self.stop) - self.start):
-            yield Place(self.name, self.shape, box, position - start, position - start + box.num_elements)
+            stops = position - start + box.num_elements
+            yield Place(self.name, self.shape, box, position - start, stops, self.is_hidden and box == self.box)
             position += box.num_elements
 
 
@@ -215,7 +220,9 @@ def _make_bucket(
         values[start:stop].view(parameter.shape).copy_(parameter.detach())
         parameter.data = values[start:stop].view(parameter.shape)
         parameter.grad_dtype = gradients_in
-        places.append(Place(name, specs[name].shape, specs[name].box(mesh.grid, mesh.rank), start, stop))
+        spec, box = specs[name], specs[name].box(mesh.grid, mesh.rank)
+        is_hidden = spec.matrix and not spec.table and box.lengths == spec.shape
+        places.append(Place(name, spec.shape, box, start, stop, is_hidden))
         start = stop
     members = tuple(parameter for _, parameter in group)
     return Bucket(values, gradients, members, tuple(places), kind.matrix, kind.sum_axes, kind.cut_axes)

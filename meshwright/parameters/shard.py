@@ -105,9 +105,10 @@ Placements = Mapping[str, Shard]
 class ShardSpec:
     """Which mesh axis shards which dim of a parameter of global `shape`, as DTensor writes it: {"row": Shard(0)}.
 
-    `matrix`: takes part in matrix products, so that weight decay acts on it. `full_precision`: stays in
-    float32 where O2 stores weights in half. `tied`: the first and the last pipeline stage have a copy each, and its
-    gradient is the sum of both. `owner`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
+    `matrix`: takes part in matrix products, so that weight decay acts on it. `table`: a matrix that has a row a token,
+    place or class, which is looked up or scored: of no hidden layer. `full_precision`: stays in float32 where O2 stores
+    weights in half. `tied`: the first and the last pipeline stage have a copy each, and its gradient is the sum of
+    both. `owner`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
     row of it. `initial` None: the values that it was made with, which are the same on every rank. `partial_over`: axes
     whose ranks feed it different inputs though they split no tokens, such as heads that one norm is for.
     """
@@ -116,6 +117,7 @@ class ShardSpec:
     placements: Placements = field(default_factory=dict)
     initial: Initial | None = ZEROS
     matrix: bool = True
+    table: bool = False
     full_precision: bool = False
     tied: bool = False
     owner: tuple[str, int] | None = None

@@ -45,7 +45,7 @@ class TableHead(ShardedModule, UsesIslands):
         comm = mesh.comm(*classes)
         self.classes = Classes(shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.rare)
         if tied is None:
-            spec = ShardSpec((shape.padded, shape.hidden), table, shape.initial)
+            spec = ShardSpec((shape.padded, shape.hidden), table, shape.initial, table=True)
             self.weight = self.declare("weight", spec)
         else:
             self.tied = (tied,)  # in a tuple: the weight belongs to the embedding and is registered there once

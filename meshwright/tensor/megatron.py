@@ -40,7 +40,8 @@ class MegatronEmbedding(ShardedModule):
     def __init__(self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial, sequence: Sequence) -> None:
         super().__init__(mesh)
         self.sequence = sequence
-        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), {"tensor": Shard(0)}, initial))
+        spec = ShardSpec((num_rows, hidden), {"tensor": Shard(0)}, initial, table=True)
+        self.weight = self.declare("weight", spec)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids - self.mesh.index("tensor") * self.weight.shape[0]

@@ -32,7 +32,7 @@ class SerialEmbedding(ShardedModule):
 
     def __init__(self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial) -> None:
         super().__init__(mesh)
-        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), initial=initial))
+        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), initial=initial, table=True))
 
     def forward(self, ids: Tensor) -> Tensor:
         return lookup(ids, self)  # [B, T, H]

@@ -121,7 +121,8 @@ class TesseractEmbedding(ShardedModule):
 
     def __init__(self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial) -> None:
         super().__init__(mesh)
-        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), {"row": Shard(0), "col": Shard(1)}, initial))
+        spec = ShardSpec((num_rows, hidden), {"row": Shard(0), "col": Shard(1)}, initial, table=True)
+        self.weight = self.declare("weight", spec)
 
     def forward(self, ids: Tensor) -> Tensor:
         everyones = all_gather(ids, self.mesh, "row", 0)  # [B/depth, T]

@@ -47,13 +47,15 @@ class Outcome:
 class Layer(nn.Module):
     """`function(*inputs, weight, bias)` of whole parameters, under the names that all kits give them.
 
-    `decays`: weight decay acts on the weight. `wide`: O2 keeps the layer in float32.
+    `decays`: weight decay acts on the weight. `table`: its rows are looked up or scored. `wide`: float32 in O2.
     """
 
     def __init__(self, function: Callable[..., Tensor], weight: _Shape | None, initial: Initial,
-                 bias: _Shape | None = None, *, decays: bool = True, wide: bool = False) -> None:  # fmt: skip
+                 bias: _Shape | None = None, *, decays: bool = True, wide: bool = False,
+                 table: bool = False) -> None:  # fmt: skip
         super().__init__()
         self.function, self.initial, self.decays, self.wide = function, initial, decays, wide
+        self.hidden = decays and not table
         self.weight = None if weight is None else nn.Parameter(torch.empty(weight))
         self.bias = None if bias is None else nn.Parameter(torch.empty(bias))
 
@@ -71,7 +73,7 @@ class ReferenceKit:
         return self
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
-        return Layer(lambda ids, weight, _: F.embedding(ids, weight), (num_rows, hidden), initial)
+        return Layer(lambda ids, weight, _: F.embedding(ids, weight), (num_rows, hidden), initial, table=True)
 
     def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
         return _linear(inputs, (hidden,), initial, biased=False)
@@ -113,7 +115,7 @@ class ReferenceKit:
             return loss * scale
 
         own = None if tied is not None else (shape.padded, shape.hidden)
-        return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None)
+        return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None, table=True)
 
     def local_heads(self, heads: int) -> int:
         return heads
@@ -159,7 +161,7 @@ class Reference:
         self.parameters = dict(self.model.named_parameters())
         self.gradients: dict[str, Tensor] = {}  # each parameter's .grad, to which autograd adds
         self.narrow: set[str] = set()  # what O2 casts to half precision
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}  # whether they decay
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # whether they decay, and are hidden layers' matrices
         for name, parameter in self.parameters.items():
             path, own = name.rsplit(".", 1)
             layer = self.model.get_submodule(path)
@@ -170,7 +172,8 @@ class Reference:
                 values = values.to(self.dtype)
             parameter.data.copy_(values if own == "weight" else torch.zeros_like(values))
             parameter.grad = self.gradients[name] = torch.zeros_like(parameter)
-            groups[own == "weight" and layer.decays].append(parameter)
+            kind = (own == "weight" and layer.decays, own == "weight" and layer.hidden)
+            groups.setdefault(kind, []).append(parameter)
         self.optimizer = _optimizer(config, groups)
         scale, half = precision.loss_scale, self.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(device.type, scale.initial, growth_interval=scale.interval, enabled=half)
@@ -229,9 +232,12 @@ def rate_share(schedule: ScheduleSection, step: int, steps: int) -> float:
     return schedule.floor + (1 - schedule.floor) * (waves | {"sqrt": 1 - math.sqrt(done)})[schedule.decay]
 
 
-def _optimizer(config: Config, by_decay: Mapping[bool, list[nn.Parameter]]) -> torch.optim.Optimizer:
+def _optimizer(config: Config, by_kind: Mapping[tuple[bool, bool], list[nn.Parameter]]) -> torch.optim.Optimizer:
     chosen = config.optimizer
-    groups = [{"params": some, "weight_decay": chosen.weight_decay * decays} for decays, some in by_decay.items()]
+    groups = [
+        {"params": some, "weight_decay": chosen.weight_decay * decays, "hidden": hidden}
+        for (decays, hidden), some in by_kind.items()
+    ]
     update = chosen.update
     return cast(torch.optim.Optimizer, load_entry(update.reference)(groups, lr=chosen.lr, **update.arguments(chosen)))
 

@@ -39,7 +39,7 @@ SOLO = Grid((("data", 1),))
 def test_it_imports_facts_and_the_models_alone() -> None:
     path = Path(reference.__file__)
     assert {name for name in imports_of(path) if name.startswith("meshwright")} == ALLOWED
-    assert len(path.read_text().splitlines()) <= 256
+    assert len(path.read_text().splitlines()) <= 264
 
 
 def functions_of(mesh: Mesh, config: Config) -> tuple[set[str], list[str]]:
