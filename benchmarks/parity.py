@@ -20,7 +20,7 @@ from benchmarks.parity_cases import MISTAKES, RIGHT, PlantedMistake
 from benchmarks.parity_programs import run_program
 from meshwright.launch import Rank, Ranks, run
 from meshwright.parity.check import ParityCheck, ParityResult, collect, judged, run_check
-from meshwright.parity.job import call_check
+from meshwright.parity.worker import call_check
 
 PRECISIONS = ("float64", "float32", "bf16")
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,7 +6,7 @@
         job.parallel(DistributedDataParallel(job.copy()), batch=job.rows("data"))
 
     check.py            @check, starting the ranks, the result
-    job.py              what a check's function is given, on a rank; it writes what the models gave
+    worker.py, job.py   a check on a rank: what its function is given; it writes what the models gave
     reference.py        one process, and the tolerances that are derived from it
     trace.py            modules' outputs and their gradients, by hooks
     parts.py, locate.py, explain.py      what a local tensor is of the reference's

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from meshwright.parity.kinds import Mistake
 
 CHECK_PRECISIONS = ("float64", "float32", "bf16", "own")
-CHECK_WORKER = "meshwright.parity.job:check_rank"
+CHECK_WORKER = "meshwright.parity.worker:check_rank"
 PATIENCE = Timeout(join=60.0, wait=120.0)
 
 

@@ -20,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshwright.errors import ParityError
 from meshwright.launch import Rank
-from meshwright.parity.check import load_checks
 from meshwright.parity.locate import locate
 from meshwright.parity.parts import find_part
 from meshwright.parity.reference import (
@@ -293,25 +292,3 @@ def _write(
     named |= {f"{kind}|{call}|{module}": x for (kind, module, call), x in trace.tensors.items()}
     save_file({key: x.detach().cpu().contiguous() for key, x in named.items()}, folder / f"{name}.safetensors")
     (folder / f"{name}.json").write_text(json.dumps(dict(facts)))
-
-
-def check_rank(rank: Rank, file: Path, name: str, precision: str, out: Path) -> None:
-    """A check's process: the function `name` of a file."""
-    function = vars(load_checks(file))[name]
-    call_check(function, rank, rank.mesh.grid.axes, precision, out)
-
-
-def call_check(
-    function: Callable[[ParityJob], None], rank: Rank, axes: Sequence[tuple[str, int]], precision: str, folder: Path
-) -> None:
-    """Call a check's function on one rank, in the precision that parameters are then made in."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(CASTS[precision] or before)
-    torch.manual_seed(1)
-    try:
-        job = ParityJob(rank, axes, precision, folder)
-        function(job)
-    finally:
-        torch.set_default_dtype(before)
-    if not job.compared:
-        raise ParityError(f"{function.__name__} ended without job.parallel(): there is nothing to compare")

@@ -24,7 +24,9 @@ def test_the_command_says_what_differs_and_where(tmp_path: Path) -> None:
     told = json.loads(ran.stdout)
     right, wrong = told["checks"]
     assert right["holds"], right["verdict"]
-    assert max(row["error"] for row in right["comparisons"]) < 1e-14
+    losses = [row for row in right["comparisons"] if row["kind"] == "loss"]
+    assert max(row["error"] for row in losses) < 1e-14
+    assert {"copy", "cut"} >= {module["output"]["kind"] for module in right["modules"]}
     assert wrong["finding"]["kind"] == "token counts"
     assert "first wrong" not in page.read_text()  # a mean of means is no module's
     assert "a mean of means" in page.read_text()
