@@ -247,6 +247,10 @@ class MixedSection(TokenSection):
 
     mixture: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        """A dict has no hash, and a plan remembers by sections."""
+        return hash(self.model_dump_json())
+
     @property
     def sources(self) -> tuple[str, ...]:
         return tuple(self.mixture) or (self.source,)

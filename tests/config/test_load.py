@@ -33,7 +33,9 @@ def mistake(tree: dict[str, Any], *overrides: str) -> str:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda path: path.stem)
 def test_shipped_runs_load(run: Path) -> None:
-    assert load_config(run).steps > 0
+    config = load_config(run)
+    assert config.steps > 0
+    assert isinstance(hash(config), int), "a plan remembers by sections"
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda path: path.stem)

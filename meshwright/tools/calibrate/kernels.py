@@ -68,6 +68,11 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
     for name, dtype in DTYPES.items():  # none is left out: a slow prediction helps more than a refusal
         if name != curve:
             points[f"product {name}"] = [(effort.dtype_side, _product_seconds(timer, effort.dtype_side, dtype))]
+    if device.type == "cuda":  # as a run multiplies float32, unless it says precision.tf32=false
+        matmul = torch.backends.cuda.matmul
+        before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+        points["product tf32"] = [(effort.dtype_side, _product_seconds(timer, effort.dtype_side, torch.float32))]
+        matmul.fp32_precision = before
     points["attention"] = list(_attentions(effort, timer, DTYPES[curve]))
     points["stream"] = [(size, _chain_seconds(timer, size // 12)) for size in effort.stream_bytes]
     x = torch.randn(SPECIAL_ELEMENTS // 256, 256, device=device)

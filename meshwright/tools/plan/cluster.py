@@ -35,7 +35,7 @@ def _rising(curve: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float]
 
 
 Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1), AfterValidator(_rising)]
-Dtype = Literal["float32", "float64", "bf16", "fp16"]
+Multiplies = Literal["float32", "tf32", "float64", "bf16", "fp16"]
 if TYPE_CHECKING:
     Verb: TypeAlias = str
 else:
@@ -43,18 +43,18 @@ else:
 
 
 class Device(Section):
-    """`peak`: flops a second by dtype. `efficiency`: the part of it that a matrix product of m x n x k reaches, over
-    the cube root of mnk; `attention`: a fused attention's, where torch has one there, of a causal one half the products
-    counted; None: it has none, and attends step by step. `bandwidth`: bytes a second of memory over the bytes that a
-    kernel touches. `launch`: seconds before a kernel begins. `elements`: seconds that an element takes on top of its
-    bytes, in kernels of a kind (recorder.py).
+    """`peak`: flops a second by dtype, tf32 being float32's in tensor cores, where there are any. `efficiency`: the
+    part of it that a matrix product of m x n x k reaches, over the cube root of mnk; `attention`: a fused attention's,
+    where torch has one there, of a causal one half the products counted; None: it has none, and attends step by step.
+    `bandwidth`: bytes a second of memory over the bytes that a kernel touches. `launch`: seconds before one begins.
+    `elements`: seconds that an element takes on top of its bytes, in kernels of a kind (recorder.py).
     """
 
     kind: Literal["cpu", "cuda"]
     memory: Size
     reserved: Annotated[int, Field(ge=0)] = 0
     """Bytes that the framework and its libraries hold on a device, whatever the run."""
-    peak: dict[Dtype, Rate]
+    peak: dict[Multiplies, Rate]
     efficiency: Curve
     attention: Annotated[float, Field(gt=0, le=1)] | None = None
     bandwidth: Curve
@@ -64,6 +64,11 @@ class Device(Section):
     """Bytes a second between the device's memory and the host's, each way."""
     disk: Rate = 1e9
     """Bytes a second of a node's disk."""
+
+    def peak_of(self, dtype: str, *, tf32: bool) -> float | None:
+        """The flops a second of products in a dtype; `tf32`: float32 ones may run in TF32 (precision.tf32)."""
+        name = "tf32" if tf32 and dtype == "float32" and "tf32" in self.peak else dtype
+        return next((rate for known, rate in self.peak.items() if known == name), None)
 
     @property
     def fuses(self) -> bool:

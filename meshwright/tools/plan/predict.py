@@ -87,7 +87,7 @@ class Planner:
     recordings: Recordings = field(init=False)
     buckets: Buckets = field(default_factory=Buckets)
     passes: dict[Hashable, Passes] = field(default_factory=dict)
-    _timers: dict[int, Timer] = field(default_factory=dict)
+    _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _partitions: dict[tuple[object, int], tuple[int, ...]] = field(default_factory=dict)
     _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
     _networks: dict[tuple[TransportName, tuple[tuple[str, int], ...]], ClusterNetwork] = field(default_factory=dict)
@@ -122,9 +122,10 @@ class Planner:
         ranks = config.layout.world_size
         if self.cluster.cores is None:
             ranks = min(ranks, self.cluster.devices_per_node)
-        if ranks not in self._timers:
-            self._timers[ranks] = Timer(self.cluster, ranks)
-        return self._timers[ranks]
+        key = ranks, config.precision.tf32
+        if key not in self._timers:
+            self._timers[key] = Timer(self.cluster, ranks, tf32=config.precision.tf32)
+        return self._timers[key]
 
     def network(self, config: Config) -> ClusterNetwork:
         """The links between the ranks; over the transport that `auto` takes on a machine like the cluster's."""

@@ -116,12 +116,14 @@ def _figures(one: Prediction) -> dict[str, Any]:
     config, family = one.config, chain_of(one.config)
     samples_per_second = config.batch.global_ / one.seconds
     flops = family.flops_per_sample(config) * samples_per_second / config.layout.world_size
+    peak = one.cluster.device.peak_of(config.precision.dtype, tf32=config.precision.tf32)
+    assert peak is not None, f"{config.precision.dtype} was predicted without a peak"
     return {
         "layout": layout_text(config),
         "seconds": one.seconds,
         "tokens_per_second": family.tokens_per_sample(config) * samples_per_second,
         "flops_per_device": flops,
-        "peak_share": flops / one.cluster.device.peak[config.precision.dtype],
+        "peak_share": flops / peak,
         "idle_share": one.idle_share,
         "phases": one.phases,
         "memory": asdict(one.fullest),

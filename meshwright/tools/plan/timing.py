@@ -31,10 +31,11 @@ DeviceLane = float | Start | WaitFor
 
 class Timer:
     """Seconds of a rank's kernels and programs while `ranks_per_node` ranks compute on its node. `slowdown`: how many
-    times as long everything takes as on a core of one's own (Cluster.oversubscription)."""
+    times as long everything takes as on a core of one's own (Cluster.oversubscription). `tf32`: precision.tf32."""
 
-    def __init__(self, cluster: Cluster, ranks_per_node: int) -> None:
+    def __init__(self, cluster: Cluster, ranks_per_node: int, *, tf32: bool = False) -> None:
         self._cluster = cluster
+        self._tf32 = tf32
         self._seconds: dict[Kernel, float] = {}
         self._steps: dict[int, tuple[Program, tuple[DeviceLane, ...]]] = {}
         self.ranks_per_node = ranks_per_node
@@ -66,9 +67,9 @@ class Timer:
                 return memory
 
     def _peak(self, kernel: Kernel) -> float:
-        for dtype, peak in self._cluster.device.peak.items():
-            if dtype == kernel.dtype:
-                return peak
+        peak = self._cluster.device.peak_of(kernel.dtype, tf32=self._tf32)
+        if peak is not None:
+            return peak
         rule = f"is no dtype of which {self._cluster.name} says how fast it multiplies (device.peak)"
         raise ConfigError.of("precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak))
 

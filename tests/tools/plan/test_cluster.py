@@ -66,7 +66,7 @@ def test_all_mistakes_by_field(tmp_path: Path) -> None:
         [
             "device.kind=gpu is none of the choices (did you mean cpu?); valid: cpu, cuda",
             "device.peak.float32=fast is not a number; valid: a number > 0",
-            "device.peak.fp8=fp8 is an unknown key; valid: float32, float64, bf16, fp16",
+            "device.peak.fp8=fp8 is an unknown key; valid: float32, tf32, float64, bf16, fp16",
             f"device.efficiency=-1 at index 1, 1 is not above 0; {curve}",
             "device.host_link=nothing is missing; valid: a number > 0",
             "device.elements.dear=dear is an unknown key; valid: special, random",

@@ -25,6 +25,14 @@ def test_product_is_bound_by_flops_or_by_bytes() -> None:
     assert seconds(replace(PRODUCT, touched_bytes=10**8)) == pytest.approx(1e8 / 1e12 + LAUNCH)
 
 
+def test_float32_products_take_tensor_cores_where_a_run_and_its_devices_do() -> None:
+    product, device = replace(PRODUCT, dtype="float32"), FLAT.device
+    cores = FLAT.model_copy(update={"device": device.model_copy(update={"peak": {**device.peak, "tf32": 5e13}})})
+    assert Timer(cores, 1, tf32=True).kernel_seconds(product) == pytest.approx(2e9 / (5e13 * 0.5) + LAUNCH)
+    assert Timer(cores, 1).kernel_seconds(product) == Timer(FLAT, 1, tf32=True).kernel_seconds(product)
+    assert Timer(cores, 1, tf32=True).kernel_seconds(PRODUCT) == seconds(PRODUCT)
+
+
 def test_efficiency_lies_between_points_over_the_logarithm_of_the_side() -> None:
     middle = replace(PRODUCT, side=1000**0.5 * 100**0.5)
     assert seconds(middle) == pytest.approx(2e9 / (1e14 * 0.3) + LAUNCH)
