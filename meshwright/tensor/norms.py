@@ -11,7 +11,7 @@ forward:  sums of x and x² over H: one all-reduce of [R, 2]        x̂ = (x - m
 backward: sums of dx̂ and dx̂ x̂ over H: one all-reduce of [R, 2]     dx = (dx̂ - mean(dx̂) - x̂ mean(dx̂ x̂)) / sqrt(...)
 
 R rows. (Tesseract, section 3.2.2.) Forward sums are float64: E[x²] - E[x]² would lose float32's digits where the mean
-is large.
+is large. Sums are written where they travel, and worked on there: a GPU pays such small kernels by their number.
 """
 
 from __future__ import annotations
@@ -78,12 +78,14 @@ class GroupNorm(ShardedModule):
 class _SplitLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, hidden: int, epsilon: float, comm: Comm) -> Tensor:
-        squares = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square_()
-        sums = torch.stack([x.sum(-1, dtype=torch.float64), squares], -1)
+        sums = x.new_empty(*x.shape[:-1], 2, dtype=torch.float64)
+        mean, square = sums.unbind(-1)
+        torch.sum(x, -1, dtype=torch.float64, out=mean)
+        torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64, out=square).square_()
         comm.all_reduce(sums)
-        mean, square = (sums / hidden).unbind(-1)
-        scale = (square - mean.square()).clamp_(min=0).add_(epsilon).rsqrt_()
-        mean, scale = mean.to(weight.dtype).unsqueeze(-1), scale.to(weight.dtype).unsqueeze(-1)
+        sums.div_(hidden)
+        square.addcmul_(mean, mean, value=-1).clamp_(min=0).add_(epsilon).rsqrt_()
+        mean, scale = sums.to(weight.dtype).split(1, -1)
         normed = (x - mean).mul_(scale)
         ctx.save_for_backward(normed, scale, weight)
         ctx.hidden, ctx.comm = hidden, comm
@@ -95,13 +97,15 @@ class _SplitLayerNorm(torch.autograd.Function):
         normed, scale, weight = ctx.saved_tensors
         dnormed = dy * weight
         product = dy * normed
-        sums = torch.stack([dnormed.sum(-1), torch.mv(product.flatten(0, -2), weight).view(dy.shape[:-1])], -1)
+        sums = dnormed.new_empty(dnormed[..., 0].numel(), 2)  # of rows: dnormed, and its product with normed
+        torch.sum(dnormed.flatten(0, -2), -1, out=sums[:, 0])
+        torch.mv(product.flatten(0, -2), weight, out=sums[:, 1])
         moving = ctx.comm.all_reduce(sums, wait=False)  # under the vectors' gradients
         dweight = product.flatten(0, -2).sum(0)
         dbias = dy.flatten(0, -2).sum(0)
         moving.wait()
-        means = sums / ctx.hidden
-        dnormed.sub_(means[..., :1]).sub_(normed * means[..., 1:])
+        mean, projection = sums.div_(ctx.hidden).view(*dy.shape[:-1], 2).split(1, -1)
+        dnormed.sub_(mean).addcmul_(normed, projection, value=-1)
         dx = torch.mul(dnormed, scale, out=torch.empty_like(dy))
         return dx, dweight, dbias, None, None, None
 

@@ -29,7 +29,7 @@ WAITS = 1
 FEW_LABELS = "tensor/cross_entropy.py"
 """Where a head of few labels (BERT's) waits once a microbatch for their number, which spares it most of the logits."""
 
-KERNELS = {"serial": 45, "zero1": 45, "megatron": 47, "sequence": 57, "tesseract": 109, "pipeline": 45}
+KERNELS = {"serial": 45, "zero1": 45, "megatron": 47, "sequence": 57, "tesseract": 99, "pipeline": 45}
 """Kernels a layer and microbatch, at most."""
 
 
