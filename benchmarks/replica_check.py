@@ -26,7 +26,8 @@ from meshwright.config.schema import Check
 from meshwright.launch import Rank, Ranks, run
 from meshwright.model import Batch
 from meshwright.parts import build
-from meshwright.ranks.agreement import hash_bits
+from meshwright.ranks.agreement import hash_bits, same_everywhere
+from meshwright.ranks.comm import RankGroup, SoloComm
 from meshwright.training.loop import Trainer
 
 HASHED = 10**7
@@ -88,9 +89,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    weights = torch.randn(HASHED)
+    weights, alone = torch.randn(HASHED), SoloComm(RankGroup("", (0,), 0))
     calls: dict[str, Callable[[], Any]] = {
         "hash_bits": lambda: hash_bits(weights),
+        "the start's comparison": lambda: same_everywhere(weights, alone),
         "SHA-256": lambda: hashlib.sha256(weights.numpy().data),
         "vector_norm": lambda: torch.linalg.vector_norm(weights),
     }

@@ -169,8 +169,9 @@ class Report:
         partial.rename(target)
 
     def __str__(self) -> str:
-        where = f" on {self.host}" if self.host else ""
-        text = f"rank {self.rank}{where} failed: {self.summary}"
+        name = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
+        said = self.summary.startswith((f"{name} ", f"{name}:"))  # a message of the meeting names who it is about
+        text = self.summary if said else f"{name} failed: {self.summary}"
         return f"{text}\n{self.details}" if self.details else text
 
     @property

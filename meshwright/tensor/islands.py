@@ -2,9 +2,9 @@
 
 torch.compile of a whole block breaks at each linear, which writes its gradient where buckets hold it. So the products,
 deferred gradients and collectives stay as they are, and Inductor compiles what stands between them, for all kits alike.
-Measured on a CPU, in milliseconds (1,024 x 1,024 for GELU, 256 x 8,192 logits): GELU with its derivative 1.7 becomes
-0.8; the loss's two passes are 2.0 both ways; a residual sum with a norm, and a norm's backward pass, are no faster than
-torch's own kernels, so they are no islands. On a GPU the loss's passes move 6 bytes a half-precision logit instead of
+`python -m benchmarks.islands`, both ways on a CPU's thread: GELU of [1024, 1024] takes 3.5 ms and compiled 1.9 (torch
+3.6), the loss of 256 tokens over 8,192 classes 17.6 and 15.9 (torch 22.2); a residual sum with a norm takes 2.1 ms by
+torch and compiled 3.2, so it is no island. On a GPU the loss's passes move 6 bytes a half-precision logit instead of
 18, by counting; nobody has timed them there.
 
 The loss of a rank's classes, logits [C, V/p] of which the first `held` are real: two passes, an exchange between them.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from meshwright.errors import DataError, DivergedError, MeshwrightError
+from meshwright.errors import DataError, DivergedError, LaunchError, MeshwrightError
 from meshwright.launch.failure import Death, Failure, Report, explain_failure, read_reports
 
 
@@ -77,6 +78,13 @@ def test_report_of_a_bug_has_one_line_and_a_traceback() -> None:
 
 def test_report_of_a_users_mistake_is_its_text() -> None:
     assert str(Report.of(2, DataError("no such file: a.txt"))) == "rank 2 failed: no such file: a.txt"
+
+
+def test_a_rank_is_named_once() -> None:
+    error = LaunchError("rank 1 on node1 found nobody at node0:29500 within 3 s")
+    assert str(replace(Report.of(1, error), host="node1")) == str(error)
+    assert str(replace(Report.of(0, error), host="node0")) == f"rank 0 on node0 failed: {error}"
+    assert str(replace(Report.of(11, error), host="node1")) == f"rank 11 on node1 failed: {error}"
 
 
 def test_report_of_an_exit() -> None:

@@ -1,0 +1,62 @@
+"""What a thousand ranks' step reports cost a rank each step: python -m benchmarks.step_reports [--ranks N]
+
+Reports are made up and have come; 128 x 8 ranks, of data and tensor parallelism. A rank reads what all must know: the
+losses, whether to stop, the next step's counts. Rank 0 reads every report besides, makes the line of metrics and judges
+stragglers. Processor milliseconds, the median of 30 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from meshwright.ranks.comm import DONE
+from meshwright.ranks.grid import Grid
+from meshwright.training.metrics import StepWork, metrics_line
+from meshwright.training.step_report import StepReport, StepReports, StragglerWatch
+
+STEPS = 30
+
+
+def milliseconds(step: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(STEPS):
+        begin = time.process_time()
+        step()
+        seconds.append(time.process_time() - begin)
+    return 1e3 * statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1024)
+    ranks = parser.parse_args().ranks
+    torch.set_num_threads(1)
+    grid = Grid((("data", ranks // 8), ("pipe", 1), ("tensor", 8)))
+    report = StepReport(0.5, [8], False, 1.0, 2.0, 3.0, 4, tuple(range(len(grid.axis_sets))), own_seconds=0.5)
+    numbers = torch.tensor(report.numbers(), dtype=torch.float64).view(torch.int64)
+    rows, peers = numbers.repeat(ranks, 1), grid.group(5, "data")
+    watch, work = StragglerWatch(grid), StepWork(10, 1.0, 1.0, None)
+
+    def a_rank() -> StepReports:
+        reports = StepReports(rows, DONE, num_labels=1, num_hashes=0)
+        assert reports.losses[0] == report.loss
+        assert not reports.stop
+        reports.next_counts(peers)
+        return reports
+
+    def rank_0() -> None:
+        each = a_rank().each()
+        metrics_line(1.0, work, each, grid)
+        watch.step([one.own_seconds for one in each])
+
+    print(f"{ranks} ranks, {len(numbers)} numbers each: a rank {milliseconds(a_rank):.2f} ms a step, ", end="")
+    print(f"rank 0 {milliseconds(rank_0):.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
