@@ -56,7 +56,7 @@ def join_job(
     else:
         shared, mine = me.connect()
     try:
-        mine = replace(mine, device=device)
+        mine = replace(mine, device=device, attempt=environment.attempt)
         store, ranks = (me.lead if environment.rank == 0 else me.follow)(shared, mine)
     except dist.DistNetworkError as error:
         raise LaunchError(f"{me} lost the store at {me.place}: the job's rank 0 has left") from error

@@ -149,7 +149,7 @@ def open_mesh(
     `point`: where ranks of the torch transport meet; None over MPI, which brings its ranks together by itself.
     A watchdog ends the process where it waits for others longer than `timeout`.
     """
-    recorder = FlightRecorder()
+    recorder, attempt = FlightRecorder(), environment.attempt
     with Watchdog(environment, recorder, timeout) as watchdog:
         if transport == "mpi":
             watchdog.meet()
@@ -159,7 +159,8 @@ def open_mesh(
         else:
             assert point is not None, "the ranks of a process group have no place to meet"
             opened = open_torch(environment, device, point, recorder, timeout)
-        watchdog.joined()
+            attempt = attempt if environment.launched else opened.peers.attempt
+        watchdog.joined(attempt)
         mesh = Mesh(
             grid,
             environment.rank,

@@ -33,8 +33,8 @@ _CAUSE = re.compile(r"(Connection \w+(?: by peer)?|Broken pipe|No route to host|
 class Peer:
     """A rank as it came to the store. `address`: its own end of that connection, `reached`: the store's.
 
-    Both are empty for the rank that opened the store. `device`: the type of what it computes on. `process`: tells it
-    from the same rank of another attempt.
+    Both are empty for the rank that opened the store. `device`: the type of what it computes on. `attempt`: the
+    restarts that its own launcher has counted. `process`: tells it from the same rank of another attempt.
     """
 
     rank: int
@@ -42,6 +42,7 @@ class Peer:
     address: str = ""
     reached: str = ""
     device: str = "cpu"
+    attempt: int = 0
     process: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
 
     @classmethod
@@ -71,6 +72,12 @@ class Peers:
 
     ranks: Sequence[Peer]
     me: int
+
+    @property
+    def attempt(self) -> int:
+        """A number of the job that grows with each start: an agent of torchrun's counts the failures of its own node
+        alone, so that neither one's count nor the greatest need grow; their sum does."""
+        return sum(peer.attempt for peer in self.ranks)
 
     @property
     def address(self) -> str:

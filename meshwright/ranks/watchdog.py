@@ -114,8 +114,15 @@ class Watchdog:
                 raise LaunchError(absent(missing, self.environment.world_size, self._timeout.join))
             time.sleep(MEETING_SECONDS)
 
-    def joined(self) -> None:
-        """The rank has met the others: from now on it may wait as long as `timeout.wait` says."""
+    def joined(self, attempt: int) -> None:
+        """The rank has met the others: from now on it may wait as long as `timeout.wait` says.
+
+        `attempt`: the job's number that all of them have, whatever restarts each one's launcher has counted; records
+        and marks of another number are of ranks that are gone.
+        """
+        if attempt != self.environment.attempt:
+            self.environment = replace(self.environment, attempt=attempt)
+            self._marked_before = self._mark()
         self._limit = self._timeout.wait
 
     def _end(self, *, marks: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import threading
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ from meshwright.config.schema import Timeout
 from meshwright.environment import Environment
 from meshwright.ranks.flight_recorder import Call, FlightRecorder, Waiting, Whereabouts
 from meshwright.ranks.hang import Record, explain_hang, read_records
+from meshwright.ranks.peers import Peer, Peers
 from meshwright.ranks.watchdog import EXIT_CODE, Watchdog
 
 PACKAGE = Path(__file__).resolve().parents[2] / "meshwright"
@@ -36,7 +38,7 @@ class Rank:
 
 def test_a_wait_is_ended_when_its_timeout_is_over_and_not_before() -> None:
     rank = Rank(None)
-    rank.watchdog.joined()
+    rank.watchdog.joined(0)
     with rank.recorder.waiting(SUM):
         rank.now += 29.9
         rank.watchdog.look()
@@ -80,6 +82,22 @@ def test_who_computes_is_not_ended_alone_but_answers_who_gave_up(tmp_path: Path)
     (record,) = read_records(tmp_path)
     assert record.state == "hung"
     assert "test_watchdog.py" not in "".join(record.stacks.values())  # the watchdog's own thread is left out
+
+
+def test_a_rank_that_has_joined_has_the_number_of_its_job(tmp_path: Path) -> None:
+    """Its own launcher has counted no restart, another node's two."""
+    peers = Peers([Peer(0, "node0", attempt=0), Peer(1, "node1", attempt=2)], me=0)
+    rank = Rank(tmp_path)
+    (tmp_path / "hung-2").touch()
+    rank.watchdog.joined(peers.attempt)
+    (tmp_path / "hung-0").touch()
+    rank.watchdog.look()
+    assert rank.codes == []
+    (tmp_path / "hung-2").write_text("again")
+    os.utime(tmp_path / "hung-2", ns=(1, 1))
+    rank.watchdog.look()
+    assert rank.codes == [EXIT_CODE]
+    assert [record.rank for record in read_records(tmp_path, 2)] == [0]
 
 
 def test_a_mark_that_an_older_job_left_is_no_mark(tmp_path: Path) -> None:
