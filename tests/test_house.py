@@ -115,7 +115,7 @@ ROOMS = {
 
 OTHER_WORDS = {
     ("none", ""),  # of offload, recompute, the launcher: no tensor section
-    ("megatron", "models/bert.py"), ("megatron", "tools/convert/bert.py"),  # where BERT's norms are
+    ("megatron", "models/bert.py"), ("megatron", "convert/bert.py"),  # where BERT's norms are
     ("tensorboard", "config/schema.py"),  # a field of version 0.1.0
     ("tensorboard", "tools/doctor.py"),  # a package
     ("ring", "tools/plan/network.py"),  # how a cluster's devices are linked

@@ -169,11 +169,11 @@ def convert_import(
     out: NewFolder,
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint from a Hugging Face folder. As RUN/checkpoints/step-0, `train --resume` goes on from it.
+    """Make a checkpoint from a Hugging Face folder, for eval and generate. To train from one: model.from in the run.
 
-    Example: meshwright convert import gpt2 --out out/tuned/checkpoints/step-0
+    Example: meshwright convert import gpt2 --out out/gpt2/checkpoints/step-0
     """
-    from meshwright.tools.convert import import_folder
+    from meshwright.convert import import_folder
 
     with progress() as show:
         imported = import_folder(source, out, show)
@@ -185,7 +185,7 @@ def convert_import(
     print(f"{out}: {imported.parameters:,} parameters")
     if imported.reads_text and not imported.has_tokenizer:
         print(f"{source} has no tokenizer.json: copy the model's into {out}, or eval and generate will refuse it")
-    print("to fine-tune it, import it as RUN/checkpoints/step-0 and `meshwright train ... --out RUN --resume` with:")
+    print(f"to train from it, a run file says `model: {{from: {source}}}`; that is")
     print("model: {" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in model.items()) + "}")
 
 
@@ -195,7 +195,7 @@ def convert_export(checkpoint: CheckpointFolder, out: NewFolder, as_json: AsJson
 
     Example: meshwright convert export out/first --out first-hf
     """
-    from meshwright.tools.convert import export_folder
+    from meshwright.convert import export_folder
 
     with progress() as show:
         folder = export_folder(checkpoint, out, show)

@@ -17,12 +17,15 @@ from meshwright.config.messages import nearest, problems_of
 from meshwright.config.rules import broken_rules
 from meshwright.config.schema import PRECISIONS, Config
 from meshwright.config.yaml_text import MAX_LEVELS, complaint, plain_values
-from meshwright.errors import ConfigError, Problem
-from meshwright.registry import check_plugins
+from meshwright.errors import ConfigError, MeshwrightError, Problem
+from meshwright.registry import check_plugins, load_entry
 from meshwright.section import shown
 
 DECIDED = ("layout", "batch.micro", "memory")
 """The planner decides these where the layout is open: nobody knows yet which of their fields will have an effect."""
+
+WEIGHTS = "meshwright.convert:read_folder"
+"""The reader of a Hugging Face folder's settings, named as text, since torch is not here yet."""
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 MAX_BYTES = 2**20
@@ -127,6 +130,7 @@ def _parse(
     tree = deepcopy(tree)
     words = [*(laid_over or ()), *(word.partition("=")[0] for word in overrides)]
     problems = [problem for word in overrides for problem in _override(tree, word)]
+    problems += _resolve_weights(tree)
     problems += _resolve_model(tree)
     problems += _resolve_precision(tree)
     release_kind(tree, words)
@@ -205,6 +209,26 @@ def _resolve_model(tree: dict[str, Any]) -> list[Problem]:
         rule = "is no model that we have" + nearest(str(base), model_names())
         return [Problem("model", shown(base), rule, ", ".join(model_names()))]
     tree["model"] = read_yaml(CONFIGS / "models" / f"{base}.yaml") | fields
+    return []
+
+
+def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
+    """Replace `model.from` by the fields of the model that the folder holds; its tokenizer becomes the data's."""
+    model, data = tree.get("model"), tree.get("data", {})
+    if not isinstance(model, dict) or "from" not in model:
+        return []
+    fields = dict(model)
+    source = fields.pop("from")
+    tree["model"] = fields
+    if known := [key for key in ("base", "family") if key in fields]:
+        return [Problem(f"model.{known[0]}", shown(fields[known[0]]), "has no effect beside model.from", "one of them")]
+    try:
+        found = load_entry(WEIGHTS)(str(source))
+    except MeshwrightError as error:
+        return [Problem("model.from", shown(source), f"cannot be read: {error}")]
+    tree["model"], tree["weights"] = found.model | fields, str(source)
+    if found.tokenizer is not None and (data is None or isinstance(data, dict)):
+        tree["data"] = {"tokenizer": str(found.tokenizer)} | (data or {})
     return []
 
 

@@ -353,6 +353,9 @@ class Config(Section):
 
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1
     model: Model = Gpt2()
+    weights: str | None = None
+    """The Hugging Face folder, or name of one, whose weights the run starts from; null: it draws its own. A run file
+    says `model: {from: ...}`, which gives the model's fields and the tokenizer as well."""
     data: Data = TextData()
     batch: BatchSection = BatchSection()
     layout: Layout = Layout()

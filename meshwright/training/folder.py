@@ -132,7 +132,13 @@ def refuse_used(out: Path) -> None:
 
 
 def begin(out: Path, config: Config) -> None:
-    """Make the folder a fresh run's."""
+    """Make the folder a fresh run's; the weights that it starts from become its step 0. Raises CheckpointError."""
+    if config.weights is not None:
+        from meshwright.convert.folder import folder_of  # torch, which only such a run's launcher needs
+        from meshwright.convert.transfer import import_folder
+
+        (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        import_folder(folder_of(config.weights), out / CHECKPOINTS / "step-0", wanted=config.model)
     write_whole(out, IDENTITY, json.dumps({"run": secrets.token_hex(8)}) + "\n")
     write_whole(out, CONFIG, dump_config(config))
 

@@ -48,10 +48,9 @@ def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_chan
     return notes + _keep_config(out, config, checkpoint.manifest.progress.step)
 
 
-def checkpoint_of_run(out: Path, *, resume: bool) -> tuple[str, int | None]:
-    """The run's identity, and the step that it goes on from. Raises as `go_on`."""
-    if not resume:
-        return identity_of(out), None
+def checkpoint_of_run(out: Path) -> tuple[str, int | None]:
+    """The run's identity, and the step that it goes on from; a new run's is 0 where it starts from weights. Raises as
+    `go_on`."""
     run, checkpoint = _newest(out, None)
     return run, None if checkpoint is None else checkpoint.manifest.progress.step
 

@@ -65,7 +65,7 @@ def train_rank(
             refuse_used(out)
             begin(out, asked)
     resume = resume or attempt > 0
-    name, found = checkpoint_of_run(out, resume=resume) if mesh.rank == 0 else ("", None)
+    name, found = checkpoint_of_run(out) if mesh.rank == 0 else ("", None)
     step = _agreed(mesh, found)
     if not environment.launched:
         resolved = _resolve_together(mesh, config, asked, out, resume=resume)
@@ -131,7 +131,9 @@ class _Run:
         level, speaks = config.logging.level, mesh.rank == 0
         with RunDisplay(started.step, config.steps, speaks=speaks, live=live, level=level) as display:
             self._greet(display, writer.unfinished, attempt)
-            if step is not None:
+            if step == 0 and config.weights is not None:
+                display.say(f"starting from the weights of {config.weights}")
+            elif step is not None:
                 display.say(f"going on from checkpoint step-{step}")
             elif resume:
                 display.say("no complete checkpoint to go on from: starting at the first step")

@@ -18,7 +18,7 @@ from meshwright.section import Section
 from meshwright.tools.compare.layouts import from_files
 
 ALWAYS = {
-    *("seed", "steps", "device", "compile", "threads", "restarts", "timeout.join", "timeout.wait"),
+    *("seed", "weights", "steps", "device", "compile", "threads", "restarts", "timeout.join", "timeout.wait"),
     *("batch.global", "batch.micro"),
     *("data.mixture", "data.validation"),  # eval measures on what is held out, whether the run validated or not
     *("data.kind", "data.tokenizer", "data.sequence", "data.target", "data.languages", "data.buckets"),

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config import Config, parse_config
+from meshwright.convert.bert import with_specials
 from meshwright.data.masked import MaskedSamples, runs
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.packing import prepare
@@ -21,7 +22,6 @@ from meshwright.data.specials import NAMES, Specials, specials_of
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import IGNORED, Batch
-from meshwright.tools.convert.bert import with_specials
 
 END, T = 256, 32
 SPECIALS = Specials(padding=257, first=258, separator=259, mask=260, end=END, vocabulary_size=261)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config, parse_config
+from meshwright.convert.bert import BertFamily
 from meshwright.model import IGNORED, Batch, counts_of, scales_of
 from meshwright.models.bert import BERT
 from meshwright.models.section import Bert
@@ -22,7 +23,6 @@ from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.convert.bert import BertFamily
 from tests.models.harness import random_model, train_both
 from tests.workers import run_ranks
 

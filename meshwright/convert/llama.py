@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from meshwright.config.schema import Model
+from meshwright.convert.family import Family, Names, TensorPair, TensorShape, in_blocks
+from meshwright.convert.folder import Settings
 from meshwright.data.tokenizer import parse_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.models.llama.model import LlamaModel
 from meshwright.models.llama.section import ROPES, Llama
 from meshwright.section import shown
-from meshwright.tools.convert.family import Family, Names, TensorPair, TensorShape, in_blocks
-from meshwright.tools.convert.folder import Settings
 
 _OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _IN_BLOCK = {

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import Checkpoint, restore
 from meshwright.config.schema import OptimizerSection
+from meshwright.convert import export_folder, import_folder
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError, DataError
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tools.convert import export_folder, import_folder
 from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.generate import Sampling, generate_text
+from tests.convert.folders import check_refused, check_round_trip, saved
 from tests.harness import build
-from tests.tools.convert.folders import check_refused, check_round_trip, saved
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
 
 transformers = pytest.importorskip("transformers")

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import Checkpoint, load_weights
 from meshwright.config.schema import Config, Precision
+from meshwright.convert import export_folder, import_folder
+from meshwright.convert.bert import with_specials
 from meshwright.data.section import MaskedData
 from meshwright.data.specials import specials_of
 from meshwright.data.tokenizer import byte_tokenizer
@@ -20,10 +22,8 @@ from meshwright.models.section import Bert
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.convert import export_folder, import_folder
-from meshwright.tools.convert.bert import with_specials
+from tests.convert.folders import check_refused, check_round_trip, saved
 from tests.harness import build
-from tests.tools.convert.folders import check_refused, check_round_trip, saved
 from tests.tools.evaluate.tiny import lively, save
 
 transformers = pytest.importorskip("transformers")

@@ -21,12 +21,12 @@ from typing import ClassVar
 import tokenizers
 from tokenizers import processors
 
+from meshwright.convert.family import Family, Names, in_blocks, with_tokens
+from meshwright.convert.folder import Settings
 from meshwright.data.specials import SENTINEL, SEQUENCE_PADDING, specials_with_room
 from meshwright.data.tokenizer import parse_tokenizer
 from meshwright.models.section import T5
 from meshwright.models.t5 import T5Model
-from meshwright.tools.convert.family import Family, Names, in_blocks, with_tokens
-from meshwright.tools.convert.folder import Settings
 
 _TABLE = "shared.weight"
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")

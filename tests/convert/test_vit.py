@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from meshwright.checkpoint import Checkpoint
 from meshwright.config import Config, parse_config
+from meshwright.convert import export_folder, import_folder
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tools.convert import export_folder, import_folder
 from meshwright.tools.evaluate.accuracy import image_accuracy
 from meshwright.tools.evaluate.load import load_images
+from tests.convert.folders import check_refused, saved
 from tests.harness import build
-from tests.tools.convert.folders import check_refused, saved
 from tests.tools.evaluate.tiny import lively, save
 
 transformers = pytest.importorskip("transformers")

@@ -1,10 +1,7 @@
 """Between Hugging Face's folders and our checkpoints.
 
-A Hugging Face folder becomes a checkpoint of step 0: no step taken, so no optimizer state. To fine-tune it, import it
-as the first checkpoint of a run's folder, and resume that run:
-
-    meshwright convert import HF --out RUN/checkpoints/step-0
-    meshwright train run.yaml --out RUN --resume          # with the `model` section that the import prints
+A Hugging Face folder becomes a checkpoint of step 0: no step taken, so no optimizer state. A run with `model: {from:
+FOLDER}` makes it its own first checkpoint, which any layout takes up.
 
 A checkpoint becomes a Hugging Face folder: config.json, safetensors, and what the family wants beside them. The folder
 that a conversion makes is whole or not there, and never in the place of another.
@@ -39,17 +36,18 @@ from meshwright.checkpoint.shard import write_shard
 from meshwright.config import Config
 from meshwright.config.kinds import data_for
 from meshwright.config.schema import Model, Precision
+from meshwright.convert.bert import BertFamily
+from meshwright.convert.family import Family, TensorPair, as_text
+from meshwright.convert.folder import INDEX, SINGLE, Settings, Source, folder_of
+from meshwright.convert.gpt2 import Gpt2Family
+from meshwright.convert.llama import LlamaFamily
+from meshwright.convert.t5 import T5Family
+from meshwright.convert.vit import VitFamily
 from meshwright.data.files import ShowProgress, folder_lock, silent, staged_folder
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.parameters.shard import Box
-from meshwright.tools.convert.bert import BertFamily
-from meshwright.tools.convert.family import Family, TensorPair, as_text
-from meshwright.tools.convert.folder import INDEX, SINGLE, Settings, Source
-from meshwright.tools.convert.gpt2 import Gpt2Family
-from meshwright.tools.convert.llama import LlamaFamily
-from meshwright.tools.convert.t5 import T5Family
-from meshwright.tools.convert.vit import VitFamily
+from meshwright.section import shown
 
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (Gpt2Family(), LlamaFamily(), BertFamily(), T5Family(), VitFamily())
@@ -93,9 +91,34 @@ class Imported:
     has_tokenizer: bool
 
 
-def import_folder(source: Path, out: Path, report: ShowProgress = silent, shard_bytes: int = SHARD_BYTES) -> Imported:
+@dataclass(frozen=True)
+class Found:
+    """A folder's model: the section's fields, and the tokenizer's file where it has one."""
+
+    model: dict[str, object]
+    tokenizer: Path | None
+
+
+def read_folder(source: str) -> Found:
+    """The model of a Hugging Face folder, or of one by its name. Raises CheckpointError, as `import_folder`."""
+    folder = folder_of(source)
+    settings = Settings(folder / "config.json")
+    family = family_of(settings)
+    model = family.read(settings, Source(folder, family.full_name).names)
+    tokenizer = folder / TOKENIZER_FILE
+    return Found(model.model_dump(mode="json"), tokenizer if family.reads_text and tokenizer.is_file() else None)
+
+
+def import_folder(
+    source: Path,
+    out: Path,
+    report: ShowProgress = silent,
+    shard_bytes: int = SHARD_BYTES,
+    wanted: Model | None = None,
+) -> Imported:
     """Write the checkpoint `out` from a Hugging Face folder: weights in their own dtype, padding rows of zeros.
 
+    `wanted`: the model as a run has it, with a padding or a dropout of its own; None: as the folder says.
     Raises CheckpointError where the folder is incomplete, of another architecture, or holds only a pickle; where its
     tokenizer is larger than its table; where `out` exists; DataError where its tokenizer cannot be used.
     """
@@ -103,6 +126,9 @@ def import_folder(source: Path, out: Path, report: ShowProgress = silent, shard_
     family = family_of(settings)
     stored = Source(source, family.full_name)
     model = family.read(settings, stored.names)
+    if wanted is not None:
+        _refuse_other(source, model, wanted)
+        model = wanted
     pairs = _pairs(settings, family, model, len(stored.names))
     _check_names(stored, family, pairs, family.copies(model))
     has_tokenizer = family.reads_text and (source / TOKENIZER_FILE).is_file()
@@ -122,6 +148,20 @@ def import_folder(source: Path, out: Path, report: ShowProgress = silent, shard_
 
         _write(folder, in_shards(read(), shard_bytes), model)
     return Imported(model, sum(prod(pair.shape) for pair in pairs), family.reads_text, has_tokenizer)
+
+
+_FREE = ("dropout", "vocabulary_multiple", "positions")
+"""Fields that a run may have otherwise than the folder of its weights; positions where there is no table of them."""
+
+
+def _refuse_other(source: Path, model: Model, wanted: Model) -> None:
+    """Raises CheckpointError where a run's model would read the weights with another meaning."""
+    tabled = [field.removeprefix("model.") for field, _ in model.tables]
+    theirs, ours = model.model_dump(), wanted.model_dump()
+    for field in theirs | ours:
+        if theirs.get(field) != ours.get(field) and (field not in _FREE or field in tabled):
+            there = f"{source}'s weights are of model.{field}={shown(theirs.get(field))}"
+            raise CheckpointError(f"{there}, and the run has {shown(ours.get(field))}")
 
 
 def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import Checkpoint, load_weights
 from meshwright.config.schema import Config, Precision
+from meshwright.convert import export_folder, import_folder
+from meshwright.convert.t5 import T5Family
 from meshwright.data.section import SpanData
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError, DataError
@@ -19,11 +21,9 @@ from meshwright.models.t5 import T5Model
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.convert import export_folder, import_folder
-from meshwright.tools.convert.t5 import T5Family
 from meshwright.tools.generate import Request, generate
+from tests.convert.folders import check_refused, check_round_trip, saved
 from tests.harness import build
-from tests.tools.convert.folders import check_refused, check_round_trip, saved
 from tests.tools.evaluate.tiny import lively, save
 
 transformers = pytest.importorskip("transformers")

@@ -22,10 +22,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from meshwright.convert.family import Family, Names, TensorPair, TensorShape, as_text, in_blocks
+from meshwright.convert.folder import Settings
 from meshwright.models.section import Vit
 from meshwright.models.vit import ViT
-from meshwright.tools.convert.family import Family, Names, TensorPair, TensorShape, as_text, in_blocks
-from meshwright.tools.convert.folder import Settings
 
 _EMBEDDINGS = "vit.embeddings"
 _PROJECTION = f"{_EMBEDDINGS}.patch_embeddings.projection"

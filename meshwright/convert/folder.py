@@ -24,7 +24,25 @@ AnyTransformer = TypeVar("AnyTransformer", bound=Transformer)
 
 _FILE = re.compile(r"\w[\w.-]{0,99}")
 """A name without separators: nothing outside of the folder can be meant."""
+_HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def folder_of(source: str) -> Path:
+    """The folder of that path, or of the Hugging Face Hub's model of that name, which is downloaded once.
+
+    Raises CheckpointError where the Hub does not give it.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir() or not _HUB_NAME.fullmatch(source):
+        return path
+    from huggingface_hub import snapshot_download  # half a second that a folder need not wait for
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # the library raises its client's errors as well
+        why = str(error).strip().split("\n")[0]
+        raise CheckpointError(f"{source} is no folder here, and the Hub does not give it: {why}") from error
 
 
 class Settings:

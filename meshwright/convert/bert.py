@@ -12,13 +12,13 @@ from typing import ClassVar
 
 from tokenizers import processors
 
+from meshwright.convert.family import Family, Names, in_blocks, with_tokens
+from meshwright.convert.folder import Settings
 from meshwright.data.specials import FIRST, MASK, NAMES, PADDING, SEPARATOR, Specials, specials_of
 from meshwright.data.tokenizer import parse_tokenizer
 from meshwright.models.bert import BERT as Model
 from meshwright.models.bert import NUM_ANSWERS, NUM_SEGMENTS
 from meshwright.models.section import Bert
-from meshwright.tools.convert.family import Family, Names, in_blocks, with_tokens
-from meshwright.tools.convert.folder import Settings
 
 _MODEL_TYPES = {"original": "bert", "megatron": "megatron-bert"}
 _CLASSES = {"original": "Bert", "megatron": "MegatronBert"}

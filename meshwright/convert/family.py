@@ -21,12 +21,12 @@ from tokenizers import processors
 from torch import Tensor
 
 from meshwright.config.schema import Model
+from meshwright.convert.folder import Settings
 from meshwright.errors import CheckpointError, DataError
 from meshwright.models.section import Transformer
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.convert.folder import Settings
 
 TensorShape = tuple[int, ...]
 Names = Mapping[str, str | Sequence[str]]

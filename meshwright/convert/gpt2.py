@@ -16,11 +16,11 @@ import re
 from collections.abc import Mapping, Set
 from typing import ClassVar
 
+from meshwright.convert.family import Family, Names, in_blocks
+from meshwright.convert.folder import Settings
 from meshwright.data.tokenizer import END, parse_tokenizer
 from meshwright.models.gpt import GPT
 from meshwright.models.section import Gpt2
-from meshwright.tools.convert.family import Family, Names, in_blocks
-from meshwright.tools.convert.folder import Settings
 
 _PREFIX = "transformer."
 _TABLE, _HEAD = f"{_PREFIX}wte.weight", "lm_head.weight"

@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from meshwright.convert import export_folder, import_folder
+from meshwright.convert.folder import Settings
+from meshwright.convert.transfer import FAMILIES, family_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.models.llama.section import Llama
 from meshwright.models.section import T5, Bert, Gpt2, Vit
-from meshwright.tools.convert import export_folder, import_folder
-from meshwright.tools.convert.folder import Settings
-from meshwright.tools.convert.transfer import FAMILIES, family_of
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwright.convert import export_folder, import_folder
 from meshwright.errors import CheckpointError
-from meshwright.tools.convert import export_folder, import_folder
 
 
 def saved(kind: Any, settings: Any, folder: Path, dtype: torch.dtype = torch.float64, **how: Any) -> Any:
