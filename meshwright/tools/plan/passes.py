@@ -2,15 +2,17 @@
 
 The middle of a long step repeats itself, so a shorter step is simulated, and what it leaves out is added:
 
-| the schedule  | the shorter step is long enough when                     | and a longer one takes                   |
-|---------------|----------------------------------------------------------|------------------------------------------|
-| has limits    | all stages do what they did a period before (`_period`)  | more periods, and holds as much          |
-| fills (GPipe) | a further microbatch adds its slowest F and slowest B    | more of these two, and holds more        |
+| the shorter step is long enough when                                | and a step of more microbatches takes          |
+|---------------------------------------------------------------------|------------------------------------------------|
+| all stages do what they did a period before (`_period`)             | more periods, and holds as much                |
+| a further microbatch takes as long as the slowest stage works on it | more of that; without a limit it holds more    |
 
-Both are exact: what a stage does hangs on the state of the pipeline alone, and a state that comes back brings all that
-followed it; GPipe's seconds are the longest of many sums, each of which grows by the same for each microbatch, so that
-they never grow faster than by the slowest tasks, and once they do they always will. Tests hold both against whole
-simulations. Where no period shows in MOST_TASKS tasks, the two longest of the simulated steps are continued in a line.
+The first is exact: what a stage does hangs on the state of the pipeline alone, and a state that comes back brings all
+that followed it. So is the second under GPipe, whose stages do one kind of task at a time: its seconds are the longest
+of many sums, each of which grows by the same for each microbatch, so that they never grow faster than by the slowest F
+and the slowest B, and once they do they always will. Elsewhere no step can be faster than its slowest stage, and one
+that has come to its pace keeps it up to what its first and last microbatches differ by. Tests hold all of it against
+whole simulations. Where neither shows in MOST_TASKS tasks, the two longest steps are continued in a line.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from meshwright.config import Config
 from meshwright.parts import rule_of
@@ -33,8 +35,8 @@ from meshwright.tools.plan.recordings import place
 WHOLE_TASKS = 3_000
 """Up to so many tasks a step is simulated whole."""
 
-MOST_TASKS = 200_000
-"""The most tasks of a shorter step."""
+MOST_TASKS = 25_000
+"""Of steps that don't come to repeat themselves, the first with so many tasks is the last that is simulated."""
 
 _ROUND = 12
 """Microbatches that are left out are a multiple of it, so that most periods divide them."""
@@ -98,18 +100,20 @@ class _Pipeline:
         self.costs = cache(lambda *key: _in_ticks(costs(*key)))
         self.latency = cache(lambda start, end: _ticks(latency(start, end)))
         self.limit = rule.limit(0, stages, count)
+        self.fills = self.limit == count
 
     def run(self) -> Passes:
         tasks_of_one = self.stages * len(self.rule.kinds)
         if self.count * tasks_of_one <= WHOLE_TASKS:
             return self.simulated(self.count)
         before: tuple[int, Passes] | None = None
-        fills = self.limit == self.count
-        for some in self.lengths(self.stages if fills else max(self.limit, self.stages)):
+        for some in self.lengths(self.stages if self.fills else max(self.limit, self.stages)):
             shorter = self.simulated(some)
             if some == self.count:
                 return shorter.shown()
-            known = self.filled(some, shorter, before) if fills else self.repeated(some, shorter)
+            known = None if self.fills else self.repeated(some, shorter)
+            if known is None and before is not None and self.is_saturated(some, shorter, *before):
+                known = self.line(some, shorter, *before)
             if known is not None:
                 return known.shown()
             if before is not None and some * tasks_of_one > MOST_TASKS:
@@ -163,24 +167,26 @@ class _Pipeline:
         times = (self.count - some - rest) // microbatches
         return shorter.continued(times * seconds, [times * each for each in busy], shorter.peaks)
 
-    def filled(self, some: int, shorter: Passes, before: tuple[int, Passes] | None) -> Passes | None:
-        """The whole step under a schedule without a limit, if the shorter one grows by its slowest tasks."""
-        middle = [[self.costs(stage, kind, 1).seconds for stage in range(self.stages)] for kind in self.rule.kinds]
-        slowest = sum(max(seconds) for seconds in middle)
-        if before is None or self.pace is not undisturbed:
-            return None
-        grown = (shorter.seconds - before[1].seconds) / (some - before[0])
-        return self.line(some, shorter, *before) if abs(grown - slowest) <= _ALIKE * slowest else None
+    @cached_property
+    def slowest(self) -> float:
+        """The seconds that the slowest stage works on a microbatch; of each kind of task where they fill."""
+        middle = [[self.costs(stage, kind, 1).seconds for kind in self.rule.kinds] for stage in range(self.stages)]
+        return sum(map(max, zip(*middle, strict=True))) if self.fills else max(map(sum, middle))
+
+    def is_saturated(self, some: int, longer: Passes, fewer: int, shorter: Passes) -> bool:
+        """Whether a microbatch more takes what the slowest stage works on it."""
+        grown = (longer.seconds - shorter.seconds) / (some - fewer)
+        return self.pace is undisturbed and abs(grown - self.slowest) <= _ALIKE * self.slowest
 
     def line(self, some: int, longer: Passes, fewer: int, shorter: Passes) -> Passes:
-        """The whole step, as it goes on from two shorter ones."""
+        """The whole step, as it goes on from two shorter ones, but no faster than its slowest stage."""
         times = (self.count - some) / (some - fewer)
 
         def beyond(long: float, short: float) -> float:
             return times * (long - short)
 
         peaks = longer.peaks
-        if self.limit == self.count:
+        if self.fills:
             peaks = tuple(
                 Peak(
                     long.activation_bytes + round(beyond(long.activation_bytes, short.activation_bytes)),
@@ -189,7 +195,10 @@ class _Pipeline:
                 for long, short in zip(longer.peaks, shorter.peaks, strict=True)
             )
         busy = [beyond(*both) for both in zip(longer.busy, shorter.busy, strict=True)]
-        return longer.continued(beyond(longer.seconds, shorter.seconds), busy, peaks)
+        seconds = beyond(longer.seconds, shorter.seconds)
+        if self.pace is undisturbed:
+            seconds = max(seconds, (self.count - some) * self.slowest)
+        return longer.continued(seconds, busy, peaks)
 
 
 def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]] | None:
