@@ -10,14 +10,18 @@ A kernel: a roofline over what such kernels reach (Williams et al., CACM 2009).
 
 Efficiency and bandwidth are the device's curves: over the cube root of mnk, and over the bytes that a kernel touches.
 
-A program: kernels one after the other, collectives beside them as far as the links allow. A rank has two lanes: it
-computes, and collectives go on one after the other. One that is waited for at once takes its whole time; of one that
-begins earlier, the part `Links.overlaps` goes on meanwhile.
+A program: kernels one after the other, collectives beside them as far as the links allow. A rank has three lanes. Its
+host issues kernels and collectives, each for `Device.issue`; its device does a kernel when it has been issued and the
+one before is done; collectives go on one after the other. So many small kernels take the host's time and large ones the
+device's, not the sum. A collective that is waited for at once takes its whole time; of one that begins earlier, the
+part `Links.overlaps` goes on meanwhile. On a CPU the host is the device: it issues nothing, and `launch` is all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import reduce
+from typing import NamedTuple
 
 from meshwright.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
@@ -25,8 +29,25 @@ from meshwright.tools.plan.cluster import Cluster, interpolated
 from meshwright.tools.plan.network import ClusterNetwork
 from meshwright.tools.plan.recorder import Kernel, Program, Start, WaitFor
 
-DeviceLane = float | Start | WaitFor
-"""Seconds of kernels, or what begins or is waited for."""
+
+class Kernels(NamedTuple):
+    """Kernels in a row: seconds of a device that waits for nothing; seconds of the host that issues them; and those
+    until the last is done if the device had nothing else to do."""
+
+    device: float = 0.0
+    host: float = 0.0
+    both: float = 0.0
+
+    def then(self, other: Kernels) -> Kernels:
+        return Kernels(
+            self.device + other.device,
+            self.host + other.host,
+            max(self.both + other.device, self.host + other.both),
+        )
+
+
+Step = Kernels | Start | WaitFor
+"""Kernels, or what begins or is waited for."""
 
 
 class Timer:
@@ -37,7 +58,7 @@ class Timer:
         self._cluster = cluster
         self._tf32 = tf32
         self._seconds: dict[Kernel, float] = {}
-        self._steps: dict[int, tuple[Program, tuple[DeviceLane, ...]]] = {}
+        self._steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
         self.ranks_per_node = ranks_per_node
         self.slowdown = cluster.oversubscription(ranks_per_node)
 
@@ -83,7 +104,8 @@ class Timer:
 
     def computing(self, program: Program) -> float:
         """Seconds of its kernels alone."""
-        return sum(step for step in self._condensed(program) if isinstance(step, float))
+        every = reduce(Kernels.then, (step for step in self._condensed(program) if isinstance(step, Kernels)))
+        return max(every.device, every.both)
 
     def _played(self, program: Program, network: ClusterNetwork, overlaps: float) -> float:
         return play(
@@ -91,39 +113,51 @@ class Timer:
             lambda start: start.times * network.collective(start.axes, start.verb, start.payload_bytes),
             overlaps,
             self.gain(self.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
+            self._cluster.device.issue,
         )
 
-    def _condensed(self, program: Program) -> tuple[DeviceLane, ...]:
+    def _condensed(self, program: Program) -> tuple[Step, ...]:
         if id(program) not in self._steps:
             self._steps[id(program)] = program, tuple(self._condense(program))  # kept, so that no other gets its id
         return self._steps[id(program)][1]
 
-    def _condense(self, program: Program) -> Iterable[DeviceLane]:
-        """Kernels in a row become one number."""
-        seconds = 0.0
+    def _condense(self, program: Program) -> Iterable[Step]:
+        """Kernels in a row become one step."""
+        row = Kernels()
         for event in program.events:
             if isinstance(event, Kernel):
-                seconds += event.times * self.kernel_seconds(event)
+                row = row.then(self._issued(event))
             else:
-                yield seconds
+                yield row
                 yield event
-                seconds = 0.0
-        yield seconds
+                row = Kernels()
+        yield row
+
+    def _issued(self, kernel: Kernel) -> Kernels:
+        device, issue = self.kernel_seconds(kernel), self._cluster.device.issue
+        both = issue + device + (kernel.times - 1) * max(issue, device)
+        return Kernels(kernel.times * device, kernel.times * issue, both)
 
 
 def play(
-    steps: Iterable[DeviceLane], collective: Callable[[Start], float], overlaps: float, alone: float = 1.0
+    steps: Iterable[Step],
+    collective: Callable[[Start], float],
+    overlaps: float,
+    alone: float = 1.0,
+    issue: float = 0.0,
 ) -> float:
     """The moment at which the rank is done with all steps, from 0. `collective`: seconds of one that is waited for;
-    `alone`: how much faster a rank is while those wait that it leads (Program.leads)."""
-    now, free, pace = 0.0, 0.0, alone
+    `alone`: how much faster a rank is while those wait that it leads (Program.leads); `issue`: the host's seconds for a
+    collective."""
+    now, free, pace, host = 0.0, 0.0, alone, 0.0
     under_way: dict[int, tuple[float, float, str]] = {}
     for step in steps:
-        if isinstance(step, float):
-            now += step / pace
+        if isinstance(step, Kernels):
+            now = max(now + step.device / pace, host + step.both) if step.host else now + step.device / pace
+            host += step.host
         elif isinstance(step, Start):
-            seconds = collective(step)
-            free = max(now, free) + overlaps * seconds
+            seconds, host = collective(step), host + issue * step.times
+            free = max(now, free, host) + overlaps * seconds
             under_way[step.number] = free, (1 - overlaps) * seconds, step.verb
             pace = 1.0 if VERBS[step.verb].direction == "from root" else pace
         else:
