@@ -36,7 +36,7 @@ WHOLE_TASKS = 3_000
 """Up to so many tasks a step is simulated whole."""
 
 MOST_TASKS = 25_000
-"""Of steps that don't come to repeat themselves, the first with so many tasks is the last that is simulated."""
+"""A shorter step of so many tasks is the last that is tried, also where it has not come to repeat itself."""
 
 _ROUND = 12
 """Microbatches that are left out are a multiple of it, so that most periods divide them."""
