@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -174,26 +175,37 @@ def plan(
     trace: Annotated[
         Path | None, Option(metavar="FILE.json", help="The fastest one's step for Perfetto, and as a picture.")
     ] = None,
+    tokens: Annotated[
+        str | None, Option(metavar="N", help="Tokens to train on, such as 100B: how long that is.")
+    ] = None,
+    price: Annotated[float | None, Option(min=0, help="Dollars a device and hour: what --tokens cost.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the layouts of a run that are the fastest on a cluster, of all that are legal and fit.
 
     The run file's layout, microbatch, recomputation and offload are free; what a key=value word sets stays.
 
-    Example: meshwright plan run.yaml layout.data.sync=zero1 --cluster dgx-a100 --devices 64 --out best.yaml
+    Ctrl-C ends the search with the best so far.
+
+    Example: meshwright plan run.yaml layout.data.sync=zero1 --cluster dgx-a100 --devices 64 --tokens 100B --price 2.50
     """
     from meshwright.config.load import load_undecided
 
     config = load_undecided(run, overrides or ())
-    from meshwright.tools.plan import report
+    from meshwright.tools.plan import answer, report
     from meshwright.tools.plan.cluster import load_cluster
+    from meshwright.tools.plan.estimate import Estimates
+    from meshwright.tools.plan.predict import Planner
     from meshwright.tools.plan.search import search
     from meshwright.tools.plan.space import fixed_fields
 
-    described = load_cluster(cluster)
+    training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
     report.check_new(out)
+    models, fixed = Estimates(Planner(described)), fixed_fields(overrides or ())
     with progress() as show:
-        plans = search(config, described, devices, top, fixed=fixed_fields(overrides or ()), report=show)
+        plans = search(config, described, devices, top, fixed=fixed, models=models, report=show, partial=True)
+        changes = answer.changes(plans.predictions[0], models)
+    plans = replace(plans, training=training, changes=changes)
     report.write_run(plans.predictions[0], out)
     written = [out] if trace is None else [out, trace, report.write_timeline(plans.predictions[0], trace)]
     print_result(report, plans, as_json, written)

@@ -55,6 +55,8 @@ class Device(Section):
     memory: Size
     reserved: Annotated[int, Field(ge=0)] = 0
     """Bytes that the framework and its libraries hold on a device, whatever the run."""
+    unseen: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """The share that processes were measured to hold beyond what is predicted: an allocator's segments, workspaces."""
     peak: dict[Multiplies, Rate]
     efficiency: Curve
     attention: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -130,6 +132,16 @@ class Links(Section):
         return levels
 
 
+class Checked(Section):
+    """How far predictions were from measured rows of such a cluster: the mean error in seconds. `fitted`: whether a
+    figure of the cluster was chosen by these very rows."""
+
+    rows: Positive
+    error: Rate
+    of: str
+    fitted: bool = False
+
+
 class Cluster(Section):
     """`cores`: how many ranks of a node compute at once; more take turns. None: each rank has a device of its own.
 
@@ -140,6 +152,7 @@ class Cluster(Section):
     name: str
     source: str = ""
     """The source of the figures."""
+    checked: Checked | None = None
     device: Device
     devices_per_node: Positive
     cores: Positive | None = None

@@ -14,26 +14,14 @@ from meshwright.config import Config, dump_config, dump_tree
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
 from meshwright.pipeline.trace import write_trace
+from meshwright.tools.plan.answer import answer, seconds_text, sureness, verdict
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.search import Loser, SearchResult, layout_text
 from meshwright.training.phases import PHASES
 from meshwright.training.pictures import draw_timelines
 
-_WIDTH = 180
+_WIDTH = 120
 """Columns, where no terminal says how many there are."""
-
-
-def seconds_text(seconds: float) -> str:
-    """`12.3 s`, `4.56 ms`."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def rate_text(flops: float) -> str:
-    """`41.2 T`: floating-point operations a second."""
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
-        if flops >= size:
-            return f"{flops / size:.1f} {unit}"
-    return f"{flops / 1e6:.1f} M"
 
 
 def check_new(path: Path) -> None:
@@ -67,6 +55,7 @@ def write_timeline(best: Prediction, path: Path) -> Path:
 def as_dict(result: SearchResult) -> dict[str, Any]:
     """The search as plain values for a script: seconds, bytes, floating-point operations a second and device."""
     best, job = result.predictions[0], result.job
+    training = result.training
     losers = [
         {
             "strategy": loser.strategy,
@@ -81,6 +70,11 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
     return {
         "cluster": job.cluster.name,
         "devices": job.devices,
+        "answer": answer(best, layout_text(best.config), result.training),
+        "training_seconds": training.seconds(best),
+        "dollars": training.dollars(best),
+        "changes": {change.what: change.seconds for change in result.changes},
+        "stopped": result.stopped,
         "counts": asdict(result.counts),
         "layouts": [_figures(one) | {"config": _decided(one.config)} for one in result.predictions],
         "losers": losers,
@@ -89,26 +83,40 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def render(result: SearchResult) -> None:
-    """Print what was searched, the fastest, and why other strategies lose."""
+    """Print the answer, how sure it is, what would change it; the fastest, and why other strategies lose."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    job, counts = result.job, result.counts
-    nodes = result.predictions[0].config.layout.ranks_per_node
-    console.print(
-        f"{job.devices} devices of {job.cluster.name} ({nodes} of a node's {job.cluster.devices_per_node}), "
-        f"{job.cluster.device.memory / 1e9:.1f} GB each; a step of {job.run.batch.global_} samples"
-    )
+    job, best = result.job, result.predictions[0]
+    console.print(answer(best, layout_text(best.config), result.training))
     if result.stopped:
         console.print("stopped by Ctrl-C: there may be faster ones among those that were not predicted")
-    console.print(
-        f"{counts.legal:,} legal layouts: {counts.too_full:,} too full with weights, gradients and states alone, "
-        f"{counts.unfit:,} with all else; {counts.too_slow:,} too slow by their estimates, "
-        f"{counts.dominated:,} recompute for nothing; {counts.predicted:,} predicted"
-    )
+    console.print(sureness(job.cluster))
+    for change in result.changes:
+        console.print(f"With {change.what}: {seconds_text(change.seconds)} ({change.seconds / best.seconds - 1:+.0%}).")
+    if result.lacking is not None:
+        seconds, config, memory = result.lacking
+        more = (memory.total - job.cluster.device.memory) / 1e9
+        about = f"{layout_text(config)} would fit, and take about {seconds_text(seconds)}"
+        console.print(f"With {more:.3g} GB more a device: {about}.")
+    console.print()
     console.print(_fastest(result))
+    console.print(f"memory of the first: {best.fullest.text}")
     if result.losers:
         console.print(_losers(result))
     for kind, problem in result.absent.items():
         console.print(f"no legal layout of kind {kind}: {problem}")
+    console.print(_looked_at(result))
+
+
+def _looked_at(result: SearchResult) -> str:
+    """How many layouts there were, and what became of them."""
+    job, counts = result.job, result.counts
+    nodes = result.predictions[0].config.layout.ranks_per_node
+    return (
+        f"{job.devices} devices of {job.cluster.name} ({nodes} of a node's {job.cluster.devices_per_node}), a step of "
+        f"{job.run.batch.global_} samples. {counts.legal:,} legal layouts: {counts.too_full:,} too full with weights, "
+        f"gradients and states alone, {counts.unfit:,} with all else; {counts.too_slow:,} too slow by their estimates, "
+        f"{counts.dominated:,} recompute for nothing; {counts.predicted:,} predicted"
+    )
 
 
 def _figures(one: Prediction) -> dict[str, Any]:
@@ -127,24 +135,24 @@ def _figures(one: Prediction) -> dict[str, Any]:
         "idle_share": one.idle_share,
         "phases": one.phases,
         "memory": asdict(one.fullest),
+        "verdict": verdict(one.fullest, one.cluster),
     }
 
 
 def _fastest(result: SearchResult) -> Table:
     table = Table(
         "", Column("layout", overflow="fold"), Column("step", justify="right"), Column("tokens/s", justify="right"),
-        Column("flop/s\na device", justify="right"), Column("of\npeak", justify="right"),
-        Column("idle in\npipeline", justify="right"), Column("GB", justify="right"),
-        Column("of", justify="right"), Column("memory by part", overflow="fold"),
+        Column("of\npeak", justify="right"), Column("idle in\npipeline", justify="right"),
+        Column("GB", justify="right"), "memory",
         title="The fastest that fit (predicted)",
     )  # fmt: skip
     for place, one in enumerate(result.predictions, 1):
         figures, memory = _figures(one), one.fullest
         table.add_row(
             str(place), figures["layout"], seconds_text(one.seconds), f"{figures['tokens_per_second']:,.0f}",
-            rate_text(figures["flops_per_device"]), f"{figures['peak_share']:.1%}",
+            f"{figures['peak_share']:.1%}",
             f"{one.idle_share:.1%}" if one.config.layout.pipeline.size > 1 else "-",
-            f"{memory.total / 1e9:.2f}", f"{memory.total / one.cluster.device.memory:.0%}", memory.text,
+            f"{memory.total / 1e9:.2f}", figures["verdict"],
         )  # fmt: skip
     return table
 

@@ -21,12 +21,13 @@ import heapq
 from bisect import insort
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.config import Config
 from meshwright.config.schema import Layout
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
+from meshwright.tools.plan.answer import Change, Training
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Memory, Planner, Prediction
@@ -75,7 +76,8 @@ class Loser:
 class SearchResult:
     """`predictions`: the fastest that fit, the fastest first; at least one. `losers`: of each other strategy. `absent`:
     kinds of tensor sections of which no layout is legal, with a rule that one breaks. `stopped`: by Ctrl-C, so that
-    there may be faster ones."""
+    there may be faster ones. `lacking`: of those that do not fit the one with the least estimated seconds, if it would
+    be the fastest. `training`: what the user would train with it; `changes`: what would change it."""
 
     job: SearchJob
     predictions: tuple[Prediction, ...]
@@ -83,6 +85,9 @@ class SearchResult:
     absent: dict[str, Problem]
     counts: Counts
     stopped: bool = False
+    lacking: tuple[float, Config, Memory] | None = None
+    training: Training = field(default_factory=Training)
+    changes: tuple[Change, ...] = ()
 
 
 def strategy_of(config: Config) -> str:
@@ -113,33 +118,38 @@ def search(
     keep: Keep = lambda layout: True,
     models: Estimates | None = None,
     report: ShowProgress = silent,
+    partial: bool = False,
 ) -> SearchResult:
     """The `top` fastest layouts of a run on so many devices that fit, of those that `keep` lets pass.
 
-    `fixed`: fields that keep the run's values (space.py). `models`: shared by searches for one cluster.
+    `fixed`: fields that keep the run's values (space.py). `models`: shared by searches for one cluster. `partial`:
+    whether Ctrl-C ends the search with the best so far.
 
     Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
     """
     job = SearchJob(config, cluster, devices, frozenset(fixed))
     hunt = _Hunt(job, top, models or Estimates(Planner(cluster)), keep, report)
     with _uncollected():
-        stopped = not _finishes(hunt.gather)
+        stopped = not _finishes(hunt.gather, partial)
         if not hunt.legal:
             problems = hunt.refused.values()
             raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *problems])
-        stopped = not _finishes(hunt.run, hunt.top if not stopped else 1) or stopped
+        stopped = not _finishes(hunt.run, partial, hunt.top if not stopped else 1) or stopped
         if not hunt.best:
             raise hunt.nothing_fits() if not stopped else KeyboardInterrupt
         losers = hunt.losers(TRIES if not stopped else 0)
     absent = {kind: problem for kind, problem in hunt.refused.items() if kind not in hunt.kinds}
-    return SearchResult(job, tuple(hunt.best), losers, absent, hunt.counts, stopped)
+    lacking = hunt.lacking if hunt.lacking and hunt.lacking[0] < hunt.best[0].seconds else None
+    return SearchResult(job, tuple(hunt.best), losers, absent, hunt.counts, stopped, lacking)
 
 
-def _finishes(work: Callable[..., None], *arguments: int) -> bool:
-    """Whether the work came to its end, or was stopped by Ctrl-C."""
+def _finishes(work: Callable[..., None], partial: bool, *arguments: int) -> bool:
+    """Whether the work came to its end, or was stopped by Ctrl-C, where a part of it is of use."""
     try:
         work(*arguments)
     except KeyboardInterrupt:
+        if not partial:
+            raise
         return False
     return True
 
@@ -169,6 +179,7 @@ class _Hunt:
         self.fitting: set[Config | None] = set()
         self.fastest: dict[str, Prediction] = {}
         self.closest: dict[str, Loser] = {}
+        self.lacking: tuple[float, Config, Memory] | None = None
 
     @property
     def counts(self) -> Counts:
@@ -188,6 +199,8 @@ class _Hunt:
             estimate = self.models.estimate(config)
             if self._fits(config, estimate.memory):
                 self.queue.append((estimate.seconds, number, config))
+            elif self.lacking is None or estimate.seconds < self.lacking[0]:
+                self.lacking = estimate.seconds, config, estimate.memory
 
     def run(self, top: int) -> None:
         """Predict until nothing in the queue can be among so many of the fastest."""

@@ -118,7 +118,7 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(capsys: pytest.CaptureFixture
         if "predicting number 4" in text:
             raise KeyboardInterrupt
 
-    found = search(parse_config(TREE), cluster, 2, models=models, report=press)
+    found = search(parse_config(TREE), cluster, 2, models=models, report=press, partial=True)
     assert found.stopped
     assert 1 <= len(found.predictions) <= len(models.predicted) == 3
     render(found)

@@ -1,0 +1,157 @@
+"""The answer of a search in sentences: the best layout, what a whole training takes and costs, how sure all of it is,
+and what would change it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.config import Config
+from meshwright.errors import ConfigError
+from meshwright.models.chain import chain_of
+from meshwright.tools.plan.buckets import Memory
+from meshwright.tools.plan.cluster import Cluster, Links
+from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.predict import Planner, Prediction
+
+Verdict = Literal["fits", "tight", "does not fit"]
+
+TOKENS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_DAY, _HOUR, _MINUTE = 86400, 3600, 60
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the user would train: so many tokens, at dollars for a device and hour; None: not said."""
+
+    tokens: float | None = None
+    price: float | None = None
+
+    def seconds(self, best: Prediction) -> float | None:
+        """Seconds of all steps."""
+        tokens_per_step = chain_of(best.config).tokens_per_sample(best.config) * best.config.batch.global_
+        return None if self.tokens is None else self.tokens / tokens_per_step * best.seconds
+
+    def dollars(self, best: Prediction) -> float | None:
+        """The price of all devices for as long."""
+        seconds = self.seconds(best)
+        if seconds is None or self.price is None:
+            return None
+        return seconds / _HOUR * best.config.layout.world_size * self.price
+
+
+def parse_tokens(text: str | None) -> float | None:
+    """`100B` -> 1e11. Raises ConfigError for what is no number of tokens."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", text.strip().upper())
+    if match is None or float(match[1]) == 0:
+        raise ConfigError.of("--tokens", text, "is no number of tokens", "300M, 100B, 1.5T")
+    return float(match[1]) * TOKENS[match[2]]
+
+
+def verdict(memory: Memory, cluster: Cluster) -> Verdict:
+    """Whether a rank's memory fits: `tight` where it would not if processes hold as much more than is predicted as they
+    were measured to (Device.unseen)."""
+    device = cluster.device
+    if memory.total > device.memory:
+        return "does not fit"
+    return "tight" if memory.total * (1 + device.unseen) > device.memory else "fits"
+
+
+def answer(best: Prediction, layout: str, training: Training) -> str:
+    """`megatron: data 8 (zero1), tensor 4; micro 2: 1.75 s a step, 62 of 86 GB (fits); 3 days and 2 hours for 100 B
+    tokens, $4,100 at $2.50 a GPU-hour.`"""
+    memory, device = best.fullest, best.cluster.device
+    text = (
+        f"{layout}: {seconds_text(best.seconds)} a step, {memory.total / 1e9:.3g} of {device.memory / 1e9:.3g} GB "
+        f"({verdict(memory, best.cluster)})"
+    )
+    seconds, dollars = training.seconds(best), training.dollars(best)
+    if seconds is not None and training.tokens is not None:
+        text += f"; {duration_text(seconds)} for {tokens_text(training.tokens)} tokens"
+    if dollars is not None:
+        text += f", ${dollars:,.0f} at ${training.price:.2f} a {'GPU' if device.kind == 'cuda' else 'device'}-hour"
+    return f"{text}."
+
+
+def sureness(cluster: Cluster) -> str:
+    """How far such predictions were from what was measured."""
+    known, unseen = cluster.checked, f"processes may hold {cluster.device.unseen:.0%} more memory than is predicted"
+    if known is None:
+        return f"Nobody has compared predictions for {cluster.name} with measured steps; {unseen}."
+    kind = "fitted to these rows" if known.fitted else "nothing fitted"
+    met = f"{known.rows} measured rows of {known.of} were met to {known.error:.0%} on average ({kind})"
+    return f"How sure: {met}; {unseen}."
+
+
+def seconds_text(seconds: float) -> str:
+    """`12.3 s`, `4.56 ms`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def duration_text(seconds: float) -> str:
+    """`3 days and 2 hours`, `4 hours and 10 minutes`, `50 minutes`."""
+    for size, unit, part, smaller in ((_DAY, "day", _HOUR, "hour"), (_HOUR, "hour", _MINUTE, "minute")):
+        if round(seconds / part) * part >= size:
+            whole, rest = divmod(round(seconds / part), size // part)
+            text = _counted(whole, unit)
+            return f"{text} and {_counted(rest, smaller)}" if rest and whole < 100 else text
+    return _counted(max(1, round(seconds / _MINUTE)), "minute")
+
+
+def tokens_text(tokens: float) -> str:
+    """`100 B`."""
+    unit, size = next((unit, size) for unit, size in reversed(TOKENS.items()) if tokens >= size or size == 1)
+    return f"{tokens / size:g} {unit}".strip()
+
+
+def _counted(number: int, unit: str) -> str:
+    return f"{number:,} {unit}{'s' * (number != 1)}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """The step's seconds if one thing of the cluster were another."""
+
+    what: str
+    seconds: float
+
+
+def changes(best: Prediction, models: Estimates) -> tuple[Change, ...]:
+    """What the best layout would take with links of twice the bandwidth, and with devices of twice the speed."""
+    cluster = best.cluster
+    device = cluster.device
+    quick = device.model_copy(update={"peak": {dtype: 2 * peak for dtype, peak in device.peak.items()}})
+    variants = {
+        "links of twice the bandwidth": cluster.model_copy(
+            update={"links": {name: _doubled(links) for name, links in cluster.links.items()}}
+        ),
+        "devices that multiply twice as fast": cluster.model_copy(update={"device": quick}),
+    }
+    return tuple(Change(what, _again(best.config, variant, models.planner)) for what, variant in variants.items())
+
+
+def _doubled(links: Links) -> Links:
+    levels = tuple(
+        level.model_copy(
+            update={
+                "bandwidth": 2 * level.bandwidth,
+                "device_bandwidth": None if level.device_bandwidth is None else 2 * level.device_bandwidth,
+            }
+        )
+        for level in links.levels
+    )
+    measured = tuple(
+        each.model_copy(update={"points": tuple((size, seconds / 2) for size, seconds in each.points)})
+        for each in links.measured
+    )
+    return links.model_copy(update={"levels": levels, "measured": measured})
+
+
+def _again(config: Config, cluster: Cluster, planner: Planner) -> float:
+    """The layout's seconds on another cluster, from the recordings that are there."""
+    other = Planner(cluster)
+    other.recordings, other.buckets = planner.recordings, planner.buckets
+    return other.predict(config).seconds

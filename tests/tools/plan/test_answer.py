@@ -1,0 +1,74 @@
+"""The answer of a search: how long, how much, how sure, and what would change it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.config import parse_config
+from meshwright.errors import ConfigError
+from meshwright.tools.plan.answer import (
+    Training,
+    answer,
+    changes,
+    duration_text,
+    parse_tokens,
+    sureness,
+    tokens_text,
+    verdict,
+)  # fmt: skip
+from meshwright.tools.plan.buckets import Memory
+from meshwright.tools.plan.cluster import cluster_names, load_cluster
+from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.predict import Planner
+from tests.tools.plan.clusters import NODES
+from tests.tools.plan.test_search import TREE
+
+
+def test_a_sentence_with_the_time_and_the_price_of_a_training() -> None:
+    models = Estimates(Planner(NODES))
+    run = parse_config(TREE, ["layout.tensor={kind: megatron, size: 2}", "layout.data.size=2"])
+    best = replace(models.predict(run), seconds=2.0)
+    tokens_per_step = 8 * 16
+    training = Training(parse_tokens("12.8M"), 2.5)
+    hours = 12.8e6 / tokens_per_step * 2.0 / 3600
+    text = answer(best, "megatron 2", training)
+    assert text.startswith("megatron 2: 2 s a step, ")
+    assert "(fits); 2 days and 8 hours for 12.8 M tokens, $556 at $2.50 a GPU-hour." in text
+    assert training.dollars(best) == pytest.approx(hours * 4 * 2.5)
+    assert answer(best, "megatron 2", Training()).endswith("(fits).")
+    links, products = changes(best, models)
+    assert links.seconds < models.predict(run).seconds >= products.seconds
+
+
+def test_memory_is_tight_where_what_is_not_predicted_would_not_fit() -> None:
+    room = NODES.device.memory
+    said = [verdict(Memory(int(share * room), 0, 0, 0, 0, 0), NODES) for share in (0.8, 0.9, 1.1)]
+    assert said == ["fits", "tight", "does not fit"]
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (20, "1 minute"), (3000, "50 minutes"), (3600, "1 hour"), (15_000, "4 hours and 10 minutes"),
+        (266_400, "3 days and 2 hours"), (86_399, "1 day"), (864_000_000, "10,000 days"),
+    ],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_tokens() -> None:
+    assert [parse_tokens(text) for text in ("100B", "1.5 t", "300m", "7")] == [1e11, 1.5e12, 3e8, 7]
+    assert [tokens_text(tokens) for tokens in (1e11, 1.5e12, 3e8, 7)] == ["100 B", "1.5 T", "300 M", "7"]
+    with pytest.raises(ConfigError, match="--tokens=0B is no number of tokens"):
+        parse_tokens("0B")
+
+
+def test_every_cluster_says_how_sure_it_is() -> None:
+    said = [sureness(load_cluster(name)) for name in cluster_names()]
+    assert all("more memory than is predicted" in text for text in said)
+    assert (
+        sum(text.startswith("Nobody has compared") for text in said) == 2
+    )  # no row of an H100 has been published here
