@@ -107,7 +107,7 @@ class _Pipeline:
         if self.count * tasks_of_one <= WHOLE_TASKS:
             return self.simulated(self.count)
         before: tuple[int, Passes] | None = None
-        for some in self.lengths(self.stages if self.fills else max(self.limit, self.stages)):
+        for some in self.lengths():
             shorter = self.simulated(some)
             if some == self.count:
                 return shorter.shown()
@@ -121,13 +121,13 @@ class _Pipeline:
             before = some, shorter
         raise AssertionError("the last length is the whole step")
 
-    def lengths(self, depth: int) -> Iterator[int]:
-        """Numbers of microbatches to simulate: two rounds through the stages, then ever more."""
-        some = 2 * depth + 4
+    def lengths(self) -> Iterator[int]:
+        """Numbers of microbatches to simulate: enough to fill the stages and to come to a middle, then ever more."""
+        some, more = self.stages + min(self.stages, 16) + 8, self.stages // 2 + 8
         while some < self.count:
-            rounded = some + (self.count - some) % _ROUND
-            yield rounded
-            some = 2 * rounded if rounded > 2 * depth + 4 + _ROUND else rounded + depth + 4
+            some += (self.count - some) % _ROUND
+            yield some
+            some, more = some + more, 2 * more
         yield self.count
 
     def simulated(self, some: int) -> Passes:
