@@ -23,7 +23,7 @@ _DAY, _HOUR, _MINUTE = 86400, 3600, 60
 
 @dataclass(frozen=True)
 class Training:
-    """What the user would train: so many tokens, at dollars for a device and hour; None: not said."""
+    """A whole training: so many tokens, at dollars for a device and hour; None: not said."""
 
     tokens: float | None = None
     price: float | None = None
@@ -120,7 +120,7 @@ class Change:
 
 
 def changes(best: Prediction, models: Estimates) -> tuple[Change, ...]:
-    """What the best layout would take with links of twice the bandwidth, and with devices of twice the speed."""
+    """The seconds of the best layout with links of twice the bandwidth, and with devices of twice the speed."""
     cluster = best.cluster
     device = cluster.device
     quick = device.model_copy(update={"peak": {dtype: 2 * peak for dtype, peak in device.peak.items()}})
