@@ -15,7 +15,7 @@ from meshwright.tools.plan.cluster import Cluster, Links
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Planner, Prediction
 
-Verdict = Literal["fits", "tight", "does not fit"]
+Fullness = Literal["fits", "tight", "does not fit"]
 
 TOKENS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DAY, _HOUR, _MINUTE = 86400, 3600, 60
@@ -51,7 +51,7 @@ def parse_tokens(text: str | None) -> float | None:
     return float(match[1]) * TOKENS[match[2]]
 
 
-def verdict(memory: Memory, cluster: Cluster) -> Verdict:
+def verdict(memory: Memory, cluster: Cluster) -> Fullness:
     """Whether a rank's memory fits: `tight` where it would not if processes hold as much more than is predicted as they
     were measured to (Device.unseen)."""
     device = cluster.device

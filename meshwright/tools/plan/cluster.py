@@ -132,7 +132,7 @@ class Links(Section):
         return levels
 
 
-class Checked(Section):
+class KnownError(Section):
     """How far predictions were from measured rows of such a cluster: the mean error in seconds. `fitted`: whether a
     figure of the cluster was chosen by these very rows."""
 
@@ -152,7 +152,7 @@ class Cluster(Section):
     name: str
     source: str = ""
     """The source of the figures."""
-    checked: Checked | None = None
+    checked: KnownError | None = None
     device: Device
     devices_per_node: Positive
     cores: Positive | None = None
