@@ -46,9 +46,10 @@ class Device(Section):
     """`peak`: flops a second by dtype, tf32 being float32's in tensor cores, where there are any. `efficiency`: the
     part of it that a matrix product of m x n x k reaches, over the cube root of mnk; `attention`: a fused attention's,
     where torch has one there, of a causal one half the products counted; None: it has none, and attends step by step.
-    `bandwidth`: bytes a second of memory over the bytes that a kernel touches. `launch`: seconds before one begins
-    when it has been issued. `issue`: seconds of the host to issue one, from Python and op by op; 0 where the host is the
-    device. `elements`: seconds that an element takes on top of its bytes, in kernels of a kind (recorder.py).
+    `bandwidth`: bytes a second of memory over the bytes that a kernel touches.
+    `launch`: seconds before one begins when it has been issued. `issue`: seconds of the host to issue one, from Python
+    and op by op; 0 where the host is the device. `elements`: seconds that an element takes on top of its bytes, in
+    kernels of a kind (recorder.py).
     """
 
     kind: Literal["cpu", "cuda"]
