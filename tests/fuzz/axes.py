@@ -15,6 +15,9 @@ Case = dict[str, Value]
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "tied": True},
     "gpt2-untied": {"family": "gpt2", "tied": False},
+    "llama": {
+        "family": "llama", "feed_forward": 48, "head_width": 4, "head_norms": True, "biases": ["query-key-value"],
+    },
     "bert": {"family": "bert", "norm_order": "original"},
     "bert-megatron": {"family": "bert", "norm_order": "megatron", "next_sentence": False},
     "transformer": {"family": "transformer", "feed_forward": 48, "label_smoothing": 0.0},
@@ -41,8 +44,8 @@ VOCABULARIES: dict[str, tuple[int, int, int]] = {
     "real": (50257, 192, 10),
 }
 """Tokens, the multiple that they are padded to, and a classifier's classes. hollow: with 3 or 4 ranks the last hold
-nothing but padding. real: GPT-2's own; bert and t5 take theirs."""
-REAL = {"bert": 30522, "t5": 32128}
+nothing but padding. real: GPT-2's own; the others take theirs."""
+REAL = {"bert": 30522, "t5": 32128, "llama": 49152}
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float64": {"level": "O0", "dtype": "float64"},
@@ -89,7 +92,7 @@ AXES: dict[str, tuple[Value, ...]] = {
 FIELDS: dict[str, tuple[str, ...]] = {
     "model": ("model.family",),
     "layers": ("model.layers", "model.stage_blocks"),
-    "heads": ("model.heads", "model.paths", "model.hidden"),
+    "heads": ("model.heads", "model.key_value_heads", "model.paths", "model.hidden"),
     "vocabulary": ("model.vocabulary", "model.vocabulary_multiple", "model.classes"),
     "sequence": ("data.sequence", "the sequence", "the target", "model.positions"),
     "precision": ("precision",),
@@ -152,6 +155,8 @@ def _model(case: Case) -> dict[str, Any]:
     model |= {"layers": case["layers"], "heads": case["heads"]}
     if model["family"] == "vit":
         return model | {"classes": classes}
+    if model["family"] == "llama":
+        model |= {"key_value_heads": case["heads"] // 2}
     real = REAL.get(model["family"], tokens) if case["vocabulary"] == "real" else tokens
     return model | {"vocabulary": real, "positions": POSITIONS}
 
