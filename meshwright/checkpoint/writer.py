@@ -9,6 +9,7 @@ in a small collective, on why the last checkpoint was not written: a full disk c
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -73,7 +74,7 @@ class CheckpointWriter:
         self.unfinished = self._clear() if mesh.rank == 0 else []
         self._own = set(self._steps_of_run()) if mesh.rank == 0 else set()
         # A name of this writer's own, so that nothing of an earlier attempt is taken for a part of this one's.
-        token = torch.tensor([time.time_ns() % 2**40], dtype=torch.int64)
+        token = torch.tensor([secrets.randbits(40)], dtype=torch.int64)
         mesh.world.broadcast(token, 0)
         self._token = f"{PARTIAL}{int(token):x}"
         self._thread: threading.Thread | None = None

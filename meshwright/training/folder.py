@@ -33,8 +33,6 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 TOUCH_SECONDS = 4.0
 """Between two signs of life of the run that holds a folder."""
 WATCH_SECONDS = 3 * TOUCH_SECONDS
-_FORGOTTEN_SECONDS = 600.0
-"""A lock that has not been touched for so long is nobody's, by any two clocks that a cluster may have."""
 
 
 @contextmanager
@@ -93,10 +91,9 @@ def _touch(descriptor: int, over: threading.Event) -> None:
 
 
 def _is_touched(descriptor: int) -> bool:
-    """Whether somebody gives the lock signs of life: its times change. A very old lock is not watched."""
+    """Whether somebody gives the lock signs of life: its times change. How old they are says nothing: two hosts' clocks
+    may be hours apart."""
     first = os.fstat(descriptor).st_mtime_ns
-    if time.time() - first / 1e9 > _FORGOTTEN_SECONDS:
-        return False
     end = time.monotonic() + WATCH_SECONDS
     while time.monotonic() < end:
         time.sleep(TOUCH_SECONDS / 4)

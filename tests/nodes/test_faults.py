@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -128,3 +130,28 @@ def test_what_differs_on_the_second_node_is_said_before_the_first_step(
     for one, name in zip(started, ("rank 0 on node0 failed: ", ""), strict=True):  # a rank is named once
         assert re.search(rf"^{name}{rule}", one.text, re.MULTILINE), one.text
     assert not (out / "metrics.jsonl").exists()
+
+
+A_DAY_AHEAD = """
+import time
+print("a day ahead", flush=True)
+now, nanoseconds = time.time, time.time_ns
+time.time, time.time_ns = (lambda: now() + 86400), (lambda: nanoseconds() + 86400 * 10**9)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_two_clocks_apart(ahead: int, nodes: Nodes, corpus: Path, tmp_path: Path, one_node: list[float]) -> None:
+    """A run, and its end again from a checkpoint, by ranks of which one is a day ahead: one node's losses."""
+    network, out, clock, plain = nodes(2), tmp_path / "out", tmp_path / "clock", tmp_path / "plain"
+    clock.mkdir()
+    plain.mkdir()
+    (clock / "sitecustomize.py").write_text(A_DAY_AHEAD)
+    network[ahead].mount(clock, plain)
+    run, path = write_run(tmp_path, corpus, 2), os.pathsep.join([str(plain), *filter(None, sys.path)])
+    for words in ([], ["--resume", "--resume-from", "6"]):
+        started = by_hand(network, train_words(run, out, *words), {"PYTHONPATH": path})
+        assert [one.wait(START_SECONDS) for one in started] == [0, 0], "\n".join(one.text for one in started)
+        assert ["a day ahead" in one.text for one in started] == [ahead == 0, ahead == 1]
+    assert [line["loss"] for line in lines_of(out)] == pytest.approx(one_node, rel=1e-10, abs=0)

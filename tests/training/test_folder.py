@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -118,6 +119,8 @@ def test_a_lock_that_holds_on_one_host_only(lives: bool, tmp_path: Path, monkeyp
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     monkeypatch.setattr(folder, "TOUCH_SECONDS", 0.1)
     monkeypatch.setattr(folder, "WATCH_SECONDS", 2.0)
+    today = time.time()
+    monkeypatch.setattr(time, "time", lambda: today + 86400)  # this host's clock is a day ahead of the holder's
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     holder = context.Process(target=hold, args=(tmp_path, ready))
