@@ -149,8 +149,6 @@ def _described(field: Schema, brief: bool = False) -> str:
         return " or ".join(_described(branch, brief) for branch in field["anyOf"])
     if "propertyNames" in field:
         return f"a section with some of the keys {_described(field['propertyNames'])}"
-    if isinstance(field.get("additionalProperties"), dict):
-        return f"a section of names, of each {_described(field['additionalProperties'])}"
     choices = _choices(field)
     if not choices and field["type"] == "array":
         fixed = field.get("prefixItems", [])

@@ -45,15 +45,15 @@ def mixture_for(data: MixedSection, cache: Path, progress: ShowProgress) -> Path
     """The folder of the mixture that a config asks for; its sources are packed, or found packed. Raises DataError."""
     tokenizer = _common_tokenizer(data, cache, progress)
     packs = [
-        corpus_for(data.model_copy(update={"source": source, "tokenizer": tokenizer, "mixture": {}}), cache, progress)
-        for source in data.mixture
+        corpus_for(data.model_copy(update={"source": source, "tokenizer": tokenizer, "mixture": ()}), cache, progress)
+        for source in data.weights
     ]
-    for source, packed in zip(data.mixture, packs, strict=True):
+    for source, packed in zip(data.weights, packs, strict=True):
         if packed.tokenizer.to_json() != packs[0].tokenizer.to_json():
-            first = next(iter(data.mixture))
+            first = next(iter(data.weights))
             hint = "prepare all of them with one tokenizer.json file, or give the texts themselves"
             raise DataError(f"data.mixture: {source} was tokenized with another tokenizer than {first}; {hint}")
-    shares = shares_of(data.mixture)
+    shares = shares_of(data.weights)
     parts = [
         {"folder": _named(packed.folder, cache), "share": share, "sha256": packed.header.sha256}
         for packed, share in zip(packs, shares, strict=True)
@@ -74,7 +74,7 @@ def _named(folder: Path, cache: Path) -> str:
 
 def _common_tokenizer(data: MixedSection, cache: Path, progress: ShowProgress) -> str:
     """The tokenizer of all sources; one that is trained becomes a file of the cache."""
-    corpora = [text_corpus(source) for source in data.mixture if not is_prepared(Path(source).expanduser())]
+    corpora = [text_corpus(source) for source in data.weights if not is_prepared(Path(source).expanduser())]
     if not data.tokenizer.startswith(BPE_PREFIX) or not corpora:
         return data.tokenizer
     facts = [[corpus.identity for corpus in corpora], data.tokenizer, data.validation]

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from meshwright.environment import cache_folder
 from meshwright.errors import Problem
@@ -219,6 +219,11 @@ BLOCK = 1000
 MIXTURE = "mixture.json"
 
 
+def parse_weights(value: object) -> object:
+    """`{a.txt: 3, b.txt: 1}` -> ((a.txt, 3), (b.txt, 1)): a config is a key of tables, which a mapping cannot be in."""
+    return tuple(value.items()) if isinstance(value, Mapping) else value
+
+
 def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
     """Whole shares of BLOCK in the ratio of the weights: rounded down, what is left to the largest remainders."""
     exact = [BLOCK * weight / sum(weights.values()) for weight in weights.values()]
@@ -233,10 +238,10 @@ def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
 def every_source_has_a_share(config: Config) -> Iterator[Problem]:
     data = config.data
     assert isinstance(data, MixedSection), data
-    for source, share in zip(data.mixture, shares_of(data.mixture) if data.mixture else (), strict=True):
+    for source, share in zip(data.weights, shares_of(data.weights) if data.mixture else (), strict=True):
         if not share:
             rule_text = f"is less than 1/{BLOCK} of the weights' sum, the least share of a source"
-            yield Problem(f"data.mixture.{source}", data.mixture[source], rule_text, "a larger weight, or leave it out")
+            yield Problem(f"data.mixture.{source}", data.weights[source], rule_text, "a larger weight, or leave it out")
 
 
 class MixedSection(TokenSection):
@@ -245,7 +250,12 @@ class MixedSection(TokenSection):
     rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, every_source_has_a_share)
     reads_hub: ClassVar[bool] = True
 
-    mixture: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    mixture: Annotated[tuple[tuple[str, Annotated[float, Field(gt=0)]], ...], BeforeValidator(parse_weights)] = ()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each source of a mixture."""
+        return dict(self.mixture)
 
     def __hash__(self) -> int:
         """A dict has no hash, and a plan remembers by sections."""
@@ -253,7 +263,7 @@ class MixedSection(TokenSection):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return tuple(self.mixture) or (self.source,)
+        return tuple(self.weights) or (self.source,)
 
     @property
     def mixed(self) -> bool:

@@ -127,7 +127,7 @@ def test_a_program_may_leave_fields_of_another_kind() -> None:
     assert parse_config({"data": old}).data.model_dump() == {
         "kind": "text",
         "source": "stdlib",
-        "mixture": {},
+        "mixture": (),
         "validation": 0.05,
         "tokenizer": "bytes",
         "sequence": 64,

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
-from meshwright.config import Config, parse_run
+from meshwright.config import Config, dump_config, parse_config, parse_run
 from meshwright.data.files import silent
 from meshwright.data.mixture import MixedSamples, open_mixture
 from meshwright.data.sampler import ShuffledSamples
@@ -100,6 +101,11 @@ def test_sources_are_packed_once_with_one_tokenizer(texts: tuple[Path, Path]) ->
     other = config_of(texts, f"data.mixture={{{texts[0]}: 1, {texts[1]}: 1}}")
     again = other.data.prepare(other, silent)
     assert other.data.fingerprint(again) != config.data.fingerprint(folder)
+
+
+def test_a_config_of_a_mixture_is_a_key_of_tables(texts: tuple[Path, Path]) -> None:
+    assert hash(config_of(texts)) == hash(config_of(texts))
+    assert parse_config(yaml.safe_load(dump_config(config_of(texts)))) == config_of(texts)
 
 
 def test_what_cannot_be_mixed_is_said(texts: tuple[Path, Path], tmp_path: Path) -> None:

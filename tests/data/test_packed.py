@@ -290,7 +290,7 @@ def test_a_prepared_folder_is_a_source_with_its_own_tokenizer(source: str, tmp_p
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["checked"], "nothing was prepared again"
 
 
-def test_the_standard_library_has_what_the_quickstart_needs() -> None:
+def test_the_standard_library_is_a_corpus() -> None:
     characters = 0
     for text in documents("stdlib"):
         characters += len(text)
