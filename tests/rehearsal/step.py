@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +105,7 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from meshwright.config.schema import Timeout
+    from meshwright.data_parallel.fsdp import FullySharded
     from meshwright.ranks.grid import Grid
     from meshwright.ranks.mesh import Mesh, SoloTransport
 
@@ -114,12 +115,24 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
         transport: Any = _transport(rank)
     else:
         transport = SoloTransport()
+    alone = patch("meshwright.pipeline.pipeline.agreed", lambda schedule, *others, planned: schedule)
     try:
-        with patch("meshwright.pipeline.pipeline.agreed", lambda schedule, *others, planned: schedule):
+        with alone, patch.object(FullySharded, "_device_mesh", _on_real_tensors(FullySharded._device_mesh)):
             yield Mesh(grid, rank, device, transport, config.layout.token_axes, "cuda", timeout=Timeout())
     finally:
         if grid.world_size > 1:
             dist.destroy_process_group()
+
+
+def _on_real_tensors(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, outside of fake tensors: a DeviceMesh looks for its rank among numbers, which these have not."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def made(*arguments: Any) -> Any:
+        with _disable_current_modes():
+            return make(*arguments)
+
+    return made
 
 
 def _transport(rank: int) -> Any:
