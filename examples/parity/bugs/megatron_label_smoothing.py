@@ -21,8 +21,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> Tensor:
-        total = gradients[0].clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total := gradients[0].clone())
         return total
 
 
