@@ -69,6 +69,5 @@ def test_tokens() -> None:
 def test_every_cluster_says_how_sure_it_is() -> None:
     said = [sureness(load_cluster(name)) for name in cluster_names()]
     assert all("more memory than is predicted" in text for text in said)
-    assert (
-        sum(text.startswith("Nobody has compared") for text in said) == 2
-    )  # no row of an H100 has been published here
+    unknown = [name for name, text in zip(cluster_names(), said, strict=True) if text.startswith("Nobody has compared")]
+    assert unknown == ["dgx-h100", "dgx-h200", "summit"]  # AxoNN's rows are of a Summit that was fitted to them
