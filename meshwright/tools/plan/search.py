@@ -36,7 +36,7 @@ from meshwright.tools.plan.space import SearchJob, legal_layouts
 Keep = Callable[[Layout], bool]
 
 SIMULATED = 50
-"""The most layouts that are predicted to find the fastest."""
+"""The most layouts that are predicted, once as many fit as were asked for: estimates let pass what hardly fits."""
 
 TRIES = 6
 """The most layouts that are predicted until one fits, of a strategy that has none among the fastest."""
@@ -206,7 +206,7 @@ class _Hunt:
         """Predict until nothing in the queue can be among so many of the fastest."""
         heapq.heapify(self.queue)
         while self.queue and (len(self.best) < top or self.queue[0][0] < self.best[-1].seconds):
-            if self.best and self.simulated >= SIMULATED:
+            if len(self.best) >= top and self.simulated >= SIMULATED:
                 return
             self._predict(heapq.heappop(self.queue)[-1])
 
