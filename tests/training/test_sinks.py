@@ -61,6 +61,56 @@ def test_a_tracker_gets_every_number_of_a_step(name: str, tmp_path: Path, monkey
     assert fake.finished == 2
 
 
+class FakeMlflow:
+    """The calls of mlflow's client that are made, as its page documents them, on a store that outlives a client."""
+
+    def __init__(self) -> None:
+        self.experiments: dict[str, str] = {}
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.uris: list[str] = []
+
+    def client(self, uri: str) -> FakeMlflow:
+        self.uris.append(uri)
+        return self
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id=self.experiments[name]) if name in self.experiments else None
+
+    def create_experiment(self, name: str) -> str:
+        return self.experiments.setdefault(name, str(len(self.experiments)))
+
+    def search_runs(self, ids: list[str], wanted: str, max_results: int) -> list[Any]:
+        assert wanted == "tags.`meshwright.run` = '5eed'"
+        found = [run for run, kept in self.runs.items() if kept["in"] in ids and "5eed" in kept["tags"].values()]
+        return [SimpleNamespace(info=SimpleNamespace(run_id=run)) for run in found[:max_results]]
+
+    def create_run(self, experiment: str, tags: dict[str, str], run_name: str) -> Any:
+        run = f"run-{len(self.runs)}"
+        self.runs[run] = {"in": experiment, "tags": tags, "params": {}, "metrics": [], "ended": 0}
+        return SimpleNamespace(info=SimpleNamespace(run_id=run))
+
+    def log_param(self, run: str, key: str, value: Any) -> None:
+        self.runs[run]["params"][key] = value
+
+    def log_metric(self, run: str, key: str, value: float, step: int) -> None:
+        self.runs[run]["metrics"].append((step, key, value))
+
+    def set_terminated(self, run: str) -> None:
+        self.runs[run]["ended"] += 1
+
+
+def test_mlflow_finds_its_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=fake.client))
+    track("mlflow", tmp_path, LINES[:2])
+    track("mlflow", tmp_path, LINES[2:])
+    (run,) = fake.runs.values()
+    assert [(step, value) for step, key, value in run["metrics"] if key == "loss"] == [(1, 4.0), (2, 2.0), (3, 4 / 3)]
+    assert run["params"] == {"steps": 3, "optimizer.lr": 0.1}
+    assert run["ended"] == 2
+    assert fake.uris == [f"sqlite:///{tmp_path}/mlflow.db"] * 2
+
+
 def test_wandb_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     track("wandb", tmp_path, LINES)
