@@ -215,10 +215,12 @@ def affordable_products(block_bytes: Sequence[int], q: int, free_bytes: int) -> 
 
 
 def _resolve_limit(resolved: Resolved, microbatch_bytes: Sequence[int], free: Sequence[int]) -> Resolved:
-    """All stages have as many microbatches in flight as the one that can hold the fewest in half of its memory."""
-    count = resolved.config.num_microbatches
+    """All stages have as many microbatches in flight as the one that can hold the fewest in half of its memory; one
+    in each chunk at least, or none could return."""
+    chunks = resolved.config.layout.pipeline.chunks
+    count = resolved.config.num_microbatches * chunks
     pairs = zip(microbatch_bytes, free, strict=True)
-    limits = [max(1, min(count, free_bytes // 2 // max(1, each))) for each, free_bytes in pairs]
+    limits = [max(chunks, min(count, free_bytes // 2 // max(1, each))) for each, free_bytes in pairs]
     stage = min(range(len(limits)), key=lambda stage: (limits[stage], free[stage]))
     limit = limits[stage]
     used = _size(limit * microbatch_bytes[stage])

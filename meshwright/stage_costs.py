@@ -30,8 +30,18 @@ from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import Chain, chain_of, make_chain, split_name
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs, use_gradients
-from meshwright.parts import Parts, build, build_kit, build_model, empty_batch, plan_stages, recompute_in
-from meshwright.pipeline.partition import balanced
+from meshwright.parts import (
+    Parts,
+    build,
+    build_kit,
+    build_model,
+    empty_batch,
+    placement_of,
+    plan_stages,
+    recompute_in,
+    rule_of,
+)
+from meshwright.pipeline.partition import balanced, fastest
 from meshwright.pipeline.stage import Stage
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import PIPE, Grid
@@ -70,8 +80,10 @@ class BuiltStages:
 
     def partition(self, config: Config) -> tuple[int, ...]:
         pipeline = config.layout.pipeline
+        if pipeline.partition == "auto" and pipeline.chunks == 1:
+            return balanced(counted_costs(config), pipeline.size)  # a planner asks for thousands
         costs = measured_costs(config) if pipeline.partition == "measured" else counted_costs(config)
-        return balanced(costs, pipeline.size * pipeline.chunks)
+        return fastest(costs, placement_of(config), rule_of(config), config.num_microbatches)
 
     def fixed_bytes(self, config: Config) -> Sequence[int]:
         sizes = []

@@ -11,9 +11,9 @@ from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.machine import Machine
 from meshwright.model import Batch, Costs, Scales
-from meshwright.parts import Parts, empty_batch
+from meshwright.parts import Parts, empty_batch, placement_of, rule_of
 from meshwright.parts import build as build_resolved
-from meshwright.pipeline.partition import balanced
+from meshwright.pipeline.partition import fastest
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
@@ -29,7 +29,8 @@ class Weightless(BuiltStages):
         if config.layout.pipeline.partition != "measured":
             return super().partition(config)
         embedding, *layers, head = time_links(config, torch.device("cpu"))
-        return balanced(Costs(embedding, tuple(layers), head), config.layout.pipeline.size)
+        costs, count = Costs(embedding, tuple(layers), head), config.num_microbatches
+        return fastest(costs, placement_of(config), rule_of(config), count)
 
     def fixed_bytes(self, config: Config) -> list[int]:
         return [0] * config.layout.pipeline.size

@@ -160,6 +160,12 @@ def bytes_in_flight(mesh: Mesh, config: Config) -> int:
     return held[1] if parts.model.chunk.last else max(held)
 
 
+def test_a_limit_has_a_place_for_each_chunk() -> None:
+    """One microbatch, and no memory at all: the second chunk must be able to begin, or nothing returns."""
+    config = tiny(layout={"pipeline": {"size": 2, "chunks": 2}}, batch={"global": 4, "micro": 4})
+    assert resolve_layout(config, machine(0)).config.layout.pipeline.limit == 2
+
+
 @pytest.mark.parametrize("recompute", ["none", "auto", "selective"])
 def test_the_limit_uses_the_memory_that_recomputation_leaves(recompute: str) -> None:
     """12 billion parameters in 24 stages: a count of all activations twice had left room for one microbatch."""

@@ -83,7 +83,8 @@ class PipelineSection(Section):
     `placement`: which parts these are (pipeline/placement.py). `limit`: microbatches that a stage holds at once, where
     the schedule's order is not fixed, each counted once for every chunk that holds it; auto: axonn the number of
     stages, message-driven what memory allows. `partition`: layers of each stage, or of all stages' chunks in the
-    model's order; auto: balanced by counted cost; measured: by time, measured when the run begins.
+    model's order; auto: balanced by counted cost, with several chunks what the clock finds fastest; measured: what it
+    finds fastest with times that are measured when the run begins.
     """
 
     size: Positive = 1

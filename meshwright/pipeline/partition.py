@@ -1,14 +1,26 @@
-"""Which layers a stage holds: contiguous runs whose most expensive is as cheap as can be.
+"""Which layers each position of the chain holds: contiguous runs, balanced or, from there on, as the virtual clock
+finds them fastest.
 
-The beginning (embeddings) weighs on the first stage, the end (head and loss) on the last.
+The beginning (embeddings) weighs on the first position, the end (head and loss) on the last. Balance alone does not see
+that a stage of several chunks is as slow as their sum, nor that a pipeline whose last stage is the bottleneck waits
+for the first forward pass and the last backward pass of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 from meshwright.model import Costs
+from meshwright.pipeline.clock import simulate
+from meshwright.pipeline.placement import ChunkPlacement
+from meshwright.pipeline.schedule import ScheduleRule
+from meshwright.pipeline.task import Task, TaskKind
+
+SEARCHED_TASKS = 6_000
+"""Simulated while a partition is looked for: a fifth of a second."""
+LATENCY = 0.1
+"""A message, in forward passes of a position."""
 
 
 def balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
@@ -38,6 +50,59 @@ def balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
         return min(choices)
 
     return best(0, 0)[2]
+
+
+def fastest(costs: Costs, placement: ChunkPlacement, rule: ScheduleRule, num_microbatches: int) -> tuple[int, ...]:
+    """Layers of each position, in the order of the chain. From the balanced cut on a layer moves from one position to
+    another, as long as the clock has a step that is shorter; of equals the first, which is the more even."""
+    count = min(num_microbatches, 2 * placement.num_positions)
+    left = SEARCHED_TASKS // (len(rule.kinds) * count * placement.num_positions)
+    best = balanced(costs, placement.num_positions)
+    seconds = step_seconds(costs, best, placement, rule, count)
+    improved = True
+    while improved and left > 0:
+        improved = False
+        for moved in _moves(best):
+            if left == 0:
+                break
+            left -= 1
+            took = step_seconds(costs, moved, placement, rule, count)
+            if took < seconds * (1 - 1e-9):
+                best, seconds, improved = moved, took, True
+                break
+    return best
+
+
+def _moves(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Partitions with one layer elsewhere, neighbours first. Only the first and the last position may have none."""
+    ends = (0, len(partition) - 1)
+    places = [(a, b) for a in range(len(partition)) for b in range(len(partition)) if a != b]
+    for start, to in sorted(places, key=lambda pair: abs(pair[0] - pair[1])):
+        if partition[start] > (0 if start in ends else 1):
+            yield tuple(layers - (at == start) + (at == to) for at, layers in enumerate(partition))
+
+
+def step_seconds(
+    costs: Costs, partition: Sequence[int], placement: ChunkPlacement, rule: ScheduleRule, num_microbatches: int
+) -> float:
+    """A step by the clock. Of a layer F, B and W take as much each; a head computes its gradients in F, with the loss;
+    embeddings have work in their weights' gradients alone."""
+    runs = ranges_of(partition)
+    layers = [sum(costs.layers[layer] for layer in run) for run in runs]
+    last = placement.num_positions - 1
+
+    def cost(stage: int, task: Task) -> float:
+        position = placement.position(stage, task.chunk)
+        own = layers[position]
+        if task.kind is TaskKind.FORWARD:
+            return own + (3 * costs.head if position == last else 0.0)
+        embedding = 3 * costs.embedding if position == 0 and task.kind is rule.kinds[-1] else 0.0
+        return embedding + (own if rule.splits else 2 * own)
+
+    latency = LATENCY * costs.total / placement.num_positions
+    return simulate(
+        placement.num_stages, num_microbatches, rule, cost, lambda start, end, task: latency, placement=placement
+    ).total_seconds
 
 
 def ranges_of(partition: Sequence[int]) -> tuple[range, ...]:

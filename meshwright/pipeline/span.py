@@ -88,7 +88,7 @@ class Span:
     """One thing that a stage did from `start_seconds` to `end_seconds`, counted from any moment that all spans share.
 
     `name` is what is written on it: F3, optimizer. `category` gives its colour and row: forward, backward, weight, or
-    the name of a phase of the step. `microbatch` is None for a phase.
+    the name of a phase of the step. `microbatch` is None for a phase, `chunk` counts those of the stage.
     """
 
     stage: int
@@ -97,6 +97,7 @@ class Span:
     start_seconds: float
     end_seconds: float
     microbatch: int | None = None
+    chunk: int = 0
 
     @property
     def is_task(self) -> bool:
@@ -109,7 +110,7 @@ class Span:
 
 def task_span(stage: int, task: Task, start_seconds: float, end_seconds: float) -> Span:
     """The span of a task."""
-    return Span(stage, str(task), CATEGORIES[task.kind], start_seconds, end_seconds, task.microbatch)
+    return Span(stage, str(task), CATEGORIES[task.kind], start_seconds, end_seconds, task.microbatch, task.chunk)
 
 
 def phase_span(stage: int, phase: str, start_seconds: float, end_seconds: float) -> Span:

@@ -103,6 +103,7 @@ class View:
         assert 0 <= self.stage < self.num_stages, f"stage {self.stage} of {self.num_stages}"
         assert self.num_microbatches >= 1, f"{self.num_microbatches} microbatches"
         assert self.limit >= 1, f"a limit of {self.limit} microbatches in flight: stage {self.stage} could never begin"
+        assert TaskKind.BACKWARD not in self.kinds or self.limit >= len(self.chunks), f"{self.limit} places: {self}"
 
     @property
     def num_stages(self) -> int:

@@ -75,13 +75,13 @@ def _events(timeline: Timeline) -> list[dict[str, Any]]:
             "tid": rows[TASK_ROW if span.is_task else span.category],
             "ts": (span.start_seconds - begin) * 1e6,
             "dur": span.seconds * 1e6,
-            "args": {"microbatch": span.microbatch},
+            "args": {"microbatch": span.microbatch, "chunk": span.chunk},
         }
         for span in timeline.spans
     ]
 
 
 def _span(event: dict[str, Any]) -> Span:
-    start_seconds, microbatch = event["ts"] / 1e6, event["args"]["microbatch"]
+    start_seconds, microbatch, chunk = event["ts"] / 1e6, event["args"]["microbatch"], event["args"].get("chunk", 0)
     end_seconds = start_seconds + event["dur"] / 1e6
-    return Span(event["pid"], event["name"], event["cat"], start_seconds, end_seconds, microbatch)
+    return Span(event["pid"], event["name"], event["cat"], start_seconds, end_seconds, microbatch, chunk)

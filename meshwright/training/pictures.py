@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
@@ -40,6 +41,8 @@ _SMOOTHED_FROM = 60
 """Runs of fewer points are drawn as they are."""
 
 
+_LATER_CHUNKS = 0.6
+"""How opaque the tasks of a stage's chunks after its first are."""
 _TASKS = {"forward": "#4c8bd0", "backward": "#e8833a", "weight": "#58a868"}
 _PHASES = ("#9c7ac7", "#c9a227", "#5f9ea0", "#b5651d", "#8a8d91")
 _WIDTH_INCHES, _ROW_INCHES, _HEAD_INCHES, _DIGIT_INCHES = 13.0, 0.24, 0.42, 0.062
@@ -218,12 +221,14 @@ def _panel(axes: Axes, title: str, timeline: Timeline, end: float) -> None:
         spine.set_visible(False)
     for stage in range(timeline.num_stages):
         axes.axhspan(stage - 0.42, stage + 0.42, color=_IDLE, zorder=0, linewidth=0)
-    for stage, (name, colour) in product(range(timeline.num_stages), colours.items()):
-        spans = [span for span in timeline.spans if (span.stage, span.category) == (stage, name)]
+    chunks = sorted({span.chunk for span in timeline.spans})
+    for stage, (name, colour), chunk in product(range(timeline.num_stages), colours.items(), chunks):
+        spans = [x for x in timeline.spans if (x.stage, x.category, x.chunk) == (stage, name, chunk)]
         boxes = [(span.start_seconds - begin, span.seconds) for span in spans]
         height, layer = (0.84, 2) if name in _TASKS else (0.5, 1)
         place = (stage - height / 2, height)
-        axes.broken_barh(boxes, place, facecolor=colour, edgecolor="white", linewidth=0.4, zorder=layer)
+        shade = colour if chunk == 0 else to_rgba(colour, _LATER_CHUNKS)
+        axes.broken_barh(boxes, place, facecolor=shade, edgecolor="white", linewidth=0.4, zorder=layer)
     digit = _DIGIT_INCHES * end / (_WIDTH_INCHES - 1.0)  # the seconds that a digit covers
     for span in timeline.spans:
         text = "" if span.microbatch is None else str(span.microbatch)

@@ -121,6 +121,21 @@ def test_stages_have_layers() -> None:
     assert line.endswith("is more than the model's 2 layers, the embedding and the head can fill; valid: 1 to 4")
 
 
+@pytest.mark.parametrize(
+    "pipeline, told",
+    [
+        ({"size": 4, "chunks": 4}, "layout.pipeline.chunks=4 on 4 stages is more than the model's 12 layers"),
+        ({"size": 2, "chunks": 2, "schedule": "axonn"}, "which knows one chunk a stage; valid: 1, or"),
+        ({"size": 2, "chunks": 2, "schedule": "1f1b", "placement": "v"}, "valid: loop, or schedule gpipe"),
+        ({"size": 2, "chunks": 3, "limit": 2}, "leaves no place for a microbatch in each of layout.pipeline.chunks=3"),
+        ({"size": 2, "chunks": 2, "partition": [6, 6]}, "valid: 4 numbers that add up to 12, or auto, measured"),
+        ({"size": 2, "chunks": 2, "partition": [6, 0, 3, 3]}, "leaves a chunk between the first and the last"),
+    ],
+)  # fmt: skip
+def test_chunks_that_cannot_be(pipeline: dict[str, Any], told: str) -> None:
+    assert told in mistake(layout={"pipeline": pipeline})
+
+
 def test_limit_has_an_effect() -> None:
     line = mistake(layout={"pipeline": {"size": 2, "schedule": "gpipe", "limit": 3}})
     assert line.startswith("layout.pipeline.limit=3 has no effect on layout.pipeline.schedule=gpipe")

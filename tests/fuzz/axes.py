@@ -73,6 +73,8 @@ AXES: dict[str, tuple[Value, ...]] = {
     "sync": (None, "allreduce", "zero1", "zero2", "ring", "rooted", "server-gradient", "server-loss", "fsdp"),
     "bucket": (None, 1024, 8192),
     "stages": (1, 1, 1, 2, 2, 3, 4),
+    "chunks": (None, None, None, 2, 3),
+    "placement": (None, None, None, "loop", "v"),
     "schedule": (None, "gpipe", "1f1b", "axonn", "message-driven"),
     "limit": (None, 1, 2),
     "partition": (None, "measured", "head-alone", "embedding-alone", "uneven"),
@@ -100,6 +102,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "sync": ("layout.data.sync",),
     "bucket": ("layout.data.bucket",),
     "stages": ("layout.pipeline.size",),
+    "chunks": ("layout.pipeline.chunks",),
+    "placement": ("layout.pipeline.placement",),
     "schedule": ("layout.pipeline.schedule",),
     "limit": ("layout.pipeline.limit",),
     "partition": ("layout.pipeline.partition",),
@@ -169,9 +173,11 @@ def _blocks(model: dict[str, Any]) -> int:
 
 
 def _layout(case: Case, blocks: int) -> dict[str, Any]:
-    pipeline = {"size": case["stages"], **_given(case, "schedule"), **_given(case, "limit")}
+    pipeline = {"size": case["stages"]}
+    for axis in ("chunks", "placement", "schedule", "limit"):
+        pipeline |= _given(case, axis)
     if case["partition"] is not None:
-        pipeline["partition"] = partition_of(case["partition"], blocks, case["stages"])
+        pipeline["partition"] = partition_of(case["partition"], blocks, case["stages"] * (case["chunks"] or 1))
     layout = {
         "data": {"size": case["data"], **_given(case, "sync"), **_given(case, "bucket")},
         "pipeline": pipeline,

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from meshwright.config import Config, parse_config
 from meshwright.model import Costs
-from meshwright.pipeline.partition import balanced, ranges_of
+from meshwright.pipeline.partition import balanced, fastest, ranges_of, step_seconds
+from meshwright.pipeline.placement import ChunkPlacement
+from meshwright.pipeline.schedule import MESSAGE_DRIVEN
 from tests.harness import resolved
 from tests.pipeline.test_equality import SCHEDULES, WHOLE, pipelined
 from tests.tensor.test_equality import check, run
@@ -46,6 +48,22 @@ def test_no_cut_is_cheaper(costs: Costs, num_stages: int) -> None:
     ]
     assert chosen in allowed
     assert dearest(costs, chosen) == min(dearest(costs, partition) for partition in allowed)
+
+
+def test_the_clock_prefers_a_first_stage_that_is_the_bottleneck_to_a_last_one() -> None:
+    """3 + 1 layers are better balanced where the head weighs 2.8 of them; 4 + 0 are done sooner."""
+    costs, two = Costs(0.15, (1.0,) * 4, 2.8), ChunkPlacement(2)
+    assert balanced(costs, 2) == (3, 1)
+    assert fastest(costs, two, MESSAGE_DRIVEN, 4) == (4, 0)
+    sooner, later = (step_seconds(costs, cut, two, MESSAGE_DRIVEN, 4) for cut in ((4, 0), (3, 1)))
+    assert sooner < later
+
+
+def test_the_clock_counts_all_chunks_of_a_stage() -> None:
+    """In a v the first stage holds the head as well: a balance of positions would give it two layers besides."""
+    costs, v = Costs(0.0, (1.0,) * 8, 2.0), ChunkPlacement(2, 2, "v")
+    cut = fastest(costs, v, MESSAGE_DRIVEN, 8)
+    assert cut[0] + cut[3] + 2 <= cut[1] + cut[2]
 
 
 @pytest.mark.parametrize(
