@@ -1,7 +1,8 @@
 """The step report: the one small collective a step, in which ranks tell each other what all must know.
 
 It leaves when the backward pass is over, and is read when the last gradient is summed, for which all had to come:
-nobody waits for it, and the optimizer has not written yet when it says that a rank's weights are wrong.
+nobody waits for it, and the optimizer has not written yet when it says that a rank's weights are wrong. On a GPU it is
+of the step before (record.py), whose numbers the host knows by then.
 
 Stragglers: ranks whose own work takes longer than that of others who do the same, step after step.
 
