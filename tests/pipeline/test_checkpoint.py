@@ -13,12 +13,12 @@ from meshwright.config import Config, parse_config
 from meshwright.ranks.grid import Grid
 from tests.checkpoint.states import Leg, run_leg
 from tests.checkpoint.test_round_trip import KINDS, assert_same_bits, read_whole, taken_up, written
-from tests.pipeline.test_equality import WHOLE, pipelined
+from tests.pipeline.test_equality import LOOP_OF_THREE, WHOLE, V, pipelined
 from tests.tensor.test_equality import BLOCKS, ONE_D
 from tests.workers import run_ranks
 
 FIRST, LAST = 2, 4
-LAYOUTS: dict[str, tuple[int, str, dict[str, Any], int, str]] = {
+LAYOUTS: dict[str, tuple[Any, ...]] = {
     "serial": (1, "gpipe", WHOLE, 1, "allreduce"),
     "2 stages": (2, "message-driven", WHOLE, 1, "allreduce"),
     "3 stages": (3, "axonn", WHOLE, 1, "allreduce"),
@@ -26,13 +26,16 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], int, str]] = {
     "1-D": (1, "gpipe", ONE_D[0], 1, "allreduce"),
     "2-D": (1, "gpipe", BLOCKS[1], 1, "allreduce"),
     "zero1 x 2 stages": (2, "message-driven", WHOLE, 2, "zero1"),
+    "2 stages of 2 chunks, a v": (2, "message-driven", WHOLE, 2, "zero1", V),
+    "2 stages of 3 chunks": (2, "1f1b", WHOLE, 1, "allreduce", LOOP_OF_THREE),
     "2 stages, 1-D": (2, "message-driven", ONE_D[0], 1, "allreduce"),
 }
 
 
 def config_of(layout: str, **changes: Any) -> Config:
-    stages, schedule, tensor, data, sync = LAYOUTS[layout]
-    tree = pipelined("gpt2", stages, schedule, tensor, data, steps=LAST).model_dump(mode="json", by_alias=True)
+    stages, schedule, tensor, data, sync, *placed = LAYOUTS[layout]
+    config = pipelined("gpt2", stages, schedule, tensor, data, placed[0] if placed else None, steps=LAST)
+    tree = config.model_dump(mode="json", by_alias=True)
     tree["layout"]["data"]["sync"] = sync
     return parse_config(tree | changes)
 
@@ -43,8 +46,8 @@ def legs(config: Config, source: Path | None, target: Path | None, span: range) 
 
 
 def losses_of(ranks: list[Leg]) -> list[float]:
-    """The last stage's: every other rank's are 0."""
-    return ranks[-1][0]
+    """The losses of the rank that holds the chain's end: every other one's are 0."""
+    return [max(losses) for losses in zip(*(rank[0] for rank in ranks), strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,8 @@ def serial() -> list[float]:
         ("serial", ("2 stages", "zero1 x 2 stages")),
         ("1-D", ("3 stages",)),
         ("2 stages, 1-D", ("zero1 x 2 stages",)),
+        ("2 stages of 2 chunks, a v", ("serial", "2 stages of 3 chunks")),
+        ("3 stages", ("2 stages of 2 chunks, a v",)),
     ],
 )
 def test_another_layout_goes_on(writer: str, readers: tuple[str, ...], serial: list[float], tmp_path: Path) -> None:
@@ -88,7 +93,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "layout, precision", [("3 stages", "float64"), ("3 stages", "bf16"), ("zero1 x 2 stages", "fp16")]
+    "layout, precision",
+    [
+        ("3 stages", "float64"),
+        ("3 stages", "bf16"),
+        ("zero1 x 2 stages", "fp16"),
+        ("2 stages of 2 chunks, a v", "bf16"),
+    ],
 )
 def test_resumed_run_is_the_run(layout: str, precision: str, tmp_path: Path) -> None:
     config = config_of(layout, **PRECISIONS[precision])
