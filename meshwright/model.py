@@ -71,6 +71,10 @@ Hidden = tuple[Tensor, ...]
 """The activations between two layers; one tensor [B, T, H] in a model without a second stream."""
 
 
+EMBEDDINGS, HEAD = -1, 2**31 - 1
+"""The parts of a chain before its layers, which have their numbers, and behind them."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A part of a model: these layers, and `first` the embeddings, `last` the head with its losses. It is contiguous,

@@ -21,7 +21,7 @@ from meshwright.data_parallel.strategy import Strategy
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import on_disk, on_host
 from meshwright.memory.recompute import best_group, groups_of, recomputed
-from meshwright.model import Batch, Chunk, Hidden, Model, rows_of
+from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, rows_of
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, ChainPart, chain_of, make_chain
 from meshwright.optim.optimizer import Optimizer
@@ -311,5 +311,25 @@ def _build_strategy(config: Config, mesh: Mesh, model: Chain, specs: dict[str, S
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
         units = list(model.blocks.children())
         return cast(Strategy, load_entry(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients))
-    buckets = make_buckets(model.named_parameters(), specs, mesh, bucket_bytes(config), widens=config.widens_gradients)
-    return cast(Strategy, load_entry(sync.synchroniser)(buckets, mesh, load_entry(sync.policy)()))
+    parts = parts_using(config, mesh, model.chunk) if sync.gathers else None
+    buckets = make_buckets(
+        model.named_parameters(), specs, mesh, bucket_bytes(config), parts, widens=config.widens_gradients
+    )
+    strategy = load_entry(sync.synchroniser)(buckets, mesh, load_entry(sync.policy)())
+    if sync.gathers:
+        strategy.follow(model)
+    return cast(Strategy, strategy)
+
+
+def parts_using(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, tuple[int, ...]]:
+    """The parts of a chunk that use each of its parameters."""
+    there = planned_mesh(mesh.grid, mesh.rank, mesh.token_axes)
+    kit = build_kit(config, there)
+    runs = [(EMBEDDINGS, Chunk(range(0), True, False))] if chunk.first else []
+    runs += [(layer, Chunk(range(layer, layer + 1), False, False)) for layer in chunk.layers]
+    runs += [(HEAD, Chunk(range(0), False, True))] if chunk.last else []
+    using: dict[str, tuple[int, ...]] = {}
+    for part, alone in runs:
+        for name, _ in make_chain(config, kit, alone).named_parameters():
+            using[name] = (*using.get(name, ()), part)
+    return using

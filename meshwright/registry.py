@@ -65,6 +65,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "ring": "meshwright.data_parallel.section:RING",
         "zero1": "meshwright.data_parallel.section:ZERO1",
         "zero2": "meshwright.data_parallel.section:ZERO2",
+        "zero3": "meshwright.data_parallel.section:ZERO3",
         "fsdp": "meshwright.data_parallel.section:FSDP",
     },
     "sinks": {

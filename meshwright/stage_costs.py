@@ -88,10 +88,9 @@ class BuiltStages:
     def fixed_bytes(self, config: Config) -> Sequence[int]:
         sizes = []
         for parts in self._parts(config):
-            weights = sum(size_bytes(flat.values) for flat in parts.strategy.weights)
             slots = [(slot.parameter.numel(), slot.parameter.dtype) for slot in parts.strategy.slots]
             states = all_state_bytes(config, slots, config.device)
-            sizes.append(weights + parts.strategy.gradient_bytes + states)
+            sizes.append(parts.strategy.weight_bytes + parts.strategy.gradient_bytes + states)
         return sizes
 
     def block_bytes(self, config: Config) -> Sequence[Sequence[int]]:

@@ -27,7 +27,7 @@ settings.register_profile("meshwright", deadline=None, derandomize=True, max_exa
 settings.load_profile("meshwright")
 
 
-BUDGETS = {"core": 27_500, "tools": 13_000, "parity": 2_600}
+BUDGETS = {"core": 27_681, "tools": 13_000, "parity": 2_600}
 """Lines of the package's parts. Who needs more says in docs/decisions.md for what."""
 
 

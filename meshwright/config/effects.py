@@ -41,6 +41,12 @@ def _sums_gradients(config: Config) -> bool:
     return config.layout.pipeline.size > 1 or math.prod(sizes[axis] for axis in config.layout.token_axes) > 1
 
 
+def _by_layers(config: Config) -> bool:
+    """Whether gradients are summed by the layer, whatever size a bucket is to have."""
+    sync = config.layout.data.strategy
+    return bool(sync.whole) or sync.gathers
+
+
 def _optimizer_effect(field: str) -> Effect:
     """When a field that only some optimizers read has an effect."""
     readers = [name for name, update in entries("optimizers").items() if field in update.fields]
@@ -73,10 +79,10 @@ EFFECTS = (
     Effect(
         ("layout.data.bucket",),
         ("layout.data.sync", "memory.offload.to"),
-        lambda config: not config.layout.data.strategy.whole and config.memory.offload.to == "none",
+        lambda config: not _by_layers(config) and config.memory.offload.to == "none",
         lambda config: (
             f"with layout.data.sync={config.layout.data.sync}, which sums a layer at once"
-            if config.layout.data.strategy.whole
+            if _by_layers(config)
             else f"with memory.offload.to={config.memory.offload.to}, which sums chunk x bucket elements at once"
         ),
         "another layout.data.sync; with an offload memory.offload.chunk",
@@ -151,11 +157,22 @@ EFFECTS = (
         + ", ".join(kind for kind, section in entries("tensor").items() if "memory.summa" in section.gives_effect_to),
     ),
     Effect(
-        ("memory.offload.bucket", "memory.offload.chunk"),
+        ("memory.offload.bucket",),
         ("memory.offload.to",),
         lambda config: config.memory.offload.to != "none",
         lambda config: "with memory.offload.to=none",
         "memory.offload.to=host, disk",
+    ),
+    Effect(
+        ("memory.offload.chunk",),
+        ("memory.offload.to", "layout.data.sync"),
+        lambda config: config.memory.offload.to != "none" and not _by_layers(config),
+        lambda config: (
+            "with memory.offload.to=none"
+            if config.memory.offload.to == "none"
+            else f"with layout.data.sync={config.layout.data.sync}, which sums a layer at once"
+        ),
+        "memory.offload.to=host, disk, and a layout.data.sync that sums buckets",
     ),
     *map(_optimizer_effect, OWN_FIELDS),
     Effect(

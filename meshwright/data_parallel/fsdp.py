@@ -79,6 +79,10 @@ class FullySharded:
         return self._slots
 
     @property
+    def weight_bytes(self) -> int:
+        return self.gradient_bytes
+
+    @property
     def gradient_bytes(self) -> int:
         """Its own rows; torch has a unit's whole ones beside them."""
         return sum(size_bytes(slot.parameter) for slot in self._slots)

@@ -9,6 +9,7 @@
 | ring            | our own ring             | yes    | yes        | yes | yes           | yes     | yes     |
 | zero1           | reduce-scatter           | yes    | yes        | yes | yes           | yes     | yes     |
 | zero2           | the same, each microbatch | yes   | yes        | yes | yes           | yes     | yes     |
+| zero3           | the same, weights sliced  | yes   | yes        | yes | yes           | yes     | yes     |
 | fsdp            | torch's fully_shard      |        |            |     |               |         |         |
 
 One is added by a `Sync` and its line in the registry (docs/extending.md).
@@ -53,6 +54,8 @@ class Sync:
     slices: bool = False
     """Whether gradients are kept as slices, and so summed inside of every microbatch: replicas then do a stage's tasks
     in one order."""
+    gathers: bool = False
+    """Whether weights are slices as well, gathered part by part of the model: a bucket is then what a part needs."""
     unplanned: str = ""
     """Why a planner cannot compute it: `is more than ...`."""
 
@@ -143,6 +146,10 @@ ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", cuts_parameters=True, ca
 ZERO2 = Sync(
     "meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True,
     cuts_parameters=True, rules=(needs_one_chunk,),
+)  # fmt: skip
+ZERO3 = Sync(
+    "meshwright.data_parallel.gathering:Zero3", "meshwright.data_parallel.gathering:Gathering", slices=True,
+    gathers=True, rules=(needs_one_chunk,),
 )  # fmt: skip
 FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",

@@ -129,6 +129,7 @@ class Sharded(Synchroniser):
             self.gradients.fill(parameter)
             parameter.grad = None
         allocate(bucket.gradients)  # one without an element here
+        bucket.gradients[bucket.places[-1].stop :].zero_()  # padding, of which a slice and so the norm has a part
         self._under_way[index] = self.policy.reduce(bucket, self.comms[index])
         self._missing[index] = self._members(index)
 

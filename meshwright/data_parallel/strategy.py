@@ -60,7 +60,12 @@ class Strategy(Protocol):
     every_microbatch: bool
 
     @property
-    def gradient_bytes(self) -> int: ...
+    def weight_bytes(self) -> int:
+        """The most bytes of weights that a rank holds at a time."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The most bytes of gradients that a rank holds at a time."""
 
     @property
     def slots(self) -> list[Slot]: ...
@@ -136,8 +141,11 @@ class Synchroniser:
         return Gradients(gradient_views(self.buckets), self.filled)
 
     @property
+    def weight_bytes(self) -> int:
+        return sum(size_bytes(bucket.values) for bucket in self.buckets)
+
+    @property
     def gradient_bytes(self) -> int:
-        """The most bytes of gradients that a rank holds at a time."""
         return sum(size_bytes(bucket.gradients) for bucket in self.buckets) + self.gradients.apart_bytes
 
     @property

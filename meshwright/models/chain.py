@@ -11,12 +11,21 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.context.context import WHOLE_SEQUENCES, Context
-from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
+from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Scales
 from meshwright.registry import load_entry
 from meshwright.tensor.kit import Kit
 
 Run = Callable[..., Any]
 """run(function, *arguments): the function's result. One of them keeps less for the backward pass."""
+
+
+RunPart = Callable[..., Any]
+"""run_part(part, function, *arguments): the function's result. `part`: a layer's number, EMBEDDINGS or HEAD."""
+
+
+def run_directly(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a part whose weights are there."""
+    return function(*arguments)
 
 
 def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -41,6 +50,7 @@ class Chain(nn.Module, ABC):
         """The chunk's layers, in groups that are run by `run_group`. None reaches from one chunk of a stage into
         another."""
         self.run_group: Run = at_once
+        self.run_part: RunPart = run_directly
 
     def forward(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
         """Compute the tensors for the next chunk or, at the chain's end, (the sum of the scaled losses,).
@@ -49,13 +59,16 @@ class Chain(nn.Module, ABC):
         holds runs; by default all.
         """
         hidden = self.hidden_states(batch, incoming, chunk)
-        return (self.loss(hidden[0], batch, scales),) if (chunk or self.chunk).last else hidden
+        if not (chunk or self.chunk).last:
+            return hidden
+        return (self.run_part(HEAD, self.loss, hidden[0], batch, scales),)
 
     def hidden_states(self, batch: Batch, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
         """Like `forward`, but the chain's end gives the normed hidden states [B, T, H] of which it computes losses."""
         part = chunk or self.chunk
-        hidden = self.run_layers(self.embed(batch) if part.first else incoming, batch, part)
-        return (self.final_states(hidden),) if part.last else hidden
+        hidden = self.run_part(EMBEDDINGS, self.embed, batch) if part.first else incoming
+        hidden = self.run_layers(hidden, batch, part)
+        return (self.run_part(HEAD, self.final_states, hidden),) if part.last else hidden
 
     def trunk(self, batch: Batch) -> Tensor:
         """The normed hidden states [B, T, H] of a whole model."""
@@ -69,7 +82,7 @@ class Chain(nn.Module, ABC):
 
     def _layers(self, group: Sequence[int], batch: Batch, hidden: Hidden) -> Hidden:
         for layer in group:
-            hidden = self.layer(self.blocks[str(layer)], hidden, batch)
+            hidden = self.run_part(layer, self.layer, self.blocks[str(layer)], hidden, batch)
         return hidden
 
     @abstractmethod

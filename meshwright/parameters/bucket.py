@@ -9,7 +9,7 @@ from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,10 @@ from torch import Tensor, nn
 from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.grid import ENDS, PIPE, Grid
 from meshwright.ranks.mesh import Mesh
+
+PartsUsing = Mapping[str, tuple[int, ...]]
+"""The parts of a chain that use each parameter, by its name: layers by number, -1 the embeddings, the number of layers
+the head."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Slot:
 class Bucket:
     """`values` [n]: the parameters are views of it. `gradients` [n] likewise, perhaps of a wider type (gradient_dtype).
 
-    n is padded to the sum axes' size.
+    n is padded to the sum axes' size. `parts`: those of the model that use its parameters, where a bucket is a part's.
     """
 
     values: Tensor
@@ -93,6 +97,7 @@ class Bucket:
     matrix: bool
     sum_axes: tuple[str, ...]
     cut_axes: tuple[str, ...]
+    parts: tuple[int, ...] = ()
 
     def members(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its part of `gradients`, in the parameter's shape."""
@@ -141,12 +146,14 @@ class FlatWeights:
 
 @dataclass(frozen=True)
 class BucketKey:
-    """Parameters with equal keys share a bucket: they are summed over the same axes and stored alike."""
+    """Parameters with equal keys share a bucket: they are summed over the same axes and stored alike. `parts`: those of
+    the model that use them, where each part is gathered by itself."""
 
     dtype: torch.dtype
     matrix: bool
     sum_axes: tuple[str, ...]
     cut_axes: tuple[str, ...]
+    parts: tuple[int, ...] = ()
 
     def padded(self, num_elements: int, mesh: Mesh) -> int:
         """How long a bucket of so many elements is: each of those that sum it can have an equal part."""
@@ -155,22 +162,27 @@ class BucketKey:
 
 
 def arranged(
-    parameters: Iterable[tuple[str, int, torch.dtype]], specs: dict[str, ShardSpec], mesh: Mesh, bucket_bytes: int
+    parameters: Iterable[tuple[str, int, torch.dtype]],
+    specs: dict[str, ShardSpec],
+    mesh: Mesh,
+    bucket_bytes: int,
+    parts: PartsUsing | None = None,
 ) -> list[tuple[BucketKey, list[str]]]:
     """Which parameters (name, elements on this rank, dtype) share a bucket of about `bucket_bytes`, in order of
-    readiness: the reverse of the given order."""
+    readiness: the reverse of the given order. `parts`: a bucket is instead what the same parts of the model use."""
     open_groups: dict[BucketKey, list[str]] = {}
     sizes: dict[BucketKey, int] = {}
     full: list[tuple[BucketKey, list[str]]] = []
     for name, num_elements, dtype in reversed(list(parameters)):
         spec = specs[name]
-        kind = BucketKey(dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes))
+        users = parts[name] if parts is not None else ()
+        kind = BucketKey(dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes), users)
         open_groups.setdefault(kind, []).append(name)
         sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
-        if sizes[kind] >= bucket_bytes:
+        if sizes[kind] >= bucket_bytes and parts is None:
             full.append((kind, open_groups.pop(kind)))
             del sizes[kind]
-    return [*full, *open_groups.items()]
+    return sorted([*full, *open_groups.items()], key=lambda group: -min(group[0].parts, default=0))
 
 
 def make_buckets(
@@ -178,15 +190,17 @@ def make_buckets(
     specs: dict[str, ShardSpec],
     mesh: Mesh,
     bucket_bytes: int,
+    parts: PartsUsing | None = None,
     *,
     widens: bool = False,
 ) -> list[Bucket]:
-    """Move the parameters into buckets of about `bucket_bytes`, in order of readiness. `widens`: as gradient_dtype."""
+    """Move the parameters into buckets of about `bucket_bytes`, or by `parts`, in order of readiness. `widens`: as
+    gradient_dtype."""
     members = dict(parameters)
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
     return [
         _make_bucket(kind, [(name, members[name]) for name in names], specs, mesh, gradient_dtype(kind.dtype, widens))
-        for kind, names in arranged(sizes, specs, mesh, bucket_bytes)
+        for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts)
     ]
 
 
@@ -225,4 +239,4 @@ def _make_bucket(
         places.append(Place(name, spec.shape, box, start, stop, is_hidden))
         start = stop
     members = tuple(parameter for _, parameter in group)
-    return Bucket(values, gradients, members, tuple(places), kind.matrix, kind.sum_axes, kind.cut_axes)
+    return Bucket(values, gradients, members, tuple(places), kind.matrix, kind.sum_axes, kind.cut_axes, kind.parts)

@@ -122,21 +122,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule)
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: ShardedModule) -> Tensor:
-        ctx.save_for_backward(ids, weight)
+        ctx.save_for_backward(ids)  # not the table, which may be given back until the next step
         ctx.layer = layer
         return F.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
-        ids, weight = ctx.saved_tensors
+        (ids,) = ctx.saved_tensors
 
         def write(out: Tensor, beta: int) -> None:
             if not beta:
                 out.zero_()
             add_rows(out, ids.flatten(), dy.flatten(0, -2).to(out.dtype), ctx.layer.mesh.device_type)
 
-        return None, ctx.layer.add_gradient("weight", weight, write), None
+        return None, ctx.layer.add_gradient("weight", ctx.layer.get_parameter("weight"), write), None
 
 
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, device_type: str) -> None:

@@ -14,7 +14,7 @@ from meshwright.training.step import train_step as step_on
 from tests.harness import build
 from tests.workers import run_ranks
 
-SYNCS = ["server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "zero2", "fsdp"]
+SYNCS = ["server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "zero2", "zero3", "fsdp"]
 STEPS = 20
 
 

@@ -1,12 +1,16 @@
-"""Gradients as slices: what is sent in each microbatch, and the most that is whole at any time."""
+"""Gradients and weights as slices: what is sent in each microbatch, the most that is whole at any time, and that the
+next part's weights travel while a part is computed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from meshwright.model import rows_of
+from meshwright.model import EMBEDDINGS, HEAD, rows_of
+from meshwright.parameters.bucket import Bucket
+from meshwright.ranks.comm import Comm, Later, Work
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
@@ -22,15 +26,21 @@ def step(mesh: Mesh, sync: str) -> dict[str, Any]:
     config = config_for(sync, size, batch={"global": 3 * MICRO * size, "micro": MICRO})
     parts = build(config, mesh)
     strategy = parts.strategy
-    most = 0
+    most = {"gradients": 0, "values": 0}
 
     def look(*_: object) -> None:
-        nonlocal most
-        most = max(most, sum(bucket.gradients.untyped_storage().nbytes() for bucket in strategy.buckets))
+        for which, before in most.items():
+            now = sum(getattr(bucket, which).untyped_storage().nbytes() for bucket in strategy.buckets)
+            most[which] = max(before, now)
 
     for parameter in parts.model.parameters():
         parameter.register_post_accumulate_grad_hook(look)
-    seen: dict[str, Any] = {"buckets": [bucket.gradients.numel() * 8 for bucket in strategy.buckets]}
+    for module in parts.model.modules():
+        module.register_forward_hook(look)
+    seen: dict[str, Any] = {
+        "buckets": [bucket.gradients.numel() * 8 for bucket in strategy.buckets],
+        "parts": [bucket.parts for bucket in strategy.buckets],
+    }
 
     def record(phase: str) -> None:
         entries = {verb: (entry.calls, entry.sent_bytes) for (_, verb), entry in mesh.ledger.traffic.items()}
@@ -47,11 +57,9 @@ def step(mesh: Mesh, sync: str) -> dict[str, Any]:
     seen["left"] = sum(bucket.gradients.untyped_storage().nbytes() for bucket in strategy.buckets)
     strategy.publish()
     record("publish")
-    return seen | {
-        "most": most,
-        "planned": strategy.gradient_bytes,
-        "slices": sum(slot.parameter.grad.nbytes for slot in strategy.slots),
-    }
+    slices = sum(slot.parameter.grad.nbytes for slot in strategy.slots)
+    held = {"gradient_bytes": strategy.gradient_bytes, "weight_bytes": strategy.weight_bytes}
+    return seen | held | {"most": most, "slices": slices}
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -65,5 +73,68 @@ def test_zero2_sums_in_every_microbatch_and_holds_few_buckets(size: int) -> None
         assert seen["publish"] == {"all_gather": (len(buckets), part)}
         assert seen["left"] == 0
         assert seen["slices"] == sum(buckets) // size
-        assert 0 < seen["most"] <= seen["planned"] - seen["slices"]
-        assert seen["planned"] - seen["slices"] < sum(buckets)
+        assert 0 < seen["most"]["gradients"] <= seen["gradient_bytes"] - seen["slices"] < sum(buckets)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_zero3_gathers_a_part_at_a_time_and_holds_two(size: int) -> None:
+    """Of two layers and a tied table a microbatch gathers: embeddings, both layers, the head, and layer 0 again; the
+    next one finds layer 0."""
+    for seen in run_ranks(step, Grid((("data", size),)), "zero3"):
+        buckets, parts = seen["buckets"], seen["parts"]
+
+        def part(index: int, buckets: list[int] = buckets, parts: list[tuple[int, ...]] = parts) -> list[int]:
+            return [length for length, users in zip(buckets, parts, strict=True) if index in users]
+
+        def sent(*gathered: int) -> tuple[int, int]:
+            each = [length for index in gathered for length in part(index)]
+            return len(each), (size - 1) * sum(each) // size
+
+        reduced = (len(buckets), (size - 1) * sum(buckets) // size)
+        assert seen["microbatch 0"] == {"reduce_scatter": reduced, "all_gather": sent(EMBEDDINGS, 0, 1, HEAD, 0)}
+        for index in (1, 2):
+            assert seen[f"microbatch {index}"] == {
+                "reduce_scatter": reduced,
+                "all_gather": sent(EMBEDDINGS, 1, HEAD, 0),
+            }
+        assert seen["publish"] == {}
+        two = max(sum(part(EMBEDDINGS) + part(0)), sum(part(0) + part(1)), sum(part(1) + part(HEAD)))
+        assert seen["weight_bytes"] == sum(buckets) // size + two
+        assert 0 < seen["most"]["values"] <= two
+        assert 0 < seen["most"]["gradients"] <= seen["gradient_bytes"] - seen["slices"]
+        assert seen["slices"] == sum(buckets) // size
+
+
+def trace(mesh: Mesh) -> list[str]:
+    """The order in which a step's parts are computed, and their weights set out and are waited for."""
+    parts = build(config_for("zero3", mesh.size("data"), batch={"global": 4, "micro": 2}), mesh)
+    strategy, events = parts.strategy, []
+    gather = strategy.gathers.gather
+
+    def traced(bucket: Bucket, own: Tensor, comm: Comm) -> Work:
+        work = gather(bucket, own, comm)
+        events.append(f"gather {bucket.parts}")
+
+        def wait() -> None:
+            work.wait()
+            events.append(f"have {bucket.parts}")
+
+        return Later(wait)
+
+    strategy.gathers.gather = traced
+    for name, block in parts.model.blocks.items():
+        block.register_forward_hook(lambda *_, name=name: events.append(f"computed {name}"))
+    batch = rows_of(global_batch(parts.config, 0), slice(0, 2))
+    forward_and_backward(parts, batch, {"labels": 1.0})
+    strategy.finish()
+    strategy.publish()
+    return events
+
+
+def test_the_next_parts_weights_travel_while_a_part_is_computed() -> None:
+    for events in run_ranks(trace, Grid((("data", 2),))):
+        assert events.index("gather (1,)") < events.index("computed 0") < events.index("have (1,)")
+        assert events.index("gather (0,)") < events.index("have (0,)") < events.index("computed 0")
+        last = len(events) - 1 - events[::-1].index("gather (0,)")  # of the backward pass, under layer 1
+        assert last > events.index("computed 1")
+        assert "have (0,)" not in events[events.index("computed 1") : last]

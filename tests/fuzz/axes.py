@@ -70,7 +70,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "sequence": (8, 12),
     "precision": ("float64", "float64", "float64", "float32", "O1-bf16", "O2-bf16", "O2-fp16"),
     "data": (1, 1, 1, 2, 2, 3, 4),
-    "sync": (None, "allreduce", "zero1", "zero2", "ring", "rooted", "server-gradient", "server-loss", "fsdp"),
+    "sync": (None, "allreduce", "zero1", "zero2", "zero3", "ring", "rooted", "server-gradient", "server-loss", "fsdp"),
     "bucket": (None, 1024, 8192),
     "stages": (1, 1, 1, 2, 2, 3, 4),
     "chunks": (None, None, None, 2, 3),
@@ -221,4 +221,7 @@ def _order(case: Case) -> list[str]:
 
 def _offload(case: Case) -> dict[str, Any]:
     """Buckets of 256 elements, so that a tiny model has several."""
-    return {} if case["offload"] is None else {"offload": {"to": case["offload"], "bucket": 256, "chunk": 2}}
+    if case["offload"] is None:
+        return {}
+    chunk = {} if case["sync"] == "zero3" else {"chunk": 2}  # which sums a layer at once
+    return {"offload": {"to": case["offload"], "bucket": 256, **chunk}}

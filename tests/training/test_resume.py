@@ -113,7 +113,8 @@ def test_resumed_with_several_threads_a_rank(corpus: Path, tmp_path: Path) -> No
 
 
 def test_resume_by_another_layout(corpus: Path, tmp_path: Path) -> None:
-    """2 ranks, then 3, then 1: the losses of one run. (No dropout: its masks are the replicas' own.)"""
+    """2 ranks, then 3, 2, 2 and 1, each with another sync: the losses of one run. (No dropout: its masks are the
+    replicas' own.)"""
     model = config_for(corpus).model.model_dump() | {"dropout": 0.0}
     plain = {"model": model, "batch": {"global": 12}, "checkpoint": {"every": 0}}
 
@@ -122,7 +123,8 @@ def test_resume_by_another_layout(corpus: Path, tmp_path: Path) -> None:
         return config_for(corpus, **plain, layout=layout, steps=steps)
 
     run(laid_out(1, "allreduce", 9), tmp_path / "serial")
-    for size, sync, steps in [(2, "zero1", 3), (3, "ring", 6), (1, "allreduce", 9)]:
+    moves = [(2, "zero1", 3), (3, "zero3", 6), (2, "zero2", 7), (1, "allreduce", 9)]
+    for size, sync, steps in moves:
         run(laid_out(size, sync, steps), tmp_path / "parallel", resume=True)
     expected, actual = lines_of(tmp_path / "serial"), lines_of(tmp_path / "parallel")
     assert [line["step"] for line in actual] == list(range(1, 10))

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from meshwright.config import Config
+from meshwright.data_parallel.gathering import two_parts_bytes
 from meshwright.data_parallel.sharded import whole_bytes
 from meshwright.data_parallel.strategy import Policy
 from meshwright.memory.offload import SINGLE, state_bytes
@@ -41,7 +42,8 @@ class PlannedBucket:
     """A bucket of gradients. `names`: its parameters'; `num_elements`: with its padding; `stepped_elements`: those that
     this rank's optimizer steps; `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type.
     `slices`: gradients are slices, and `reduce` runs `sums` times a step, but once where it `waits` for the step's end;
-    `across` sums slices that other ranks have too, once."""
+    `across` sums slices that other ranks have too, once. `gathers`: weights are slices, too; `gather` brings them
+    together, and `parts_back` are the parts of the model that read them going backward."""
 
     kind: BucketKey
     summed_in: torch.dtype
@@ -50,14 +52,22 @@ class PlannedBucket:
     stepped_elements: int
     blocks: bool
     slices: bool
+    gathers: bool
+    parts_back: frozenset[int]
     waits: bool
     sums: int
     reduce: Program
     publish: Program
     across: Program
+    gather: Program
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of weights that are kept."""
+        return self.stepped_elements * self.kind.dtype.itemsize if self.gathers else self.whole_size_bytes
+
+    @property
+    def whole_size_bytes(self) -> int:
         return self.num_elements * self.kind.dtype.itemsize
 
     @property
@@ -98,7 +108,7 @@ class PlannedBucket:
 class Buckets:
     """Plans buckets, and remembers the programs of those that are alike."""
 
-    _programs: dict[Hashable, tuple[int, Program, Program, Program]] = field(default_factory=dict)
+    _programs: dict[Hashable, tuple[int, Program, Program, Program, Program]] = field(default_factory=dict)
 
     def of(self, config: Config, rank: int, parameters: Sequence[Parameter], tied: set[str]) -> list[PlannedBucket]:
         """A rank's buckets, in the order in which they leave. `tied`: parameters that another stage holds too."""
@@ -114,7 +124,9 @@ class Buckets:
         policy = load_entry(sync.policy)()
         late = {parameter.name for parameter in parameters if parameter.comes_with_b}
         buckets = []
-        for kind, names in arranged(items, specs, mesh, bucket_bytes(config)):
+        using = {parameter.name: parameter.parts for parameter in parameters} if sync.gathers else None
+        back = {parameter.name: parameter.parts_back for parameter in parameters}
+        for kind, names in arranged(items, specs, mesh, bucket_bytes(config), using):
             num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
             index = mesh.comm(*kind.sum_axes).index  # a root does more than the others
             summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
@@ -125,9 +137,11 @@ class Buckets:
             stepped, *programs = self._programs[key]
             waits = not late.isdisjoint(names)
             sums = config.num_microbatches if sync.slices and not waits else 1
+            read_back = frozenset(part for name in names for part in back[name])
             bucket = PlannedBucket(
-                kind, summed_in, tuple(names), num_elements, stepped, policy.blocks, sync.slices, waits, sums, *programs
-            )
+                kind, summed_in, tuple(names), num_elements, stepped, policy.blocks, sync.slices, sync.gathers,
+                read_back, waits, sums, *programs,
+            )  # fmt: skip
             buckets.append(bucket)
         return buckets
 
@@ -155,9 +169,9 @@ def _programs(
     num_elements: int,
     mesh: Mesh,
     recorder: Recorder,
-) -> tuple[int, Program, Program, Program]:
-    """The number of elements that this rank steps, its programs that sum over `axes` and publish, and the one that
-    sums over the others of the bucket's axes."""
+) -> tuple[int, Program, Program, Program, Program]:
+    """The number of elements that this rank steps, its programs that sum over `axes` and publish, the one that sums
+    over the others of the bucket's axes, and the one that gathers slices of weights."""
     values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
     gradients = torch.empty_like(values, dtype=summed_in)
     bucket = Bucket(values, gradients, (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
@@ -171,7 +185,10 @@ def _programs(
     publish = recorded()
     with recorder.program(mesh.ledger) as recorded:
         mesh.comm(*(axis for axis in kind.sum_axes if axis not in axes)).all_reduce(gradients[start:stop])
-    return stop - start, reduce, publish, recorded()
+    across = recorded()
+    with recorder.program(mesh.ledger) as recorded:
+        comm.all_gather(values, values[: values.numel() // comm.size])
+    return stop - start, reduce, publish, across, recorded()
 
 
 @dataclass(frozen=True)
@@ -231,9 +248,17 @@ def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, fram
 
 
 def passing_bytes(buckets: Sequence[PlannedBucket]) -> int:
-    """Bytes that a backward pass has whole of buckets of which slices are kept (Sharded.gradient_bytes)."""
+    """Bytes that a backward pass has whole of buckets of which slices are kept: of gradients (Sharded.gradient_bytes),
+    and of the weights of two parts (Gathering.weight_bytes)."""
     late = sum(bucket.whole_gradient_bytes for bucket in buckets if bucket.waits)
-    return late + whole_bytes((bucket.kind, bucket.whole_gradient_bytes) for bucket in buckets if not bucket.waits)
+    kinds = (replace(bucket.kind, parts=()) for bucket in buckets)
+    sizes = zip(kinds, buckets, strict=True)
+    gradients = whole_bytes((kind, bucket.whole_gradient_bytes) for kind, bucket in sizes if not bucket.waits)
+    of: dict[int, list[int]] = {}
+    for index, bucket in enumerate(buckets):
+        for part in bucket.kind.parts:
+            of.setdefault(part, []).append(index)
+    return late + gradients + two_parts_bytes(of, [bucket.whole_size_bytes for bucket in buckets])
 
 
 def slots_of(buckets: Sequence[PlannedBucket]) -> list[tuple[int, torch.dtype]]:

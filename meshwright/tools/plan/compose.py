@@ -13,8 +13,10 @@ from functools import reduce
 from itertools import pairwise
 
 from meshwright.config import Config
+from meshwright.data_parallel.gathering import Walk
 from meshwright.memory.recompute import groups_of
-from meshwright.model import Chunk
+from meshwright.model import EMBEDDINGS, HEAD, Chunk
+from meshwright.models.chain import split_name
 from meshwright.parts import recomputed_group
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.task import TaskKind
@@ -160,10 +162,20 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
             unit = _unit(config, recordings, chunk, forms)
             forms = unit.recording.outgoing
             units.append(unit)
-            parameters |= {parameter.name: parameter for parameter in unit.parameters}
+            for parameter in unit.parameters:
+                parameters[parameter.name] = used(parameter, parameters.get(parameter.name), chunk)
         in_order = sorted(parameters.values(), key=lambda parameter: outline.order[parameter.name])
         stages.append(StagePlan(tuple(units), tuple(in_order), incoming, () if last else forms))
     return stages
+
+
+def used(parameter: Parameter, before: Parameter | None, chunk: Chunk) -> Parameter:
+    """The parameter with the part of a stage that uses it besides those of `before`; `chunk`: it is in there."""
+    layer, _ = split_name(parameter.name)
+    part = layer if layer is not None else EMBEDDINGS if chunk.first else HEAD
+    parts, parts_back = (before.parts, before.parts_back) if before else ((), ())
+    back = (part,) if parameter.read_back else ()
+    return replace(parameter, parts=(*parts, part), parts_back=(*parts_back, *back))
 
 
 def _chunks(config: Config, chunk: Chunk) -> list[Chunk]:
@@ -206,6 +218,8 @@ class Composition:
             stage: buckets.of(config, self.rank(stage), stages[stage].parameters, tied) for stage in first.values()
         }
 
+        self._gathers: dict[int, list[dict[TaskKind, list[int]]]] = {}
+
     def rank(self, stage: int) -> int:
         """The stage's first rank."""
         return self.grid.rank(dict.fromkeys(self.grid.names, 0) | {PIPE: stage})
@@ -223,6 +237,10 @@ class Composition:
             for kind in self.kinds:
                 for unit in plan.units:
                     unit.include_sent(total, kind, which, times)
+        for which, times in enumerate(self.counts):
+            for gathered in self.gathers(stage, which).values():
+                for index in gathered:
+                    include(total, self.buckets[self.like[stage]][index].gather.traffic, times)
         ledger = Ledger()
         sizes: dict[Side, int] = {"before": plan.incoming_bytes, "after": plan.outgoing_bytes}
         with ledger.repeated(count):
@@ -239,6 +257,17 @@ class Composition:
             include(total, bucket.across.traffic)
         return total
 
+    def gathers(self, stage: int, which: int) -> Mapping[TaskKind, Sequence[int]]:
+        """The buckets that the tasks of a microbatch at a place of the step gather (data_parallel/gathering.py)."""
+        if not self.config.layout.data.strategy.gathers:
+            return {}
+        like = self.like[stage]
+        if like not in self._gathers:
+            groups = [unit_layers(unit) for unit in self.stages[like].units]
+            recomputes = self.config.memory.recompute not in ("none", "selective")
+            self._gathers[like] = gathered_buckets(self.buckets[like], groups, len(self.counts), recomputes)
+        return self._gathers[like][which]
+
     @property
     def most_flops(self) -> float:
         """Floating-point operations of products of the busiest rank in a step."""
@@ -247,6 +276,44 @@ class Composition:
                 for which, times in enumerate(self.counts) for kind in self.kinds)
             for stage in self.buckets
         )  # fmt: skip
+
+
+def unit_layers(unit: Unit) -> list[int]:
+    """The layers of a unit, by number; none where it is an end of the chain."""
+    layers = {split_name(parameter.name)[0] for parameter in unit.parameters}
+    return sorted(layer for layer in layers if layer is not None)
+
+
+def gathered_buckets(
+    buckets: Sequence[PlannedBucket], groups: Sequence[Sequence[int]], places: int, recomputes: bool
+) -> list[dict[TaskKind, list[int]]]:
+    """By the microbatch's place, what its tasks gather: the run's own walk, one microbatch after the other.
+
+    `groups`: the layers of each unit, in the order of the forward pass. `recomputes`: each goes forward again.
+    """
+    parts = sorted({part for bucket in buckets for part in bucket.kind.parts})
+    of = {part: [index for index, bucket in enumerate(buckets) if part in bucket.kind.parts] for part in parts}
+    layers = [layer for group in groups for layer in group]
+    ends = [part for part in parts if part not in layers]
+    kept = {part: {index for index in of[part] if part in buckets[index].parts_back} for part in ends}
+    walk = Walk(of, kept, returns=len(ends) == 2)
+    found = []
+    for _ in range(places):
+        walk.begin()
+        forward = [index for part in parts for index in walk.forward(part).sent]
+        backward: list[int] = []
+        for group in (
+            [[part] for part in ends if part > max(layers, default=-1)]
+            + [list(group) for group in reversed(groups) if group]
+            + [[part] for part in ends if part < min(layers, default=0)]
+        ):
+            backward += walk.backward(group[-1]).sent
+            if recomputes and group[0] in layers:
+                backward += [index for part in group for index in walk.forward(part).sent]
+            for part in reversed(group[:-1]):
+                backward += walk.backward(part).sent
+        found.append({TaskKind.FORWARD: forward, TaskKind.BACKWARD: backward})
+    return found
 
 
 def include(total: Sent, more: Mapping[tuple[str, str], Traffic], times: int = 1) -> None:

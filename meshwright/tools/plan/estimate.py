@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from meshwright.config import Config
-from meshwright.model import Chunk
+from meshwright.model import EMBEDDINGS, HEAD, Chunk
 from meshwright.parts import build_kit, build_model, recomputed_group, rule_of
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.task import TaskKind
@@ -140,7 +140,7 @@ class Estimates:
             check(config)
             usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
             parameters, device = self._fullest_stage(usual), self.planner.cluster.device
-            weights = sum(parameter.weight_bytes for parameter in parameters)
+            weights = 0 if layout.data.strategy.gathers else sum(each.weight_bytes for each in parameters)
             gradients = 0 if layout.data.strategy.slices else sum(each.gradient_bytes(usual) for each in parameters)
             memory = Memory(weights, gradients, 0, 0, 0, device.reserved)
             if memory.total <= device.memory:  # else nobody needs to know of buckets
@@ -261,11 +261,15 @@ class Estimates:
         sizes[0] += size(-1)
         sizes[-1] += size(len(alike))  # a tied table of one stage is counted twice, and held once
         stage = sizes.index(max(sizes))
-        own = {each.name: each for each in parts[-1]} if stage == 0 else {}
+        own = {each.name: replace(each, parts=(EMBEDDINGS,)) for each in parts[-1]} if stage == 0 else {}
         for layer in runs[stage]:
-            own |= {f"{layer} {each.name}": replace(each, name=f"{layer} {each.name}") for each in parts[alike[layer]]}
+            own |= {
+                f"{layer} {each.name}": replace(each, name=f"{layer} {each.name}", parts=(layer,))
+                for each in parts[alike[layer]]
+            }
         if stage == len(runs) - 1:
-            own |= {each.name: each for each in parts[len(alike)]}
+            for each in parts[len(alike)]:
+                own[each.name] = replace(each, parts=(*(own[each.name].parts if each.name in own else ()), HEAD))
         return list(own.values())
 
     def _partition(self, config: Config) -> tuple[int, ...]:

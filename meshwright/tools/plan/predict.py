@@ -264,17 +264,20 @@ class TimedRun(Composition):
         key = self.like[stage], kind, which
         if key not in self.costs:
             cost = self.stages[stage].cost(kind, which, self.seconds)
-            seconds = self.agreement() + cost.seconds + self.summed_between(stage, kind, which, cost.seconds)
+            seconds = self.agreement() + cost.seconds + self.moved_beside(stage, kind, which, cost.seconds)
             self.costs[key] = Cost(seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
         return self.costs[key]
 
-    def summed_between(self, stage: int, kind: TaskKind, which: int, seconds: float) -> float:
-        """Seconds that a task takes longer as gradients are summed in it: in every microbatch's last one, but for the
-        step's, which has its own account (`sums`)."""
-        if kind is not self.kinds[-1] or which == len(self.counts) - 1:
-            return 0.0
-        sums = sum(self.seconds(bucket.reduce) for bucket in self.buckets[self.like[stage]] if bucket.sums > 1)
-        return max(0.0, sums - self.network.overlaps * seconds)
+    def moved_beside(self, stage: int, kind: TaskKind, which: int, seconds: float) -> float:
+        """Seconds that a task takes longer as slices travel beside it: weights that are gathered, the first of them
+        before it begins, and gradients that are summed in every microbatch; the step's last has its own account
+        (`sums`)."""
+        buckets = self.buckets[self.like[stage]]
+        moved = [self.seconds(buckets[index].gather) for index in self.gathers(stage, which).get(kind, ())]
+        first = max(moved[:1], default=0.0)
+        if kind is self.kinds[-1] and which < len(self.counts) - 1:
+            moved += [self.seconds(bucket.reduce) for bucket in buckets if bucket.sums > 1]
+        return max(first, sum(moved) - self.network.overlaps * seconds)
 
     def agreement(self) -> float:
         """Seconds until a stage's ranks agree on a task."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,7 +23,7 @@ from meshwright.config import Config
 from meshwright.memory.recompute import recomputed
 from meshwright.model import Chunk, Costs
 from meshwright.models.chain import chain_of, make_chain, split_name
-from meshwright.parameters.bucket import gradient_dtype, gradient_views, make_buckets
+from meshwright.parameters.bucket import Bucket, gradient_dtype, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
 from meshwright.parts import build_kit, build_model, empty_batch, recompute_in
@@ -49,13 +49,17 @@ _ALL = 2**60
 @dataclass(frozen=True)
 class Parameter:
     """A parameter as a rank holds it. `shape`: of the rank's part. `comes_with_b`: its gradient does not wait for W,
-    where weight gradients are tasks of their own."""
+    where weight gradients are tasks of their own. `read_back`: autograd keeps it for its part's backward pass. `parts`:
+    those of the chain that use it, and `parts_back` those that read it going backward, once they are composed."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: ShardSpec
     comes_with_b: bool = False
+    read_back: bool = True
+    parts: tuple[int, ...] = ()
+    parts_back: tuple[int, ...] = ()
 
     @cached_property
     def num_elements(self) -> int:
@@ -235,7 +239,7 @@ def _record(config: Config, on_device: AsOnDevice, chunk: Chunk, incoming: Forms
     for index in range(count):
         batch = empty_batch(config, kit, model, mesh.device)
         given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)
-        saved: set[int] = set()
+        saved: dict[int, set[int]] = {}
         with on_device, _seeing(saved), recorder.program(mesh.ledger) as recorded:
             outgoing = stage.forward(index, given, batch, scales)
         programs[TaskKind.FORWARD].append(replace(recorded(), leads=leads))
@@ -257,15 +261,32 @@ def _record(config: Config, on_device: AsOnDevice, chunk: Chunk, incoming: Forms
                 stage.weights(index, final=index == count - 1)
             programs.setdefault(TaskKind.WEIGHT, []).append(replace(recorded(), leads=leads))
     by_kind = {kind: tuple(each) for kind, each in programs.items()}
-    parameters = tuple(replace(each, comes_with_b=each.name in with_b) for each in parameters_in(model))
+    parameters = _with_facts(model, chunk, buckets, saved, with_b)
     return Recording(by_kind, parameters, forms, output_bytes, holds_input, kept_input, kept_gradient)
 
 
-def _seeing(saved: set[int]) -> torch.autograd.graph.saved_tensors_hooks:
-    """While entered, the storages that autograd keeps are added to the set."""
+def _with_facts(
+    model: nn.Module, chunk: Chunk, buckets: Sequence[Bucket], saved: Mapping[int, set[int]], with_b: set[str]
+) -> tuple[Parameter, ...]:
+    """A part's parameters, with what its recording has shown of each. `saved`: where what autograd keeps begins, by
+    storage; `with_b`: the names of those whose gradients come with B."""
+    read = {
+        place.name
+        for bucket in buckets
+        for place in bucket.places
+        if any(place.start <= at < place.stop for at in saved.get(bucket.values.untyped_storage()._cdata, ()))
+    }
+    return tuple(
+        replace(each, comes_with_b=each.name in with_b, read_back=bool(chunk.layers) or each.name in read)
+        for each in parameters_in(model)
+    )
+
+
+def _seeing(saved: dict[int, set[int]]) -> torch.autograd.graph.saved_tensors_hooks:
+    """While entered, the storages that autograd keeps are added, and where in them what it keeps begins."""
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        saved.add(x.untyped_storage()._cdata)
+        saved.setdefault(x.untyped_storage()._cdata, set()).add(int(x.storage_offset()))
         return x
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)

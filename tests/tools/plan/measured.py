@@ -47,15 +47,15 @@ def _measured(mesh: Mesh, config: Config) -> Measured:
     live = LiveBytes()
     sent = _step(parts, live)
     assert isinstance(parts.strategy, Synchroniser)
-    buckets = parts.strategy.buckets
+    weights = sum(size_bytes(flat.values) for flat in parts.strategy.weights)
     slots = [slot.parameter for slot in parts.strategy.slots]
     kept = {x.grad.untyped_storage()._cdata: x.grad.untyped_storage().nbytes() for x in slots if x.grad is not None}
     gradients = sum(kept.values())
     return Measured(
-        weights=sum(size_bytes(bucket.values) for bucket in buckets),
+        weights=weights,
         gradients=gradients,
         states=_state_bytes(parts),
-        peak=live.peak + parts.strategy.gradient_bytes - gradients,
+        peak=live.peak + parts.strategy.gradient_bytes - gradients + parts.strategy.weight_bytes - weights,
         sent=sent,
         tasks=tuple(span.name for span in parts.pipeline.spans),
     )

@@ -28,7 +28,7 @@ DTYPES = ("float32", "float64", "bf16", "fp16")
 DEVICE = {"kind": "cpu", "peak": dict.fromkeys(DTYPES, 1e11)}
 CPU = SWITCH.model_copy(update={"device": SWITCH.device.model_copy(update=DEVICE)})
 
-SYNCS = ("allreduce", "ring", "rooted", "zero1", "zero2")
+SYNCS = ("allreduce", "ring", "rooted", "zero1", "zero2", "zero3")
 WHOLE = {"kind": "none"}
 MEGATRON = {"kind": "megatron", "size": 2}
 CUT = MEGATRON | {"sequence_parallel": True}

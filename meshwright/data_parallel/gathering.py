@@ -1,0 +1,287 @@
+"""Weights kept as slices, of which a part of the model is gathered when it is computed, and given back afterwards.
+
+| sync  | gradients of S bytes           | weights of P bytes                     | a rank sends, m microbatches   |
+|-------|--------------------------------|----------------------------------------|--------------------------------|
+| zero3 | reduce-scatter each microbatch | all-gather of a part before it goes    | m (n-1)/n S for gradients, at  |
+|       |                                | forward, and again before backward     | most 2m (n-1)/n P for weights  |
+
+ZeRO-3 (arXiv 1910.02054, section 5.3; torch's fully_shard, arXiv 2304.11277). A part is what a chain runs at once: the
+embeddings, a layer, the head. Parameters that two parts use (a tied table) are gathered for each. While a part is
+computed the next one's weights travel: forward the layer behind, backward the layer before. So a rank holds its slices
+and two parts. Where forward turns to backward, and where the next microbatch begins, what is there is kept: of L layers
+on one device a microbatch gathers L and L-1 more, and the first of them is still there for the next microbatch. A stage
+of a pipeline does not know which task comes next, and gathers all of its parts in each.
+
+Autograd keeps weights for the backward pass, as references to memory that is given back and filled again: so a part's
+memory always is the same storage, which is resized. Of embeddings and head only what autograd has kept is gathered
+again: a look-up's gradient needs no table.
+
+Layers that are recomputed gather while they go forward again in the backward pass; one layer at a time needs nothing
+more than without recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.data_parallel.policies import Zero1
+from meshwright.data_parallel.sharded import Sharded, allocate, free
+from meshwright.data_parallel.strategy import Policy, Synchroniser
+from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
+from meshwright.parameters.bucket import Bucket, FlatWeights, Slot
+from meshwright.ranks.agreement import make_equal
+from meshwright.ranks.comm import DONE, Comm, Work, size_bytes
+from meshwright.ranks.mesh import Mesh
+
+
+class Zero3(Zero1):
+    """Rank r owns the r-th slice of every bucket, of weights and gradients; nothing is published."""
+
+    def gather(self, bucket: Bucket, own: Tensor, comm: Comm) -> Work:
+        """Bring every rank's slice of the weights into the bucket."""
+        return comm.all_gather(bucket.values, own, wait=False)
+
+    def publish(self, bucket: Bucket, comm: Comm) -> Work:
+        return DONE
+
+
+@dataclass(frozen=True)
+class Move:
+    """A rank gives back, gathers and waits for, and starts to gather these buckets when a part begins."""
+
+    released: tuple[int, ...]
+    gathered: tuple[int, ...]
+    started: tuple[int, ...]
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        return self.gathered + self.started
+
+
+class Walk:
+    """A rank's way through its parts, and which of their buckets are there. Pure: the planner walks it as well.
+
+    `buckets`: by part, in the order of the forward pass. `kept`: of embeddings and head those that their backward
+    passes read. `returns`: the chain is whole, so that its end turns to its backward pass, and that to the next
+    microbatch.
+    """
+
+    def __init__(self, buckets: Mapping[int, Collection[int]], kept: Mapping[int, set[int]], *, returns: bool) -> None:
+        self.order = sorted(buckets)
+        self._buckets, self._kept, self._returns = buckets, kept, returns
+        self._back_at: int | None = None
+        """The part whose backward pass has begun last; None in a forward pass."""
+        self._begins = True
+        self.held: set[int] = set()
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._back_at, self._begins = None, True
+
+    def read_back(self, part: int) -> Collection[int]:
+        """The buckets that a part's backward pass reads."""
+        return self._kept[part] if part in self._kept else self._buckets[part]
+
+    def forward(self, part: int) -> Move:
+        """A part goes forward, in a forward pass or recomputed in a backward pass."""
+        fresh, self._begins = self._begins and not self._returns, False
+        index, here = self.order.index(part), self._buckets[part]
+        if self._back_at is not None and part >= self._back_at:
+            return self._back_from(index, here, fresh=False)
+        if index + 1 < len(self.order):
+            return self._moved(here, ahead=self._buckets[self.order[index + 1]], fresh=fresh)
+        turns = index > 0 and self._returns
+        return self._moved(here, stays=self._buckets[self.order[index - 1]] if turns else (), fresh=fresh)
+
+    def backward(self, part: int) -> Move:
+        """A part's backward pass begins."""
+        before, self._back_at = self._back_at, part
+        same = part == before and part == self.order[-1]  # the head's two functions
+        fresh = (before is None or part >= before) and not self._returns and not same
+        return self._back_from(self.order.index(part), self.read_back(part), fresh=fresh)
+
+    def _back_from(self, index: int, here: Collection[int], *, fresh: bool) -> Move:
+        if index:
+            return self._moved(here, ahead=self.read_back(self.order[index - 1]), fresh=fresh)
+        return self._moved(here, stays=self._buckets[self.order[1]] if len(self.order) > 1 else (), fresh=fresh)
+
+    def _moved(
+        self, here: Collection[int], *, ahead: Collection[int] = (), stays: Collection[int] = (), fresh: bool
+    ) -> Move:
+        """`stays`: kept if it is there. `fresh`: nothing is kept, whatever the task before has left."""
+        wanted = {*here, *ahead, *stays}
+        released = self.held if fresh else self.held - wanted
+        left = self.held - released
+        gathered, started = set(here) - left, set(ahead) - left - set(here)
+        self.held = left | gathered | started
+        return Move(tuple(sorted(released)), tuple(sorted(gathered)), tuple(sorted(started)))
+
+
+class RunsParts(Protocol):
+    """A chain, which has each of its parts run by `run_part(part, function, *arguments)`."""
+
+    chunk: Chunk
+    run_part: Callable[..., Any]
+
+
+class Gathering(Sharded):
+    """Holds slices of the weights, and those of two parts of the model whole."""
+
+    def __init__(self, buckets: list[Bucket], mesh: Mesh, policy: Policy) -> None:
+        assert isinstance(policy, Zero3), f"{policy} does not gather"
+        self.gathers = policy
+        self.buckets, self.mesh = buckets, mesh
+        # Compared before they are cut: afterwards only other shards' replicas hold the same.
+        self._differing = [] if mesh.device.type == "meta" else Synchroniser.make_replicas_equal(self)
+        super().__init__(buckets, mesh, policy)
+        self._under_gather: dict[int, Work] = {}
+        self._index_of = {bucket.values.untyped_storage()._cdata: index for index, bucket in enumerate(buckets)}
+        self._kept: dict[int, set[int]] = {}
+        self._of: dict[int, list[int]] = {}
+        self._walk = Walk(self._of, self._kept, returns=True)
+        self._pinned: set[int] = set()
+        for bucket in buckets:
+            free(bucket.values)
+
+    def follow(self, model: RunsParts) -> None:
+        """Gather what a chain's parts need when it runs them."""
+        chunk = model.chunk
+        ends = [*([EMBEDDINGS] if chunk.first else []), *([HEAD] if chunk.last else [])]
+        self._kept = {part: set() for part in ends}
+        self._of = {
+            part: [index for index, bucket in enumerate(self.buckets) if part in bucket.parts]
+            for part in sorted([*ends, *chunk.layers])
+        }
+        self._walk = Walk(self._of, self._kept, returns=chunk.first and chunk.last)
+        model.run_part = self.run_part
+
+    def make_slot(self, bucket: Bucket, comm: Comm) -> Slot:
+        slot = super().make_slot(bucket, comm)
+        slot.parameter.data = slot.parameter.data.clone()
+        return slot
+
+    @property
+    def weights(self) -> list[FlatWeights]:
+        grid = self.mesh.grid
+        return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(grid)) for slot in self._slots]
+
+    @property
+    def weight_bytes(self) -> int:
+        """The slices, and the two neighbouring parts that are largest together."""
+        sizes = [bucket.values.numel() * bucket.values.element_size() for bucket in self.buckets]
+        return sum(size_bytes(slot.parameter) for slot in self._slots) + two_parts_bytes(self._of, sizes)
+
+    def fill_together(self, one: int, other: int) -> bool:
+        return self.buckets[one].parts == self.buckets[other].parts
+
+    def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
+        self._walk.begin()
+        return super().forward(model, batch, scales, incoming)
+
+    def publish(self) -> None:
+        super().publish()
+        self._release(self._walk.held)
+        self._walk.held = set()
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """The head's weights stay for what is computed of its input; each other part's come when it runs."""
+        self._walk.begin()
+        head = set(self._of[self._walk.order[-1]])
+        self._gather(head - self._walk.held)
+        self._wait(head)
+        self._pinned = head
+        yield
+        self._pinned = set()
+        self._release(self._walk.held | head)
+        self._walk.held = set()
+
+    def make_replicas_equal(self) -> list[str]:
+        differing = list(self._differing)
+        for slot in self._slots:
+            comm = self.mesh.comm(*slot.copy_axes(self.mesh.grid))
+            if make_equal(slot.parameter.data, comm):
+                differing += [place.name for place in slot.places]
+        self._differing = []
+        return differing
+
+    def run_part(self, part: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a part with its weights; its backward pass begins with them, too."""
+        self._move(part, self._walk.forward(part))
+        if not torch.is_grad_enabled():
+            return function(*arguments)
+        if part in self._kept:
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: self._note(part, x), lambda x: x):
+                result = function(*arguments)
+        else:
+            result = function(*arguments)
+        return self._turning(part, result)
+
+    def _note(self, part: int, x: Tensor) -> Tensor:
+        index = self._index_of.get(x.untyped_storage()._cdata)
+        if index is not None:
+            self._kept[part].add(index)
+        return x
+
+    def _turning(self, part: int, result: Any) -> Any:
+        """The result, whose gradient calls for the part's weights when it is whole."""
+        hidden = result if isinstance(result, tuple) else (result,)
+        learn = [x for x in hidden if x.requires_grad]
+        turned = iter(_Turn.apply(lambda: self._back(part), *learn))
+        hidden = tuple(next(turned) if x.requires_grad else x for x in hidden)
+        return hidden if isinstance(result, tuple) else hidden[0]
+
+    def _back(self, part: int) -> None:
+        self._move(part, self._walk.backward(part))
+
+    def _move(self, part: int, move: Move) -> None:
+        """Wait for the weights of the part that begins, and start those of the one ahead."""
+        self._release(move.released)
+        self._gather(move.gathered)
+        self._wait(set(self._of[part]) & self._walk.held)
+        self._gather(move.started)
+
+    def _gather(self, indices: Collection[int]) -> None:
+        """Start what is not there, in one order on all ranks."""
+        for index in sorted(set(indices) - self._pinned):
+            bucket = self.buckets[index]
+            allocate(bucket.values)
+            own = self._slots[index].parameter.detach()
+            self._under_gather[index] = self.gathers.gather(bucket, own, self.comms[index])
+
+    def _wait(self, indices: Collection[int]) -> None:
+        for index in sorted(self._under_gather.keys() & set(indices)):
+            self._under_gather.pop(index).wait()
+
+    def _release(self, indices: Collection[int]) -> None:
+        self._wait(indices)
+        for index in set(indices) - self._pinned:
+            free(self.buckets[index].values)
+
+
+class _Turn(torch.autograd.Function):
+    """The same tensors; `visit` is called when all of their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, visit: Callable[[], None], *hidden: Tensor) -> Hidden:
+        ctx.set_materialize_grads(False)
+        ctx.visit = visit
+        return tuple(x.view_as(x) for x in hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.visit()
+        return None, *gradients
+
+
+def two_parts_bytes(buckets_of: Mapping[int, Collection[int]], sizes: Sequence[int]) -> int:
+    """The most bytes of the buckets of two neighbouring parts; `buckets_of`: by part, `sizes`: by bucket."""
+    parts = [set(buckets_of[part]) for part in sorted(buckets_of)]
+    pairs = [one | other for one, other in zip(parts, parts[1:] or parts, strict=False)]
+    return max((sum(sizes[index] for index in pair) for pair in pairs), default=0)
