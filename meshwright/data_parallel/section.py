@@ -8,8 +8,8 @@
 | allreduce       | all-reduce               | yes    | yes        | yes | yes           | yes     | yes     |
 | ring            | our own ring             | yes    | yes        | yes | yes           | yes     | yes     |
 | zero1           | reduce-scatter           | yes    | yes        | yes | yes           | yes     | yes     |
-| zero2           | the same, each microbatch | yes   | yes        | yes | yes           | yes     | yes     |
-| zero3           | the same, weights sliced  | yes   | yes        | yes | yes           | yes     | yes     |
+| zero2           | the same, each microbatch | yes   | yes        |     | yes           | yes     | yes     |
+| zero3           | the same, weights sliced  | yes   | yes        |     | yes           | yes     | yes     |
 | fsdp            | torch's fully_shard      |        |            |     |               |         |         |
 
 One is added by a `Sync` and its line in the registry (docs/extending.md).
@@ -145,11 +145,11 @@ RING = Sync("meshwright.data_parallel.policies:Ring")
 ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", cuts_parameters=True, candidate=True)
 ZERO2 = Sync(
     "meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True,
-    cuts_parameters=True, rules=(needs_one_chunk,),
+    cuts_parameters=True, rules=(needs_one_chunk, needs_torch_distributed), over_mpi=False,
 )  # fmt: skip
 ZERO3 = Sync(
     "meshwright.data_parallel.gathering:Zero3", "meshwright.data_parallel.gathering:Gathering", slices=True,
-    gathers=True, rules=(needs_one_chunk,),
+    gathers=True, rules=(needs_one_chunk, needs_torch_distributed), over_mpi=False,
 )  # fmt: skip
 FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",
