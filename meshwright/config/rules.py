@@ -248,7 +248,7 @@ RULES = (
     tensor_splits_rows,
     *_where_chosen("tensor", "layout.tensor"),
     *_where_chosen("contexts", "layout.context"),
-    *_where_chosen("optimizers", "optimizer.update"),
+    *_where_chosen("optimizers", "optimizer"),
     *_where_chosen("syncs", "layout.data"),
     *PARTITION_RULES,
     recomputed_groups_fit,

@@ -290,6 +290,11 @@ class OptimizerSection(Section):
         update: Update = entries("optimizers")[self.name]
         return update
 
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """What the optimizer asks of the rest of the run."""
+        return self.update.rules
+
 
 class CheckpointSection(Section):
     """A checkpoint every `every` steps and at the end; the newest `keep` stay. `every: 0`: only at the end."""

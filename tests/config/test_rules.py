@@ -29,7 +29,8 @@ def test_every_rule_is_listed() -> None:
     found = [value for value in vars(rules).values() if isinstance(value, Rule)]
     brought = [rule for rule in RULES if rule not in found]
     assert set(found) <= set(RULES)
-    ruled = [entry for group in ("models", "tensor", "data", "contexts", "syncs") for entry in entries(group).values()]
+    groups = ("models", "tensor", "data", "contexts", "optimizers", "syncs")
+    ruled = [entry for group in groups for entry in entries(group).values()]
     assert len(brought) == len({own for entry in ruled for own in entry.rules})
 
 
@@ -183,7 +184,8 @@ def test_a_vit_reads_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_text_model_does_not_read_digits() -> None:
-    assert mistake(data=IMAGES).startswith("data.source=digits is not what a gpt2 reads; valid: stdlib, a text,")
+    line = mistake(data=IMAGES)
+    assert line.startswith("data.source=digits is not what a gpt2 reads; valid: stdlib, unicode, a text,")
 
 
 def test_patches_divide_image() -> None:
