@@ -292,7 +292,7 @@ class OptimizerSection(Section):
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """What the optimizer asks of the rest of the run."""
+        """The rules that the optimizer has for the rest of the run."""
         return self.update.rules
 
 
