@@ -176,7 +176,7 @@ def test_another_runs_checkpoint_is_not_gone_on_from(corpus: Path, used: Path) -
     with pytest.raises(CheckpointError, match=text):
         go_on(used, config_for(corpus))
     with pytest.raises(CheckpointError, match=text):  # what a restarted worker does
-        resume.checkpoint_of_run(used, resume=True)
+        resume.checkpoint_of_run(used)
     (used / folder.IDENTITY).unlink()
     go_on(used, config_for(corpus))
     assert run_of(used) == "aaaa"
@@ -185,8 +185,7 @@ def test_another_runs_checkpoint_is_not_gone_on_from(corpus: Path, used: Path) -
 def test_identity_stays(corpus: Path, used: Path) -> None:
     run = run_of(used)
     assert go_on(used, config_for(corpus)) == []
-    assert resume.checkpoint_of_run(used, resume=True) == (run, 6)
-    assert resume.checkpoint_of_run(used, resume=False) == (run, None)
+    assert resume.checkpoint_of_run(used) == (run, 6)
 
 
 def test_damaged_one_is_refused_and_the_newest_whole_one_is_named(corpus: Path, used: Path) -> None:
@@ -196,7 +195,7 @@ def test_damaged_one_is_refused_and_the_newest_whole_one_is_named(corpus: Path, 
         go_on(used, config_for(corpus))
     notes = go_on(used, config_for(corpus), 3)
     assert notes == [f"step-6 is set aside as {manifest.parent.with_name('set-aside-step-6')}"]
-    assert resume.checkpoint_of_run(used, resume=True) == (run_of(used), 3)
+    assert resume.checkpoint_of_run(used) == (run_of(used), 3)
 
 
 def test_damaged_shard_of_the_older_one_is_not_offered(corpus: Path, used: Path) -> None:
