@@ -44,8 +44,8 @@ def test_every_span_is_an_event(tmp_path: Path) -> None:
         (span.stage, span.name, span.start_seconds * 1e6, span.seconds * 1e6) for span in timeline.spans
     )
     third = next(event for event in events if event["name"] == "W3")
-    assert (third["cat"], third["args"]) == ("weight", {"microbatch": 3})
-    assert next(event for event in events if event["name"] == "optimizer")["args"] == {"microbatch": None}
+    assert (third["cat"], third["args"]) == ("weight", {"microbatch": 3, "chunk": 0})
+    assert next(event for event in events if event["name"] == "optimizer")["args"] == {"microbatch": None, "chunk": 0}
 
 
 def test_a_process_a_stage_and_a_row_a_phase(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_all_mistakes_by_field(tmp_path: Path) -> None:
             "device.elements.dear=dear is an unknown key; valid: special, random",
             "devices_per_node=0 is less than 1; valid: a whole number >= 1",
             "core=2 is an unknown key (did you mean cores?); "
-            "valid: name, source, device, devices_per_node, cores, turns, links",
+            "valid: name, source, checked, device, devices_per_node, cores, turns, links",
             "links.torch.levels.1.bandwidth=nothing is missing; valid: a number > 0",
             f"links.torch.levels.1.bandwith=10000000000.0 is an unknown key (did you mean bandwidth?); valid: {level}",
             "links.torch.measured.0.verb=all_reduced is none of the choices (did you mean all_reduce?); "
@@ -107,7 +107,9 @@ def test_sections_that_are_missing_or_none(tmp_path: Path) -> None:
     links = "a section with the keys levels, measured, overlaps"
     name, device, torch, mpi = str(caught.value).split("\n")
     assert name == "name=3 is not a text; valid: a text"
-    assert device.startswith("device=nothing is missing; valid: a section with the keys kind, memory, reserved, peak,")
+    assert device.startswith(
+        "device=nothing is missing; valid: a section with the keys kind, memory, reserved, unseen, peak,"
+    )
     assert torch == f"links.torch=3 is not a section; valid: {links}"
     assert mpi == f"links.mpi.levels.0=1 is not a section; valid: {level}"
 

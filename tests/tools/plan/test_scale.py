@@ -41,7 +41,7 @@ def laid_out(config: Config, **layout: Any) -> Config:
 
 def predicted(config: Config, seconds: float) -> Prediction:
     memory = Memory(1, 2, 3, 4, 5, 6)
-    return Prediction(config, FLAT, seconds, {}, (memory,), ({},), Timeline(1, ()), 0.0)
+    return Prediction(config, FLAT, seconds, {}, (memory,), ({},), Timeline(1, ()), 0.0, 1.0)
 
 
 def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
