@@ -150,6 +150,8 @@ class SlowStage:
 class NoSums:
     """A strategy of one replica."""
 
+    every_microbatch = False
+
     def expect(self, final: bool) -> None: ...
 
 

@@ -43,7 +43,7 @@ def predicted(seconds: float, *stages: tuple[int, dict[str, int]]) -> Prediction
     traffic = tuple({(axis, "send"): Traffic(1, size) for axis, size in sent.items()} for _, sent in stages)
     phases = {"pipeline": seconds, "data_parallel": 0.0, "optimizer": 0.0}
     here = load_cluster("two-cores")
-    return Prediction(contender().config, here, seconds, phases, memory, traffic, Timeline(len(stages), ()), 0.0)
+    return Prediction(contender().config, here, seconds, phases, memory, traffic, Timeline(len(stages), ()), 0.0, 1.0)
 
 
 def comparison(*rows: Measurement, **facts: Any) -> Comparison:

@@ -63,7 +63,7 @@ def test_convert_both_ways(tmp_path: Path) -> None:
     assert str(step) in run("convert", "export", tmp_path / "run", "--out", tmp_path / "hf")
     text = run("convert", "import", tmp_path / "hf", "--out", tmp_path / "tuned" / "checkpoints" / "step-0")
     assert "vocabulary: 257" in text
-    assert "--resume" in text
+    assert "to train from it" in text
     (tmp_path / "text.txt").write_text("the cat sat on the mat")
     before, after = (run_json("eval", tmp_path / name, "--data", tmp_path / "text.txt") for name in ("run", "tuned"))
     assert before["loss_per_token"] == after["loss_per_token"]
