@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from meshwright import launch, parity
+    from meshwright import launch
     from meshwright.api import compare, load, plan, resolve, save, train, verify
     from meshwright.checkpoint.reader import Checkpoint
     from meshwright.checkpoint.restore import restore
@@ -25,7 +25,6 @@ __all__ = [
     "compare",
     "launch",
     "load",
-    "parity",
     "plan",
     "resolve",
     "restore",
@@ -41,14 +40,14 @@ _HOMES = {
     "restore": "checkpoint.restore",
     "train_step": "training.step",
 }
-"""Modules of the names that are not api.py's. None of the names is a module's own but `launch` and `parity`."""
+"""Modules of the names that are not api.py's. None of the names is a module's own but `launch`."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    if name in ("launch", "parity"):
-        return importlib.import_module(f"meshwright.{name}")
+    if name == "launch":
+        return importlib.import_module("meshwright.launch")
     return vars(importlib.import_module(f"meshwright.{_HOMES.get(name, 'api')}"))[name]
 
 
