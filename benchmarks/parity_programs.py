@@ -183,7 +183,7 @@ class VocabularyTable(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program is: its axes and options."""
+    """A program of the benchmark, by its axes and options."""
 
     axes: tuple[tuple[str, int], ...]
     sequence: bool = False

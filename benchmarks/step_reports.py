@@ -1,4 +1,4 @@
-"""What a thousand ranks' step reports cost a rank each step: python -m benchmarks.step_reports [--ranks N]
+"""Seconds that a thousand ranks' step reports cost each: python -m benchmarks.step_reports [--ranks N]
 
 Reports are made up and have come; 128 x 8 ranks, of data and tensor parallelism. A rank reads what all must know: the
 losses, whether to stop, the next step's counts. Rank 0 reads every report besides, makes the line of metrics and judges

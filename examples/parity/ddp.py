@@ -25,6 +25,6 @@ def ddp(job: parity.Job) -> None:
 
 @parity.check(ranks=2)
 def ddp_mean_of_means(job: parity.Job) -> None:
-    """What most loops do: each rank's own mean. Wrong as soon as ranks have unequal numbers of labels."""
+    """Each rank takes its own mean, as most loops do. It is wrong as soon as ranks have unequal numbers of labels."""
     job.reference(Transformer(), loss=loss_of, batch=batch_of, optimizer=adamw)
     job.parallel(DistributedDataParallel(job.copy()), batch=job.rows("data"))

@@ -23,7 +23,7 @@ def parallelize(model: nn.Module, mesh: object) -> nn.Module:
 
 
 def parallelize_sequence(model: nn.Module, mesh: object) -> nn.Module:
-    """The same, with norms and residuals on this rank's part of the sequence."""
+    """Tensor parallelism with norms and residuals on this rank's part of the sequence."""
     whole = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("q", "k", "v", "up")}
     rows = {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("out", "down")}
     for block in model.blocks:

@@ -266,7 +266,7 @@ class Gathering(Sharded):
 
 
 class _Turn(torch.autograd.Function):
-    """The same tensors; `visit` is called when all of their gradients are there."""
+    """Passes tensors through; `visit` is called when all of their gradients are there."""
 
     @staticmethod
     def forward(ctx: Any, visit: Callable[[], None], *hidden: Tensor) -> Hidden:

@@ -59,7 +59,7 @@ def muon_step(
 
 
 class Muon(torch.optim.Optimizer):
-    """The same in plain torch, of groups that say whether their parameters are `hidden` layers' matrices."""
+    """Muon in plain torch, over groups that say whether their parameters are `hidden` layers' matrices."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float, **adamw: Any) -> None:
         listed = list(groups)  # torch keeps these very dicts: a rate that is set here is AdamW's, too
