@@ -4,7 +4,9 @@
                                        [--rounds N] [--steps N] [--json FILE]
 
 Targets: allreduce at most 0.95 of DDP's step at 2 ranks and 0.85 at 4, zero1 at most 1.0 of DDP's, fsdp at most 1.0 of
-FSDP2's. For (c) no target: the finding to repeat is that one parameter server is slower than one device.
+FSDP2's. Two rows say how near that can be: ranks that never sum their gradients, and their linear layers' products
+alone, which no strategy goes below. For (c) no target: the finding to repeat is that one parameter server is slower
+than one device.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ SYNCS = tuple(entries("syncs"))
 
 
 def contenders(ranks: int, syncs: Sequence[str], transports: Sequence[str]) -> list[Contender]:
-    """The baselines, then ours. fsdp is torch's own and runs on torch only."""
+    """The baselines and the floors, then ours. fsdp is torch's own and runs on torch only."""
     theirs = [
         Contender("plain loop", "benchmarks.baselines:plain"),
         Contender("DDP", "benchmarks.baselines:ddp", ranks=ranks),
         Contender("DDP, torch's defaults", "benchmarks.baselines:ddp", {"fused": False, "bucket_view": False}, ranks),
         Contender("FSDP2", "benchmarks.baselines:fsdp2", ranks=ranks),
+        Contender("no sum", "benchmarks.baselines:plain", {"fused": True}, ranks),
+        Contender("products alone", "benchmarks.baselines:products", ranks=ranks),
     ]
     serial = [ours.contender("allreduce", "torch", 1)]
     mine = [
