@@ -149,6 +149,16 @@ def test_the_values_of_a_field_are_those_of_the_registry(toys: Path) -> None:
     assert f"optimizer.name=lyon is none of the choices (did you mean lion?); valid: {choices}" in told
 
 
+def test_documents_are_kept_apart_by_who_can(toys: Path) -> None:
+    apart = ["data={kind: text, documents: separate, sequence: 16}", "model.family=gpt2", "layout.context.kind=keys"]
+    told = python(toys, "-m", "meshwright", "verify", "long.yaml", *apart, status=2).stderr
+    assert (
+        "layout.context.kind=keys attends over all of a sample, and its documents are separate; valid: ulysses" in told
+    )
+    told = python(toys, "-m", "meshwright", "verify", "cut.yaml", apart[0], status=2).stderr
+    assert "model.family=bigram attends over all of a sample, and its documents are separate; valid: model" in told
+
+
 def test_a_cut_that_is_not_equal_is_a_mistake_with_the_sizes_that_work(toys: Path) -> None:
     told = python(toys, "-m", "meshwright", "verify", "cut.yaml", "layout.tensor.size=3", status=2).stderr
     assert told == "meshwright: layout.tensor.size=3 does not divide model.inner=64; valid: 1, 2, 4, 8, 16, 32, 64\n"

@@ -46,6 +46,15 @@ class Context:
         """This rank's tokens of a batch. `inside`: what attention reads (the mask of padding), which stays whole."""
         return batch
 
+    def document_mask(self, starts: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mask by which `attend` keeps tokens to the earlier ones of their own document.
+
+        starts [B, T]: the place in its sequence where each token's document begins. Here the addend of scores
+        [B, 1, T, T]: made once a microbatch, since SDPA would make one a layer out of a boolean mask.
+        """
+        places = torch.arange(starts.shape[1], device=starts.device)
+        return document_bias(starts, starts, places, places, dtype, -torch.inf)
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
         scale: float | None,
@@ -53,7 +62,7 @@ class Context:
         """F.scaled_dot_product_attention over whole sequences, of this rank's Q [B, A, t, E] and K, V [B, A/G, t, E],
         each head of which serves G queries. [B, A, t, E].
 
-        mask: of whole sequences, as the function takes it.
+        mask: of whole sequences, as the function takes it; or what `document_mask` gave, which is causal itself.
         """
         grouped = query.shape[HEADS] != key.shape[HEADS]
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
@@ -97,6 +106,17 @@ class Ulysses(CutContext):
         )  # [B, A/c, T, E]
         attended = super().attend(q, k, v, mask, dropout, causal, scale)
         return all_to_all(attended, self.mesh, AXIS, gather_dim=HEADS, scatter_dim=TOKENS)
+
+
+def document_bias(
+    query_starts: Tensor, key_starts: Tensor, queries: Tensor, keys: Tensor, dtype: torch.dtype, unseen: float
+) -> Tensor:
+    """[B, 1, t, s]: 0 where a query sees a key of its own document that is no later, else `unseen`.
+
+    starts [B, t], [B, s]: where each one's document begins; queries [t], keys [s]: their places.
+    """
+    seen = (query_starts[:, :, None] == key_starts[:, None, :]) & (queries[:, None] >= keys)
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, unseen).unsqueeze(1)
 
 
 WHOLE_SEQUENCES = Context()

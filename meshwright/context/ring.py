@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.context.context import AXIS, CutContext
+from meshwright.context.context import AXIS, CutContext, document_bias
 from meshwright.ranks.collectives import Moving, here
 from meshwright.ranks.mesh import Mesh
 
@@ -39,8 +39,8 @@ TILE_ELEMENTS = 2**24
 class Block:
     """A product of attention between slices of a rank's queries and of a block's keys. `fuses`: by a CPU's kernel.
 
-    Q [B, A, t, E]; K, V [B, A/G, s, E], each head for G queries; bias [B, 1, 1, s] or None; l [B, A, t]; t = s where
-    `causal`.
+    Q [B, A, t, E]; K, V [B, A/G, s, E], each head for G queries; bias [B, 1, 1 or t, s] or None; l [B, A, t]; t = s
+    where `causal`.
     """
 
     causal: bool
@@ -100,7 +100,7 @@ class Block:
         wide = torch.promote_types(query.dtype, torch.float32)
         scores = (query @ key.transpose(-1, -2)).to(wide) * self.scale
         if bias is not None:
-            scores = scores + bias
+            scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, rows])
         if self.causal:
             places = torch.arange(key.shape[2], device=key.device)
             scores = scores.masked_fill(places > places[rows, None], torch.finfo(wide).min / 2)
@@ -123,9 +123,9 @@ class _AroundRing(torch.autograd.Function):
         ctx.causal, ctx.scale, ctx.ring = causal, scale, ring
         for step in range(ring.size):
             coming = ring.start(block) if step < ring.size - 1 else None
-            rows, columns, product = ring.product(step, query.shape[2], causal, scale)
+            rows, columns, product = ring.product(step, query.shape[2], causal, scale, mask)
             k, v = block[:, :, :, columns]
-            part, part_sums = product.attend(query[:, :, rows], k, v, ring.bias(mask, step, columns, query))
+            part, part_sums = product.attend(query[:, :, rows], k, v, ring.bias(mask, step, rows, columns, query))
             if step == 0:
                 out, sums = part.to(part_sums.dtype), part_sums.clone()
             else:
@@ -146,11 +146,11 @@ class _AroundRing(torch.autograd.Function):
         dcoming = here(torch.zeros_like(block, dtype=sums.dtype))  # goes behind its block, and home at the end
         for step in range(ring.size):
             coming = ring.start(block) if step < ring.size - 1 else None
-            rows, columns, product = ring.product(step, query.shape[2], ctx.causal, ctx.scale)
+            rows, columns, product = ring.product(step, query.shape[2], ctx.causal, ctx.scale, mask)
             k, v = block[:, :, :, columns]
             more_q, more_k, more_v = product.gradients(
                 gradient[:, :, rows], query[:, :, rows], k, v, out[:, :, rows], sums[:, :, rows],
-                ring.bias(mask, step, columns, query),
+                ring.bias(mask, step, rows, columns, query),
             )  # fmt: skip
             dq[:, :, rows] += more_q
             dblock = dcoming.wait()
@@ -189,28 +189,43 @@ class RingAttention(CutContext):
         scale: float | None,
     ) -> Tensor:  # fmt: skip
         assert dropout == 0, "config refuses dropout inside of a ring"
-        assert mask is None or (mask.dtype == torch.bool and not causal), "a mask of padding, where all tokens are seen"
+        documents = mask is not None and mask.dtype == torch.int64
+        assert mask is None or documents or not causal, "a mask of padding, where all tokens are seen, or of documents"
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        attended: Tensor = _AroundRing.apply(query, key, value, mask, causal, scale, self)
+        attended: Tensor = _AroundRing.apply(query, key, value, mask, causal or documents, scale, self)
         return attended
 
-    def product(self, step: int, count: int, causal: bool, scale: float) -> tuple[slice, slice, Block]:
+    def document_mask(self, starts: Tensor, dtype: torch.dtype) -> Tensor:
+        """The starts themselves [B, T], of which each block's addend is made: T x T numbers are never there."""
+        return starts
+
+    def product(
+        self, step: int, count: int, causal: bool, scale: float, mask: Tensor | None
+    ) -> tuple[slice, slice, Block]:
         """The queries and the block's keys that see each other at a step, of `count` each, and their product."""
         whole, chunk = slice(0, count), count // 2
         if not causal or step == 0:
-            return whole, whole, Block(causal, scale, self.fuses)
+            return whole, whole, Block(causal and mask is None, scale, self.fuses)
         earlier = (self.index - step) % self.size < self.index
         rows, columns = (whole, slice(0, chunk)) if earlier else (slice(chunk, count), whole)
         return rows, columns, Block(False, scale, self.fuses)
 
-    def bias(self, mask: Tensor | None, step: int, columns: slice, like: Tensor) -> Tensor | None:
-        """The addend of the scores of a step's keys: for padding half the least number, so that a block of padding
-        alone has a finite l, and no part of the output."""
+    def bias(self, mask: Tensor | None, step: int, rows: slice, columns: slice, like: Tensor) -> Tensor | None:
+        """The addend of a step's scores, [B, 1, 1, s] for padding, [B, 1, t, s] for documents: half the least number
+        where a key is not seen, so that a row that sees none of a block has a finite l, and no part of the output."""
         if mask is None:
             return None
-        runs = self._runs(mask.shape[-1], (self.index - step) % self.size)
-        seen = torch.cat([mask[..., run.start : run.stop] for run in runs], -1)[..., columns]
-        return torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, torch.finfo(like.dtype).min / 2)
+        length, unseen = mask.shape[-1], torch.finfo(like.dtype).min / 2
+        keys = self._places(length, (self.index - step) % self.size, mask.device)[columns]
+        if mask.dtype == torch.int64:
+            queries = self._places(length, self.index, mask.device)[rows]
+            return document_bias(mask[:, queries], mask[:, keys], queries, keys, like.dtype, unseen)
+        seen = mask[..., keys]
+        return torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, unseen)
+
+    def _places(self, length: int, index: int, device: torch.device) -> Tensor:
+        """The places of a rank's tokens in their sequence."""
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self._runs(length, index)])
 
     def start(self, block: Tensor) -> Moving:
         """Begin to send a block to the next rank, and to receive the one before's."""

@@ -30,11 +30,12 @@ class ContextKind:
     """How ranks that hold parts of every sequence attend to each other's.
 
     `context`: `module:attribute` of what a rank's `Context` is made by, of its mesh: torch is not here yet. `chunks`:
-    equal runs of a sequence that each rank holds.
+    equal runs of a sequence that each rank holds. `documents`: attention can keep to the documents of a sequence.
     """
 
     context: str
     chunks: int = 1
+    documents: bool = False
     rules: tuple[Rule, ...] = ()
     """Rules on what it does not go with besides, and why; checked where it is chosen."""
 
@@ -93,5 +94,7 @@ def rings_drop_nothing(config: Config) -> Iterator[Problem]:
 CUTTING = (layers_work_token_by_token, sequences_are_cut_equally)
 """Rules of every kind."""
 
-ULYSSES = ContextKind("meshwright.context.context:Ulysses", rules=(*CUTTING, heads_are_dealt_equally))
-RING_ATTENTION = ContextKind("meshwright.context.ring:RingAttention", chunks=2, rules=(*CUTTING, rings_drop_nothing))
+ULYSSES = ContextKind("meshwright.context.context:Ulysses", documents=True, rules=(*CUTTING, heads_are_dealt_equally))
+RING_ATTENTION = ContextKind(
+    "meshwright.context.ring:RingAttention", chunks=2, documents=True, rules=(*CUTTING, rings_drop_nothing)
+)

@@ -120,12 +120,31 @@ class ShuffledSamples:
         raise NotImplementedError
 
 
-class TokenBatches(ShuffledSamples):
-    """Windows of one split of a packed corpus: `tokens` and `labels`, both int64 [B, T]."""
+def document_entries(begins: np.ndarray) -> Batch:
+    """What a decoder reads of its samples' documents (models/decoder.py), both int64 [B, T]; `begins` [B, T]: where a
+    document does. What a row begins with, a document's rest as well, is one."""
+    import torch
 
-    def __init__(self, corpus: PackedCorpus, split: Split, sequence: int, seed: int) -> None:
-        """`sequence`: tokens a row. Raises DataError if the split is shorter than one window."""
-        self._tokens, self._sequence = corpus.tokens(split), sequence
+    places = np.arange(begins.shape[1], dtype=np.int64)
+    starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return {"positions": torch.from_numpy(places - starts), "documents": torch.from_numpy(starts)}
+
+
+class TokenBatches(ShuffledSamples):
+    """Windows of one split of a packed corpus: `tokens` and `labels`, both int64 [B, T].
+
+    Where documents are kept apart each ends with its end token, which predicts nothing, and batches have
+    `document_entries`: they follow from the window's own tokens, so every rank knows them.
+    """
+
+    def __init__(
+        self, corpus: PackedCorpus, split: Split, sequence: int, seed: int, separated_by: int | None = None
+    ) -> None:
+        """`sequence`: tokens a row. `separated_by`: the end token of documents that are kept apart.
+
+        Raises DataError if the split is shorter than one window.
+        """
+        self._tokens, self._sequence, self._end = corpus.tokens(split), sequence, separated_by
         num_tokens = len(self._tokens)
         num_windows = (num_tokens - 1) // sequence
         if num_windows < 1:
@@ -137,6 +156,16 @@ class TokenBatches(ShuffledSamples):
     def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         import torch
 
+        from meshwright.model import IGNORED
+
         places = rows[:, None] * self._sequence + np.arange(self._sequence + 1)
-        windows = torch.from_numpy(self._tokens[places].astype(np.int64))
-        return {"tokens": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}
+        windows = self._tokens[places].astype(np.int64)
+        tokens, labels = windows[:, :-1].copy(), windows[:, 1:].copy()
+        batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        if self._end is None:
+            return batch
+        ends = tokens == self._end
+        labels[ends] = IGNORED
+        begins = np.zeros_like(ends)
+        begins[:, 1:] = ends[:, :-1]
+        return batch | document_entries(begins)

@@ -24,6 +24,7 @@ from pydantic import BeforeValidator, Field
 from meshwright.environment import cache_folder
 from meshwright.errors import Problem
 from meshwright.models.section import Bert, ImageNetwork
+from meshwright.registry import entries
 from meshwright.section import Positive, Rule, Section, rule
 
 if TYPE_CHECKING:
@@ -99,6 +100,11 @@ class DataSection(Section):
     @property
     def mixed(self) -> bool:
         """Whether samples come from a mixture of sources, and not from `source`."""
+        return False
+
+    @property
+    def separate(self) -> bool:
+        """Whether attention keeps to the documents of a sample."""
         return False
 
     def prepare(self, config: Config, progress: ShowProgress) -> Path:
@@ -312,16 +318,41 @@ class MixedSection(TokenSection):
         return [[part["share"], part["sha256"]] for part in parts]
 
 
+@rule("data.documents", "data.kind", "model.family", "layout.context")
+def documents_are_kept_apart(config: Config) -> Iterator[Problem]:
+    context, family = config.layout.context, config.model.family
+    if not config.data.separate:
+        return
+    if not config.model.separates:
+        names = [name for name, model in entries("models").items() if model.separates]
+        valid = f"model.family={', '.join(names)}"
+        yield Problem("model.family", family, "attends over all of a sample, and its documents are separate", valid)
+    if context.size > 1 and not context.strategy.documents:
+        names = [name for name, kind in entries("contexts").items() if kind.documents]
+        rule_text = "attends over all of a sample, and its documents are separate"
+        yield Problem("layout.context.kind", context.kind, rule_text, ", ".join(names))
+
+
 class TextData(MixedSection):
     """Windows of tokens, each labelled with the one that follows."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (*MixedSection.rules, documents_are_kept_apart)
+
     kind: Literal["text"] = "text"
     gives: ClassVar[str] = "tokens"
+    documents: Literal["joined", "separate"] = "joined"
+    """joined: a token sees all before it in its window; separate: those of its own document, where positions restart.
+    """
+
+    @property
+    def separate(self) -> bool:
+        return self.documents == "separate"
 
     def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
         from meshwright.data.sampler import TokenBatches
 
-        return TokenBatches(packed, split, self.sequence, config.seed), ""
+        end = packed.header.end if self.separate else None
+        return TokenBatches(packed, split, self.sequence, config.seed, end), ""
 
 
 class MaskedData(MixedSection):

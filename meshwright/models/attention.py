@@ -33,7 +33,8 @@ class AttentionCore(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None = None
     ) -> Tensor:
-        """Q [B, A, T, E]; K, V [B, A, S, E]; mask [B, 1, 1, S]: true where a token is seen. [B, A, T, E].
+        """Q [B, A, T, E]; K, V [B, A, S, E]; mask [B, 1, 1, S]: true where a token is seen; or the context's
+        of documents, which is causal itself. [B, A, T, E].
 
         bias [1, A, T, S]: is added to the scores; what may not be seen for causality is in it, so `causal` is false.
         """
@@ -46,6 +47,8 @@ class AttentionCore(nn.Module):
         if bias is not None:
             bias = bias.to(query.dtype)
             mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
+        elif mask is not None and mask.is_floating_point():
+            mask = mask.to(query.dtype)  # autocast's queries are narrower than what passes between layers
         dropout = self.dropout if self.training else 0.0
         with self.own_randomness(dropout):
             return self.context.attend(query, key, value, mask, dropout, causal, self.scale)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Batch, Hidden, Scales
+from meshwright.model import Batch, Chunk, Hidden, Scales
 from meshwright.models.chain import Chain
 from meshwright.tensor.kit import Head
 
@@ -36,15 +36,26 @@ class KeyValueCache:
 
 
 class Decoder(Chain):
-    """Tokens to a loss. Batch: `tokens` and `labels`, both [B, T]. Subclasses make blocks, `norm` and `head`."""
+    """Tokens to a loss. Subclasses make blocks, `norm` and `head`.
+
+    Batch: `tokens` and `labels`, both [B, T]. Where documents are kept apart also `positions` [B, T], each token's
+    place in its document, and `documents` [B, T], the place in the sequence where that begins, which attention reads.
+    """
 
     labels = ("labels",)
+    inside = ("documents",)
     norm: nn.Module
     head: nn.Module
 
     @abstractmethod
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """The normed hidden states [B, T, H] of tokens that follow those in the cache."""
+
+    def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
+        """The mask of documents is made once, and goes through the layers with the batch."""
+        if "documents" in batch:
+            batch = batch | {"seen": self.context.document_mask(batch["documents"], hidden[0].dtype)}
+        return super().run_layers(hidden, batch, chunk)
 
     def final_states(self, hidden: Hidden) -> Tensor:
         h: Tensor = self.norm(*hidden)
@@ -59,4 +70,5 @@ class Decoder(Chain):
 
     @staticmethod
     def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-        return {"tokens": (config.data.lengths.source,), "labels": (config.data.lengths.source,)}
+        names = ("tokens", "labels", *(("positions", "documents") if config.data.separate else ()))
+        return dict.fromkeys(names, (config.data.lengths.source,))

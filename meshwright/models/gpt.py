@@ -33,13 +33,13 @@ class GptAttention(nn.Module):
         self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
         self.output = kit.branches.contract(model.hidden, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
 
-    def forward(self, h: Tensor, cache: KeyValueCache | None) -> Tensor:
+    def forward(self, h: Tensor, cache: KeyValueCache | None, seen: Tensor | None) -> Tensor:
         query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        causal = query.shape[2] > 1
+        causal = query.shape[2] > 1 and seen is None
         assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
-        return self.output(self.core(query, key, value, None, causal).transpose(1, 2).flatten(2))
+        return self.output(self.core(query, key, value, seen, causal).transpose(1, 2).flatten(2))
 
 
 class GptFeedForward(nn.Module, UsesIslands):
@@ -65,8 +65,8 @@ class GptBlock(nn.Module):
         self.feed_forward = GptFeedForward(model, kit)
         self.dropout = nn.Dropout(model.dropout)
 
-    def forward(self, h: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        h = h + self.dropout(self.attention(self.attention_norm(h), cache))
+    def forward(self, h: Tensor, cache: KeyValueCache | None = None, seen: Tensor | None = None) -> Tensor:
+        h = h + self.dropout(self.attention(self.attention_norm(h), cache, seen))
         return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
 
 
@@ -90,10 +90,10 @@ class GPT(Decoder):
             self.head = kit.head_loss(shape, tied)
 
     def embed(self, batch: Batch) -> Hidden:
-        return (self._embed(batch["tokens"], 0),)
+        return (self._embed(batch["tokens"], batch.get("positions", 0)),)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        return (block(*hidden),)
+        return (block(*hidden, None, batch.get("seen")),)
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         h = self._embed(tokens, cache.num_tokens if cache is not None else 0)
@@ -101,8 +101,9 @@ class GPT(Decoder):
             h = block(h, cache)
         return self.final_states((h,))
 
-    def _embed(self, tokens: Tensor, start: int) -> Tensor:
-        positions = self.context.positions(start, tokens.shape[1], tokens.device)
+    def _embed(self, tokens: Tensor, at: int | Tensor) -> Tensor:
+        """`at`: the tokens' positions [B, T], or the first one's where they follow each other."""
+        positions = self.context.positions(at, tokens.shape[1], tokens.device) if isinstance(at, int) else at
         h: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
         return h
 

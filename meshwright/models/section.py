@@ -37,6 +37,8 @@ class Network(Section):
     cuts_context: ClassVar[bool] = False
     """Whether its layers work token by token but for self-attention, and its positions are the tokens' own, so that
     layout.context can cut its sequences."""
+    separates: ClassVar[bool] = False
+    """Whether its attention can keep to the documents of a sequence."""
     reads: ClassVar[str] = "tokens"
     """The form of its batches: what a kind of data gives (data/section.py)."""
     data_kind: ClassVar[str] = "text"
@@ -166,6 +168,7 @@ class Gpt2(TextTransformer):
     family: Literal["gpt2"] = "gpt2"
     chain: ClassVar[str] = "meshwright.models.gpt:GPT"
     cuts_context: ClassVar[bool] = True
+    separates: ClassVar[bool] = True
     tied: bool = True
 
 

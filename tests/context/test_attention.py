@@ -66,7 +66,7 @@ def test_causal_ranks_do_the_same_work() -> None:
     """Pairs of a query and a key, by rank: c blocks of half the rank's tokens by all of them, half on the diagonal."""
 
     def pairs(ring: RingAttention, step: int) -> int:
-        rows, columns, product = ring.product(step, 2, True, 1.0)
+        rows, columns, product = ring.product(step, 2, True, 1.0, None)
         all_pairs = (rows.stop - rows.start) * (columns.stop - columns.start)
         return all_pairs // 2 if product.causal else all_pairs
 

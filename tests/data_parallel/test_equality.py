@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
+from meshwright.data.sampler import document_entries
 from meshwright.model import Batch
 from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
@@ -36,13 +37,17 @@ def config_for(sync: str, size: int, **changes: object) -> Config:
 
 
 def global_batch(config: Config, step: int) -> Batch:
-    """Random tokens with masked labels: replicas and microbatches count different numbers of tokens."""
+    """Random tokens with masked labels: replicas and microbatches count different numbers of tokens. Where documents
+    are kept apart, a fifth of the tokens begins one."""
     generator = torch.Generator().manual_seed(step)
     shape = (config.batch.global_, config.data.sequence)
     tokens = torch.randint(config.model.vocabulary, shape, generator=generator)
     labels = torch.randint(config.model.vocabulary, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < torch.linspace(0, 0.9, shape[0])[:, None]] = -100
-    return {"tokens": tokens, "labels": labels}
+    batch = {"tokens": tokens, "labels": labels}
+    if config.data.separate:
+        batch |= document_entries((torch.rand(shape, generator=generator) < 0.2).numpy())
+    return batch
 
 
 def bert_batch(config: Config, step: int) -> Batch:

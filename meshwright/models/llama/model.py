@@ -47,7 +47,7 @@ class LlamaAttention(nn.Module):
         self.head_norms = model.head_norms
         self.output = kit.branches.contract(width, model.hidden, last, bias="output" in model.biases)
 
-    def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None) -> Tensor:
+    def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, seen: Tensor | None) -> Tensor:
         heads = self.query_key_value(h).unflatten(-1, self.parts)  # [B, T, K, G + 2, E]
         query, key, value = heads.split((self.queries, 1, 1), 3)
         if self.head_norms:
@@ -57,9 +57,9 @@ class LlamaAttention(nn.Module):
         )  # [B, K G, T, E], twice [B, K, T, E]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        causal = query.shape[2] > 1
+        causal = query.shape[2] > 1 and seen is None
         assert not causal or key.shape[2] == query.shape[2], "only one token at a time can follow a cache"
-        return self.output(self.core(query, key, value, None, causal).transpose(1, 2).flatten(2))
+        return self.output(self.core(query, key, value, seen, causal).transpose(1, 2).flatten(2))
 
 
 class LlamaFeedForward(nn.Module):
@@ -86,8 +86,10 @@ class LlamaBlock(nn.Module):
         self.feed_forward = LlamaFeedForward(model, kit)
         self.dropout = nn.Dropout(model.dropout)
 
-    def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None = None) -> Tensor:
-        h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache))
+    def forward(
+        self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None = None, seen: Tensor | None = None
+    ) -> Tensor:
+        h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache, seen))
         return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
 
 
@@ -114,10 +116,12 @@ class LlamaModel(Decoder):
 
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         """The rotation is computed once, and goes through the layers with the batch."""
-        return super().run_layers(hidden, batch | self._rotation(0, batch["tokens"])._asdict(), chunk)
+        return super().run_layers(
+            hidden, batch | self._rotation(0, batch["tokens"], batch.get("documents"))._asdict(), chunk
+        )
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        return (block(*hidden, Rotation(batch["cosines"], batch["sines"])),)
+        return (block(*hidden, Rotation(batch["cosines"], batch["sines"]), None, batch.get("seen")),)
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         rotation = self._rotation(cache.num_tokens if cache is not None else 0, tokens)
@@ -126,9 +130,14 @@ class LlamaModel(Decoder):
             h = block(h, rotation, cache)
         return self.final_states((h,))
 
-    def _rotation(self, start: int, tokens: Tensor) -> Rotation:
-        """The rotation of this rank's tokens of every sequence, of which so many came before."""
+    def _rotation(self, start: int, tokens: Tensor, documents: Tensor | None = None) -> Rotation:
+        """The rotation of this rank's tokens of every sequence, of which so many came before.
+
+        documents [B, T]: where in whole sequences each token's document begins; there positions are 0.
+        """
         positions = self.context.positions(start, tokens.shape[1], tokens.device)
+        if documents is not None:
+            positions = positions - documents[:, positions]
         return rotation_of(self.rope, self.head_width, positions)
 
     @staticmethod

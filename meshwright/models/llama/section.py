@@ -120,6 +120,7 @@ class Llama(TextTransformer):
     family: Literal["llama"]
     chain: ClassVar[str] = "meshwright.models.llama.model:LlamaModel"
     cuts_context: ClassVar[bool] = True
+    separates: ClassVar[bool] = True
     key_value_heads: Positive | None = None
     """K, each of which serves heads / K queries; null: as many as heads."""
     head_width: Positive | None = None
