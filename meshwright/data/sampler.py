@@ -121,8 +121,10 @@ class ShuffledSamples:
 
 
 def document_entries(begins: np.ndarray) -> Batch:
-    """What a decoder reads of its samples' documents (models/decoder.py), both int64 [B, T]; `begins` [B, T]: where a
-    document does. What a row begins with, a document's rest as well, is one."""
+    """The entries of a batch by which a decoder keeps documents apart (models/decoder.py), both int64 [B, T].
+
+    `begins` [B, T]: where a document does. A row's beginning, a document's rest as well, is one.
+    """
     import torch
 
     places = np.arange(begins.shape[1], dtype=np.int64)
