@@ -80,7 +80,7 @@ def steps_of(parts: Parts) -> Step:
 
     def step() -> float:
         count = next(steps)
-        return train_step(parts, _batch(parts.config, count), count).loss
+        return train_step(parts, _batch(parts.config, count), count, wait=False).loss
 
     return step
 

@@ -311,13 +311,15 @@ def _build_strategy(config: Config, mesh: Mesh, model: Chain, specs: dict[str, S
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
         units = list(model.blocks.children())
         return cast(Strategy, load_entry(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients))
-    parts = parts_using(config, mesh, model.chunk) if sync.gathers else None
+    policy = load_entry(sync.policy)()
+    using = {} if policy.replicated else parts_using(config, mesh, model.chunk)
+    parts = using if sync.gathers else None
     buckets = make_buckets(
         model.named_parameters(), specs, mesh, bucket_bytes(config), parts, widens=config.widens_gradients
     )
-    strategy = load_entry(sync.synchroniser)(buckets, mesh, load_entry(sync.policy)())
-    if sync.gathers:
-        strategy.follow(model)
+    strategy = load_entry(sync.synchroniser)(buckets, mesh, policy)
+    if not policy.replicated:
+        strategy.follow(model, using)
     return cast(Strategy, strategy)
 
 

@@ -114,7 +114,7 @@ class FullySharded:
             assert isinstance(parameter.grad, DTensor), "fully_shard left no gradient"
             slot.parameter.grad = parameter.grad.to_local().reshape(-1)
 
-    def publish(self) -> None:
+    def publish(self, *, wait: bool = True) -> None:
         for slot, parameter in zip(self._slots, self._sharded, strict=True):
             slot.parameter.grad = None
             parameter.grad = None

@@ -25,16 +25,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.data_parallel.policies import Zero1
 from meshwright.data_parallel.sharded import Sharded, allocate, free
-from meshwright.data_parallel.strategy import Policy, Synchroniser
-from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, Slot
+from meshwright.data_parallel.strategy import Policy, RunsParts, make_buckets_equal
+from meshwright.model import EMBEDDINGS, HEAD, Batch, Hidden, Model, Scales
+from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.comm import DONE, Comm, Work, size_bytes
 from meshwright.ranks.mesh import Mesh
@@ -123,43 +123,27 @@ class Walk:
         return Move(tuple(sorted(released)), tuple(sorted(gathered)), tuple(sorted(started)))
 
 
-class RunsParts(Protocol):
-    """A chain, which has each of its parts run by `run_part(part, function, *arguments)`."""
-
-    chunk: Chunk
-    run_part: Callable[..., Any]
-
-
 class Gathering(Sharded):
     """Holds slices of the weights, and those of two parts of the model whole."""
 
     def __init__(self, buckets: list[Bucket], mesh: Mesh, policy: Policy) -> None:
         assert isinstance(policy, Zero3), f"{policy} does not gather"
         self.gathers = policy
-        self.buckets, self.mesh = buckets, mesh
         # Compared before they are cut: afterwards only other shards' replicas hold the same.
-        self._differing = [] if mesh.device.type == "meta" else Synchroniser.make_replicas_equal(self)
+        self._differing = [] if mesh.device.type == "meta" else make_buckets_equal(buckets, mesh)
         super().__init__(buckets, mesh, policy)
-        self._under_gather: dict[int, Work] = {}
         self._index_of = {bucket.values.untyped_storage()._cdata: index for index, bucket in enumerate(buckets)}
         self._kept: dict[int, set[int]] = {}
-        self._of: dict[int, list[int]] = {}
         self._walk = Walk(self._of, self._kept, returns=True)
         self._pinned: set[int] = set()
         for bucket in buckets:
             free(bucket.values)
 
-    def follow(self, model: RunsParts) -> None:
+    def follow(self, model: RunsParts, using: PartsUsing) -> None:
         """Gather what a chain's parts need when it runs them."""
-        chunk = model.chunk
-        ends = [*([EMBEDDINGS] if chunk.first else []), *([HEAD] if chunk.last else [])]
-        self._kept = {part: set() for part in ends}
-        self._of = {
-            part: [index for index, bucket in enumerate(self.buckets) if part in bucket.parts]
-            for part in sorted([*ends, *chunk.layers])
-        }
-        self._walk = Walk(self._of, self._kept, returns=chunk.first and chunk.last)
-        model.run_part = self.run_part
+        super().follow(model, using)
+        self._kept = {part: set() for part in self._of.keys() & {EMBEDDINGS, HEAD}}
+        self._walk = Walk(self._of, self._kept, returns=model.chunk.first and model.chunk.last)
 
     def make_slot(self, bucket: Bucket, comm: Comm) -> Slot:
         slot = super().make_slot(bucket, comm)
@@ -184,8 +168,8 @@ class Gathering(Sharded):
         self._walk.begin()
         return super().forward(model, batch, scales, incoming)
 
-    def publish(self) -> None:
-        super().publish()
+    def publish(self, *, wait: bool = True) -> None:
+        super().publish(wait=wait)
         self._release(self._walk.held)
         self._walk.held = set()
 
@@ -253,11 +237,7 @@ class Gathering(Sharded):
             bucket = self.buckets[index]
             allocate(bucket.values)
             own = self._slots[index].parameter.detach()
-            self._under_gather[index] = self.gathers.gather(bucket, own, self.comms[index])
-
-    def _wait(self, indices: Collection[int]) -> None:
-        for index in sorted(self._under_gather.keys() & set(indices)):
-            self._under_gather.pop(index).wait()
+            self._arriving[index] = self.gathers.gather(bucket, own, self.comms[index])
 
     def _release(self, indices: Collection[int]) -> None:
         self._wait(indices)

@@ -101,8 +101,8 @@ class Sharded(Synchroniser):
         self._next = 0
         return ended([comm.all_reduce(self._slice(index), wait=False) for index, comm in enumerate(self._copies)])
 
-    def publish(self) -> None:
-        super().publish()
+    def publish(self, *, wait: bool = True) -> None:
+        super().publish(wait=wait)
         self._summed = [False] * len(self.buckets)
 
     def _members(self, index: int) -> set[nn.Parameter]:

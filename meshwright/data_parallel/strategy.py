@@ -1,19 +1,20 @@
 """A data-parallel strategy as the train loop sees it, and the one synchroniser that executes gradient sums.
 
 A step: share the batch, forward and backward of each microbatch (pipeline/), finish (the slots' gradients are the
-global batch's), the optimizer steps the slots, publish (every rank's parameters are the new ones).
+global batch's), the optimizer steps the slots, publish (every rank's parameters are the new ones). New values may
+travel under the next forward pass: each part of the model then waits for its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
-from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, Slot, gradient_views
+from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, LoadRows, Model, Scales
+from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot, gradient_views
 from meshwright.parameters.gradients import Gradients
 from meshwright.ranks.agreement import make_equal, same_everywhere
 from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes
@@ -52,6 +53,13 @@ class Replicated:
         return DONE
 
 
+class RunsParts(Protocol):
+    """A chain, which has each of its parts run by `run_part(part, function, *arguments)`."""
+
+    chunk: Chunk
+    run_part: Callable[..., Any]
+
+
 class Strategy(Protocol):
     """A data-parallel strategy, as the train loop sees it. `gradients`: where the model's layers add theirs up.
     `every_microbatch`: it sums in each microbatch, not in the step's last alone."""
@@ -72,7 +80,7 @@ class Strategy(Protocol):
 
     @property
     def weights(self) -> list[FlatWeights]:
-        """All that this rank holds of the model."""
+        """All that this rank holds of the model; returns when published values have arrived."""
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         """This replica's rows of the step's global batch, on the host, as `load` gives them."""
@@ -90,8 +98,9 @@ class Strategy(Protocol):
     def finish(self) -> None:
         """Wait until the slots hold the whole gradient."""
 
-    def publish(self) -> None:
-        """Give every rank the stepped parameters, and clear the gradients."""
+    def publish(self, *, wait: bool = True) -> None:
+        """Give every rank the stepped parameters, and clear the gradients. `wait=False`: they may still be on their
+        way, and are waited for where the strategy gives weights away or runs the model; slots may be read meanwhile."""
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """While entered, the model's halves may be called by themselves, without gradients."""
@@ -109,6 +118,8 @@ class Synchroniser:
     Sends, a bucket a step: what its policy sends. Buckets start in one fixed order on every rank. A policy that blocks
     sums them behind the backward pass: inside it a last stage would wait, in the sum of a tied table, for the first,
     and that one for the gradient which the last has yet to send. Nothing is lost: a sum that blocks hides nothing.
+
+    New values are published in the other order, about the forward pass's, under which they travel (`follow`).
     """
 
     every_microbatch = False
@@ -122,6 +133,10 @@ class Synchroniser:
         self._missing = self._all_members()
         self._works: list[Work] = []
         self._final = False
+        self._arriving: dict[int, Work] = {}
+        """Buckets whose values are on their way."""
+        self._of: dict[int, list[int]] = {}
+        """The buckets that each part of the model reads."""
         self._bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
         self.gradients = self.make_gradients()
         for parameter in self._bucket_of:
@@ -154,6 +169,7 @@ class Synchroniser:
 
     @property
     def weights(self) -> list[FlatWeights]:
+        self._wait()
         grid = self.mesh.grid
         return [FlatWeights(bucket.values, bucket.places, bucket.copy_axes(grid)) for bucket in self.buckets]
 
@@ -170,7 +186,21 @@ class Synchroniser:
         """The parameters of each bucket. What has no elements here (its owner is another rank) gets no gradient."""
         return [{member for member in bucket.parameters if member.numel()} for bucket in self.buckets]
 
+    def follow(self, model: RunsParts, using: PartsUsing) -> None:
+        """Wait for the values of a chain's parts when it runs them. `using`: the parts that use each parameter."""
+        chunk = model.chunk
+        parts = [*([EMBEDDINGS] if chunk.first else []), *chunk.layers, *([HEAD] if chunk.last else [])]
+        readers = [{part for place in bucket.places for part in using[place.name]} for bucket in self.buckets]
+        self._of = {part: [index for index, those in enumerate(readers) if part in those] for part in parts}
+        model.run_part = self.run_part
+
+    def run_part(self, part: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a part of the model when its values have arrived."""
+        self._wait(self._of[part])
+        return function(*arguments)
+
     def arrivals(self) -> Iterator[int]:
+        self._wait()  # a slot must not be stepped while it travels
         for missing in self._missing:
             for parameter in missing:  # which the last microbatch did not reach
                 self.gradients.fill(parameter)
@@ -183,25 +213,29 @@ class Synchroniser:
         for _ in self.arrivals():
             pass
 
-    def publish(self) -> None:
-        works = [self.policy.publish(bucket, comm) for bucket, comm in zip(self.buckets, self.comms, strict=True)]
-        for work in works:
-            work.wait()
+    def publish(self, *, wait: bool = True) -> None:
+        self._wait()
+        for index in reversed(range(len(self.buckets))):
+            self._arriving[index] = self.policy.publish(self.buckets[index], self.comms[index])
+        # What begins when it is waited for gains nothing, and inside of a forward pass the first and the last stage
+        # would wait for each other: for a tied table's values, and for the hidden states before them.
+        self._wait([index for index, comm in enumerate(self.comms) if wait or comm.begins_when_waited_for])
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
     def whole_weights(self) -> AbstractContextManager[None]:
+        self._wait()
         return nullcontext()
 
     def make_replicas_equal(self) -> list[str]:
-        differing = []
-        for bucket in self.buckets:
-            comm = self.mesh.comm(*bucket.copy_axes(self.mesh.grid))
-            if not same_everywhere(bucket.values, comm):  # one small message, as long as all is well
-                parts = ((place.name, bucket.values[place.start : place.stop]) for place in bucket.places)
-                differing += [name for name, values in parts if make_equal(values, comm)]
-        return differing
+        self._wait()
+        return make_buckets_equal(self.buckets, self.mesh)
+
+    def _wait(self, indices: Collection[int] | None = None) -> None:
+        """Return when the values of these buckets have arrived, by default of all."""
+        for index in sorted(self._arriving if indices is None else self._arriving.keys() & set(indices)):
+            self._arriving.pop(index).wait()
 
     def filled(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient of a microbatch. In the final one, buckets that are full leave."""
@@ -221,6 +255,17 @@ class Synchroniser:
         if self.policy.blocks:
             return Later(lambda: self.policy.reduce(bucket, comm).wait())
         return self.policy.reduce(bucket, comm)
+
+
+def make_buckets_equal(buckets: Sequence[Bucket], mesh: Mesh) -> list[str]:
+    """Strategy.make_replicas_equal of weights that lie in buckets."""
+    differing = []
+    for bucket in buckets:
+        comm = mesh.comm(*bucket.copy_axes(mesh.grid))
+        if not same_everywhere(bucket.values, comm):  # one small message, as long as all is well
+            parts = ((place.name, bucket.values[place.start : place.stop]) for place in bucket.places)
+            differing += [name for name, values in parts if make_equal(values, comm)]
+    return differing
 
 
 def ended(works: list[Work]) -> Iterator[int]:

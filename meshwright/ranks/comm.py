@@ -76,6 +76,9 @@ class RankGroup:
 class Comm(ABC):
     """The verbs of a group's member. Subclasses say how a transport runs each; here is what all of them write down."""
 
+    begins_when_waited_for = False
+    """Whether a verb that is not waited for has not begun."""
+
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.axis, self.ranks, self.index, self.ledger = group.axis, group.ranks, group.index, group.ledger
@@ -272,9 +275,6 @@ class RecordedWork:
 
 class RecordedComm(Comm):
     """Ranks that can wait for each other, and tell the flight recorder when they do."""
-
-    begins_when_waited_for = False
-    """Whether a verb that is not waited for has not begun."""
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group)

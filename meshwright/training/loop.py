@@ -135,7 +135,7 @@ class Trainer:
         record.pending = parts.optimizer.begin(self.step, arrivals, late=late)
         if not late:
             self._settle(record, reports)
-        publish(parts)
+        publish(parts, wait=False)
         phases.pause()
         self._pending = record if late else None
         if late:

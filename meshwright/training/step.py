@@ -29,12 +29,18 @@ class TrainStep(StepResult):
 
 
 def train_step(
-    parts: Parts, batch: Batch, step: int | None = None, *, observe: Callable[[], None] | None = None
+    parts: Parts,
+    batch: Batch,
+    step: int | None = None,
+    *,
+    observe: Callable[[], None] | None = None,
+    wait: bool = True,
 ) -> TrainStep:
     """One step on a global batch, which every rank has. Collective over the world.
 
     `step`: its number, from 0, for the learning rate and dropout; by default how many were applied before. `observe` is
-    called when the slots hold the whole gradient, times the loss scale, before it is clipped and applied. Raises
+    called when the slots hold the whole gradient, times the loss scale, before it is clipped and applied. `wait=False`:
+    weights that other ranks have stepped arrive under the next forward pass; until then the model's may be old. Raises
     DivergedError where the gradient is not finite and no smaller loss scale can help.
     """
     number = parts.optimizer.steps_taken if step is None else step
@@ -45,7 +51,7 @@ def train_step(
         arrivals = list(arrivals)  # all are there
         observe()
     result = parts.optimizer.step(number, arrivals)
-    publish(parts)
+    publish(parts, wait=wait)
     whole_loss.wait()
     return TrainStep(result.gradient_norm, result.learning_rate, result.applied, float(loss))
 
@@ -90,7 +96,7 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
     return loss if mesh.index(*copies) == 0 else torch.zeros_like(loss)
 
 
-def publish(parts: Parts) -> None:
-    """End a step: every rank gets the stepped weights, and gradients are cleared."""
-    parts.strategy.publish()
+def publish(parts: Parts, *, wait: bool = True) -> None:
+    """End a step: every rank gets the stepped weights (Strategy.publish), and gradients are cleared."""
+    parts.strategy.publish(wait=wait)
     parts.kit.end_step()

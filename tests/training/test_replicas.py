@@ -99,7 +99,8 @@ def flipped_weight(mesh: Mesh, config: Config, name: str, victim: int) -> tuple[
     assert outcome(trainer, 2) == (2, "")
     if mesh.rank == victim:
         parameter = trainer.parts.model.get_parameter(name)
-        flip(parameter, parameter.numel() // 2, 3)
+        with trainer.parts.strategy.whole_weights():  # no others' values arrive any more
+            flip(parameter, parameter.numel() // 2, 3)
     return outcome(trainer, 4)
 
 
