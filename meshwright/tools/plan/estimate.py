@@ -86,9 +86,11 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Passes:
-    """The pipeline phase: its seconds, those of each stage's last task, and the activations of the fullest stage."""
+    """The pipeline phase: its seconds, those until the last stage's first forward pass is over, those of each stage's
+    last task, and the activations of the fullest stage."""
 
     seconds: float
+    forward: float
     last: tuple[float, ...]
     activation_bytes: float
 
@@ -128,7 +130,8 @@ class Estimates:
         passes, ending = self._passes_of(config), self._ending_of(config)
         sums = config.num_microbatches if config.layout.data.strategy.slices else 1
         summed = passes.seconds + sums * max(0.0, ending.reduce - ending.overlaps * max(passes.last))
-        seconds = summed + ending.norm + (0.0 if streams(config) else ending.steps) + ending.publish
+        published = max(0.0, ending.publish - ending.overlaps * passes.forward)
+        seconds = summed + ending.norm + (0.0 if streams(config) else ending.steps) + published
         memory = replace(self.weights_memory(config), activations=int(SURE * passes.activation_bytes))
         return Estimate(SURE * seconds, memory)
 
@@ -172,7 +175,9 @@ class Estimates:
                 for stage in {0, partition.index(max(partition))}
             )
             seconds = pipeline_seconds(forward, backward, weights, hops, limits, count)
-            self._passes[key] = _Passes(seconds, tuple(weights if splits(config) else backward), activations)
+            self._passes[key] = _Passes(
+                seconds, sum(forward) + sum(hops), tuple(weights if splits(config) else backward), activations
+            )
         return self._passes[key]
 
     def _shapes(self, config: Config, partition: tuple[int, ...]) -> list[_Shape]:

@@ -310,16 +310,26 @@ class TimedRun(Composition):
         for unit, cost in zip(plan.units[::-1], costs, strict=True):
             passed += cost.seconds
             ready |= {parameter.name: passed for parameter in unit.parameters}
+        read: dict[str, float] = {}
+        passed_forward = self.agreement()
+        for unit, cost in zip(plan.units, plan.costs(self.kinds[0], 0, self.seconds), strict=True):
+            for parameter in unit.parameters:
+                read.setdefault(parameter.name, passed_forward)
+            passed_forward += cost.seconds
         return [
-            self.sum(bucket, passed if bucket.blocks else max(ready[name] for name in bucket.names))
+            self.sum(
+                bucket,
+                passed if bucket.blocks else max(ready[name] for name in bucket.names),
+                min(read[name] for name in bucket.names),
+            )
             for bucket in self.buckets[stage]
         ]
 
-    def sum(self, bucket: PlannedBucket, ready: float) -> Sum:
+    def sum(self, bucket: PlannedBucket, ready: float, read: float = 0.0) -> Sum:
         device, config = self.cluster.device, self.config
         rate = device.host_link if config.memory.offload.to == "host" else min(device.host_link, device.disk)
         touched = bucket.touched_bytes(config)
         kernel = Kernel("element", 0.0, touched, bucket.stepped_elements, "float32")
         steps = self.timer.kernel_seconds(kernel) if touched else 0.0
         reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.seconds(bucket.publish)
-        return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate)
+        return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate, read)

@@ -3,7 +3,8 @@
 Each stage's ranks do the same at the same time, so one of them stands for all. Buckets leave when the last task that
 writes them has passed the links of their parameters, and travel one after the other beside what is left of it. The
 optimizer begins when all gradients are there and the norm is known; an offloaded one that does not need the norm takes
-each bucket as it comes.
+each bucket as it comes. What owners publish travels under the next step's first forward pass, in whose order it sets
+out; a step is as long as from one such pass to the next.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 @dataclass(frozen=True)
 class Sum:
     """A bucket's way: `ready`: seconds of its stage's last task after which it may leave; `reduce`, `publish`: seconds
-    of its collectives; `steps`: of its optimizer step; `lane`: of what must be fetched and written back for it."""
+    of its collectives; `steps`: of its optimizer step; `lane`: of what must be fetched and written back for it; `read`:
+    seconds of its stage's first task after which its new values are read."""
 
     ready: float
     reduce: float
     publish: float
     steps: float
     lane: float
+    read: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,22 +60,26 @@ def finish(
         starts = [begin] * len(sums)
         stepped = [_step_all(begin, own) for own in sums]
         over = max(stepped)
-    published = [done + sum(one.publish for one in own) for done, own in zip(stepped, sums, strict=True)]
-    seconds = max(over, *published)
+    begins = [
+        min((span.start_seconds for span in passes.timeline.spans if span.stage == stage), default=0.0)
+        for stage in range(len(sums))
+    ]
+    late = [_late_seconds(own, begin, overlaps) for own, begin in zip(sums, begins, strict=True)]
+    seconds = max(over, *(done + waits for done, waits in zip(stepped, late, strict=True)))
     spans = [
         phase_span(stage, name, start, end)
         for stage, span in enumerate(passes.last)
         for name, start, end in (
             (DATA_PARALLEL, span.end_seconds, ends[stage]),
-            (OPTIMIZER, starts[stage], published[stage]),
+            (OPTIMIZER, starts[stage], stepped[stage]),
         )
         if end > start
     ]
     timeline = Timeline(passes.timeline.num_stages, (*passes.timeline.spans, *spans))
     phases = {
-        PIPELINE: passes.seconds,
+        PIPELINE: passes.seconds + seconds - over,
         DATA_PARALLEL: all_summed - passes.seconds,
-        OPTIMIZER: seconds - all_summed,
+        OPTIMIZER: over - all_summed,
     }
     return _Step(seconds, phases, timeline)
 
@@ -87,6 +94,16 @@ def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
         free = ended if beside == one.reduce else max(begin, last.end_seconds) + one.reduce - beside
         times.append(free)
     return times
+
+
+def _late_seconds(sums: Sequence[Sum], begins: float, overlaps: float) -> float:
+    """How long a forward pass waits for values that were published when it began. `begins`: seconds until its stage has
+    something to do."""
+    late = sent = 0.0
+    for one in reversed(sums):
+        sent += one.publish
+        late = max(late, sent - overlaps * (begins + one.read))
+    return late
 
 
 def _step_all(begin: float, sums: Sequence[Sum]) -> float:

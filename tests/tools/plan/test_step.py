@@ -39,6 +39,18 @@ def test_the_slowest_stage_holds_all_up_and_the_norm_comes_after() -> None:
     assert made.seconds == pytest.approx(12.0 + 0.25 + 1.0 + 1.0)
 
 
+def test_published_values_travel_under_the_next_forward_pass() -> None:
+    """They set out in the order in which they are read: 2 s for what is read at once, 2 for what is read after 3."""
+    first, last = Span(0, "F0", "forward", 0.0, 4.0, 0), Span(0, "B0", "backward", 6.0, 10.0, 0)
+    both = Passes(10.0, Timeline(1, (first, last)), (last,), (Peak(0, 0),), (0.0,))
+    head, embeddings = (Sum(1.0, 0.0, 2.0, 0.5, 0.0, read) for read in (3.0, 0.0))
+    hidden = finish(both, [[head, embeddings]], 0.0, streams=False, overlaps=1.0)
+    assert hidden.seconds == pytest.approx(10 + 1 + 2)
+    assert hidden.phases == {"pipeline": pytest.approx(12.0), "data_parallel": 0.0, "optimizer": pytest.approx(1.0)}
+    alone = finish(both, [[head, embeddings]], 0.0, streams=False, overlaps=0.0)
+    assert alone.seconds == pytest.approx(10 + 1 + 4)
+
+
 def test_an_offloaded_optimizer_streams() -> None:
     """It steps a bucket while the next is summed; what it moves is more than what it computes."""
     one = Sum(ready=4.0, reduce=3.0, publish=0.0, steps=0.5, lane=2.0)
