@@ -60,11 +60,27 @@ class BatchSection(Section):
 
 
 class DataParallel(Section):
-    """`sync`: how replicas agree on a gradient; `bucket`: bytes reduced by one collective."""
+    """`sync`: how replicas agree on a gradient; `bucket`: bytes reduced by one collective.
+
+    `shard`: how many of the `size` ranks share one set of slices (hybrid sharding, HSDP); null: all of them.
+    """
 
     size: Positive = 1
     sync: SyncName = "allreduce"
+    shard: Positive | None = None
     bucket: Size = 16 * 2**20
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh's axes and their sizes: shard groups, where there are several, and the ranks of one."""
+        shard = self.size if self.shard is None else self.shard
+        groups = self.size // shard
+        return (*((("replicate", groups),) if groups > 1 else ()), ("data", shard))
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch's rows."""
+        return tuple(name for name, _ in self.axes)
 
     @property
     def strategy(self) -> Sync:
@@ -137,8 +153,8 @@ class Layout(Section):
     """How the job is laid over its ranks, and what carries its messages.
 
     `order`: the axes, outermost first: ranks that differ on the last one only are neighbours. Axes of size 1 may be
-    left out. auto: data, pipe, context, then the tensor section's. `ranks_per_node`: neighbours that share a node
-    (topology.py); auto: as many as the launcher has started on one.
+    left out. auto: replicate, data, pipe, context, then the tensor section's. `ranks_per_node`: neighbours that share a
+    node (topology.py); auto: as many as the launcher has started on one.
     """
 
     data: DataParallel = DataParallel()
@@ -152,7 +168,7 @@ class Layout(Section):
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The mesh's axes, outermost first. Those of one rank that `order` leaves out come before the others."""
-        axes = (("data", self.data.size), ("pipe", self.pipeline.size), *self.layer_axes)
+        axes = (*self.data.axes, ("pipe", self.pipeline.size), *self.layer_axes)
         if self.order == "auto":
             return axes
         places = {name: place for place, name in enumerate(self.order)}
@@ -171,8 +187,8 @@ class Layout(Section):
     @property
     def peer_axes(self) -> tuple[str, ...]:
         """The axes whose ranks do a stage's tasks in one order: they meet inside of them."""
-        data = (("data", self.data.size),) if self.data.strategy.slices else ()
-        return tuple(name for name, _ in (*data, *self.layer_axes))
+        data = ("data",) if self.data.strategy.slices else ()
+        return *data, *(name for name, _ in self.layer_axes)
 
     @property
     def summary(self) -> str:
@@ -189,12 +205,12 @@ class Layout(Section):
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that split the batch's rows, or rows' sequences: each rank has losses of its own."""
-        return ("data", *self.context.token_axes, *self.tensor.batch_axes)
+        return *self.data.token_axes, *self.context.token_axes, *self.tensor.batch_axes
 
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes that split the batch's tokens: gradients of uncut parameters are summed over them."""
-        return ("data", *self.context.token_axes, *self.tensor.token_axes)
+        return *self.data.token_axes, *self.context.token_axes, *self.tensor.token_axes
 
     @property
     def world_size(self) -> int:

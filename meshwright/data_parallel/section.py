@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 from meshwright.errors import Problem
 from meshwright.ranks.section import TRANSPORTS
 from meshwright.registry import entries
-from meshwright.section import Rule, rule
+from meshwright.section import Rule, divisors, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
 
-FIELD = "layout.data.sync"
+FIELD, SHARD = "layout.data.sync", "layout.data.shard"
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,13 @@ def needs_torch_distributed(config: Config) -> Iterator[Problem]:
         yield Problem(FIELD, config.layout.data.sync, rule_text, "layout.transport=torch or auto, or sync=zero1")
 
 
+@rule(SHARD, "layout.data.size")
+def shards_are_equal(config: Config) -> Iterator[Problem]:
+    size, shard = config.layout.data.size, config.layout.data.shard
+    if shard is not None and size % shard:
+        yield Problem(SHARD, shard, f"does not divide layout.data.size={size}", f"null, {listed(divisors(size))}")
+
+
 @rule(FIELD, "layout.data.size")
 def needs_replicas(config: Config) -> Iterator[Problem]:
     size = config.layout.data.size
@@ -145,11 +152,12 @@ RING = Sync("meshwright.data_parallel.policies:Ring")
 ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", cuts_parameters=True, candidate=True)
 ZERO2 = Sync(
     "meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True,
-    cuts_parameters=True, rules=(needs_one_chunk, needs_torch_distributed), over_mpi=False,
+    cuts_parameters=True, rules=(needs_one_chunk, needs_torch_distributed, shards_are_equal), over_mpi=False,
 )  # fmt: skip
 ZERO3 = Sync(
     "meshwright.data_parallel.gathering:Zero3", "meshwright.data_parallel.gathering:Gathering", slices=True,
-    gathers=True, rules=(needs_one_chunk, needs_torch_distributed), over_mpi=False,
+    gathers=True, cuts_parameters=True, rules=(needs_one_chunk, needs_torch_distributed, shards_are_equal),
+    over_mpi=False,
 )  # fmt: skip
 FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",

@@ -18,6 +18,7 @@ from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot, 
 from meshwright.parameters.gradients import Gradients
 from meshwright.ranks.agreement import make_equal, same_everywhere
 from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes
+from meshwright.ranks.grid import DATA_AXES
 from meshwright.ranks.mesh import Mesh
 
 
@@ -174,7 +175,7 @@ class Synchroniser:
         return [FlatWeights(bucket.values, bucket.places, bucket.copy_axes(grid)) for bucket in self.buckets]
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
-        return load(self.mesh.index("data") * replica_batch, replica_batch)
+        return load(self.mesh.index(*DATA_AXES) * replica_batch, replica_batch)
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         return model(batch, scales, incoming)

@@ -72,14 +72,14 @@ MOMENTUM = Update(
 )
 
 
-@rule("optimizer.name", "layout.data", "layout.tensor", "memory.offload.to")
+@rule("optimizer.name", "layout.data", "layout.context.size", "layout.tensor", "memory.offload.to")
 def needs_whole_matrices(config: Config) -> Iterator[Problem]:
     """Where a rank steps parts of matrices, no rank can make a whole one orthogonal."""
     name, sync, layout = config.optimizer.name, config.layout.data.sync, config.layout
     why = f"cuts the matrices that optimizer.name={name} steps whole"
     others = ", ".join(other for other, update in entries("optimizers").items() if not update.matrices)
     instead = f"; or optimizer.name={others}"
-    if layout.data.size > 1 and layout.data.strategy.cuts_parameters:
+    if max(layout.data.size, layout.context.size) > 1 and layout.data.strategy.cuts_parameters:
         whole = ", ".join(other for other, entry in entries("syncs").items() if not entry.cuts_parameters)
         yield Problem("layout.data.sync", sync, why, whole + instead)
     if layout.tensor.axes:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parameters.shard import Box, ShardSpec
-from meshwright.ranks.grid import ENDS, PIPE, Grid
+from meshwright.ranks.grid import ENDS, PIPE, REPLICATE, Grid
 from meshwright.ranks.mesh import Mesh
 
 PartsUsing = Mapping[str, tuple[int, ...]]
@@ -125,8 +125,8 @@ class Bucket:
 
 def slice_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
     """Those of a bucket's sum axes over which gradients that are kept as slices are sliced. The others' ranks hold the
-    same slice: the ends of a pipeline do not come to a tied table at the same time."""
-    return tuple(axis for axis in sum_axes if axis != ENDS)
+    same slice: the ends of a pipeline do not come to a tied table at the same time, and shard groups are copies."""
+    return tuple(axis for axis in sum_axes if axis not in (ENDS, REPLICATE))
 
 
 def other_axes(grid: Grid, axes: Collection[str], tied: bool) -> tuple[str, ...]:

@@ -15,6 +15,11 @@ PIPE, ENDS = "pipe", "ends"
 """ENDS stands for the first and the last rank of the pipe axis, where a group is asked for: a tied embedding has a copy
 on both. The ranks between are alone in theirs."""
 
+REPLICATE, DATA = "replicate", "data"
+DATA_AXES = (REPLICATE, DATA)
+"""The axes that split the global batch's rows: ranks that differ on one of them train on other samples. Slices of
+weights and gradients are cut over DATA, and repeated over REPLICATE, which only hybrid sharding (HSDP) has."""
+
 
 @dataclass(frozen=True)
 class Grid:

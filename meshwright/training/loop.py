@@ -23,7 +23,7 @@ from meshwright.optim.optimizer import StepResult
 from meshwright.parts import Parts
 from meshwright.pipeline.span import Span
 from meshwright.ranks.agreement import all_rows
-from meshwright.ranks.grid import PIPE
+from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.training.checks import (
     REMEDY,
     diagnosed,
@@ -55,7 +55,7 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
     model.eval()
     # By label: summed loss, valid elements, correctly predicted elements.
     sums = torch.zeros(3, len(names), dtype=torch.float64, device=mesh.device)
-    mine = mesh.index("data") * config.replica_batch
+    mine = mesh.index(*DATA_AXES) * config.replica_batch
 
     def add(h: Tensor, batch: Batch) -> None:
         with parts.pipeline.stages[-1].autocast():
@@ -97,7 +97,7 @@ class Trainer:
         self._batch, mine = self._load(samples)
         """The replica's rows of the next step's batch."""
         counts = torch.tensor(mine, dtype=torch.float64)
-        parts.mesh.comm("data").all_reduce(counts)
+        parts.mesh.comm(*parts.config.layout.data.token_axes).all_reduce(counts)
         self._counts = [int(count) for count in counts]
         """How many elements of each label are valid in its global batch."""
 
@@ -142,7 +142,7 @@ class Trainer:
             record.fetch()
             if parts.optimizer.scaler.dynamic:  # the next step's scale depends on this one
                 self._conclude(record)
-        self._batch, self._counts = following, reports.next_counts(parts.mesh.grid.group(parts.mesh.rank, "data"))
+        self._batch, self._counts = following, reports.next_counts(parts.mesh.grid.group(parts.mesh.rank, *DATA_AXES))
         self.samples += parts.config.batch.global_
         self.step += 1
         if (every := parts.config.memory.empty_cache_every) and self.step % every == 0:

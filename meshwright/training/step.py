@@ -18,7 +18,7 @@ from meshwright.model import Batch, counts_of, rows_of, scales_of, to_device
 from meshwright.optim.optimizer import StepResult
 from meshwright.parameters.shard import seed_of
 from meshwright.parts import Parts
-from meshwright.ranks.grid import PIPE
+from meshwright.ranks.grid import DATA_AXES, PIPE
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,8 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
     parts.model.train()
     scale = parts.optimizer.scaler.scale
     scales = scales_of(parts.model.labels, counts, scale)
-    place = "/".join(
-        str(mesh.index(axis)) for axis in ("data", PIPE, *config.layout.context.token_axes, *parts.kit.split_axes)
-    )
+    split = (DATA_AXES, (PIPE,), *((axis,) for axis in (*config.layout.context.token_axes, *parts.kit.split_axes)))
+    place = "/".join(str(mesh.index(*axes)) for axes in split)
 
     def seed(index: int, chunk: int) -> None:
         own = f"/{chunk}" if chunk else ""

@@ -46,6 +46,7 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "data.source=FILE": (),
     "layout.data.sync=zero1": ("layout.data.size=2",),
     "layout.data.bucket=1M": ("layout.data.size=2",),
+    "layout.data.shard=2": ("layout.data.size=4", "layout.data.sync=zero3"),
     "layout.pipeline.schedule=1f1b": ("layout.pipeline.size=2",),
     "layout.context.kind=ulysses": ("layout.context.size=2",),
     "layout.pipeline.limit=2": ("layout.pipeline.size=2",),
@@ -78,6 +79,7 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
 IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "data.source=stdlib": (("data.mixture={stdlib: 1}",), "beside data.mixture"),
     "layout.data.sync=ring": ((), "where no two ranks have parts of one gradient"),
+    "layout.data.shard=2": (("layout.data.size=4", "layout.data.sync=zero1"), "with layout.data.sync=zero1, which"),
     "layout.data.bucket=16M": (("layout.data.size=2", "layout.data.sync=fsdp"), "with layout.data.sync=fsdp, which"),
     "layout.pipeline.schedule=gpipe": ((), "with layout.pipeline.size=1"),
     "layout.context.kind=ulysses": ((), "with layout.context.size=1"),

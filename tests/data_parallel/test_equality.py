@@ -139,10 +139,13 @@ def serial() -> tuple[list[float], dict[str, dict[tuple[int, ...], torch.Tensor]
     return run_ranks(train, Grid((("data", 1),)), config_for("allreduce", 1))[0]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("sync", SYNCS)
-def test_equals_serial(sync: str, size: int, serial: tuple) -> None:
-    results = run_ranks(train, Grid((("data", size),)), config_for(sync, size))
+@pytest.mark.parametrize(
+    "sync, size, shard",
+    [*((sync, size, None) for sync in SYNCS for size in (2, 3, 4)), ("zero2", 4, 2), ("zero3", 4, 2), ("zero3", 4, 1)],
+)
+def test_equals_serial(sync: str, size: int, shard: int | None, serial: tuple) -> None:
+    config = config_for(sync, size, layout={"data": {"size": size, "sync": sync, "bucket": 8192, "shard": shard}})
+    results = run_ranks(train, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
     serial_losses, serial_gradients = serial
     for losses, _ in results:
         torch.testing.assert_close(losses, serial_losses, rtol=1e-10, atol=0)

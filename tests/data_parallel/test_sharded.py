@@ -22,8 +22,9 @@ MICRO = 2
 
 def step(mesh: Mesh, sync: str) -> dict[str, Any]:
     """A step of three microbatches: what each phase sent, and the most bytes of gradients while it ran."""
-    size = mesh.size("data")
-    config = config_for(sync, size, batch={"global": 3 * MICRO * size, "micro": MICRO})
+    size = mesh.size(*mesh.grid.names)
+    layout = {"data": {"size": size, "sync": sync, "shard": mesh.size("data"), "bucket": 8192}}
+    config = config_for(sync, size, batch={"global": 3 * MICRO * size, "micro": MICRO}, layout=layout)
     parts = build(config, mesh)
     strategy = parts.strategy
     most = {"gradients": 0, "values": 0}
@@ -54,6 +55,7 @@ def step(mesh: Mesh, sync: str) -> dict[str, Any]:
         forward_and_backward(parts, rows, {"labels": 1.0}, final=index == 2)
         record(f"microbatch {index}")
     strategy.finish()
+    record("finish")
     seen["left"] = sum(bucket.gradients.untyped_storage().nbytes() for bucket in strategy.buckets)
     strategy.publish()
     record("publish")
@@ -74,6 +76,27 @@ def test_zero2_sums_in_every_microbatch_and_holds_few_buckets(size: int) -> None
         assert seen["left"] == 0
         assert seen["slices"] == sum(buckets) // size
         assert 0 < seen["most"]["gradients"] <= seen["gradient_bytes"] - seen["slices"] < sum(buckets)
+
+
+def test_shard_groups_sum_their_slices_once_a_step() -> None:
+    """HSDP: 2 groups of 2 send in a microbatch and hold what 2 ranks would; the slices go over the groups once."""
+    grid = Grid((("replicate", 2), ("data", 2), ("pipe", 1)))
+    for sync in ("zero2", "zero3"):
+        alone = run_ranks(step, Grid((("data", 2),)), sync)
+        for seen in run_ranks(step, grid, sync, token_axes=("replicate", "data")):
+            buckets = seen["buckets"]
+            assert seen["finish"] == {"all_reduce": (len(buckets), sum(buckets) // 2)}  # 2 (r-1)/r of S/k
+            kept = (
+                "microbatch 0",
+                "microbatch 1",
+                "microbatch 2",
+                "publish",
+                "slices",
+                "gradient_bytes",
+                "weight_bytes",
+            )
+            assert sum(buckets) % 4 == 0
+            assert {each: seen[each] for each in kept} == {each: alone[0][each] for each in kept}
 
 
 @pytest.mark.parametrize("size", [2, 3])

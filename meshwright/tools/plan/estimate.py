@@ -20,7 +20,7 @@ from meshwright.model import EMBEDDINGS, HEAD, Chunk
 from meshwright.parts import build_kit, build_model, recomputed_group, rule_of
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.task import TaskKind
-from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.grid import DATA_AXES, PIPE, Grid
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.buckets import Memory, Peak, memory_of, streams
 from meshwright.tools.plan.compose import StagePlan
@@ -287,7 +287,7 @@ class Estimates:
         """Parameters by position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
         layout = config.layout
         if layout.layer not in self._parameters:
-            grid = Grid(tuple((name, 1 if name in ("data", PIPE) else size) for name, size in layout.axes))
+            grid = Grid(tuple((name, 1 if name in (*DATA_AXES, PIPE) else size) for name, size in layout.axes))
             mesh = planned_mesh(grid, 0, layout.token_axes)
             self._parameters[layout.layer] = {
                 place: parameters_in(build_model(config, build_kit(config, mesh), mesh, chunk))
@@ -398,7 +398,7 @@ def _in_flight(config: Config, stage: int, num_stages: int) -> int:
 def _alone(config: Config, micro: int) -> Config:
     """One replica of one stage, with a step of few microbatches of so many samples."""
     one = {
-        "data": config.layout.data.model_copy(update={"size": 1}),
+        "data": config.layout.data.model_copy(update={"size": 1, "shard": None}),
         "pipeline": config.layout.pipeline.model_copy(update={"size": 1}),
     }
     count = 2 if config.layout.tensor.by_size else 1  # the first microbatch gathers weights

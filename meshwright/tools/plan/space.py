@@ -197,7 +197,12 @@ def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
     """auto, and each order that puts other ranks together on a node."""
     usual = config.layout.model_copy(update={"order": "auto"}).axes
     sizes, tensor = dict(usual), config.layout.tensor.axes
-    blocks = (("data",), ("pipe",), *((name,) for name in config.layout.context.token_axes), tuple(dict(tensor)))
+    blocks = (
+        config.layout.data.token_axes,
+        ("pipe",),
+        *((name,) for name in config.layout.context.token_axes),
+        tuple(dict(tensor)),
+    )
     nodes = config.layout.ranks_per_node
     seen: set[tuple[int, ...]] = set()
     for order in (tuple(name for name, _ in usual), *map(_joined, permutations(blocks))):
