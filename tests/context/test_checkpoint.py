@@ -18,7 +18,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"context": {"size": 2, "kind": "ring"}, "tensor": ONE_D},
     {"context": {"size": 1}},
     {"context": {"size": 2, "kind": "ring"}, "data": {"size": 2, "sync": "zero1", "bucket": 8192}},
-    {"context": {"size": 2}},
+    {"context": {"size": 2}, "data": {"size": 2, "sync": "zero3"}},
 ]
 
 

@@ -97,6 +97,14 @@ def test_equals_serial_with_recomputation(kind: str, recompute: str | int) -> No
     check(run(config_for("gpt2", {"size": 2, "kind": kind}, memory={"recompute": recompute})), serial("gpt2"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_serial_with_slices_in_shard_groups(kind: str) -> None:
+    """A slice is cut over the data axis of a group and the context; the groups' sums meet once a step."""
+    layout = {"data": {"size": 4, "sync": "zero3", "shard": 2}}
+    config = config_for("gpt2", {"size": 2, "kind": kind}, layout=layout, batch={"global": 8, "micro": 1})
+    check(run(config), serial("gpt2"))
+
+
 def test_equals_serial_with_everything_at_once() -> None:
     layout = {
         "data": {"size": 2, "sync": "zero1", "bucket": 8192}, "pipeline": {"size": 2}, "tensor": CUT,

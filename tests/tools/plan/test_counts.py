@@ -29,7 +29,7 @@ DEVICE = {"kind": "cpu", "peak": dict.fromkeys(DTYPES, 1e11)}
 CPU = SWITCH.model_copy(update={"device": SWITCH.device.model_copy(update=DEVICE)})
 
 SYNCS = ("allreduce", "ring", "rooted", "zero1", "zero2", "zero3")
-SLICED = ("zero2", "zero3")
+HYBRID = {"size": 4, "sync": "zero3", "shard": 2}
 WHOLE = {"kind": "none"}
 MEGATRON = {"kind": "megatron", "size": 2}
 CUT = MEGATRON | {"sequence_parallel": True}
@@ -66,7 +66,7 @@ OFFLOADED = {"offload": {"to": "host", "bucket": 4096, "chunk": 2}}
 
 FEW = {
     "syncs": [synced(sync) for sync in SYNCS],
-    "shard groups": [synced(sync, 4, layout={"data": {"size": 4, "sync": sync, "shard": 2}}) for sync in SLICED],
+    "shard groups": [synced(sync, 4, layout={"data": HYBRID | {"sync": sync}}) for sync in ("zero2", "zero3")],
     "memory": [
         synced("allreduce", memory={"recompute": "auto"}),
         synced("zero1", memory={"recompute": "selective"}, **HALVES),
@@ -103,16 +103,11 @@ MANY = {
         )
         for tensor in (KITS[name],)
     },
-    "shard groups x pipe 2 x 1-D": [
-        pipelined(
-            "gpt2",
-            2,
-            "message-driven",
-            CUT,
-            4,
-            layout={"data": {"size": 4, "sync": "zero3", "shard": 2}, "pipeline": {"size": 2}, "tensor": CUT},
-        )
-    ],
+    "shard groups x pipe 2 x 1-D": [pipelined("gpt2", 2, "1f1b", CUT, 4, layout={"data": HYBRID, "tensor": CUT})],
+    **{
+        f"shard groups x {kind}": [synced("zero3", 4, layout={"data": HYBRID, "context": {"size": 2, "kind": kind}})]
+        for kind in ("ulysses", "ring")
+    },
     "data 2 x pipe 2": [pipelined("gpt2", 2, "1f1b", WHOLE, 2)],
     "data 2 x pipe 2 x 1-D": [pipelined("gpt2", 2, "message-driven", CUT, 2)],
     "data 2 x pipe 2 x 2-D": [
