@@ -1,9 +1,9 @@
 """Writing a checkpoint while the run goes on: the step waits for the copy only.
 
 Every rank writes its shard in a thread of its own; rank 0's waits for the others' and publishes the whole by a rename.
-Threads meet in the file system, not in a collective: neither MPI nor a process group may be shared with the step's
-thread. It takes a file system that all ranks see, as loading under another layout does. Between steps the ranks agree,
-in a small collective, on why the last checkpoint was not written: a full disk could not hold a file with the cause.
+Each thread leaves rank 0's a note on a board (ranks/board.py): what its shard holds, or nothing where it has failed.
+It takes a file system that all ranks see, as loading under another layout does. Between steps the ranks agree, in a
+small collective, on why the last checkpoint was not written: a full disk could not hold a file with the cause.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -40,13 +39,12 @@ from meshwright.checkpoint.restore import Piece
 from meshwright.checkpoint.shard import BLOCK_BYTES, write_shard
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.ranks.agreement import all_texts
+from meshwright.ranks.board import await_path
 from meshwright.ranks.mesh import Mesh
 
 PARTIAL = ".partial-"
 VISIBLE_SECONDS = 10.0
 """How long a network file system may take to show a rank the folder that rank 0 has made."""
-_MOST_PAUSE_SECONDS = 0.25
-"""Between two looks at a folder: a thousand ranks look at one."""
 TEXT_LENGTH = 500
 """Characters of a failure that ranks tell each other."""
 ABANDONED = "\1"
@@ -77,6 +75,7 @@ class CheckpointWriter:
         token = torch.tensor([secrets.randbits(40)], dtype=torch.int64)
         mesh.world.broadcast(token, 0)
         self._token = f"{PARTIAL}{int(token):x}"
+        self._board = mesh.board(folder)
         self._thread: threading.Thread | None = None
         self._step = 0
         self._failure = ""
@@ -180,15 +179,18 @@ class CheckpointWriter:
 
     def _guarded_write(self, partial: Path, progress: Progress, copies: list[tuple[Piece, Tensor]]) -> None:
         try:
-            self._await(partial, VISIBLE_SECONDS)
-            self._write_shard(partial, copies)
-            if self.mesh.rank == 0:
-                self._publish(partial, progress)
+            await_path(partial, VISIBLE_SECONDS)
+            listing = self._write_shard(partial, copies)
+            self._board.post(self._note(partial, self.mesh.rank), _LISTING.dump_json(listing).decode())
+            if self.mesh.rank == 0 and not self._publish(partial, progress):
+                self._failure = ABANDONED
         except Exception as error:  # whatever it is, the step that waits for this thread must hear of it
             removed = not partial.exists() and not self._step_folder(progress).exists()
             ours = isinstance(error, OSError | SafetensorError | MeshwrightError)  # whose words say enough
             text = str(error) if ours else f"{type(error).__name__}: {error}"
             self._failure = ABANDONED if removed else f"rank {self.mesh.rank}: {text}"
+            with suppress(OSError):
+                self._board.post(self._note(partial, self.mesh.rank), "")  # rank 0 need not wait
             with suppress(OSError):
                 self._remove(partial)  # half a checkpoint helps nobody, and the disk may be full
 
@@ -199,7 +201,11 @@ class CheckpointWriter:
     def _step_folder(self, progress: Progress) -> Path:
         return self.folder / f"step-{progress.step}"
 
-    def _write_shard(self, partial: Path, copies: list[tuple[Piece, Tensor]]) -> None:
+    def _note(self, partial: Path, rank: int) -> str:
+        """The name of what a rank has to say of its shard."""
+        return f"{partial.name}/rank-{rank}.json"
+
+    def _write_shard(self, partial: Path, copies: list[tuple[Piece, Tensor]]) -> Listing:
         path = partial / f"rank-{self.mesh.rank}.safetensors"
         groups, runs = runs_of((piece for piece, _ in copies), self.mesh)
         tensors = {}
@@ -210,22 +216,22 @@ class CheckpointWriter:
                 tensors[key] = tensor.view(piece.place.box.lengths) if whole else tensor
         listing = Listing(write_shard(path, tensors), groups, runs)
         synced(path)
-        draft = partial / f"rank-{self.mesh.rank}.draft"
-        draft.write_bytes(_LISTING.dump_json(listing))
-        draft.rename(draft.with_suffix(".json"))
+        return listing
 
-    def _publish(self, partial: Path, progress: Progress) -> None:
+    def _publish(self, partial: Path, progress: Progress) -> bool:
+        """Wait for all shards, and make the checkpoint whole; whether no rank has failed."""
+        notes = [self._note(partial, rank) for rank in range(self.mesh.grid.world_size)]
+        texts = self._board.collect(notes, self.mesh.timeout.wait)
+        if not all(texts):
+            return False
         files: list[StoredFile] = []
         groups: list[tuple[int, ...]] = []
         runs: list[StoredRun] = []
-        for rank in range(self.mesh.grid.world_size):
-            path = partial / f"rank-{rank}.json"
-            self._await(path, self.mesh.timeout.wait)
-            listing = _LISTING.validate_json(path.read_bytes())
-            files.append(listing.file)  # of rank `rank`, so that a group of ranks is one of files
+        for text in texts:
+            listing = _LISTING.validate_json(text)
+            files.append(listing.file)  # in rank order, so that a group of ranks is one of files
             runs += (replace(run, group=run.group + len(groups)) for run in listing.runs)
             groups += listing.groups
-            path.unlink()
         if self.tokenizer is not None:
             path = partial / TOKENIZER_FILE
             path.write_text(self.tokenizer, encoding="utf-8")
@@ -240,15 +246,7 @@ class CheckpointWriter:
         synced(self.folder)
         self._own.add(progress.step)
         self._prune(self.keep)
-
-    def _await(self, path: Path, seconds: float) -> None:
-        """Return when another rank has made this file or folder. Its parent is gone where somebody gave up."""
-        deadline, pause = time.monotonic() + seconds, 0.005
-        while not path.exists():
-            if time.monotonic() > deadline or not path.parent.exists():
-                raise CheckpointError(f"{path} was never finished")
-            time.sleep(pause)
-            pause = min(2 * pause, _MOST_PAUSE_SECONDS)
+        return True
 
 
 def key_of(piece: Piece) -> str:

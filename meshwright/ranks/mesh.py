@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous
+from meshwright.ranks.board import Board, FolderBoard
 from meshwright.ranks.comm import Comm, RankGroup, SoloComm
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.grid import ENDS, Grid
@@ -24,7 +26,8 @@ DEFAULT_TIMEOUT = Timeout()
 
 
 class Transport(Protocol):
-    """Makes the comm over a group of ranks, the mailbox along an axis. Called by the group's ranks and nobody else.
+    """Makes the comm over a group of ranks, the mailbox along an axis, a board for all ranks. Called by the group's
+    ranks and nobody else. `folder`: where a board's notes lie that has no store.
 
     `named_when_lost`: while entered, an error of the library on a broken connection becomes one that names the rank.
     TorchTransport (gloo, NCCL), MpiTransport, SoloTransport, and LedgerTransport of a planned job.
@@ -33,6 +36,8 @@ class Transport(Protocol):
     def comm(self, group: RankGroup) -> Comm: ...
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox: ...
+
+    def board(self, folder: Path) -> Board: ...
 
     def named_when_lost(self) -> AbstractContextManager[None]: ...
 
@@ -47,6 +52,9 @@ class SoloTransport:
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         return SoloMailbox(group.axis)
+
+    def board(self, folder: Path) -> Board:
+        return FolderBoard(folder)
 
     def named_when_lost(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -96,6 +104,10 @@ class Mesh:
             with self.recorder.waiting(Call(axis, CONNECT, 0, group.ranks)):
                 self._mailboxes[axis] = self.transport.mailbox(group, self.device)
         return self._mailboxes[axis]
+
+    def board(self, folder: Path) -> Board:
+        """Where a thread beside the step's leaves notes for other ranks'. `folder`: one that all ranks see."""
+        return self.transport.board(folder)
 
     def _group(self, axes: tuple[str, ...]) -> RankGroup:
         ranks = self.grid.group(self.rank, *axes)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from meshwright.environment import Environment
 from meshwright.errors import LaunchError
+from meshwright.ranks.board import Board, FolderBoard
 from meshwright.ranks.comm import NAP_SECONDS, Comm, Later, RankGroup, RecordedComm, SoloComm, Work, size_bytes
 from meshwright.ranks.mailbox import Mailbox, Packet, PolledMailbox, Side, SoloMailbox, header_of
 
@@ -185,6 +187,9 @@ class MpiTransport:
         if len(group.ranks) == 1:
             return SoloMailbox(group.axis)
         return MpiMailbox(group, _communicator(group.ranks, MAILBOX_TAG + group.tag))
+
+    def board(self, folder: Path) -> Board:
+        return FolderBoard(folder)
 
     def named_when_lost(self) -> AbstractContextManager[None]:
         return nullcontext()  # MPI ends the process

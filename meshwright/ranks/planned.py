@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from meshwright.ranks.board import Board, FolderBoard
 from meshwright.ranks.comm import DONE, Comm, RankGroup, SoloComm, Work, size_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import MESSAGE
@@ -115,6 +117,9 @@ class LedgerTransport:
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         return PlannedMailbox(group) if len(group.ranks) > 1 else SoloMailbox(group.axis)
+
+    def board(self, folder: Path) -> Board:
+        return FolderBoard(folder)
 
     def named_when_lost(self) -> AbstractContextManager[None]:
         return nullcontext()

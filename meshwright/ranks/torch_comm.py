@@ -13,6 +13,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous, use_interface
 from meshwright.ranks import comm_store
+from meshwright.ranks.board import Board, StoreBoard
 from meshwright.ranks.comm import Comm, Later, RankGroup, RecordedComm, SoloComm, Work
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox, neighbours_of
@@ -133,6 +135,10 @@ class TorchTransport:
             out, back = (forward, backward) if mine == 0 else (backward, forward)
             channels[side] = Channel(1 - mine, out, back)
         return channels
+
+    def board(self, folder: Path) -> Board:
+        c10d: Any = dist.distributed_c10d
+        return StoreBoard(c10d._get_default_store().clone())
 
     def born(self, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
         """The group, with its communicator. All members call it at the same place of their programs."""
