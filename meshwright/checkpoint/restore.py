@@ -39,14 +39,6 @@ def pieces_of(parts: Parts) -> Iterator[Piece]:
                 yield from _slices_of(slot, kind, tensor, parts.mesh)
 
 
-def gradient_pieces(parts: Parts) -> Iterator[Piece]:
-    """The gradients that this rank's slots hold between `finish` and the optimizer's step."""
-    for slot in parts.strategy.slots:
-        if _writes(parts.mesh, slot):
-            assert slot.parameter.grad is not None, "a slot without a gradient"
-            yield from _slices_of(slot, "gradient", slot.parameter.grad, parts.mesh)
-
-
 def _slices_of(slot: Slot, kind: str, tensor: Tensor, mesh: Mesh) -> Iterator[Piece]:
     """A slot's slice of the places that it shares with other ranks."""
     slices, number = slot.slices, mesh.index(*slot.slices.axes)

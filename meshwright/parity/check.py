@@ -84,7 +84,7 @@ class ParityResult:
             return f"{self.finding.kind} at {self.finding.module}: {self.finding.text}"
         if self.failed:
             row = self.failed[0]
-            return f"the {row.kind} of {row.name} is off by {row.error:.1e} (allowed: {row.allowed:.1e})"
+            return f"the {row.kind} of {row.label} is off by {row.error:.1e} (allowed: {row.allowed:.1e})"
         if self.dead:
             more = f" (and {len(self.dead) - 1} more)" if len(self.dead) > 1 else ""
             return f"the reference's gradient of {self.dead[0]}{more} is zero everywhere: equal zeros prove nothing"
@@ -178,17 +178,12 @@ def run_check(check: ParityCheck, precision: str | None = None) -> ParityResult:
 
 def judged(check: ParityCheck, precision: str, folder: Path, start: float) -> ParityResult:
     """The result of what a check's ranks have left."""
-    from meshwright.parity import kinds
-    from meshwright.parity.judge import Evidence, explain_modules, loss_rows, parameter_rows
-    from meshwright.parity.reference import COMPARED_STEPS
+    from meshwright.parity.judge import Evidence, explain_modules
+    from meshwright.parity.kinds import first_finding
+    from meshwright.parity.rows import compare_all
 
-    evidence = Evidence(folder, check.num_ranks)
-    dead = tuple(evidence.reference.facts["dead"])
-    rows = list(loss_rows(evidence))
-    if not any(side.facts["lost"] for side in evidence.ranks):
-        for step in range(1, COMPARED_STEPS + 1):
-            rows += [*parameter_rows(evidence, "gradient", step), *parameter_rows(evidence, "weight", step)]
+    evidence = Evidence.read(folder, check.num_ranks)
+    rows = tuple(compare_all(evidence))
     evidence.modules = explain_modules(evidence)
-    finding = kinds.first_finding(evidence, rows)
-    seconds = time.monotonic() - start
-    return ParityResult(check, precision, seconds, tuple(rows), finding, tuple(evidence.modules), dead)
+    finding, dead = first_finding(evidence, rows), tuple(evidence.reference.facts.dead)
+    return ParityResult(check, precision, time.monotonic() - start, rows, finding, tuple(evidence.modules), dead)

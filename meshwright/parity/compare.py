@@ -1,10 +1,9 @@
-"""The numbers and tensors of a parallel program against those of the reference on one device: `meshwright verify` and
-`meshwright parity` compare by these rows."""
+"""One comparison and its error, as `meshwright verify` and `meshwright parity` have them; factors between tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,53 +13,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: the relative error of `name` (in the 2-norm, for tensors) and the most it may be."""
+    """One comparison: the relative error of `name` (in the 2-norm, for tensors) and the most it may be.
+
+    `step`: after which; 0 before the first.
+    """
 
     kind: str
     name: str
     error: float
     allowed: float
+    step: int = 0
+
+    @property
+    def label(self) -> str:
+        """The name with the step; the name of a number is its step."""
+        return f"{self.name}, step {self.step}" if self.step and self.name != f"step {self.step}" else self.name
 
     @property
     def holds(self) -> bool:
         return self.error <= self.allowed  # False for not-a-number
 
 
-def compare_numbers(kind: str, parallel: Sequence[float], reference: Sequence[float], allowed: float) -> Iterator[Row]:
-    """Step by step. Two infinities, of a step that overflows on both sides, are equal."""
-    assert len(parallel) == len(reference), f"{len(parallel)} steps against {len(reference)}"
-    for step, (ours, theirs) in enumerate(zip(parallel, reference, strict=True), 1):
-        error = 0.0 if ours == theirs else abs(ours - theirs) / abs(theirs)
-        yield Row(kind, f"step {step}", error, allowed)
-
-
-def compare_tensors(
-    kind: str, parallel: Callable[[str], Tensor], reference: Mapping[str, Tensor], allowed: float
-) -> Iterator[Row]:
-    """Every parameter of the reference, whole. `parallel` reads one by its name."""
-    for name, tensor in reference.items():
-        yield Row(kind, name, relative_error(parallel(name), tensor), allowed)
-
-
-def compare_together(
-    kind: str, parallel: Callable[[str], Tensor], reference: Mapping[str, Tensor], allowed: float
-) -> Iterator[Row]:
-    """All parameters as one tensor."""
-    found = [_difference(parallel(name), tensor) for name, tensor in reference.items()]
-    difference, size = (math.hypot(*norms) for norms in zip(*found, strict=True))
-    yield Row(kind, "all parameters", difference / size, allowed)
-
-
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """The norm of the difference over that of the second, or the former where the latter is zero."""
-    difference, size = _difference(ours, theirs)
-    return difference / size if size else difference
-
-
-def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """The norms of the difference and of the second."""
     norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
-    return float(norm(ours.double() - theirs.double())), float(norm(theirs))
+    difference, size = float(norm(ours.double() - theirs.double())), float(norm(theirs))
+    return difference / size if size else difference
 
 
 def zero_tensors(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

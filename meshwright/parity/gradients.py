@@ -15,9 +15,9 @@ from torch import Tensor
 
 from meshwright.parity.compare import axis_words, factor_of, relative_error
 from meshwright.parity.explain import PARTIAL, groups_over
-from meshwright.parity.job import LOCAL
 from meshwright.parity.judge import Evidence, ModuleLine
 from meshwright.parity.parts import Part
+from meshwright.parity.record import LOCAL
 
 LOOSE = 64.0
 """A hypothesis on what a wrong tensor is holds within so many times what a right one may be off, where that is less
@@ -43,6 +43,11 @@ class Mistake:
     text: str
 
 
+def owner_of(parameter: str) -> str:
+    """The module that has a parameter."""
+    return parameter.rpartition(".")[0]
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """A kind, and the sentence's end that says what the wrong tensor is."""
@@ -53,7 +58,7 @@ class Hypothesis:
 
 def is_rounding(evidence: Evidence, error: float) -> bool:
     """Whether an error is about what a narrower type than the model's rounds by."""
-    return evidence.reference.facts["dtype"] == "float64" and 1e-9 < error < 3e-6
+    return evidence.reference.facts.dtype == "float64" and 1e-9 < error < 3e-6
 
 
 def gradient_finding(evidence: Evidence, wrong: Sequence[str]) -> Mistake:
@@ -61,26 +66,26 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str]) -> Mistake:
     hypotheses = {name: hypothesis_of(evidence, name, 1) for name in wrong}
     kinds = {name: h.kind for name, h in hypotheses.items()}
     alike = set(kinds.values())
-    trained = [name for name in evidence.names if name not in evidence.reference.facts["dead"]]
+    trained = [name for name in evidence.names if name not in evidence.reference.facts.dead]
     if len(wrong) >= MOST * len(trained) and len(alike) == 1 and alike & _EVERYWHERE:
         return Mistake(kinds[wrong[0]], ALL, f"the gradient of every parameter is {hypotheses[wrong[0]].text}")
-    if evidence.reference.facts["tied"] and wrong == [n for n in wrong if n in _tied_names(evidence)]:
+    if evidence.reference.facts.tied and wrong == [n for n in wrong if n in _tied_names(evidence)]:
         name = wrong[0]
         return Mistake(
             "incomplete sum",
-            name.rpartition(".")[0],
+            owner_of(name),
             f"{name} is used twice, and its gradient is not the sum of both uses",
         )
     order = [line.name for line in evidence.modules]
     module, gradient_line = _last_wrong_gradient(evidence)
 
     def place(name: str) -> int:
-        owner = name.rpartition(".")[0]
+        owner = owner_of(name)
         return order.index(owner) if owner in order else -1
 
     nearest = max(wrong, key=place)
     h = hypotheses[nearest]
-    owner = nearest.rpartition(".")[0]
+    owner = owner_of(nearest)
     own_line = next((line for line in evidence.modules if line.name == owner), None)
     partial = own_line is not None and own_line.gradient is not None and own_line.gradient.kind == PARTIAL
     if partial:
@@ -107,7 +112,7 @@ _EVERYWHERE = {
 
 def _tied_names(evidence: Evidence) -> set[str]:
     """Parameters that the reference uses under a second name."""
-    tied = {name.rpartition(".")[0] for name in evidence.reference.facts["tied"]}
+    tied = {owner_of(name) for name in evidence.reference.facts.tied}
     return (
         {name for name in evidence.names if name.endswith("weight") and evidence.weight(name).ndim == 2}
         if tied
@@ -134,7 +139,7 @@ def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> M
         if other.gradient is not None and other.gradient.kind == PARTIAL
     ]
     source = line if gradient.kind == PARTIAL or not later else later[-1]
-    maker = facts["consumers"].get(source.name) or facts["parents"].get(source.name) or "(loss)"
+    maker = facts.consumers.get(source.name) or facts.parents.get(source.name) or "(loss)"
     gradient = source.gradient
     assert gradient is not None
     if gradient.kind == PARTIAL:
@@ -179,7 +184,7 @@ def _differing(evidence: Evidence, full: Pieces, allowed: float) -> Hypothesis |
         if len(held) < 2 or all(relative_error(ours, held[0][1]) <= allowed for _, ours, _ in held):
             continue
         factors = [factor_of(ours, theirs) for _, ours, theirs in held]
-        if evidence.reference.facts["clip"] is not None and all(f is not None for f in factors):
+        if evidence.reference.facts.clip is not None and all(f is not None for f in factors):
             words = ", ".join(f"{f:.4g}" for f in factors if f is not None)
             return Hypothesis(
                 "clipping", f"the reference's times {words} on its ranks: each clips by a norm of its own"
@@ -210,7 +215,7 @@ def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, all
             for _, part, ours, theirs in full
         )
 
-    if facts["clip"] is not None and equal(raw):
+    if facts.clip is not None and equal(raw):
         return Hypothesis("clipping", "not clipped")
     if step == 1 and len(alone) > 1:
         distinct = [x for i, x in enumerate(alone) if not any(torch.equal(x, y) for y in alone[:i])]
@@ -234,13 +239,13 @@ def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, all
         and abs(known[0] - 1) > spread
     ):
         words = axis_words(evidence.sizes, known[0])
-        if facts["clip"] is not None and not words:
+        if facts.clip is not None and not words:
             return Hypothesis("clipping", f"the reference's times {known[0]:.4g}: clipped by another norm")
         return Hypothesis("scaled", f"the reference's times {known[0]:.4g}{words}")
-    if facts["clip"] is not None and known and len(known) == len(factors):
+    if facts.clip is not None and known and len(known) == len(factors):
         words = ", ".join(sorted({f"{f:.4g}" for f in known}))
         return Hypothesis("clipping", f"the reference's times {words} on its ranks: each clips by a norm of its own")
-    if facts["clip"] is not None and len(alone) > 1:
+    if facts.clip is not None and len(alone) > 1:
         return _clipped_first(full, alone, max(1e-3, min(allowed, 0.1)))
     return None
 

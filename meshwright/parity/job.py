@@ -7,14 +7,12 @@ that started them reads all (judge.py). So a check works with any communication 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -22,8 +20,11 @@ from meshwright.errors import ParityError
 from meshwright.launch import Rank
 from meshwright.parity.locate import locate
 from meshwright.parity.parts import find_part
+from meshwright.parity.record import LOCAL, REFERENCE, PartFacts, ReferenceFacts, rank_file, write_record
 from meshwright.parity.reference import (
     COMPARED_STEPS,
+    DROPOUT_STEP,
+    PERTURBED_RUNS,
     Loss,
     MakeOptimizer,
     ReferenceRecipe,
@@ -32,6 +33,7 @@ from meshwright.parity.reference import (
     dead_parameters,
     gradient_alone,
     keep,
+    keep_states,
     label_key,
     movements,
     record,
@@ -43,11 +45,6 @@ from meshwright.ranks.dtensor import DeviceMesh, device_mesh, gradient_of, local
 
 CASTS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "own": None}
 """The reference is cast to these; own: nothing is cast."""
-
-DROPOUT_STEP = COMPARED_STEPS + 1
-"""After the compared steps one more with the models' dropout: replicas must stay equal under it."""
-
-REFERENCE, PARALLEL, LOCAL = "reference", "rank", "alone"
 
 
 def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -69,6 +66,7 @@ class ParityJob:
         self._model: nn.Module | None = None
         self._recipe: ReferenceRecipe | None = None
         self._constants: dict[str, float] = {}
+        self._losses: list[float | None] = []
         self.compared = False
 
     @property
@@ -144,17 +142,17 @@ class ParityJob:
             stale = float(recipe.loss(model, recipe.global_batch(2)))
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         parents = {name: name.rpartition(".")[0] for name, _ in model.named_modules() if name}
-        _write(self._folder, REFERENCE, exact.tensors, exact.trace, {
-            "losses": exact.losses, "norms": exact.norms, "stale_loss": stale, "clip": recipe.clip,
-            "order": exact.trace.order, "consumers": exact.trace.consumers, "parents": parents,
-            "classes": {name: type(module).__name__ for name, module in model.named_modules()},
-            "dead": dead_parameters(exact, list(initial)), "names": list(initial),
-            "tied": [name for name in names if name not in initial],
-            "dtype": str(next(iter(initial.values())).dtype).removeprefix("torch."),
-            "batch": {key: list(x.shape) for key, x in _tensors_by_key(recipe.global_batch(1)).items()},
-            "unequal": recipe.labels is not None,
-            "moved": [[*key, value] for key, value in movements(model, recipe, exact).items()],
-        })  # fmt: skip
+        facts = ReferenceFacts(
+            names=list(initial), losses=exact.losses, norms=exact.norms,
+            dtype=str(next(iter(initial.values())).dtype).removeprefix("torch."),
+            moved=movements(exact, (record(model, recipe, COMPARED_STEPS, seed) for seed in range(PERTURBED_RUNS))),
+            dead=dead_parameters(exact, list(initial)), tied=[name for name in names if name not in initial],
+            clip=recipe.clip, batch={key: list(x.shape) for key, x in _tensors_by_key(recipe.global_batch(1)).items()},
+            unequal=recipe.labels is not None, stale_loss=stale, order=exact.trace.order,
+            consumers=exact.trace.consumers, parents=parents,
+            classes={name: type(module).__name__ for name, module in model.named_modules()},
+        )  # fmt: skip
+        write_record(self._folder, REFERENCE, exact.tensors, facts, exact.trace)
 
     def parallel(
         self,
@@ -207,10 +205,10 @@ class ParityJob:
                 alone = _alone(whole, recipe, own)
         keep(recording, LOCAL, 1, alone)
         rows = {key: self._rows_of(key, x, recipe) for key, x in _tensors_by_key(own).items()}
-        _write(self._folder, f"{PARALLEL}-{self.rank}", recording.tensors, trace, {
-            "losses": recording.losses, "parts": {name: p.as_json() for name, p in parts.items()}, "lost": lost,
-            "coordinates": {axis: self.index(axis) for axis in self.axes}, "dropout": drops, "rows": rows,
-        })  # fmt: skip
+        places = {axis: self.index(axis) for axis in self.axes}
+        known_parts = {name: p.as_json() for name, p in parts.items()}
+        facts = PartFacts(self._losses, known_parts, places, lost=lost, dropout=drops, rows=rows)
+        write_record(self._folder, rank_file(self.rank), recording.tensors, facts, trace)
 
     def _step(self, model: nn.Module, recording: StepRecording, number: int, loss: Loss, step: Any,
               optimizer: torch.optim.Optimizer | None, batch: Any, gradients: bool) -> None:  # fmt: skip
@@ -220,10 +218,12 @@ class ParityJob:
         )
         parameters = {names[name]: p for name, p in model.named_parameters()}
 
-        kept = not gradients
+        kept, optimizers = not gradients, set[torch.optim.Optimizer]()
 
-        def keep_gradients() -> None:
+        def keep_gradients(stepped: torch.optim.Optimizer | None = None) -> None:
             nonlocal kept
+            if stepped is not None:
+                optimizers.add(stepped)
             if not kept:  # at the first of several optimizers
                 keep(recording, "gradient", number, {name: gradient_of(p) for name, p in parameters.items()})
             kept = True
@@ -242,8 +242,9 @@ class ParityJob:
                 optimizer.zero_grad()
         if number in (1, DROPOUT_STEP):
             recording.trace = trace
-        recording.losses.append(float("nan") if value is None else float(local_of(torch.as_tensor(value))))
+        self._losses.append(None if value is None else float(local_of(torch.as_tensor(value))))
         keep(recording, "weight", number, {n: local_of(p) for n, p in parameters.items()})
+        keep_states(recording, number, optimizers, parameters)
 
     def _rows_of(self, key: str, own: Tensor, recipe: ReferenceRecipe) -> dict[str, Any] | None:
         """Which rows (or columns) of a global batch's tensor this rank has; None where it has others."""
@@ -275,20 +276,10 @@ def _nothing() -> Iterator[None]:
 
 
 @contextmanager
-def _before_optimizers(act: Callable[[], None]) -> Iterator[None]:
+def _before_optimizers(act: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
     """Call `act` before every optimizer's step while the context is entered."""
-    handle = register_optimizer_step_pre_hook(lambda optimizer, arguments, keywords: act())
+    handle = register_optimizer_step_pre_hook(lambda optimizer, arguments, keywords: act(optimizer))
     try:
         yield
     finally:
         handle.remove()
-
-
-def _write(
-    folder: Path, name: str, tensors: Mapping[tuple[str, int, str], Tensor], trace: Trace, facts: Mapping[str, Any]
-) -> None:
-    """Leave tensors under `kind|step|name`, and facts beside them."""
-    named = {f"{kind}|{step}|{name}": x for (kind, step, name), x in tensors.items()}
-    named |= {f"{kind}|{call}|{module}": x for (kind, module, call), x in trace.tensors.items()}
-    save_file({key: x.detach().cpu().contiguous() for key, x in named.items()}, folder / f"{name}.safetensors")
-    (folder / f"{name}.json").write_text(json.dumps(dict(facts)))

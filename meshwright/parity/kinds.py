@@ -35,57 +35,69 @@ from meshwright.parity.gradients import (
     hypothesis_of,
     is_rounding,
     near,
+    owner_of,
 )
 from meshwright.parity.judge import Evidence, ModuleLine
 from meshwright.parity.parts import Part, missing_places
-from meshwright.parity.reference import COMPARED_STEPS
+from meshwright.parity.reference import DROPOUT_STEP
 
 
 def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
     """The first mistake in the order of cause and effect; None where all holds."""
     failed: dict[tuple[str, int], list[str]] = {}
     for row in (row for row in rows if not row.holds):
-        name, _, number = row.name.rpartition("step ")
-        failed.setdefault((row.kind, int(number)), []).append(name.removesuffix(", "))
+        failed.setdefault((row.kind, row.step), []).append(row.name)
+    if wrong := failed.get(("initial", 0)):
+        text = f"the first values of {wrong[0]}{_and_more(wrong)} are not the reference's"
+        return Mistake("wrong part", owner_of(wrong[0]), text)
     first = _wrong_part(evidence) or _wrong_data(evidence) or forward_finding(evidence)
     if first is not None:
         return first
     if wrong := failed.get(("gradient", 1)):
-        return gradient_finding(evidence, wrong)
+        return gradient_finding(evidence, [name for name in evidence.names if name in wrong])
     if ("loss", 1) in failed:
         text = "the loss that the program reports is not the reference's, whose outputs and gradients are right"
         return Mistake("scaled", "(loss)", text)
-    if wrong := failed.get(("weight", 1)):
-        return _wrong_weights(evidence, wrong, 1)
-    for step in range(2, COMPARED_STEPS + 1):
-        if (late := _later(evidence, failed, step)) is not None:
+    if ("norm", 1) in failed:
+        text = "the gradient norm that the program reports is not the reference's, whose gradients are right"
+        return Mistake("clipping", ALL, text)
+    for step in range(1, max((step for _, step in failed), default=0) + 1):
+        late = _later(evidence, failed, step) if step > 1 else None
+        wrong = failed.get(("weight", step), [])
+        late = late or (_wrong_weights(evidence, wrong, step) if wrong else None)
+        if late is None and (wrong := failed.get(("state", step), [])):
+            text = f"{wrong[0]}{_and_more(wrong)} is wrong after step {step}, and all weights and gradients are right"
+            late = Mistake("optimizer", owner_of(wrong[0].partition(" of ")[2]), text)
+        if late is not None:
             return late
     return _dropout(evidence)
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _wrong_part(evidence: Evidence) -> Mistake | None:
     """A rank's first weight that is no part of the reference's; elements that no rank holds."""
     for rank, side in enumerate(evidence.ranks):
-        for name, why in side.facts["lost"].items():
+        for name, why in side.facts.lost.items():
             text = f"rank {rank}'s first value of {name} ({why}) is no part of the reference's weights"
-            return Mistake("wrong part", name.rpartition(".")[0], text)
+            return Mistake("wrong part", owner_of(name), text)
     for name in evidence.names:
-        held = [part for _, _, part in evidence.holders(name)]
-        if missing := missing_places(held, evidence.weight(name).shape):
+        if missing := evidence.missing(name):
+            held = [part for _, _, part in evidence.holders(name)]
             parts = ", ".join(sorted({str(part) for part in held})) or "none"
-            return Mistake(
-                "wrong part", name.rpartition(".")[0], f"no rank has {missing} elements of {name}: held are {parts}"
-            )
+            return Mistake("wrong part", owner_of(name), f"no rank has {missing} elements of {name}: held are {parts}")
     return None
 
 
 def _wrong_data(evidence: Evidence) -> Mistake | None:
     """Samples of the global batch that no rank takes. A share in a form of the program's own says nothing."""
-    for key, shape in evidence.reference.facts["batch"].items():
-        rows = [side.facts["rows"].get(key) for side in evidence.ranks]
-        if not shape or None in rows:
+    for key, shape in evidence.reference.facts.batch.items():
+        rows = [side.facts.rows.get(key) for side in evidence.ranks]
+        held = [Part.from_json(tree) for tree in rows if tree is not None]
+        if not shape or len(held) < len(rows):
             continue
-        held = [Part.from_json(tree) for tree in rows]
         if missing_places(held, shape):
             where = "; ".join(f"rank {rank}: {part}" for rank, part in enumerate(held))
             return Mistake(
@@ -118,7 +130,7 @@ def forward_finding(evidence: Evidence) -> Mistake | None:
             )
         if (biased := _beside_the_bias(evidence, line)) is not None:
             return biased
-        where = evidence.reference.facts["parents"].get(line.name, "") if lost and place else line.name
+        where = evidence.reference.facts.parents.get(line.name, "") if lost and place else line.name
         if output.factor is not None and abs(output.factor - 1) > 0.01:
             factor = f"{output.factor:.4g}{axis_words(evidence.sizes, output.factor)}"
             return Mistake("scaled", where, f"the output of {name} is the reference's times {factor}")
@@ -169,45 +181,56 @@ def _product_and_bias(ours: Tensor, whole: Tensor, bias: Tensor) -> tuple[float,
 
 def _wrong_weights(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake:
     """Weights that are wrong after a step whose outputs and gradients are right."""
-    others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    if wrong[0] not in evidence.names:  # all of them as one
+        text = "all gradients are right, and the weights are wrong: look at what the optimizer does"
+        return Mistake("optimizer", ALL, text)
+    others = _and_more(wrong)
     for name in wrong:
         if evidence.replicas_differ("weight", step, name):
             text = f"{name}{others} differs after step {step} between ranks that hold the same part of it"
-            return Mistake("stale weights", name.rpartition(".")[0], text)
+            return Mistake("stale weights", owner_of(name), text)
     kept = any(x is not None for name in wrong for _, _, x, _ in evidence.pieces("gradient", step, name))
     seen = "all gradients are right" if kept else "all outputs are right, and the program keeps no gradients to look at"
-    where = ALL if len(wrong) == len(evidence.names) else wrong[0].rpartition(".")[0]
+    where = ALL if len(wrong) == len(evidence.names) else owner_of(wrong[0])
     text = f"{seen}, and {wrong[0]}{others} is wrong after step {step}: look at what the optimizer does"
     return Mistake("optimizer", where, text)
 
 
 def _later(evidence: Evidence, failed: Mapping[tuple[str, int], list[str]], step: int) -> Mistake | None:
-    """A mistake that shows in this step first: all is right in the steps before."""
+    """A mistake that shows in this step first: all is right in the steps before. Wrong weights alone are left to
+    `_wrong_weights`."""
     wrong, weights = failed.get(("gradient", step), []), failed.get(("weight", step), [])
+    last = len(evidence.reference.facts.losses)
     h = hypothesis_of(evidence, wrong[0], step) if wrong else None
     if h is not None and h.kind == "accumulated":
         return Mistake(h.kind, ALL, f"the gradient of {wrong[0]} in step {step} is {h.text}")
     if step == 2 and (wrong or weights or ("loss", 2) in failed) and _is_stale(evidence):
         text = "the second step's loss is that of the first weights: what is stepped is not what computes"
         return Mistake("stale weights", ALL, text)
-    if step == COMPARED_STEPS and evidence.reference.facts["unequal"] and (wrong or weights):
+    if step == last and evidence.reference.facts.unequal and (wrong or weights):
         text = (
             "all is right while ranks have equal numbers of valid labels, and wrong with unequal ones: a mean of means"
         )
         return Mistake("token counts", "(loss)", text)
     if h is not None:
         kind = h.kind if h.kind in ("clipping", "scaled") else "stale weights"
-        where = ALL if kind != "stale weights" else wrong[0].rpartition(".")[0]
+        where = ALL if kind != "stale weights" else owner_of(wrong[0])
         return Mistake(kind, where, f"all is right before, and the gradient of {wrong[0]} in step {step} is {h.text}")
-    if ("loss", step) in failed:
-        return Mistake("stale weights", ALL, f"all is right before, and the loss of step {step} is not the reference's")
-    return _wrong_weights(evidence, weights, step) if weights else None
+    number = next((kind for kind in ("loss", "norm") if (kind, step) in failed), None)
+    if number is not None:
+        seen = ("weight", step - 1) in evidence.reference.recorded
+        kind = "stale weights" if seen else "optimizer"  # the weights of the step before may be wrong as well
+        text = f"all is right before, and the {number} of step {step} is not the reference's"
+        return Mistake(kind, ALL, text if seen else f"{text}: look at what the optimizer does")
+    return None
 
 
 def _is_stale(evidence: Evidence) -> bool:
     """Whether the second step's loss is that of the first weights."""
-    stale, right = evidence.reference.facts["stale_loss"], evidence.reference.facts["losses"][1]
-    losses = [x for side in evidence.ranks if (x := side.facts["losses"][1]) == x]
+    stale, right = evidence.reference.facts.stale_loss, evidence.reference.facts.losses[1]
+    losses = [x for side in evidence.ranks if (x := side.facts.losses[1]) is not None]
+    if stale is None:
+        return False
     allowed = near(evidence.allowed("loss", 2, "")) * abs(stale)
     choices = (*losses, *((sum(losses) / len(losses),) if losses else ()))
     return any(abs(x - stale) <= min(allowed, 0.25 * abs(x - right)) for x in choices)
@@ -215,7 +238,7 @@ def _is_stale(evidence: Evidence) -> bool:
 
 def _dropout(evidence: Evidence) -> Mistake | None:
     """Replicas that dropout has made different: outputs that were copies on every rank, or weights of one part."""
-    if not any(side.facts["dropout"] for side in evidence.ranks):
+    if not any(side.facts.dropout for side in evidence.ranks):
         return None
     for line in evidence.modules:
         if line.output is not None and line.output.kind == COPY:
@@ -224,7 +247,7 @@ def _dropout(evidence: Evidence) -> Mistake | None:
                 text = f"the output of {line.name} is a copy on every rank, and differs under dropout: its masks differ"
                 return Mistake("dropout", line.name, text)
     for name in evidence.names:
-        if evidence.replicas_differ("weight", COMPARED_STEPS + 1, name):
+        if evidence.replicas_differ("weight", DROPOUT_STEP, name):
             text = f"replicas of {name} differ after a step with dropout: masks differ where they must not"
-            return Mistake("dropout", name.rpartition(".")[0], text)
+            return Mistake("dropout", owner_of(name), text)
     return None

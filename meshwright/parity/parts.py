@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -56,23 +56,29 @@ class Part:
         return f"{'flat ' if self.flat else ''}[{', '.join(words)}]"
 
     def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "index": [None if i is None else list(i) for i in self.index], "flat": self.flat}
+        return {"name": self.name, "index": [None if i is None else _runs(i) for i in self.index], "flat": self.flat}
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Part:
-        index = tuple(None if i is None else tuple(i) for i in tree["index"])
+        runs = (None if i is None else (range(*run) if run[1] > 0 else [PADDING] for run in i) for i in tree["index"])
+        index = tuple(None if i is None else tuple(chain.from_iterable(i)) for i in runs)
         return cls(tree["name"], index, tree["flat"])
+
+
+def _runs(index: Sequence[int]) -> list[tuple[int, int]]:
+    """(0, 4), (8, 12) for 0 1 2 3 8 9 10 11. An element of padding is a run of its own."""
+    runs: list[tuple[int, int]] = []
+    for i in index:
+        if runs and i == runs[-1][1] and i != PADDING:
+            runs[-1] = (runs[-1][0], i + 1)
+        else:
+            runs.append((i, i + 1))
+    return runs
 
 
 def _ranges(index: Sequence[int]) -> str:
     """`0:4,8:12` for 0 1 2 3 8 9 10 11."""
-    runs: list[list[int]] = []
-    for i in index:
-        if runs and i == runs[-1][1] and i != PADDING:
-            runs[-1][1] += 1
-        elif i != PADDING:
-            runs.append([i, i + 1])
-    return ",".join(f"{start}:{end}" for start, end in runs) or "padding"
+    return ",".join(f"{start}:{stop}" for start, stop in _runs(index) if start != PADDING) or "padding"
 
 
 def is_constant(x: Tensor) -> bool:

@@ -27,7 +27,7 @@ class ParityItem(pytest.Item):
     def runtest(self) -> None:
         result = run_check(self.check, self.config.getoption("--parity-precision"))
         if not result.holds:
-            rows = [f"  {row.kind} of {row.name}: {row.error:.1e} > {row.allowed:.1e}" for row in result.failed[:8]]
+            rows = [f"  {row.kind} of {row.label}: {row.error:.1e} > {row.allowed:.1e}" for row in result.failed[:8]]
             raise ParityFailure("\n".join([result.error or result.verdict, *rows]))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from meshwright.errors import ParityError
 from meshwright.parity.compare import relative_error
 from meshwright.parity.parts import is_constant
+from meshwright.parity.record import STATE
 from meshwright.parity.trace import Rounding, Trace
+from meshwright.ranks.dtensor import local_of
 
 MARGIN = 8.0
 """How many times the movement of one rounding a right program may differ by: ranks add in another order, in several
@@ -29,6 +31,9 @@ places, and the perturbed runs are two draws."""
 PERTURBED_RUNS = 2
 COMPARED_STEPS = 3
 """Right after one step and wrong after three is what stale weights and a wrong optimizer look like."""
+
+DROPOUT_STEP = COMPARED_STEPS + 1
+"""After the compared steps one more with the models' dropout: replicas must stay equal under it."""
 
 IGNORED_LABEL = -100
 """The label that torch's cross entropy does not count."""
@@ -145,6 +150,7 @@ def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int 
         optimizer.step()
         optimizer.zero_grad()
         keep(result, "weight", step, parameters)
+        keep_states(result, step, [optimizer], parameters)
     return result
 
 
@@ -155,6 +161,18 @@ def keep(result: StepRecording, kind: str, step: int, tensors: Mapping[str, Tens
             result.tensors[kind, step, name] = x.detach().clone()
 
 
+def keep_states(
+    result: StepRecording, step: int, optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, Tensor]
+) -> None:
+    """Add copies of the optimizers' states that have their parameter's shape: Adam's moments, a momentum."""
+    for optimizer in optimizers:
+        for name, parameter in parameters.items():
+            states = optimizer.state.get(parameter, {})
+            for kind, x in states.items():
+                if isinstance(x, Tensor) and x.is_floating_point() and x.shape == parameter.shape:
+                    keep(result, f"{STATE}{kind}", step, {name: local_of(x)})
+
+
 def gradient_alone(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> dict[str, Tensor]:
     """The reference's gradient of one rank's part of the batch, as if there were no other."""
     model = copy.deepcopy(model)
@@ -162,14 +180,11 @@ def gradient_alone(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> dic
     return {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def movements(model: nn.Module, recipe: ReferenceRecipe, exact: StepRecording) -> dict[tuple[str, int, str], float]:
-    """How far one rounding moves each tensor, relatively, in the 2-norm: at least its kind's median.
-
-    Losses are under ("loss", step, "").
-    """
+def movements(exact: StepRecording, perturbed: Iterable[StepRecording]) -> list[tuple[str, int, str, float]]:
+    """How far one rounding moves each tensor, relatively, in the 2-norm, by kind, step and name: at least its kind's
+    median. Losses have no name."""
     moved: dict[tuple[str, int, str], float] = {}
-    for seed in range(PERTURBED_RUNS):
-        other = record(model, recipe, len(exact.losses), rounding=seed)
+    for other in perturbed:
         pairs = [(key, x, exact.tensors[key]) for key, x in other.tensors.items()]
         assert exact.trace is not None
         assert other.trace is not None
@@ -184,7 +199,7 @@ def movements(model: nn.Module, recipe: ReferenceRecipe, exact: StepRecording) -
     for (kind, step, _), value in moved.items():
         by_kind.setdefault((kind, step), []).append(value)
     medians = {key: sorted(values)[len(values) // 2] for key, values in by_kind.items()}
-    return {key: max(value, medians[key[:2]]) for key, value in moved.items()}
+    return [(*key, max(value, medians[key[:2]])) for key, value in moved.items()]
 
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)

@@ -13,10 +13,11 @@ from rich.table import Column, Table
 from meshwright.parity.check import ParityResult
 from meshwright.parity.compare import Row
 from meshwright.parity.explain import CUT, PARTIAL, WRONG, Explanation
+from meshwright.parity.gradients import owner_of
 from meshwright.parity.judge import ModuleLine
 
 MOST_ROWS = 8
-KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights"}
+KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights", "state": "optimizer states"}
 
 
 def as_dict(results: Sequence[ParityResult]) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def render(results: Sequence[ParityResult]) -> None:
         if not result.holds:
             console.print(f"\n{result.check.title}: {result.error or result.verdict}", markup=False, soft_wrap=True)
             for row in result.failed[:MOST_ROWS]:
-                console.print(f"  {row.kind} of {row.name}: {row.error:.1e} > {row.allowed:.1e}", markup=False)
+                console.print(f"  {row.kind} of {row.label}: {row.error:.1e} > {row.allowed:.1e}", markup=False)
             if len(result.failed) > MOST_ROWS:
                 console.print(f"  ... and {len(result.failed) - MOST_ROWS} more (--json lists all)", markup=False)
 
@@ -92,7 +93,7 @@ def _page_kinds(result: ParityResult) -> list[dict[str, Any]]:
 def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
     """The modules as a person reads them, parents before their children; the finding's is marked."""
     named = None if result.finding is None else result.finding.module
-    wrong = {row.name.rpartition(", step ")[0].rpartition(".")[0] for row in result.failed if row.kind == "gradient"}
+    wrong = {owner_of(row.name) for row in result.failed if row.kind == "gradient"}
     lines = {line.name: line for line in reversed(result.modules)}  # of several calls the first
     above = {name: [n for n in lines if n != name and (not n or name.startswith(f"{n}."))] for name in lines}
     return [

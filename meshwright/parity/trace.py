@@ -119,7 +119,7 @@ class Trace:
                 return
             self.order.append((name, call))
             self.tensors["output", name, call] = local_of(given).clone()
-            if given.requires_grad:
+            if given.requires_grad and not given.is_leaf:  # a parameter's own gradient is compared as such
                 given.register_hook(self._keep_gradient(name, call))
 
         return hook

@@ -37,11 +37,12 @@ from torch.nn import functional
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch, rows_of
 from meshwright.parameters.bucket import Place, Slot
-from meshwright.parity.compare import compare_together, zero_tensors
+from meshwright.parity.compare import relative_error, zero_tensors
 from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tools.verify.reference import Outcome, Reference, reference_run
+from meshwright.tools.verify.outcome import Outcome, reference_run
+from meshwright.tools.verify.reference import Reference
 from meshwright.tools.verify.tolerance import TOLERANCES, tolerance_of
 from meshwright.training.loop import Trainer
 from tests.data_parallel.test_equality import BATCHES
@@ -215,9 +216,8 @@ def _weights_of_half(config: Config, ranks: list[Trained], oracles: list[dict[st
     """All of them as one tensor against the oracles; each against torch's step of the layout's own gradients."""
     shapes = {name: x.shape for name, x in oracles[-1].items()}
     mine = _whole([trained.weights for trained in ranks], shapes)
-    error, rounding = (
-        next(compare_together("weight", one.__getitem__, oracles[-1], 0)).error for one in (mine, oracles[0])
-    )
+    together, *others = (torch.cat([one[name].flatten() for name in shapes]) for one in (oracles[-1], mine, oracles[0]))
+    error, rounding = (relative_error(other, together) for other in others)
     if not error <= _allowed(tolerance_of(config).weight, rounding):
         yield f"the weights, all together, are off by {error:.1e}"
     gradients = [_whole(of_step, shapes) for of_step in zip(*(trained.gradients for trained in ranks), strict=True)]

@@ -3,20 +3,14 @@ comparison. Both are jobs of their own, one after the other, and leave files."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import nn
 
-from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of
-from meshwright.checkpoint.manifest import Origin, Progress
-from meshwright.checkpoint.restore import Piece, gradient_pieces
 from meshwright.config import Config
 from meshwright.config.schema import Check, Layout, Offload, Precision
 from meshwright.data.files import ShowProgress as Report
@@ -26,39 +20,41 @@ from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGra
 from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
 from meshwright.launch.session import temporary_folder
 from meshwright.model import Samples
-from meshwright.parameters.shard import Box
-from meshwright.parity.compare import (
-    Row,
-    axis_words,
-    compare_numbers,
-    compare_tensors,
-    compare_together,
-    factor_of,
-    zero_tensors,
-)
-from meshwright.parts import Parts, build
+from meshwright.parity.compare import Row, zero_tensors
+from meshwright.parity.gradients import Mistake
+from meshwright.parity.judge import Evidence, explain_modules
+from meshwright.parity.kinds import first_finding
+from meshwright.parity.parts import box_part
+from meshwright.parity.record import REFERENCE, STATE, PartFacts, ReferenceFacts, rank_file, write_record
+from meshwright.parity.reference import StepRecording, keep
+from meshwright.parity.rows import compare_all
+from meshwright.parity.trace import Trace
+from meshwright.parts import DTYPES, Parts, build
 from meshwright.section import with_field
-from meshwright.tools.verify.reference import reference_run
-from meshwright.tools.verify.tolerance import tolerance_of
+from meshwright.tools.verify.outcome import reference_run, trace_reference
+from meshwright.tools.verify.tolerance import TOGETHER, tolerance_of
 from meshwright.training.loop import Trainer
 
 WORKER = "meshwright.tools.verify.job:verify_rank"
 REFERENCE_WORKER = "meshwright.tools.verify.job:reference_worker"
-NUMBERS = "numbers.json"
-TENSORS = ("initial", "gradient", "weight")
-"""The kinds of tensors that both sides leave."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """All comparisons of a verification. `zero_gradients`: parameters about which they say nothing. `hint`: where in
-    the model wrong gradients begin, and by which factor they are wrong, if by any."""
+    """All comparisons of a verification. `zero_gradients`: parameters about which they say nothing. `finding`: what is
+    wrong first, where, and the kind of mistake."""
 
     config: Config
     steps: int
     rows: tuple[Row, ...]
     zero_gradients: tuple[str, ...] = ()
-    hint: str = ""
+    finding: Mistake | None = None
+
+    @property
+    def hint(self) -> str:
+        """The finding in words."""
+        found = self.finding
+        return "" if found is None else f"{found.kind} at {found.module or 'the model'}: {found.text}"
 
     @property
     def failed(self) -> tuple[Row, ...]:
@@ -80,7 +76,7 @@ class Verdict:
             error = f"relative error {first.error:.2e} > {first.allowed:.0e}"
             raise MismatchError(
                 f"the layout does not compute what one device computes: {count}, first the {first.kind} of "
-                f"{first.name}: {error}{self.hint}"
+                f"{first.name}: {error}{'; ' if self.hint else ''}{self.hint}"
             )
         if self.zero_gradients:
             name, *others = self.zero_gradients
@@ -124,19 +120,35 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
         report(note, None)
     data = config.data.prepare(config, report)
     with temporary_folder() as folder:
-        layout, reference = folder / "layout", folder / "reference"
-        report(f"{config.layout.world_size} ranks, {steps} steps", None)
-        _run(config, WORKER, "the layout", layout, data, steps)
-        report(f"the reference on one device, {steps} steps", None)
-        _run(one_device(config), REFERENCE_WORKER, "the reference on one device", reference, data, steps)
-        return compare_runs(config, layout, reference, steps)
+        verdict = _compare_steps(config, folder, data, steps, report, traced=False)
+        if not verdict.failed:
+            return verdict
+        report("the first step again, with every module's output", None)
+        try:
+            first = _compare_steps(config, folder, data, 1, silent, traced=True)
+        except Interrupted:
+            raise
+        except LaunchError as error:  # it takes more memory, and the first step may overflow
+            report(f"the modules cannot be compared: {error}", None)
+            return verdict
+        return replace(verdict, finding=first.finding or verdict.finding)
 
 
-def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: int) -> None:
+def _compare_steps(config: Config, folder: Path, data: Path, steps: int, report: Report, *, traced: bool) -> Verdict:
+    """Run the layout, then the reference, and compare."""
+    layout, reference = (folder / f"{name}{'-traced' if traced else ''}" for name in ("layout", "reference"))
+    report(f"{config.layout.world_size} ranks, {steps} steps", None)
+    _run(config, WORKER, "the layout", layout, data, steps, traced)
+    report(f"the reference on one device, {steps} steps", None)
+    _run(one_device(config), REFERENCE_WORKER, "the reference on one device", reference, data, steps, traced)
+    return compare_runs(config, layout, reference, steps)
+
+
+def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: int, traced: bool) -> None:
     out.mkdir()
     config = resolve(config, this_machine()).config
     try:
-        run(worker, Ranks.of(config), config=config, out=out, data=data, steps=steps)
+        run(worker, Ranks.of(config), config=config, out=out, data=data, steps=steps, traced=traced)
     except Interrupted:
         raise
     except LaunchError as error:
@@ -145,95 +157,87 @@ def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: i
 
 def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> Verdict:
     """Compare what `leave_layout` and `leave_reference` have left in two folders."""
-    numbers = json.loads((reference / NUMBERS).read_text())
-    files = {kind: load_file(reference / f"{kind}.safetensors") for kind in TENSORS}
-    whole = {kind: {name: tensors[name] for name in numbers["names"]} for kind, tensors in files.items()}
-    rows = tuple(_compare(config, layout, numbers, whole))
-    hint = _hint(config, Checkpoint(layout / "step-0"), whole["gradient"], rows)
-    return Verdict(config, steps, rows, zero_tensors(whole["gradient"]), hint)
-
-
-def _hint(config: Config, parts: Checkpoint, gradients: dict[str, Tensor], rows: tuple[Row, ...]) -> str:
-    """Backward passes go from the model's end: the last wrong gradient is where the mistake shows first."""
-    wrong = [row.name for row in rows if row.kind == "gradient" and not row.holds]
-    if not wrong:
-        return ""
-    factor = factor_of(_read_whole(parts, "gradient", wrong[-1]), gradients[wrong[-1]])
-    times = "" if factor is None else f" times {factor:.4g}{axis_words(dict(config.layout.axes), factor)}"
-    return f"; the last wrong gradient in the model's order is {wrong[-1]}'s" + (
-        f": the reference's{times}" if times else ""
-    )
-
-
-def _compare(
-    config: Config, layout: Path, numbers: dict[str, Any], whole: dict[str, dict[str, Tensor]]
-) -> Iterator[Row]:
-    ours, parts = json.loads((layout / NUMBERS).read_text()), Checkpoint(layout / "step-0")
-    if other := parts.shapes.keys() ^ whole["weight"].keys():
+    evidence = Evidence.read(layout, config.layout.world_size, reference)
+    known = {part.name for parts in evidence.parts for part in parts.values()}
+    if other := known ^ set(evidence.names):
         raise MismatchError(f"only one of the layout's model and the reference's has {', '.join(sorted(other))}")
-
-    read = {kind: partial(_read_whole, parts, kind) for kind in TENSORS}
-    allowed = tolerance_of(config)
-    yield from compare_tensors("initial", read["initial"], whole["initial"], allowed.weight)
-    yield from compare_numbers("loss", ours["loss"], numbers["loss"], allowed.loss)
-    yield from compare_numbers("norm", ours["norm"], numbers["norm"], allowed.norm)
-    yield from compare_tensors("gradient", read["gradient"], whole["gradient"], allowed.gradient)
-    compare_weights = compare_together if allowed.together else compare_tensors
-    yield from compare_weights("weight", read["weight"], whole["weight"], allowed.weight)
+    rows = tuple(compare_all(evidence))
+    evidence.modules = explain_modules(evidence)
+    return Verdict(config, steps, rows, tuple(evidence.reference.facts.dead), first_finding(evidence, rows))
 
 
-def _read_whole(checkpoint: Checkpoint, kind: str, name: str) -> Tensor:
-    """A parameter put together; a part that no rank holds raises CheckpointError."""
-    shape = checkpoint.shapes[name]
-    return checkpoint.read(name, kind, Box(tuple(0 for _ in shape), shape))
-
-
-def verify_rank(rank: Rank, config: Config, out: Path, data: Path, steps: int) -> None:
+def verify_rank(rank: Rank, config: Config, out: Path, data: Path, steps: int, traced: bool) -> None:
     """One rank of the layout."""
     parts = build(config, rank.mesh, out)
-    leave_layout(parts, config.data.open(config, data).train, out, steps, rank.stop)
+    leave_layout(parts, config.data.open(config, data).train, out, steps, rank.stop, traced=traced)
 
 
-def leave_layout(parts: Parts, train: Samples, folder: Path, steps: int, stop: StopRequest | None = None) -> None:
-    """Some steps of a rank. Leaves losses and norms, and of this rank's part of the weights those before the first
-    step and after the last, and the gradients of the first step that did not overflow."""
-    initial, gradients = _weights(parts, "initial"), list[Piece]()
+def leave_layout(
+    parts: Parts,
+    train: Samples,
+    folder: Path,
+    steps: int,
+    stop: StopRequest | None = None,
+    *,
+    traced: bool = False,
+) -> None:
+    """Some steps of a rank. Leaves its record: losses and norms, and of this rank's part of the weights and optimizer
+    states those before the first step and after the last, and the gradients of the first step that did not overflow.
+    `traced`: the outputs of all modules in the first step, too."""
+    recording, known = StepRecording(), dict[str, Any]()
+    _keep_places(parts, recording, known, "initial", 0)
     unchecked = parts.config.model_copy(update={"check": Check(every=0)})  # wrong replicas are what is looked for
     trainer = Trainer(replace(parts, config=unchecked), train, late=False)
-    numbers: dict[str, list[object]] = {"loss": [], "norm": []}
-    applied = False
-    for _ in range(steps):
-        scale = parts.optimizer.scaler.scale
+    losses, norms = list[float | None](), list[float | None]()
+    applied, trace = False, Trace(parts.model)
 
-        def keep_gradients(scale: float = scale) -> None:
-            gradients[:] = (replace(piece, tensor=piece.tensor.double() / scale) for piece in gradient_pieces(parts))
+    def keep_gradients() -> None:
+        _keep_places(parts, recording, known, "gradient", 1)
 
-        (line,), stopping = trainer.turn(stop, None if applied else keep_gradients)
+    for number in range(steps):
+        with trace if traced and number == 0 else nullcontext():
+            (line,), stopping = trainer.turn(stop, None if applied else keep_gradients)
         if stopping:
             return
         applied = applied or bool(line["applied"])
-        numbers["loss"].append(line["loss"])
-        numbers["norm"].append(line["grad_norm"])
-    writer = CheckpointWriter(folder, parts.mesh, 1, Origin(config={}), None)
-    writer.save(Progress(), [*initial, *gradients, *_weights(parts, "weight")])
-    writer.wait()
-    if parts.mesh.rank == 0:
-        (folder / NUMBERS).write_text(json.dumps(numbers))
+        first = parts.mesh.rank == 0  # whose numbers are the run's
+        losses.append(cast(float, line["loss"]) if first else None)
+        norms.append(cast(float, line["grad_norm"]) if first else None)
+    _keep_places(parts, recording, known, "weight", steps)
+    grid, rank = parts.mesh.grid, parts.mesh.rank
+    facts = PartFacts(losses, known, {axis: grid.index(rank, axis) for axis in grid.names}, norms)
+    write_record(folder, rank_file(rank), recording.tensors, facts, trace)
 
 
-def _weights(parts: Parts, kind: str) -> list[Piece]:
-    """Copies of the weights, in the precision that is stepped."""
-    weights = (piece for piece in pieces_of(parts) if piece.kind == "weight")
-    return [replace(piece, kind=kind, tensor=piece.tensor.clone()) for piece in weights]
+def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], kind: str, step: int) -> None:
+    """Keep this rank's places of all parameters: gradients, or weights in the precision that is stepped and, after the
+    last step, the optimizer's states. Of ranks with equal ones the first keeps them."""
+    for index, slot in enumerate(parts.strategy.slots):
+        if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)):
+            continue
+        if kind == "gradient":
+            assert slot.parameter.grad is not None, "a slot without a gradient"
+            flat = {kind: slot.parameter.grad.double() / parts.optimizer.scaler.scale}
+        else:
+            states = parts.optimizer.states(index)
+            names = states if kind == "weight" else ("weight",)
+            flat = {kind if name == "weight" else f"{STATE}{name}": states[name] for name in names}
+        for place in slot.places:
+            own = f"{place.name}@{'.'.join(map(str, place.box.offsets))}"
+            known[own] = box_part(place.name, place.box.offsets, place.box.lengths, place.shape).as_json()
+            for name, x in flat.items():
+                keep(recording, name, step, {own: x[place.start : place.stop].view(place.box.lengths)})
 
 
-def reference_worker(rank: Rank, config: Config, out: Path, data: Path, steps: int) -> None:
+def reference_worker(rank: Rank, config: Config, out: Path, data: Path, steps: int, traced: bool) -> None:
     """The reference: one process."""
-    leave_reference(config, config.data.open(config, data).train, out, steps, rank.mesh.device)
+    leave_reference(config, config.data.open(config, data).train, out, steps, rank.mesh.device, traced=traced)
 
 
-def leave_reference(config: Config, train: Samples, folder: Path, steps: int, device: torch.device) -> None:
-    """The reference's steps. Leaves what `leave_layout` does, in whole tensors."""
+def leave_reference(
+    config: Config, train: Samples, folder: Path, steps: int, device: torch.device, *, traced: bool = False
+) -> None:
+    """The reference's steps. Leaves its record, of whole tensors, and what it may be off by."""
     rows = config.batch.global_
     outcome = reference_run(config, (train.samples(step * rows, rows) for step in range(steps)), steps, device)
     if not outcome.gradients:
@@ -241,7 +245,21 @@ def leave_reference(config: Config, train: Samples, folder: Path, steps: int, de
         raise DivergedError(
             f"no step has a finite gradient (norms: {outcome.norms}), so there is none to compare: {hint}"
         )
-    for kind, tensors in zip(TENSORS, (outcome.initial, outcome.gradients, outcome.weights), strict=True):
-        save_file(tensors, folder / f"{kind}.safetensors")
-    numbers = {"loss": outcome.losses, "norm": outcome.norms, "names": list(outcome.weights)}
-    (folder / NUMBERS).write_text(json.dumps(numbers))
+    allowed = tolerance_of(config)
+    recording = StepRecording()
+    for kind, step, tensors in (("initial", 0, outcome.initial), ("gradient", 1, outcome.gradients),
+                                ("weight", steps, outcome.weights)):  # fmt: skip
+        keep(recording, kind, step, tensors)
+    for state, tensors in outcome.states.items():
+        keep(recording, f"{STATE}{state}", steps, tensors)
+    facts = ReferenceFacts(
+        list(outcome.weights), outcome.losses, outcome.norms,
+        dtype=str(DTYPES[config.precision.dtype]).removeprefix("torch."),
+        stated=allowed.by_kind, together=list(TOGETHER) if allowed.together else [],
+        dead=list(zero_tensors(outcome.gradients)),
+    )  # fmt: skip
+    trace = Trace(nn.Module())
+    if traced:
+        trace, of_modules = trace_reference(config, train.samples(0, rows), device)
+        facts = replace(facts, **of_modules)
+    write_record(folder, REFERENCE, recording.tensors, facts, trace)

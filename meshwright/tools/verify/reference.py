@@ -10,11 +10,9 @@ gradients of microbatches in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -31,17 +29,6 @@ from meshwright.tensor.head import HeadShape
 
 _Shape = tuple[int, ...]
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Results of some steps. `norms` and `gradients`, of the first step that did not overflow, are unclipped."""
-
-    losses: list[float]
-    norms: list[float]
-    initial: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
 
 
 class Layer(nn.Module):
@@ -240,23 +227,3 @@ def _optimizer(config: Config, by_kind: Mapping[tuple[bool, bool], list[nn.Param
     ]
     update = chosen.update
     return cast(torch.optim.Optimizer, load_entry(update.reference)(groups, lr=chosen.lr, **update.arguments(chosen)))
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-
-
-def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: torch.device | None = None) -> Outcome:
-    """Train `steps` steps on whole global batches, on the CPU unless on another `device`."""
-    assert config.model.dropout == 0, f"dropout {config.model.dropout}: no two programs share its masks"
-    reference = Reference(config, device or torch.device("cpu"))
-    initial, gradients = _copies(reference.parameters), dict[str, Tensor]()
-    losses, norms = [], []
-    for step, batch in enumerate(islice(batches, steps)):
-        losses.append(reference.backward(batch))
-        norms.append(math.sqrt(sum(float(x.double().square().sum()) for x in reference.gradients.values())))
-        if not gradients and math.isfinite(norms[-1]):
-            gradients = _copies(reference.gradients)
-        reference.update(step, norms[-1])
-    assert len(losses) == steps, f"{len(losses)} batches for {steps} steps"
-    return Outcome(losses, norms, initial, gradients, _copies(reference.parameters))

@@ -17,6 +17,7 @@ LABELS = {
     "norm": "gradient norms",
     "gradient": "gradients",
     "weight": "weights",
+    "state": "optimizer states",
 }
 """The kinds of comparisons, as people read them."""
 
@@ -29,7 +30,8 @@ def as_dict(verdict: Verdict) -> dict[str, Any]:
         "steps": verdict.steps,
         "comparisons": rows,
         "zero_gradients": list(verdict.zero_gradients),
-        "hint": verdict.hint.removeprefix("; "),
+        "hint": verdict.hint,
+        "finding": None if verdict.finding is None else asdict(verdict.finding),
     }
 
 
@@ -42,6 +44,8 @@ def render(verdict: Verdict) -> None:
     table = Table("compared", "how many", name, "relative error", "allowed", "", title=title)
     for kind, label in LABELS.items():
         rows = [row for row in verdict.rows if row.kind == kind]
+        if not rows:  # plain SGD has no states
+            continue
         worst = verdict.worst(kind)
         mark = "holds" if all(row.holds for row in rows) else "FAILS"
         table.add_row(label, str(len(rows)), worst.name, f"{worst.error:.1e}", f"{worst.allowed:.0e}", mark)

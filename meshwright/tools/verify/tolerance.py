@@ -12,11 +12,12 @@ from meshwright.config import Config
 @dataclass(frozen=True)
 class Tolerance:
     """Largest relative errors allowed: of a loss, of a step's gradient norm, of a parameter's gradient, of its weight
-    before the first step and after the last.
+    before the first step and after the last, and of the optimizer's states then.
 
-    `together`: the last weights of all parameters are one tensor. Adam divides a gradient by its own size, so that an
-    element whose gradient is nothing but rounding (a key's bias has none at all) moves by the whole rate, either way;
-    in half precision a bias that began with zeros can then be off by a fifth in two right programs.
+    `together`: the last weights of all parameters are one tensor, and so are the states of a kind. Adam divides a
+    gradient by its own size, so that an element whose gradient is nothing but rounding (a key's bias has none at all)
+    moves by the whole rate, either way; in half precision a bias that began with zeros can then be off by a fifth in
+    two right programs.
     """
 
     loss: float
@@ -25,6 +26,17 @@ class Tolerance:
     weight: float
     together: bool = False
 
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """By the kinds of comparisons."""
+        return {
+            "initial": self.weight, "loss": self.loss, "norm": self.norm, "gradient": self.gradient,
+            "weight": self.weight, "state": self.weight,
+        }  # fmt: skip
+
+
+TOGETHER = ("weight", "state")
+"""The kinds of which half precision promises all parameters together."""
 
 TOLERANCES = {
     "float64": Tolerance(1e-10, 1e-10, 1e-12, 1e-10),

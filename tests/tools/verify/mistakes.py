@@ -209,22 +209,23 @@ def dead_model() -> None:
 
 @dataclass(frozen=True)
 class Mistake:
-    """`seen`: the kinds of comparisons that must fail; `unseen`: those that cannot."""
+    """`seen`: the kinds of comparisons that must fail; `unseen`: those that cannot. `kind`: the finding's; "": any."""
 
     plant: Plant
     seen: tuple[str, ...]
     unseen: tuple[str, ...] = ()
     layout: str = "data"
     model: str = "gpt2"
+    kind: str = ""
 
 
 MISTAKES = [
-    Mistake(halved_sum, ("norm", "gradient"), ("initial",)),
-    Mistake(halved_sum, ("norm", "gradient"), ("initial",), layout="none"),
+    Mistake(halved_sum, ("norm", "gradient"), ("initial",), kind="scaled"),
+    Mistake(halved_sum, ("norm", "gradient"), ("initial",), layout="none", kind="scaled"),
     Mistake(dropped_sum, ("norm", "gradient", "weight")),
     Mistake(one_wrong_element, ("gradient",), ("initial",)),
-    Mistake(wrong_norm, ("norm", "weight"), ("initial", "gradient")),
-    Mistake(wrong_clipping, ("weight",), ("initial", "gradient")),
+    Mistake(wrong_norm, ("norm", "weight"), ("initial", "gradient"), kind="clipping"),
+    Mistake(wrong_clipping, ("weight",), ("initial", "gradient"), kind="optimizer"),
     Mistake(decayed_vectors, ("weight",), ("initial", "gradient")),
     Mistake(late_schedule, ("weight",), ("initial", "gradient")),
     Mistake(wrong_rate, ("weight",), ("initial", "gradient")),
@@ -236,5 +237,5 @@ MISTAKES = [
     Mistake(doubled_lookup, ("gradient", "norm"), ("initial",)),
     Mistake(forgotten_smoothing, ("gradient", "norm"), ("initial",), model="transformer"),
     Mistake(lost_bias_gradient, ("gradient", "weight"), ("initial",)),
-    Mistake(wrong_cut, ("initial", "loss", "gradient", "weight"), layout="tensor"),
+    Mistake(wrong_cut, ("initial", "loss", "gradient", "weight"), layout="tensor", kind="wrong part"),
 ]

@@ -42,7 +42,7 @@ def test_without_a_mistake_all_holds(model: str, layout: str, references: dict[s
     verdict = verdict_with(None, config, tmp_path, references[model])
     verdict.check()
     assert verdict.holds
-    assert {row.kind for row in verdict.rows} == {"initial", "loss", "norm", "gradient", "weight"}
+    assert {row.kind for row in verdict.rows} == {"initial", "loss", "norm", "gradient", "weight", "state"}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake.plant.__name__}-{mistake.layout}")
@@ -54,6 +54,8 @@ def test_a_mistake_is_seen(mistake: Mistake, references: dict[str, Path], tmp_pa
     failed = {row.kind for row in verdict.failed}
     assert failed >= set(mistake.seen)
     assert not failed & set(mistake.unseen)
+    assert verdict.finding is not None
+    assert mistake.kind in ("", verdict.finding.kind), verdict.hint
 
 
 def test_sums_in_half_precision_are_seen(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 def test_a_right_layout_holds(config: Config) -> None:
     verdict = verify(config, steps=2)
     verdict.check()
-    assert {row.kind for row in verdict.rows} == {"initial", "loss", "norm", "gradient", "weight"}
+    assert {row.kind for row in verdict.rows} == {"initial", "loss", "norm", "gradient", "weight", "state"}
     names = {row.name for row in verdict.rows if row.kind == "gradient"}
     assert {"tokens.weight", "blocks.0.attention.query_key_value.bias", "norm.bias"} <= names
     assert as_dict(verdict)["holds"] is True
@@ -50,6 +50,8 @@ def test_a_planted_wrong_gradient_fails(config: Config, monkeypatch: pytest.Monk
     with pytest.raises(MismatchError, match="the layout does not compute what one device computes"):
         verdict.check()
     assert verdict.failed[0].kind == "gradient"
+    assert verdict.finding is not None
+    assert verdict.finding.text.startswith("the gradient of ")  # all outputs and their gradients are right
     with redirect_stdout(StringIO()) as printed:
         render(verdict)
     assert "FAILS" in printed.getvalue()

@@ -1,0 +1,146 @@
+"""The file that each side of a comparison leaves, and its reader: the reference's, and one a rank.
+
+Tensors lie under a kind, a step and a name (parameters' gradients, weights and optimizer states) or under a kind, a
+call and a module's path (what the trace kept); numbers and names stand beside them as JSON. `meshwright parity` and
+`meshwright verify` write the same file, so that one comparison (judge.py) serves both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshwright.parity.trace import Trace
+
+REFERENCE, PARALLEL = "reference", "rank"
+LOCAL = "alone"
+"""The kind of the reference's gradients of one rank's share of the data alone."""
+STATE = "state:"
+"""Kinds of tensors that begin so are an optimizer's: `state:exp_avg`."""
+
+StepTensors = Mapping[tuple[str, int, str], Tensor]
+"""By kind, step and name."""
+
+
+@dataclass(frozen=True)
+class ReferenceFacts:
+    """`stated`: the largest relative error of a kind that is promised; of other kinds it is derived from `moved`, what
+    one rounding moves by (kind, step, name). `together`: kinds whose parameters are compared as one tensor.
+
+    `dead`: parameters whose gradient is zero everywhere. `tied`: second names of parameters. `batch`: shapes by key.
+    `order`: calls of modules as their forward passes end; `consumers`, `parents`, `classes`: of modules, by path.
+    `unequal`: the last step's samples have unequal numbers of labels. `stale_loss`: the first weights' on the second
+    batch.
+    """
+
+    names: list[str]
+    losses: list[float]
+    norms: list[float]
+    dtype: str
+    stated: dict[str, float] = field(default_factory=dict)
+    together: list[str] = field(default_factory=list)
+    moved: list[tuple[str, int, str, float]] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)
+    tied: list[str] = field(default_factory=list)
+    clip: float | None = None
+    batch: dict[str, list[int]] = field(default_factory=dict)
+    unequal: bool = False
+    stale_loss: float | None = None
+    order: list[tuple[str, int]] = field(default_factory=list)
+    consumers: dict[str, str] = field(default_factory=dict)
+    parents: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PartFacts:
+    """`losses` and `norms` by step, None where this rank has none. `parts`: what each of its tensors is of the
+    reference's parameters, by its own name. `lost`: first weights that are no part of them. `rows`: which part of every
+    tensor of the global batch it took. `dropout`: the last step was made with it."""
+
+    losses: list[float | None]
+    parts: dict[str, Any]
+    coordinates: dict[str, int]
+    norms: list[float | None] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    dropout: bool = False
+    rows: dict[str, Any] = field(default_factory=dict)
+
+
+SideFacts = TypeVar("SideFacts", ReferenceFacts, PartFacts)
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's record."""
+    return f"{PARALLEL}-{rank}"
+
+
+def write_record(
+    folder: Path, name: str, tensors: StepTensors, facts: ReferenceFacts | PartFacts, trace: Trace | None = None
+) -> None:
+    """Leave one side's record in a folder."""
+    named = {f"{kind}|{step}|{own}": x for (kind, step, own), x in tensors.items()}
+    for (kind, module, call), x in ({} if trace is None else trace.tensors).items():
+        named[f"{kind}|{call}|{module}"] = x
+    save_file({key: x.detach().cpu().contiguous() for key, x in named.items()}, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(json.dumps(asdict(facts)))
+
+
+class SideRecord(Generic[SideFacts]):
+    """One side's record, read: its facts, and its tensors in float64."""
+
+    def __init__(self, folder: Path, name: str, facts: type[SideFacts]) -> None:
+        self.facts: SideFacts = facts(**json.loads((folder / f"{name}.json").read_text()))
+        self._file = safe_open(folder / f"{name}.safetensors", "pt")
+        self._keys = set(self._file.keys())
+
+    def get(self, kind: str, step: int, name: str) -> Tensor | None:
+        key = f"{kind}|{step}|{name}"
+        if key not in self._keys:
+            return None
+        x: Tensor = self._file.get_tensor(key)
+        return x.to(torch.float64)
+
+    @cached_property
+    def recorded(self) -> set[tuple[str, int]]:
+        """The kinds and steps of which there are tensors."""
+        return {(kind, int(step)) for kind, step, _ in (key.split("|", 2) for key in self._keys)}
+
+    def num_calls(self, name: str) -> int:
+        """How often a module was called in the traced step of this side."""
+        return next(call for call in count() if f"output|{call}|{name}" not in self._keys)
+
+    def unused(self, name: str) -> bool:
+        """Whether a module's outputs have gradients that are zero everywhere."""
+        gradients = [x for n in range(self.num_calls(name)) if (x := self.get("output-gradient", n, name)) is not None]
+        return bool(gradients) and not any(x.any() for x in gradients)
+
+    def call(
+        self, kind: str, name: str, number: int, calls: int, skip: int = 0, once: bool = True
+    ) -> Tensor | None:  # fmt: skip
+        """A module's tensor in its call `number` of `calls` in a pass over the model, of all microbatches together.
+
+        Microbatches one after the other are the batch. `once`: what a module gives alike in each (a table of positions)
+        is kept once; the gradients of its outputs are added. `skip`: calls at the beginning that are no microbatch's.
+        """
+        every = range(self.num_calls(name))
+        trained = [n for n in every if f"output-gradient|{n}|{name}" in self._keys]
+        numbers = (trained or every)[skip + number :: calls]
+        tensors = [x for n in numbers if (x := self.get(kind, n, name)) is not None]
+        if len(tensors) < 2:
+            return tensors[0] if tensors else None
+        outputs = [x for n in numbers if (x := self.get("output", n, name)) is not None]
+        if once and all(torch.equal(x, outputs[0]) for x in outputs):
+            return torch.stack(tensors).sum(0) if kind == "output-gradient" else tensors[0]
+        alike = tensors[0].ndim > 0 and len({x.shape[1:] for x in tensors}) == 1
+        return torch.cat(tensors) if alike else tensors[0]

@@ -1,0 +1,100 @@
+"""All comparisons of a parallel program with its reference: losses, norms, and every parameter's gradient, weight and
+optimizer states, put together from the ranks' parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from meshwright.parity.compare import Row
+from meshwright.parity.judge import Evidence
+from meshwright.parity.parts import Part
+from meshwright.parity.record import STATE
+
+
+def compare_all(evidence: Evidence) -> Iterator[Row]:
+    """Every comparison, in the order in which a mistake would show. Parameters are left out where a rank's first
+    weights are none of the reference's."""
+    facts, recorded = evidence.reference.facts, evidence.reference.recorded
+    yield from parameter_rows(evidence, "initial", 0)
+    equal = facts.losses[:-1] if facts.unequal else facts.losses
+    yield from number_rows(evidence, "loss", equal, [side.facts.losses for side in evidence.ranks], summed=True)
+    yield from number_rows(evidence, "norm", facts.norms, [side.facts.norms for side in evidence.ranks])
+    if any(side.facts.lost for side in evidence.ranks):
+        return
+    states = sorted({kind for kind, _ in recorded if kind.startswith(STATE)})
+    for step in sorted({step for kind, step in recorded if kind in ("gradient", "weight")}):
+        for kind in ("gradient", "weight", *states):
+            if (kind, step) in recorded:
+                yield from parameter_rows(evidence, kind, step)
+
+
+def number_rows(
+    evidence: Evidence, kind: str, reference: Sequence[float], ranks: Sequence[Sequence[float | None]], *,
+    summed: bool = False,
+) -> Iterator[Row]:  # fmt: skip
+    """Numbers of steps: each rank's own. `summed`: or else the mean or the sum over ranks that have one.
+
+    Two infinities, of a step that overflows on both sides, are equal.
+    """
+    for step, theirs in enumerate(reference, 1):
+        ours = [x for numbers in ranks for x in numbers[step - 1 : step] if x is not None]
+        if not ours:
+            continue
+        error = worst_of(_number_error(x, theirs) for x in ours)
+        others = (sum(ours) / len(ours), sum(ours)) if summed and len(ours) > 1 else ()
+        error = min((error, *(_number_error(x, theirs) for x in others)), key=lambda e: (e != e, e))
+        yield Row(kind, f"step {step}", error, evidence.allowed(kind, step, ""), step)
+
+
+def _number_error(ours: float, theirs: float) -> float:
+    return 0.0 if ours == theirs else abs(ours - theirs) / (abs(theirs) or 1.0)
+
+
+def worst_of(errors: Iterator[float]) -> float:
+    """The largest. Not-a-number is larger than any number."""
+    return max(errors, key=lambda error: (error != error, error))
+
+
+def parameter_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
+    """Every parameter's tensor of a kind after a step, relative to the reference's norm; or all of them as one tensor,
+    where what is promised is promised of all together.
+
+    A tensor that no rank keeps is left out (wrappers clear gradients in their step); one that some ranks lack is off by
+    all, and by infinity where some elements are on no rank.
+    """
+    if not any(x is not None for n in evidence.names for _, _, x, _ in evidence.pieces(kind, step, n)):
+        return
+    name_of_kind, _, state = kind.partition(":")
+    prefix, squares = f"{state} of " if state else "", []
+    for name in evidence.names:
+        whole = evidence.reference.get(kind, step, name)
+        if whole is None and state:
+            continue
+        difference = _squared_difference(evidence, kind, step, name)
+        size = 0.0 if whole is None else float(whole.square().sum())
+        squares.append((difference, size))
+        if name_of_kind not in evidence.reference.facts.together:
+            error = math.sqrt(difference / size if size else difference)
+            yield Row(name_of_kind, prefix + name, error, evidence.allowed(kind, step, name), step)
+    if name_of_kind in evidence.reference.facts.together:
+        difference, size = (math.fsum(numbers) for numbers in zip(*squares, strict=True))
+        yield Row(
+            name_of_kind,
+            f"{prefix}all parameters",
+            math.sqrt(difference / size),
+            evidence.allowed(kind, step, ""),
+            step,
+        )
+
+
+def _squared_difference(evidence: Evidence, kind: str, step: int, name: str) -> float:
+    """The squared norm of a parameter's difference, put together of its parts: of each the copy that is furthest off.
+    Infinite where some elements are on no rank."""
+    if evidence.missing(name):
+        return math.inf
+    worst: dict[Part, float] = {}
+    for _, part, kept, theirs in evidence.pieces(kind, step, name):
+        square = float((theirs if kept is None else kept - theirs).square().sum())
+        worst[part] = worst_of(iter((worst.get(part, 0.0), square)))
+    return sum(worst.values())

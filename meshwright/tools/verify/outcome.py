@@ -1,0 +1,90 @@
+"""The reference's steps, and what is kept of them for the comparison.
+
+A run that failed makes its first step again, with the outputs of all modules kept: then the first wrong one is known.
+The layout's are explained as copies, cuts or partial sums of the reference's, as in any check of `meshwright parity`.
+What they may be off by is derived there as well: the reference's step is made again with its weights and all outputs
+moved by one rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.config import Config
+from meshwright.model import Batch
+from meshwright.parity.reference import PERTURBED_RUNS, StepRecording, movements
+from meshwright.parity.trace import Rounding, Trace
+from meshwright.tools.verify.reference import Reference
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of some steps. `norms` and `gradients`, of the first step that did not overflow, are unclipped. `states`:
+    by kind, the optimizer's of each parameter."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    states: dict[str, dict[str, Tensor]]
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: torch.device | None = None) -> Outcome:
+    """Train `steps` steps on whole global batches, on the CPU unless on another `device`."""
+    assert config.model.dropout == 0, f"dropout {config.model.dropout}: no two programs share its masks"
+    reference = Reference(config, device or torch.device("cpu"))
+    initial, gradients = _copies(reference.parameters), dict[str, Tensor]()
+    losses, norms = [], []
+    for step, batch in enumerate(islice(batches, steps)):
+        losses.append(reference.backward(batch))
+        norms.append(math.sqrt(sum(float(x.double().square().sum()) for x in reference.gradients.values())))
+        if not gradients and math.isfinite(norms[-1]):
+            gradients = _copies(reference.gradients)
+        reference.update(step, norms[-1])
+    assert len(losses) == steps, f"{len(losses)} batches for {steps} steps"
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in reference.parameters.items():
+        for kind, x in reference.optimizer.state[parameter].items():
+            if isinstance(x, Tensor) and x.shape == parameter.shape:
+                states.setdefault(kind, {})[name] = x.cpu()
+    return Outcome(losses, norms, initial, gradients, _copies(reference.parameters), states)
+
+
+def trace_reference(config: Config, batch: Batch, device: torch.device) -> tuple[Trace, dict[str, Any]]:
+    """The trace of the reference's first step, all rows at once, and the fields of ReferenceFacts that say of it."""
+    whole = config.model_copy(update={"batch": config.batch.model_copy(update={"micro": config.batch.global_})})
+    exact, *perturbed = (_traced_step(whole, batch, device, seed) for seed in (None, *range(PERTURBED_RUNS)))
+    trace = exact.trace
+    assert trace is not None
+    modules = dict(trace.model.named_modules())
+    return trace, {
+        "order": trace.order, "consumers": trace.consumers, "moved": movements(exact, perturbed),
+        "parents": {name: name.rpartition(".")[0] for name in modules if name},
+        "classes": {name: type(module).__name__ for name, module in modules.items()},
+    }  # fmt: skip
+
+
+def _traced_step(config: Config, batch: Batch, device: torch.device, rounding: int | None) -> StepRecording:
+    """One forward and backward pass. `rounding`: the seed of a perturbed one."""
+    reference, recording = Reference(config, device), StepRecording()
+    if rounding is not None:
+        hooks = Rounding(reference.model, rounding)
+        with torch.no_grad():
+            for parameter in reference.parameters.values():
+                parameter.copy_(hooks.rounded(parameter))
+    recording.trace = Trace(reference.model)
+    with recording.trace:
+        recording.losses.append(reference.backward(batch))
+    return recording
