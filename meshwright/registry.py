@@ -46,6 +46,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "pairs": "meshwright.data.pairs_section:PairData",
         "spans": "meshwright.data.section:SpanData",
         "images": "meshwright.data.section:ImageData",
+        "messages": "meshwright.data.messages_section:MessagesData",
     },
     "schedules": {
         "gpipe": "meshwright.pipeline.schedule:GPIPE",

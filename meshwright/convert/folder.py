@@ -39,7 +39,7 @@ def folder_of(source: str) -> Path:
     from huggingface_hub import snapshot_download  # half a second that a folder need not wait for
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # the library raises its client's errors as well
         why = str(error).strip().split("\n")[0]
         raise CheckpointError(f"{source} is no folder here, and the Hub does not give it: {why}") from error

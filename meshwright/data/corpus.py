@@ -49,7 +49,7 @@ _LEFT_OUT = frozenset({"test", "tests", "idle_test", "encodings", "site-packages
 class Corpus:
     """A source that can be read again and again."""
 
-    kind: Literal["text", "pairs"]
+    kind: Literal["text", "pairs", "messages"]
     where: str
     """The source as given, for messages."""
     name: str
@@ -102,9 +102,20 @@ def source_identity(source: str) -> list[object]:
         return [STDLIB, platform.python_version(), listed]
     if source == UNICODE or source.startswith(HUB):
         return [source_name(source)]
+    path, files = _existing(source).resolve(), source_files(source)
+    return [str(path), [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]]
+
+
+def source_files(source: str, suffix: str = "") -> list[Path]:
+    """The files of a source that is a path, sorted. Raises DataError where one is not of the form that is wanted."""
     path = _existing(source).resolve()
     files = [path] if path.is_file() else _folder_files(path)
-    return [str(path), [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]]
+    for file in files:
+        if suffix and file.suffix.lower() != suffix:
+            raise DataError(f"{file}: is no {suffix} file; move it out of the source")
+    if not files:
+        raise DataError(f"{path}: holds no file to read")
+    return files
 
 
 def _existing(source: str) -> Path:

@@ -23,6 +23,9 @@ from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.section import Count, Positive, Section
 
+IDS, DIALOGUE, SAID = 2**30 - 1, 2**30, 2**31
+"""The bits of a token in a folder of messages: its id, and two flags (messages.py)."""
+
 FORMAT: Literal[1] = 1
 HEADER, TOKENIZER = "header.json", "tokenizer.json"
 _SCAN_TOKENS = 2**22
@@ -42,8 +45,8 @@ class Header(Section):
     format: Literal[1] = FORMAT
     dtype: Literal["uint16", "uint32"]
     byte_order: Literal["little"] = "little"
-    kind: Literal["text", "pairs"] = "text"
-    """pairs: a source and its target in turn, each packed as a document."""
+    kind: Literal["text", "pairs", "messages"] = "text"
+    """pairs: a source and its target in turn, each packed as a document; messages: dialogues, of flagged tokens."""
     vocabulary_size: Positive
     end: Count
     """The id behind every document."""
@@ -95,6 +98,7 @@ class PackedCorpus:
         if file not in map(token_file, SPLITS):
             return None
         ids, size = np.frombuffer(data, dtype=self.header.numpy_dtype), self.header.vocabulary_size
+        ids = ids & IDS if self.header.kind == "messages" else ids
         if not len(ids) or int(ids.max()) < size:
             return None
         place = int(np.argmax(ids >= size))

@@ -2,6 +2,7 @@
 
 The same corpus, tokenizer and share give the same bytes in every file, on every machine. Of pairs a source and its
 target are written in turn, each as a document, and one tokenizer is trained on both sides of the train split together.
+Of dialogues the tokens are flagged (messages.py), and no end token is added: the template ends them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from meshwright.data.corpus import Corpus, text_corpus
 from meshwright.data.files import FileSum, ShowProgress, file_sha256, folder_lock, silent, staged_folder
+from meshwright.data.messages import flagged
 from meshwright.data.packed import (
     FORMAT,
     HEADER,
@@ -63,7 +65,8 @@ def pack(corpus: Corpus, tokenizer: str, out: Path, validation: float, progress:
                 return _reuse(out, corpus.where, tokenizer, validation, plan)
             with staged_folder(out) as folder:
                 # The tokenizer learns the train split alone: held-out text must be as new to it as to the model.
-                learned = (text for split, texts in split_records(corpus, plan) if split == "train" for text in texts)
+                records = split_records(corpus, plan)
+                learned = (text for split, texts in records if split == "train" for text in _texts(corpus, texts))
                 trained = make_tokenizer(tokenizer, learned, progress)
                 facts = {"tokenizer": kind, "validation_share": validation}
                 header = _write(folder, corpus, trained, plan, facts, progress)
@@ -123,6 +126,15 @@ class SplitWriter:
                 self.flush()
         self._documents += 1
 
+    def add_dialogue(self, text: str, spans: str) -> None:
+        """Append one dialogue; `spans`: of what the assistant says, as JSON."""
+        data = flagged(self._tokenizer, text, json.loads(spans)).astype(self._dtype).tobytes()
+        self._file.write(data)
+        self.sum.update(data)
+        self._tokens += len(data) // self._dtype.itemsize
+        self._words += len(text.split())
+        self._documents += 1
+
     @property
     def facts(self) -> SplitFacts:
         return SplitFacts(tokens=self._tokens, documents=self._documents, words=self._words)
@@ -145,15 +157,19 @@ def _write(
 ) -> Header:
     """Write the tokenizer and both token files; returns the header that describes them, with `facts` in it."""
     tokenizer.save(folder / TOKENIZER)
-    dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 else "<u4")
+    flags = corpus.kind == "messages"
+    dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 and not flags else "<u4")
     with ExitStack() as stack:
         files = {split: stack.enter_context((folder / token_file(split)).open("wb")) for split in SPLITS}
         writers = {split: SplitWriter(file, tokenizer, dtype) for split, file in files.items()}
         done = 0
         for split, texts in split_records(corpus, plan):
-            for text in texts:
-                writers[split].add(text)
-                done += len(text)
+            if flags:
+                writers[split].add_dialogue(*texts)
+            else:
+                for text in texts:
+                    writers[split].add(text)
+            done += sum(map(len, texts))
             progress("tokenizing", min(1.0, done / plan.num_characters))
         for writer in writers.values():
             writer.flush()
@@ -171,6 +187,11 @@ def _write(
         regions={name: file.regions for name, file in sums.items()},
         **facts,
     )
+
+
+def _texts(corpus: Corpus, record: tuple[str, ...]) -> tuple[str, ...]:
+    """The texts of a record that a tokenizer learns."""
+    return record[:1] if corpus.kind == "messages" else record
 
 
 def _reuse(out: Path, source: str, tokenizer: str, validation: float, plan: SplitPlan) -> PackedCorpus:

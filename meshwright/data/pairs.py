@@ -85,12 +85,12 @@ def holds_pairs(source: str) -> bool:
     """Whether a source can be nothing but pairs of texts, as far as its form tells."""
     path, form = Path(source).expanduser(), suffix(source)
     if form == ".jsonl":
-        return bool({*_KEYS, TRANSLATION} & _first_keys(path))
+        return bool({*_KEYS, TRANSLATION} & first_keys(path))
     header = path / PREPARED
     return form == ".tsv" or (header.is_file() and '"kind": "pairs"' in header.read_text(encoding="utf-8"))
 
 
-def _first_keys(path: Path) -> set[str]:
+def first_keys(path: Path) -> set[str]:
     """The keys of a jsonl file's first object; none where there is no such thing, which reading it will report."""
     if not path.is_file():  # a pipe would wait for its writer
         return set()

@@ -7,6 +7,7 @@
 | pairs  | a text, and the text to be written for it            | sequences | transformer, t5 |
 | spans  | a text without some spans, and these                 | sequences | t5, transformer |
 | images | an image and its class                               | images    | vit, resnext    |
+| messages | dialogues, in which the assistant's tokens are labelled | tokens | gpt2, llama |
 
 A kind is added by a subclass of DataSection and its line in the registry (docs/extending.md). No torch here.
 """
@@ -183,8 +184,8 @@ class TokenSection(DataSection):
     """
 
     rules: ClassVar[tuple[Rule, ...]] = (sequence_fits_positions, source_exists, tokenizer_fits)
-    packs: ClassVar[Literal["text", "pairs"]] = "text"
-    """The records of its corpus: documents, or pairs of texts."""
+    packs: ClassVar[Literal["text", "pairs", "messages"]] = "text"
+    """The records of its corpus: documents, pairs of texts, or dialogues."""
 
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (trained on the source), or a tokenizer.json file. A prepared folder brings its own."""

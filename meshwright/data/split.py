@@ -43,7 +43,7 @@ class SplitPlan:
 def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> SplitPlan:
     """Read the corpus once and choose what is held out: about `validation` of its characters.
 
-    Raises DataError if there is no text at all, or too few pairs (a pair is not cut).
+    Raises DataError if there is no text at all, or too few pairs or dialogues, which are not cut.
     """
     hashes, lengths, whole = array("Q"), array("Q"), hashlib.sha256()
     for texts in corpus.read():
@@ -58,9 +58,10 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
         raise DataError(f"{corpus.where}: holds no text")
     total = sum(lengths)
     held_out = _choose(np.array(hashes, np.uint64), np.array(lengths, np.int64), total * validation)
-    if not held_out and corpus.kind == "pairs":
-        has = f"has {len(hashes)} pairs, too few to hold out data.validation={validation} of them"
-        raise DataError(f"{corpus.where}: {has}; give more pairs, or a larger share")
+    if not held_out and corpus.kind != "text":
+        things = {"pairs": "pairs", "messages": "dialogues"}[corpus.kind]
+        has = f"has {len(hashes)} {things}, too few to hold out data.validation={validation} of them"
+        raise DataError(f"{corpus.where}: {has}; give more {things}, or a larger share")
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     return SplitPlan(
         num_records=len(hashes),

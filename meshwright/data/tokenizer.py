@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -55,6 +56,24 @@ class Tokenizer:
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         """The ids of each text, on all cores. Long texts: cut them with `pieces` first, to bound the memory."""
         return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text whose special tokens are marks, as in a rendered chat, and the characters of each."""
+        encoding = self._marking.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    @cached_property
+    def _marking(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, to which a special token's spelling is that token."""
+        library = tokenizers.Tokenizer.from_str(self._library.to_str())
+        library.encode_special_tokens = False
+        return library
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The spellings of the special tokens."""
+        added = self._library.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; bytes that form no character become U+FFFD. Raises DataError on an unknown id."""

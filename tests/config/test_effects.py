@@ -21,15 +21,8 @@ ALWAYS = {
     *("seed", "weights", "steps", "device", "compile", "threads", "restarts", "timeout.join", "timeout.wait"),
     *("batch.global", "batch.micro"),
     *("data.mixture", "data.validation"),  # eval measures on what is held out, whether the run validated or not
-    *(
-        "data.kind",
-        "data.tokenizer",
-        "data.sequence",
-        "data.target",
-        "data.languages",
-        "data.buckets",
-        "data.documents",
-    ),
+    *("data.kind", "data.tokenizer", "data.sequence", "data.target", "data.languages", "data.buckets"),
+    *("data.documents", "data.template", "data.overlong"),
     *("layout.data.size", "layout.pipeline.size", "layout.context.size", "layout.transport", "layout.ranks_per_node"),
     *("layout.tensor.kind", "layout.tensor.size", "layout.tensor.q", "layout.tensor.d"),
     *("precision.level", "precision.dtype"),

@@ -79,14 +79,19 @@ def test_fields_of_pairs_have_an_effect_on_pairs_alone(
 
 @pytest.mark.parametrize("field, value", [("tokenizer", "bytes"), ("sequence", 256)])
 def test_images_have_no_tokens(field: str, value: object) -> None:
-    valid = "text, masked, pairs, spans of a model.family=gpt2, llama, bert, transformer, t5"
+    valid = "text, masked, pairs, spans, messages of a model.family=gpt2, llama, bert, transformer, t5"
     line = f"data.{field}={value} has no effect on data.kind=images; valid: leave it out, or data.kind={valid}"
     assert mistakes({"model": VIT, "data": {"source": "digits", field: value}}) == [line]
 
 
 @pytest.mark.parametrize(
     "model, kind, valid",
-    [(GPT2, "pairs", "text"), (BERT, "text", "masked"), (T5_MODEL, "images", "pairs, spans"), (VIT, "text", "images")],
+    [
+        (GPT2, "pairs", "text, messages"),
+        (BERT, "text", "masked"),
+        (T5_MODEL, "images", "pairs, spans"),
+        (VIT, "text", "images"),
+    ],
 )
 @pytest.mark.parametrize("key", ["kind", "objective"])
 def test_a_family_reads_its_kinds_alone(model: dict[str, Any], kind: str, valid: str, key: str) -> None:
@@ -115,7 +120,7 @@ def test_a_word_switches_off_what_the_file_sets_up() -> None:
     assert parse_run(file, ["data.kind=spans"]).data.kind == "spans"
     assert mistakes(file, "model=gpt2-mini", "data.buckets=2")[0].startswith("data.buckets=2 has no effect on")
     assert mistakes(file, "model=gpt2-mini", "data.kind=pairs") == [
-        "data.kind=pairs is not what a gpt2 reads; valid: text"
+        "data.kind=pairs is not what a gpt2 reads; valid: text, messages"
     ]
     assert mistakes(file, "data.kind=spans", "data.buckets=2")[0].startswith("data.buckets=2 has no effect on")
 
@@ -131,6 +136,7 @@ def test_a_program_may_leave_fields_of_another_kind() -> None:
         "validation": 0.05,
         "tokenizer": "bytes",
         "sequence": 64,
+        "documents": "joined",
     }
     assert Config.model_validate({"model": VIT, "data": old | {"source": "digits"}}).data.kind == "images"
 

@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.config import parse_run, rules
 from meshwright.config.rules import RULES
+from meshwright.data.messages_section import MessagesData
 from meshwright.data.pairs_section import PairData
 from meshwright.errors import ConfigError
 from meshwright.models.llama.section import Llama
@@ -38,7 +39,7 @@ def test_rules_name_fields_that_exist() -> None:
     tree = parse_run({}).model_dump(by_alias=True)
     for family in (Llama(family="llama"), Vit(family="vit"), T5(family="t5"), ResNeXt(family="resnext")):
         tree["model"] |= family.model_dump()
-    tree["data"] |= PairData(kind="pairs").model_dump()
+    tree["data"] |= PairData(kind="pairs").model_dump() | MessagesData(kind="messages").model_dump()
     for rule in RULES:
         for field in rule.reads:
             node: Any = tree

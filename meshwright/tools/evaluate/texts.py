@@ -138,8 +138,9 @@ def _prepared(
     else:
         corpus = corpus_for(asked, cache_folder(), progress)
         name = f"the run's held-out split (data.source={asked.source})"
-    if pairs and corpus.header.kind != "pairs":
-        raise DataError(f"{corpus.folder}: was prepared of {corpus.header.kind}, and pairs are wanted")
+    if corpus.header.kind != ("pairs" if pairs else "text"):
+        wanted = "pairs are wanted" if pairs else "text is: give it as --data"
+        raise DataError(f"{corpus.folder}: was prepared of {corpus.header.kind}, and {wanted}")
     if corpus.tokenizer.to_json() != loaded.tokenizer.to_json():
         remedy = "give the text itself as --data"
         raise DataError(f"{name}: was tokenized with another tokenizer than that of {loaded.folder}; {remedy}")

@@ -1,0 +1,224 @@
+"""Dialogues as text, by a tokenizer's own chat template; which of it the assistant says, so that only that is learned.
+
+| form of the template                              | the assistant's text                                        |
+|---------------------------------------------------|-------------------------------------------------------------|
+| {% generation %} ... {% endgeneration %} round it | what is between them, as transformers reads such a template |
+| none                                              | what a message of the assistant adds to the rendered text   |
+
+In the second form the dialogue is rendered up to each of the assistant's messages, with the prompt for an answer, and
+up to its end; each must be the beginning of the whole, which a template that rewrites earlier turns does not give.
+
+A template is a Jinja program of whoever made the tokenizer. It runs in Jinja's sandbox, with the names that
+transformers gives it except for today's date: a corpus is packed once, and the same file gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from meshwright.data.corpus import checked_text, source_files
+from meshwright.errors import DataError
+
+ROLES = ("system", "user", "assistant")
+SPEAKER = "assistant"
+WANTED = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
+
+SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+"""The files beside a tokenizer.json that hold its template and the spellings of its special tokens."""
+_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+"""Stand around what is generated while a template is rendered: code points that no text has."""
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Message = dict[str, str]
+Spans = list[tuple[int, int]]
+"""Beginnings and ends of the assistant's characters."""
+
+
+def read_dialogues(source: str, special: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
+    """(its place, the messages) of each line of a jsonl file, or of a folder of these.
+
+    `special`: tokens that no message may spell, since the template's own would mean the same to the model. Raises
+    DataError naming the file, the line and what is wrong with it.
+    """
+    for path in source_files(source, ".jsonl"):
+        try:
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    where = f"{path} line {number}"
+                    yield where, _messages(line, where, special)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _messages(line: bytes, where: str, special: Sequence[str]) -> list[Message]:
+    """The messages of a dialogue. Raises DataError."""
+    if not line.strip():
+        raise DataError(f"{where}: is empty; wanted {WANTED}")
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: is no JSON: {error}") from error
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: has no list of messages; wanted {WANTED}")
+    checked = [_message(message, f"{where} message {at}", special) for at, message in enumerate(messages, start=1)]
+    if all(message["role"] != SPEAKER for message in checked):
+        raise DataError(f"{where}: has no message of the {SPEAKER}: there is nothing to learn from it")
+    return checked
+
+
+def _message(message: object, where: str, special: Sequence[str]) -> Message:
+    """A message with nothing in it that would be dropped in silence. Raises DataError."""
+    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+        keys = f"has the keys {', '.join(message) or 'none'}" if isinstance(message, dict) else "is no JSON object"
+        raise DataError(f"{where}: {keys}; wanted role and content")
+    role, content = message["role"], checked_text(message["content"], where, "content")
+    if role not in ROLES:
+        raise DataError(f"{where}: role={role!r:.40} is none of {', '.join(ROLES)}")
+    if role == SPEAKER and not content.strip():
+        raise DataError(f"{where}: the {SPEAKER} says nothing")
+    for token in (*special, _BEGIN, _END):
+        if token in content:
+            raise DataError(f"{where}: its content spells {token!r}, which the tokenizer reads as a mark of its own")
+    return {"role": role, "content": content}
+
+
+class _Generation(Extension):
+    """The block {% generation %}, which marks what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own form
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _as_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template's text, where it is from, and the spellings of special tokens that it may name."""
+
+    text: str
+    where: str
+    tokens: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _program(self) -> Any:
+        environment: Environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _as_json
+        environment.globals["raise_exception"] = _raise_exception
+        try:
+            return environment.from_string(self.text)
+        except TemplateError as error:
+            raise DataError(f"{self.where}: is no chat template: {error}") from error
+
+    def render(self, messages: Sequence[Message], place: str, prompt: bool = False) -> str:
+        """The dialogue's text; with `prompt` also what stands before an answer. Raises DataError naming its place."""
+        try:
+            text: str = self._program.render(messages=list(messages), add_generation_prompt=prompt, **self.tokens)
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
+            raise DataError(f"{place}: {self.where} does not take it: {why}") from error
+        return text
+
+    def dialogue(self, messages: Sequence[Message], place: str) -> tuple[str, Spans]:
+        """The dialogue's text, and the assistant's part of it. Raises DataError where the template does not say it."""
+        text = self.render(messages, place)
+        spans = [] if _MARKS.search(self.text) else self._additions(messages, text, place)
+        if _BEGIN in text:
+            text, spans = _without_marks(text)
+        if not any(end > begin for begin, end in spans):
+            raise DataError(f"{place}: {self.where} leaves nothing of what the {SPEAKER} says")
+        return text, spans
+
+    def _additions(self, messages: Sequence[Message], text: str, place: str) -> Spans:
+        """The additions of the assistant's messages to the whole text."""
+        spans = []
+        for at, message in enumerate(messages):
+            if message["role"] != SPEAKER:
+                continue
+            before = self.render(messages[:at], place, prompt=True)
+            through = self.render(messages[: at + 1], place)
+            if not through.startswith(before) or not text.startswith(through):
+                other = f"{self.where} writes message {at + 1} otherwise where other messages follow it"
+                remedy = f"mark what the {SPEAKER} says by {{% generation %}} in a template of your own, data.template"
+                raise DataError(f"{place}: {other}; {remedy}")
+            spans.append((len(before), len(through)))
+        return spans
+
+
+def _without_marks(text: str) -> tuple[str, Spans]:
+    """A rendered text without its marks, and what was between them."""
+    plain, spans, begin = "", [], 0
+    for part in re.split(f"([{_BEGIN}{_END}])", text):
+        if part == _BEGIN:
+            begin = len(plain)
+        elif part == _END:
+            spans.append((begin, len(plain)))
+        else:
+            plain += part
+    return plain, spans
+
+
+def template_of(tokenizer: str, template: str | None) -> ChatTemplate:
+    """The template of a tokenizer.json's folder, or that of a file. Raises DataError where there is none."""
+    beside = Path(tokenizer).expanduser().parent
+    settings = _settings(beside / SETTINGS) if tokenizer.endswith(".json") else {}
+    tokens = {key: spelling for key in _TOKENS if (spelling := _spelling(settings.get(key))) is not None}
+    files = [beside / TEMPLATE] if template is None else [Path(template).expanduser()]
+    for path in files:
+        if path.is_file():
+            try:
+                return ChatTemplate(path.read_text(encoding="utf-8"), str(path), tokens)
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"{path}: cannot be read as a template: {error}") from error
+    text = settings.get("chat_template")
+    if isinstance(text, list):  # several by name
+        named = {one.get("name"): one.get("template") for one in text if isinstance(one, dict)}
+        text = named.get("default")
+    if template is not None or not isinstance(text, str):
+        lacks = f"{template}: is no such file" if template is not None else f"{beside}: has no chat template"
+        raise DataError(f"{lacks}; wanted {TEMPLATE} or {SETTINGS} beside the tokenizer, or data.template=FILE")
+    return ChatTemplate(text, str(beside / SETTINGS), tokens)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _spelling(token: object) -> str | None:
+    """A special token's text, which may stand in a table of its properties."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

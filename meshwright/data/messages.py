@@ -1,0 +1,135 @@
+"""Dialogues as samples: several in a window, each kept to itself, and of their tokens only the assistant's learned.
+
+A prepared folder of messages has one uint32 a token: the id, and two flags.
+
+| bits | hold                                            |
+|------|-------------------------------------------------|
+| 0-29 | the id                                          |
+| 30   | 1 in a dialogue's first token                   |
+| 31   | 1 in a token that the assistant says, or a part |
+
+Dialogues fill windows in the file's order, each window until the next one does not fit; the rest is padding, a
+document of its own that predicts nothing. Windows are shuffled as all samples are. A dialogue of n tokens takes n - 1
+places: its last token is a label only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from meshwright.data.chat import ChatTemplate, Spans, read_dialogues
+from meshwright.data.corpus import Corpus, source_identity, source_name
+from meshwright.data.packed import DIALOGUE, IDS, SAID, PackedCorpus
+from meshwright.data.sampler import ShuffledSamples, document_entries
+from meshwright.data.split import Split
+from meshwright.data.tokenizer import END, Tokenizer, load_tokenizer
+from meshwright.errors import DataError
+
+if TYPE_CHECKING:  # the launcher counts samples, and reads none: it needs no torch
+    from meshwright.model import Batch
+
+Overlong = Literal["drop", "cut"]
+
+
+def message_corpus(source: str, tokenizer: str, template: ChatTemplate) -> Corpus:
+    """The rendered dialogues of a source: records of a text and, as JSON, the assistant's spans of it."""
+
+    def read() -> Iterator[tuple[str, ...]]:
+        path = Path(tokenizer).expanduser()
+        special = load_tokenizer(path).special_tokens if path.is_file() else (END,)
+        for where, messages in read_dialogues(source, special):
+            text, spans = template.dialogue(messages, where)
+            yield text, json.dumps(spans)
+
+    identity: list[object] = ["messages", source_identity(source), template.text, dict(template.tokens)]
+    return Corpus("messages", source, source_name(source), identity, read)
+
+
+def flagged(tokenizer: Tokenizer, text: str, spans: Spans) -> np.ndarray:
+    """A dialogue's tokens with their flags, uint32 [n]."""
+    ids, places = tokenizer.encode_marked(text)
+    tokens = np.array(ids, dtype=np.uint32)
+    begins, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
+    for begin, end in spans:
+        tokens[(begins < end) & (ends > begin)] |= SAID
+    tokens[:1] |= DIALOGUE
+    return tokens
+
+
+class DialogueSamples(ShuffledSamples):
+    """Windows of one split's dialogues: `tokens`, `labels` and `document_entries`, int64 [B, T]."""
+
+    def __init__(self, corpus: PackedCorpus, split: Split, sequence: int, overlong: Overlong, seed: int) -> None:
+        """`sequence`: tokens a row. `overlong`: what becomes of dialogues that a row does not hold.
+
+        Raises DataError where none is left.
+        """
+        self._tokens, self._sequence, self._padding = corpus.tokens(split), sequence, corpus.header.end
+        starts = np.flatnonzero(self._tokens & DIALOGUE)
+        lengths = np.diff(np.append(starts, len(self._tokens)))
+        longer = lengths > sequence + 1
+        taken = np.minimum(lengths, sequence + 1)
+        learns = np.array(
+            [bool((self._tokens[at + 1 : at + n] & SAID).any()) for at, n in zip(starts, taken, strict=True)],
+            dtype=bool,
+        )
+        kept = learns & ~longer if overlong == "drop" else learns
+        if not kept.any():
+            most = int(lengths.max(initial=0)) - 1
+            raise DataError(
+                f"{corpus.name(split)}: no dialogue fits data.sequence={sequence}; the longest takes {most}"
+            )
+        self._starts, self._counts = starts[kept], taken[kept] - 1
+        self._windows = _filled(self._counts.tolist(), sequence)
+        self.note = self._said_of(len(starts), int(longer.sum()), len(starts) - int(kept.sum()), overlong)
+        super().__init__(len(self._windows) - 1, seed)
+
+    def _said_of(self, dialogues: int, longer: int, left_out: int, overlong: Overlong) -> str:
+        """The numbers that a user should know."""
+        windows = len(self._windows) - 1
+        full = 100 * int(self._counts.sum()) / (windows * self._sequence)
+        told = f"{dialogues - left_out} dialogues in {windows} windows, {full:.0f} % full"
+        if longer and overlong == "drop":
+            told += f"; {longer} longer than data.sequence={self._sequence} left out (data.overlong=cut cuts them)"
+        elif longer:
+            told += f"; {longer} longer than data.sequence={self._sequence} cut"
+            told += f", {left_out} of them left out, whose beginnings have nothing of the assistant" if left_out else ""
+        return told
+
+    def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+        import torch
+
+        from meshwright.model import IGNORED
+
+        shape = (len(rows), self._sequence)
+        tokens, labels = np.full(shape, self._padding, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+        begins = np.zeros(shape, dtype=bool)
+        for row, window in enumerate(rows.tolist()):
+            place = 0
+            for dialogue in range(self._windows[window], self._windows[window + 1]):
+                start, count = self._starts[dialogue], self._counts[dialogue]
+                run = self._tokens[start : start + count + 1].astype(np.int64)
+                inputs, following = run[:-1] & IDS, run[1:]
+                tokens[row, place : place + count] = inputs
+                labels[row, place : place + count] = np.where(following & SAID, following & IDS, IGNORED)
+                begins[row, place] = True
+                place += count
+            begins[row, place : place + 1] = True
+        batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        return batch | document_entries(begins)
+
+
+def _filled(counts: Sequence[int], most: int) -> np.ndarray:
+    """The first thing of each window, and their number, where windows of at most `most` are filled in order."""
+    firsts, filled = [0], 0
+    for at, count in enumerate(counts):
+        if filled + count > most:
+            firsts.append(at)
+            filled = 0
+        filled += count
+    return np.array([*firsts, len(counts)], dtype=np.int64)

@@ -1,0 +1,87 @@
+"""The data section of dialogues: what the assistant says is learned, by a tokenizer's own chat template. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from meshwright.data.section import (
+    DIGITS,
+    PREPARED,
+    STDLIB,
+    UNICODE,
+    TokenSection,
+    documents_are_kept_apart,
+)
+from meshwright.errors import DataError, Problem
+from meshwright.section import Rule, rule
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+    from meshwright.data.corpus import Corpus
+    from meshwright.data.packed import PackedCorpus
+    from meshwright.data.split import Split
+    from meshwright.model import Samples
+
+
+@rule("data.tokenizer", "data.template", "data.source")
+def there_is_a_template(config: Config) -> Iterator[Problem]:
+    from meshwright.data.chat import template_of
+
+    data = config.data
+    assert isinstance(data, MessagesData), data
+    if (Path(data.source).expanduser() / PREPARED).is_file():
+        if data.template is not None:
+            rule_text = f"has no effect: data.source={data.source} was prepared by another"
+            yield Problem("data.template", data.template, rule_text, "leave it out")
+        return
+    try:
+        template_of(data.tokenizer, data.template)
+    except DataError as error:
+        field, value = ("tokenizer", data.tokenizer) if data.template is None else ("template", data.template)
+        yield Problem(f"data.{field}", value, f"gives no chat template: {error}")
+
+
+class MessagesData(TokenSection):
+    """Dialogues: a jsonl file of {"messages": [{"role": ..., "content": ...}, ...]}, or a folder of such files."""
+
+    kind: Literal["messages"]
+    gives: ClassVar[str] = "tokens"
+    packs: ClassVar[Literal["text", "pairs", "messages"]] = "messages"
+    source_names: ClassVar[tuple[str, ...]] = ()
+    source_forms: ClassVar[str] = "a jsonl file of messages, a folder of these, a prepared folder"
+    rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, there_is_a_template, documents_are_kept_apart)
+
+    template: str | None = None
+    """A file with the chat template; null: the tokenizer's own, beside its tokenizer.json."""
+    overlong: Literal["drop", "cut"] = "drop"
+    """What becomes of dialogues longer than `sequence`: they are left out, or only their beginnings read."""
+
+    @property
+    def separate(self) -> bool:
+        return True
+
+    @classmethod
+    def claims(cls, data: Mapping[str, Any]) -> bool:
+        from meshwright.data.pairs import first_keys
+
+        source = str(data.get("source", STDLIB))
+        if source in (STDLIB, UNICODE, DIGITS):
+            return False
+        path = Path(source).expanduser()
+        header = path / PREPARED
+        prepared = header.is_file() and '"kind": "messages"' in header.read_text(encoding="utf-8")
+        return prepared or (path.suffix.lower() == ".jsonl" and "messages" in first_keys(path))
+
+    def corpus(self) -> Corpus:
+        from meshwright.data.chat import template_of
+        from meshwright.data.messages import message_corpus
+
+        return message_corpus(self.source, self.tokenizer, template_of(self.tokenizer, self.template))
+
+    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+        from meshwright.data.messages import DialogueSamples
+
+        dialogues = DialogueSamples(packed, split, self.sequence, self.overlong, config.seed)
+        return dialogues, dialogues.note

@@ -1,0 +1,241 @@
+"""Dialogues become samples: rendered by the tokenizer's own template, only what the assistant says is labelled, each
+dialogue by itself. Texts and masks are held against transformers' apply_chat_template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from meshwright.config import Config, parse_run
+from meshwright.data.chat import ChatTemplate, template_of
+from meshwright.data.messages import flagged
+from meshwright.data.packed import IDS, SAID
+from meshwright.data.packing import pack
+from meshwright.data.tokenizer import load_tokenizer, train_bpe
+from meshwright.errors import ConfigError, DataError
+from meshwright.model import IGNORED
+from meshwright.training.job import train
+from tests.convert.folders import saved
+from tests.training.runs import lines_of
+
+transformers = pytest.importorskip("transformers")
+
+TURNS = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content | trim }}<|over|>\n{% endfor %}"
+PLAIN = TURNS + "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|turn|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|over|>{% endgeneration %}{% else %}{{ m.content + '<|over|>' }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"
+)
+FORGETS = (
+    "{% for m in messages %}{% if loop.last or m.role == 'user' %}"
+    "{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+)
+
+WORDS = ["apple", "river", "seven", "quiet", "stone", "green", "under", "letter"]
+
+
+def dialogue(number: int) -> list[dict[str, str]]:
+    ask, answer, more = (WORDS[(number * step) % len(WORDS)] for step in (1, 3, 5))
+    turns = [("user", f"say {ask} {number}"), ("assistant", f" {answer}, {ask}.\n"), ("user", more)]
+    turns = [("system", "be brief"), *turns, ("assistant", f"{more} {more}")] if number % 2 else turns[:2]
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def make_tokenizer(folder: Path, template: str = PLAIN) -> Path:
+    """A tiny tokenizer with a chat template, as a Hugging Face folder has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_str(train_bpe([" ".join(WORDS) * 3], 280).to_json())
+    tokenizer.add_special_tokens(["<|turn|>", "<|over|>"])
+    path.write_text(tokenizer.to_str())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|turn|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def make_dialogues(folder: Path, *lines: str, count: int = 40) -> Path:
+    texts = [json.dumps({"messages": dialogue(number)}) for number in range(count)]
+    path = folder / "chat.jsonl"
+    path.write_text("".join(f"{line}\n" for line in [*texts, *lines]))
+    return path
+
+
+def config_for(folder: Path, source: Path, tokenizer: Path, *words: str, **data: Any) -> Config:
+    tree = {
+        "model": {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "feed_forward": 16, "vocabulary": 320},
+        "data": {"source": str(source), "tokenizer": str(tokenizer), "sequence": 64, "validation": 0.2} | data,
+        "batch": {"global": 2},
+        "device": "cpu",
+        "metrics": {"sinks": []},
+    }
+    return parse_run(tree, words)
+
+
+def opened(config: Config) -> Any:
+    return config.data.open(config, config.data.prepare(config, lambda *_: None))
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by difference", "marked"])
+def test_texts_and_masks_are_transformers(tmp_path: Path, template: str) -> None:
+    path = make_tokenizer(tmp_path, template)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer, ours = load_tokenizer(path), template_of(str(path), None)
+    for number in range(6):
+        messages = dialogue(number)
+        text, spans = ours.dialogue(messages, "here")
+        assert text == theirs.apply_chat_template(messages, tokenize=False)
+        tokens = flagged(tokenizer, text, spans)
+        wanted = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=template == MARKED)
+        assert (tokens & IDS).tolist() == wanted["input_ids"]
+        said = ((tokens & SAID) != 0).tolist()
+        if template == MARKED:
+            assert said == [bool(one) for one in wanted["assistant_masks"]]
+        else:
+            answers = [f"{m['content'].strip()}<|over|>\n" for m in messages if m["role"] == "assistant"]
+            told = tokenizer.decode([token for token, one in zip(wanted["input_ids"], said, strict=True) if one])
+            assert told == "".join(answers)
+
+
+def test_samples_are_dialogues_kept_apart(tmp_path: Path) -> None:
+    path = make_tokenizer(tmp_path / "tokenizer")
+    config = config_for(tmp_path, make_dialogues(tmp_path), path, sequence=128)
+    assert (config.data.kind, config.data.separate) == ("messages", True)
+    data = opened(config)
+    batch, tokenizer = data.train.samples(0, len(data.train)), load_tokenizer(path)
+    said, seen = set(), 0
+    for row in range(len(data.train)):
+        starts, labels, tokens = (batch[name][row] for name in ("documents", "labels", "tokens"))
+        for start in starts.unique().tolist():
+            places = (starts == start).nonzero().flatten()
+            assert batch["positions"][row, places].tolist() == list(range(len(places)))
+            learned = labels[places][labels[places] != IGNORED]
+            if not len(learned):  # the padding
+                assert set(tokens[places].tolist()) == {tokenizer.end}
+                continue
+            following = [*tokens[places].tolist()[1:], int(labels[places][-1])]
+            assert all(one in (IGNORED, two) for one, two in zip(labels[places].tolist(), following, strict=True))
+            said.add(tokenizer.decode(learned.tolist()))
+            seen += 1
+    answers = {
+        "".join(f"{m['content'].strip()}<|over|>\n" for m in dialogue(number) if m["role"] == "assistant")
+        for number in range(40)
+    }
+    assert said <= answers
+    assert 28 <= seen <= 36, "a fifth is held out"
+    assert "dialogues in" in data.notes[0]
+
+
+def test_what_is_longer_than_a_window_is_counted_and_cut_or_left_out(tmp_path: Path) -> None:
+    path = make_tokenizer(tmp_path / "tokenizer")
+    long = {"role": "user", "content": "stone " * 200}
+    lines = [
+        json.dumps({"messages": [*dialogue(0)[:2], long, {"role": "assistant", "content": f"yes {n}"}]})
+        for n in range(9)
+    ] + [json.dumps({"messages": [long, {"role": "assistant", "content": f"no {n}"}]}) for n in range(9)]
+    source = make_dialogues(tmp_path, *lines)
+    [note] = opened(config_for(tmp_path, source, path)).notes
+    assert "longer than data.sequence=64 left out (data.overlong=cut cuts them)" in note
+    [note] = opened(config_for(tmp_path, source, path, "data.overlong=cut")).notes
+    assert "longer than data.sequence=64 cut, " in note
+    assert "of them left out, whose beginnings have nothing of the assistant" in note
+    with pytest.raises(DataError, match=r"no dialogue fits data.sequence=4; the longest takes \d+"):
+        opened(config_for(tmp_path, make_dialogues(tmp_path), path, sequence=4))
+
+
+GOOD = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("", "line 3: is empty; wanted"),
+        ("{", "line 3: is no JSON: "),
+        ('{"text": "a"}', "line 3: has no list of messages; wanted"),
+        (json.dumps({"messages": [GOOD]}), "line 3: has no message of the assistant: there is nothing to learn"),
+        (json.dumps({"messages": [GOOD | {"role": "bot"}]}), "line 3 message 1: role='bot' is none of system, user"),
+        (json.dumps({"messages": [GOOD, ANSWER | {"tool_calls": []}]}), "line 3 message 2: has the keys role, con"),
+        (json.dumps({"messages": [GOOD | {"content": 1}]}), "line 3 message 1: `content` holds no string but 1"),
+        (json.dumps({"messages": [GOOD, ANSWER | {"content": " "}]}), "line 3 message 2: the assistant says nothing"),
+        (json.dumps({"messages": [GOOD | {"content": "a<|over|>"}, ANSWER]}), "its content spells '<|over|>', which"),
+    ],
+)
+def test_bad_dialogues_are_named_and_nothing_is_written(tmp_path: Path, line: str, message: str) -> None:
+    path = make_tokenizer(tmp_path / "tokenizer")
+    config = config_for(tmp_path, make_dialogues(tmp_path, line, count=2), path, kind="messages")
+    with pytest.raises(DataError) as refusal:
+        pack(config.data.corpus(), config.data.tokenizer, tmp_path / "out", 0.2)
+    assert message in str(refusal.value)
+    assert str(tmp_path / "chat.jsonl") in str(refusal.value)
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+
+
+def test_templates_that_do_not_say_it_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"here: t writes message 2 otherwise where other messages follow it; mark"):
+        ChatTemplate(FORGETS, "t").dialogue(dialogue(1)[1:], "here")
+    with pytest.raises(DataError, match=r"here: t does not take it: only users"):
+        ChatTemplate("{{ raise_exception('only users') }}", "t").dialogue(dialogue(0), "here")
+    with pytest.raises(DataError, match=r"t: is no chat template: "):
+        ChatTemplate("{% for %}", "t").dialogue(dialogue(0), "here")
+    with pytest.raises(DataError, match=r"here: t does not take it: .*unsafe"):
+        ChatTemplate("{{ messages.__class__.__mro__ }}", "t").dialogue(dialogue(0), "here")
+    with pytest.raises(DataError, match=r"here: t leaves nothing of what the assistant says"):
+        ChatTemplate("{{ messages[0].content }}", "t").dialogue(dialogue(0), "here")
+
+
+def test_a_run_without_a_template_is_refused(tmp_path: Path) -> None:
+    source, path = make_dialogues(tmp_path), make_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"data.tokenizer=.* gives no chat template: .* has no chat template; wanted"):
+        config_for(tmp_path, source, path)
+    with pytest.raises(ConfigError, match=r"data.template=nowhere gives no chat template: nowhere: is no such file"):
+        config_for(tmp_path, source, path, template="nowhere")
+    (tmp_path / "own.jinja").write_text(PLAIN)
+    assert len(opened(config_for(tmp_path, source, path, template=str(tmp_path / "own.jinja"))).train)
+    with pytest.raises(ConfigError, match=r"data.kind=messages"):
+        parse_run({"model": {"family": "bert"}, "data": {"kind": "messages", "source": str(source)}})
+
+
+def test_fine_tuning_from_weights(tmp_path: Path) -> None:
+    """`model.from` with its tokenizer and template: the first loss is transformers' own on the same dialogues, each
+    alone, over the assistant's tokens; two layouts train alike."""
+    settings = transformers.LlamaConfig(
+        vocab_size=320, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    theirs = saved(transformers.LlamaForCausalLM, settings, tmp_path / "hf")
+    make_tokenizer(tmp_path / "hf")
+    tree = {
+        "model": {"from": str(tmp_path / "hf")},
+        "data": {"source": str(make_dialogues(tmp_path)), "sequence": 96, "validation": 0.2},
+        "batch": {"global": 4, "micro": 2},
+        "precision": {"level": "O0", "dtype": "float64"},
+        "metrics": {"sinks": []},
+        "device": "cpu",
+        "steps": 2,
+    }
+    config = parse_run(tree)
+    assert config.data.kind == "messages"
+    train(config, tmp_path / "one", resume=False)
+    batch = opened(config).train.samples(0, 4)
+    total, count = 0.0, 0
+    for row in range(4):
+        for start in batch["documents"][row].unique().tolist():
+            places = batch["documents"][row] == start
+            tokens, labels = batch["tokens"][row, places], batch["labels"][row, places]
+            if (labels != IGNORED).any():
+                with torch.no_grad():
+                    total += float(F.cross_entropy(theirs(tokens[None]).logits[0], labels, reduction="sum"))
+                count += int((labels != IGNORED).sum())
+    losses = [line["loss"] for line in lines_of(tmp_path / "one")]
+    assert losses[0] == pytest.approx(total / count, rel=1e-5)
+    layout = "layout={context: {size: 2, kind: ring}, pipeline: {size: 2}}"
+    train(parse_run(tree, [layout]), tmp_path / "four", resume=False)
+    assert [line["loss"] for line in lines_of(tmp_path / "four")] == pytest.approx(losses, rel=1e-10)
