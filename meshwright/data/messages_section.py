@@ -56,7 +56,7 @@ class MessagesData(TokenSection):
     template: str | None = None
     """A file with the chat template; null: the tokenizer's own, beside its tokenizer.json."""
     overlong: Literal["drop", "cut"] = "drop"
-    """What becomes of dialogues longer than `sequence`: they are left out, or only their beginnings read."""
+    """Dialogues longer than `sequence` are left out, or only their beginnings read."""
 
     @property
     def separate(self) -> bool:
