@@ -42,12 +42,12 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"
 """Stand around what is generated while a template is rendered: code points that no text has."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Message = dict[str, str]
+ChatMessage = dict[str, str]
 Spans = list[tuple[int, int]]
 """Beginnings and ends of the assistant's characters."""
 
 
-def read_dialogues(source: str, special: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
+def read_dialogues(source: str, special: Sequence[str]) -> Iterator[tuple[str, list[ChatMessage]]]:
     """(its place, the messages) of each line of a jsonl file, or of a folder of these.
 
     `special`: tokens that no message may spell, since the template's own would mean the same to the model. Raises
@@ -63,7 +63,7 @@ def read_dialogues(source: str, special: Sequence[str]) -> Iterator[tuple[str, l
             raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _messages(line: bytes, where: str, special: Sequence[str]) -> list[Message]:
+def _messages(line: bytes, where: str, special: Sequence[str]) -> list[ChatMessage]:
     """The messages of a dialogue. Raises DataError."""
     if not line.strip():
         raise DataError(f"{where}: is empty; wanted {WANTED}")
@@ -80,7 +80,7 @@ def _messages(line: bytes, where: str, special: Sequence[str]) -> list[Message]:
     return checked
 
 
-def _message(message: object, where: str, special: Sequence[str]) -> Message:
+def _message(message: object, where: str, special: Sequence[str]) -> ChatMessage:
     """A message with nothing in it that would be dropped in silence. Raises DataError."""
     if not isinstance(message, dict) or message.keys() != {"role", "content"}:
         keys = f"has the keys {', '.join(message) or 'none'}" if isinstance(message, dict) else "is no JSON object"
@@ -138,7 +138,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise DataError(f"{self.where}: is no chat template: {error}") from error
 
-    def render(self, messages: Sequence[Message], place: str, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[ChatMessage], place: str, prompt: bool = False) -> str:
         """The dialogue's text; with `prompt` also what stands before an answer. Raises DataError naming its place."""
         try:
             text: str = self._program.render(messages=list(messages), add_generation_prompt=prompt, **self.tokens)
@@ -147,7 +147,7 @@ class ChatTemplate:
             raise DataError(f"{place}: {self.where} does not take it: {why}") from error
         return text
 
-    def dialogue(self, messages: Sequence[Message], place: str) -> tuple[str, Spans]:
+    def dialogue(self, messages: Sequence[ChatMessage], place: str) -> tuple[str, Spans]:
         """The dialogue's text, and the assistant's part of it. Raises DataError where the template does not say it."""
         text = self.render(messages, place)
         spans = [] if _MARKS.search(self.text) else self._additions(messages, text, place)
@@ -157,7 +157,7 @@ class ChatTemplate:
             raise DataError(f"{place}: {self.where} leaves nothing of what the {SPEAKER} says")
         return text, spans
 
-    def _additions(self, messages: Sequence[Message], text: str, place: str) -> Spans:
+    def _additions(self, messages: Sequence[ChatMessage], text: str, place: str) -> Spans:
         """The additions of the assistant's messages to the whole text."""
         spans = []
         for at, message in enumerate(messages):
