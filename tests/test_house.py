@@ -120,6 +120,7 @@ OTHER_WORDS = {
     ("tensorboard", "tools/doctor.py"),  # a package
     ("ring", "tools/plan/network.py"),  # how a cluster's devices are linked
     ("pairs", "tools/evaluate/texts.py"), ("pairs", "cli/weights.py"),  # the records of a packed folder
+    ("text", "tools/evaluate/texts.py"),
 }  # fmt: skip
 """Words that are a strategy's name as well, and the files that mean the other thing."""
 
