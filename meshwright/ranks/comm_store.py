@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.environment import Environment, Rendezvous
+from meshwright.environment import Environment, Rendezvous, starts_mpi
 from meshwright.errors import LaunchError
 from meshwright.ranks.hang import names_of
 from meshwright.ranks.peers import Peer, Peers
@@ -45,7 +45,7 @@ def join_job(
 ) -> tuple[dist.Store, Peers]:
     """The job's store and where its ranks stand, when all have come. Raises LaunchError that names who has not, and who
     computes on another type of `device`."""
-    me = _Comer(environment, point, seconds)
+    me = _Comer(environment, point, seconds, device)
     try:
         socket.getaddrinfo(point.address, point.port)
     except OSError as error:
@@ -74,6 +74,7 @@ class _Comer:
     environment: Environment
     point: Rendezvous
     seconds: float
+    device: str
 
     def __str__(self) -> str:
         return f"rank {self.environment.rank} on {socket.gethostname()}"
@@ -81,6 +82,13 @@ class _Comer:
     @property
     def place(self) -> str:
         return f"{self.point.address}:{self.point.port}"
+
+    @property
+    def elsewhere(self) -> str:
+        """Where ranks may be that do not come here: under mpirun, `auto` takes MPI on a host without GPUs."""
+        if self.device == "cpu" or not starts_mpi():
+            return ""
+        return ". A rank that finds no GPU waits in MPI instead: set device, and see that every host shows its GPUs"
 
     def _tcp_store(self, is_master: bool) -> dist.Store:
         return dist.TCPStore(
@@ -114,7 +122,7 @@ class _Comer:
                     cause = error.strerror or error
                     text = f"{self} found nobody at {self.place} within {self.seconds:g} s ({cause})"
                     rule = "has rank 0 started, and do MASTER_ADDR and MASTER_PORT name its host and a port it can open"
-                    raise LaunchError(f"{text}: {rule}?") from error
+                    raise LaunchError(f"{text}: {rule}?{self.elsewhere}") from error
                 time.sleep(_PAUSE_SECONDS)
         try:
             return self._tcp_store(is_master=False), mine
@@ -181,4 +189,4 @@ class _Comer:
         missing = names_of([rank for rank in ranks if rank not in came])
         within = f"within {self.seconds:g} s (timeout.join)"
         counts = f"{len(came)} of {len(ranks)} ranks came to {self.place} {within}: rank {who}"
-        return LaunchError(f"{counts}; missing: rank {missing}")
+        return LaunchError(f"{counts}; missing: rank {missing}{self.elsewhere}")

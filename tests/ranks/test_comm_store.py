@@ -77,6 +77,21 @@ def test_a_rank_that_never_comes_is_named_by_all_who_did() -> None:
     assert said[2] in (said[0], f"rank 2 on {HOST} lost the store at 127.0.0.1:{point.port}: the job's rank 0 has left")
 
 
+def test_a_rank_without_a_gpu_may_wait_in_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under mpirun `transport: auto` is MPI on a host that shows no GPU: its rank never comes to the others' store."""
+    for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    hint = "A rank that finds no GPU waits in MPI instead: set device, and see that every host shows its GPUs"
+    answers = CONTEXT.Queue()
+    for rank, device in ((0, "cuda"), (1, "cuda"), (0, "cpu")):
+        point = Rendezvous("127.0.0.1", free_port(), hosted=False)
+        process = CONTEXT.Process(target=come, args=(rank, 2, point, 0.2, answers, 0, device))
+        process.start()
+        _, said = answers.get(timeout=PATIENCE_SECONDS)
+        process.join(PATIENCE_SECONDS)
+        assert said.endswith(hint) == (device == "cuda"), said
+
+
 def test_nobody_there() -> None:
     point = Rendezvous("127.0.0.1", free_port(), hosted=False)
     said = answers_of([1], 2, point, seconds=1)
