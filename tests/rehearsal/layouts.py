@@ -54,6 +54,8 @@ def _data_parallelism() -> Iterator[tuple[str, Config]]:
 def _tensors() -> Iterator[tuple[str, Config]]:
     for model, cut, data, _ in tensor.CASES:
         yield f"{model} {' '.join(map(str, cut.values()))} x{data}", tensor.config_for(model, cut, data)
+    for cut in (tensor.ONE_D[2], tensor.BLOCKS[1]):  # as many ranks of 1-D as heads of keys
+        yield f"llama {' '.join(map(str, cut.values()))}", tensor.config_for("llama", cut, precision=HALF)
 
 
 def _pipelines() -> Iterator[tuple[str, Config]]:
@@ -61,6 +63,8 @@ def _pipelines() -> Iterator[tuple[str, Config]]:
         for stages in (2, 3, 4):
             yield f"{schedule} {stages}", pipeline.pipelined("gpt2", stages, schedule, pipeline.WHOLE)
         yield f"{schedule} x2", pipeline.pipelined("gpt2", 2, schedule, pipeline.WHOLE, 2)
+    for name, placed in (("loop", pipeline.LOOP), ("v", pipeline.V)):
+        yield f"chunks {name}", pipeline.pipelined("gpt2", 2, "message-driven", pipeline.WHOLE, placed=placed)
     for model in ("untied", "bert", "megatron-bert", "vit"):
         yield model, pipeline.pipelined(model, 2, "message-driven", pipeline.WHOLE)
     for cut in (tensor.ONE_D[0], tensor.SEQUENCE[0], tensor.BLOCKS[1], subgraph.subgraph(2, "one")):

@@ -16,6 +16,7 @@ from meshwright.ranks.mesh import Mesh, open_mesh
 from meshwright.tools.compare.run import count_sent
 from meshwright.tools.verify.job import leave_layout
 from meshwright.training.loop import Trainer, validate
+from tests.data_parallel.test_equality import SYNCS
 from tests.harness import build, resolved
 from tests.mailbox_cases import spawn_within
 from tests.ranks.test_mailbox import free_port
@@ -26,8 +27,8 @@ from tests.workers import run_ranks
 
 WHOLE = {"kind": "none"}
 SUBGRAPH = {"kind": "subgraph", "size": 2}
-SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "fsdp")
 SCHEDULES = ("gpipe", "1f1b", "axonn", "message-driven")
+LOOP, V = {"chunks": 2}, {"chunks": 2, "placement": "v"}
 
 
 def layouts() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -36,6 +37,9 @@ def layouts() -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield sync, "gpt2", {"data": {"size": 2, "sync": sync}}
     for schedule in SCHEDULES:
         yield schedule, "gpt2", {"pipeline": {"size": 3, "schedule": schedule}}
+    yield "ring-of-two-stages", "gpt2", {"pipeline": {"size": 2, "schedule": "1f1b"} | LOOP}
+    yield "ring-of-three-stages", "gpt2", {"pipeline": {"size": 3, "schedule": "message-driven"} | LOOP}
+    yield "v-and-data", "gpt2", {"data": {"size": 2, "sync": "zero1"}, "pipeline": {"size": 2} | V}
     for kit in (ONE_D[0], SEQUENCE[1], BLOCKS[1], BLOCKS[2], SUBGRAPH, SUBGRAPH | {"common": "one"}):
         yield "-".join(map(str, kit.values())), "gpt2", {"tensor": kit}
     for kit in (ONE_D[0], BLOCKS[1], SUBGRAPH):
@@ -54,7 +58,8 @@ def config_of(model: str, layout: dict[str, Any]) -> Config:
     replicas = layout.get("data", {}).get("size", 1)
     config = config_for(model, WHOLE, batch={"global": 24, "micro": 12 // replicas}, steps=3)
     tree = config.model_dump(mode="json", by_alias=True) | {"layout": layout}
-    tree["model"]["layers"] = 3 if layout.get("pipeline", {}).get("size") == 3 else 2
+    stages = layout.get("pipeline", {"size": 1})
+    tree["model"]["layers"] = max(2, stages["size"], 4 * ("chunks" in stages))
     return resolved(Config.model_validate(tree))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.model import to_device
 from meshwright.models.llama.section import LinearRope, Llama3Rope, PlainRope, YarnRope
 
 
@@ -30,7 +31,8 @@ class Rotation(NamedTuple):
 def rotation_of(rope: PlainRope, width: int, positions: Tensor) -> Rotation:
     """The rotation of tokens at `positions` [T] or [B, T] in heads of so many numbers."""
     frequencies, scale = inverse_frequencies(rope, width)
-    angles = positions.unsqueeze(-1).float() * frequencies.to(positions.device)
+    there = to_device({"frequencies": frequencies}, positions.device)  # the host does not wait for a GPU
+    angles = positions.unsqueeze(-1).float() * there["frequencies"]
     return Rotation(angles.cos() * scale, angles.sin() * scale)
 
 
