@@ -24,11 +24,11 @@ from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
 from meshwright.config import Config, parse_config
 from meshwright.memory.recompute import LiveBytes
+from meshwright.on_device import AsOnDevice
 from meshwright.parts import Parts, build, empty_batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.stage_costs import AsOnDevice
 from meshwright.training.step import train_step
 
 SETTINGS: dict[str, Any] = {"none": "none", "selective": "selective", "auto (every 3)": "auto", "every 1": 1}
@@ -77,7 +77,7 @@ def footprint(name: str) -> Footprint:
     """The bytes of one microbatch, counted on meta tensors and measured on real ones."""
     config = config_of(SETTINGS[name])
     planned = build(config, planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes))
-    with AsOnDevice("cpu", fuses=True):
+    with AsOnDevice("cpu", "fused"):
         counted, _ = kept_and_peak(planned)
     return Footprint(name, counted, *kept_and_peak(build(config, solo_mesh(torch.device("cpu")))))
 

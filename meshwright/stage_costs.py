@@ -10,16 +10,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Hashable, Sequence
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from meshwright.config import Config
 from meshwright.launch import Rank, Ranks, joined, run
@@ -28,6 +25,7 @@ from meshwright.memory.offload import host_store_bytes, state_bytes
 from meshwright.memory.recompute import LiveBytes
 from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import Chain, chain_of, make_chain, split_name
+from meshwright.on_device import AsOnDevice, Attention
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs, use_gradients
 from meshwright.parts import (
@@ -48,7 +46,6 @@ from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.tensor.gelu import gelu_by_slices
 from meshwright.tensor.serial import SerialKit
 from meshwright.tensor.tesseract import TesseractKit
 
@@ -98,7 +95,7 @@ class BuiltStages:
         return [[size_bytes(block) for block in kit.weights.blocks] for kit in kits if isinstance(kit, TesseractKit)]
 
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
-        return microbatch_bytes(config, "cuda" if config.device == "cuda" else "cpu", fuses=True)
+        return microbatch_bytes(config, "cuda" if config.device == "cuda" else "cpu", "fused")
 
 
 def all_state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], device: str) -> int:
@@ -106,13 +103,13 @@ def all_state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], de
     return state_bytes(config, slots) + (host_store_bytes(config, slots) if device == "cpu" else 0)
 
 
-def microbatch_bytes(config: Config, device: str, *, fuses: bool) -> list[int]:
+def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[int]:
     """The most bytes that a microbatch in flight holds between two tasks, by stage, as the run recomputes; in the chunk
     that holds most.
 
     After F it holds what autograd and recomputed groups keep; after B, while W waits, the inputs and the gradients of
     products, which recomputation has computed again. The last chunk goes backward as soon as it has gone forward, so
-    only the latter adds up there. `device`, `fuses`: as AsOnDevice has them.
+    only the latter adds up there. `device`, `attention`: as AsOnDevice has them.
     """
     meshes = first_ranks(config)
     stages = plan_stages(config, meshes[0])
@@ -130,7 +127,7 @@ def microbatch_bytes(config: Config, device: str, *, fuses: bool) -> list[int]:
             use_gradients(model, gradients)
             stage = Stage(model, gradients)
             batch = empty_batch(config, kit, model, mesh.device)
-            with AsOnDevice(device, fuses=fuses):
+            with AsOnDevice(device, attention):
                 held_bytes(stage, 0, batch, stages.ends(position))  # which gathers what the later ones find
                 after_forward, after_backward = held_bytes(stage, 1, batch, stages.ends(position))
             known[key] = after_backward if chunk.last else max(after_forward, after_backward)
@@ -154,52 +151,6 @@ def held_bytes(
         stage.backward(index, coming, defers=True)
         del given, coming
         return after_forward, live.live
-
-
-class AsOnDevice(TorchFunctionMode):
-    """Makes meta tensors do what a device's do: attention as its fused kernel, where it has one and that fits, as
-    F.scaled_dot_product_attention would choose; on a CPU our own GELU."""
-
-    def __init__(self, device_type: str, *, fuses: bool) -> None:
-        super().__init__()
-        self.device_type = device_type
-        self.fuses = fuses
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if function is F.scaled_dot_product_attention and self.fuses:
-            return self._attend(*args, **(kwargs or {}))
-        if function is F.gelu and kwargs == {"approximate": "tanh"} and self.device_type == "cpu":
-            [x] = args
-            if x.element_size() >= 4:  # as gelu.py decides
-                return gelu_by_slices(x)
-        return function(*args, **(kwargs or {}))
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        learns_mask = attn_mask is not None and attn_mask.requires_grad
-        if learns_mask or (self.device_type == "cpu" and dropout_p > 0):
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
-        if self.device_type == "cpu":
-            attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-            )[0]
-        else:
-            if enable_gqa:  # the kernel takes a key a query; FlashAttention, which a GPU has, would not ask for it
-                groups = query.shape[1] // key.shape[1]
-                key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-            bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
-            attended = torch.ops.aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-            )[0]
-        return attended
 
 
 def counted_costs(config: Config) -> Costs:

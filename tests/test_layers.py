@@ -23,7 +23,7 @@ FLOORS: dict[str, int] = {
     # 3: a kit made of the tensor room's layers; models, written against the kit.
     "subgraph": 3, "models": 3,
     # 4: what makes a run of the parts.
-    "parts": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "convert": 4, "data": 4, "launch": 4,
+    "parts": 4, "on_device": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "convert": 4, "data": 4, "launch": 4,
     # 5: the run. The core ends here.
     "training": 5,
     # 5 too: the comparison with one process, of any program.

@@ -7,6 +7,8 @@ from typing import Any
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
+from meshwright.memory.recompute import best_group
+from meshwright.section import divisors, with_field
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.training.phases import DATA_PARALLEL, PIPELINE
 from validation.case import Claim, Finding, Row
@@ -23,7 +25,7 @@ LAYERS = 48
 
 def compare(paper: Paper) -> Finding:
     """The phases' table, and a claim for each size."""
-    planner = Planner(paper.cluster)
+    planner = paper.planner()
     rows = [row for line in paper.tables["axonn_phases"] for row in _rows(paper, line, planner)]
     return Finding(tuple(rows), tuple(_best(paper, line, planner) for line in paper.tables["axonn_best"]))
 
@@ -33,9 +35,17 @@ def _rows(paper: Paper, line: Line, planner: Planner) -> Iterator[Row]:
     prediction = planner.predict(paper.config(changes_of(stages, replicas, offload)))
     label = f"G_inter {stages} x G_data {replicas}" + (", offload" if offload else "")
     if line["pipeline_phase_s"]:
-        yield Row(label, PIPELINE_SECONDS, float(line["pipeline_phase_s"]), prediction.phases[PIPELINE])
+        yield Row(
+            label, PIPELINE_SECONDS, float(line["pipeline_phase_s"]), prediction.phases[PIPELINE], fitted=paper.has_fit
+        )
     if line["data_parallel_phase_s"]:
-        yield Row(label, DATA_SECONDS, float(line["data_parallel_phase_s"]), prediction.phases[DATA_PARALLEL])
+        yield Row(
+            label,
+            DATA_SECONDS,
+            float(line["data_parallel_phase_s"]),
+            prediction.phases[DATA_PARALLEL],
+            fitted=paper.has_fit,
+        )
     if line["total_memory_gb"]:
         yield Row(label, MEMORY, float(line["total_memory_gb"]), total_memory_bytes(prediction) / 1e9)
 
@@ -49,8 +59,20 @@ def changes_of(stages: int, replicas: int, offload: bool) -> dict[str, Any]:
 
 def ranking(paper: Paper, line: Line, planner: Planner) -> list[Prediction]:
     """Every layout of AxoNN's search space that fits the devices' memory, the fastest first."""
-    predictions = [planner.predict(config) for config in _space(paper, line)]
-    return sorted((one for one in predictions if one.fits), key=lambda one: one.seconds)
+    predictions = [_fitting(config, planner) for config in _space(paper, line)]
+    return sorted((one for one in predictions if one is not None), key=lambda one: one.seconds)
+
+
+def _fitting(config: Config, planner: Planner) -> Prediction | None:
+    """With the largest groups of recomputed layers that fit, from the paper's formula down (section IV; its code takes
+    their size as an argument, ckp_coeff); None where the smallest do not."""
+    layers = LAYERS // config.layout.pipeline.size
+    largest = best_group(layers, LAYERS)
+    for every in (size for size in reversed(divisors(layers)) if size <= largest):
+        prediction = planner.predict(with_field(config, "memory.recompute", every))
+        if prediction.fits:
+            return prediction
+    return None
 
 
 def _space(paper: Paper, line: Line) -> Iterator[Config]:

@@ -17,7 +17,7 @@ SPEEDUP = "speed-up"
 
 def compare(paper: Paper) -> Finding:
     """A row a line."""
-    planner = Planner(paper.cluster)
+    planner = paper.planner()
     return Finding(tuple(_row(paper, line, planner) for line in paper.tables["super"]))
 
 

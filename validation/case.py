@@ -9,13 +9,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Row:
     """`published` and `predicted`: in the unit that `quantity` names. `counts`: whether it is part of the paper's mean
-    error; a row that was taken to fix an unpublished number, or that cannot be compared, is shown and does not."""
+    error; a row that was taken to fix an unpublished number, or that cannot be compared, is shown and does not.
+    `fitted`: whether a figure behind the prediction was chosen by the paper's rows."""
 
     label: str
     quantity: str
     published: float
     predicted: float
     counts: bool = True
+    fitted: bool = False
 
     @property
     def error(self) -> float:
@@ -25,11 +27,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper about an order, which the planner makes too or does not. `found`: in the planner's words."""
+    """A claim of the paper about an order, which the planner makes too or does not. `found`: in the planner's words.
+    `counts`: false for an order by which a fit was chosen."""
 
     text: str
     holds: bool
     found: str
+    counts: bool = True
 
 
 @dataclass(frozen=True)

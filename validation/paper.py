@@ -6,6 +6,7 @@ tables.
 | title, source | what it is                                                                            |
 | cluster       | a name of meshwright/configs/clusters                                                 |
 | fitted        | laid over that cluster's file, where the paper's programs go at another pace than ours |
+| software      | where it is not as our own runs': after the paper's text or code (plan/software.py)   |
 | run           | the run that all its rows share                                                       |
 | tables        | csv files beside it; lines that begin with # say where the numbers come from          |
 | assumed       | what the paper does not say and we took, a sentence each                              |
@@ -24,6 +25,8 @@ from typing import Any
 from meshwright.config import Config, parse_config
 from meshwright.config.load import read_yaml
 from meshwright.tools.plan.cluster import Cluster, load_cluster
+from meshwright.tools.plan.predict import Planner
+from meshwright.tools.plan.software import Software
 
 PAPERS = Path(__file__).resolve().parent / "papers"
 
@@ -39,11 +42,16 @@ class Paper:
     title: str
     source: str
     cluster: Cluster
+    software: Software
     run: dict[str, Any]
     tables: dict[str, tuple[Line, ...]]
     assumed: tuple[str, ...]
     limit: float
     has_fit: bool
+
+    def planner(self, **software: Any) -> Planner:
+        """A planner for the paper's programs on its cluster. `software`: fields that are not as in the paper's file."""
+        return Planner(self.cluster, self.software.model_copy(update=software))
 
     def config(self, changes: Mapping[str, Any]) -> Config:
         """The paper's run with these sections over its own. Raises ConfigError where that is no legal run."""
@@ -55,9 +63,12 @@ def load_paper(name: str, *, fitted: bool = True) -> Paper:
     tree = read_yaml(PAPERS / f"{name}.yaml")
     tables = {Path(file).stem: read_table(PAPERS / file) for file in tree.pop("tables")}
     cluster, changes, assumed = load_cluster(tree.pop("cluster")), tree.pop("fitted", {}), tuple(tree.pop("assumed"))
+    software = Software.model_validate(tree.pop("software", {}))
     if fitted:
         cluster = Cluster.model_validate(merged(cluster.model_dump(), changes))
-    return Paper(name=name, cluster=cluster, tables=tables, assumed=assumed, has_fit=bool(changes), **tree)
+    return Paper(
+        name=name, cluster=cluster, software=software, tables=tables, assumed=assumed, has_fit=bool(changes), **tree
+    )
 
 
 def read_table(path: Path) -> tuple[Line, ...]:

@@ -21,12 +21,19 @@ PER_DEVICE = 4
 def compare(paper: Paper) -> Finding:
     """A row a line; the baseline gives the minutes of a predicted second a sequence, since the novel's length is not
     published."""
-    planner = Planner(paper.cluster)
+    planner = paper.planner()
     lines = paper.tables["bai_10m"]
     seconds = [_seconds_per_sequence(paper, line, planner) for line in lines]
     scale = float(lines[0]["minutes"]) / seconds[0]
     rows = [
-        Row(_label(line), MINUTES, float(line["minutes"]), scale * one, counts=line["strategy"] not in NOT_MEASURED)
+        Row(
+            _label(line),
+            MINUTES,
+            float(line["minutes"]),
+            scale * one,
+            counts=line["strategy"] not in NOT_MEASURED,
+            fitted=True,
+        )
         for line, one in zip(lines, seconds, strict=True)
     ]
     return Finding(tuple(rows))

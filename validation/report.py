@@ -24,22 +24,26 @@ class Result:
     @property
     def holds(self) -> bool:
         """Whether it is as docs/validation.md says."""
-        return self.finding.mean_error <= self.paper.limit and all(claim.holds for claim in self.finding.claims)
+        return self.finding.mean_error <= self.paper.limit and all(
+            claim.holds for claim in self.finding.claims if claim.counts
+        )
 
 
 def show(result: Result) -> None:
-    """A row each; the claims; what was assumed. An error in brackets does not count."""
+    """A row each, predicted or fitted; the claims; what was assumed. An error in brackets does not count."""
     console, paper, finding = _console(), result.paper, result.finding
-    fitted = ", fitted" if paper.has_fit else ""
-    table = Table("", "", "published", "predicted", "error", title=f"{paper.title} ({paper.cluster.name}{fitted})")
+    table = Table("", "", "published", "planner", "error", "", title=f"{paper.title} ({paper.cluster.name})")
     for row in finding.rows:
         error = f"{row.error:+.1%}" if row.counts else f"({row.error:+.1%})"
-        table.add_row(row.label, row.quantity, f"{row.published:,.4g}", f"{row.predicted:,.4g}", error)
+        kind = "fitted" if row.fitted else "predicted"
+        table.add_row(row.label, row.quantity, f"{row.published:,.4g}", f"{row.predicted:,.4g}", error, kind)
     console.print(table)
     for name, mean in finding.by_quantity().items():
         console.print(f"  mean error, {name}: {mean:.1%}")
     for claim in finding.claims:
-        console.print(f"  {'holds' if claim.holds else 'DOES NOT HOLD'}: {claim.text}; found: {claim.found}")
+        verdict = "holds" if claim.holds else "DOES NOT HOLD"
+        verdict = verdict if claim.counts else f"no claim, since a fit was chosen by it ({verdict})"
+        console.print(f"  {verdict}: {claim.text}; found: {claim.found}")
     for sentence in paper.assumed:
         console.print(f"  assumed: {sentence}")
     console.print()
@@ -51,7 +55,8 @@ def summary(results: Sequence[Result]) -> None:
     for result in results:
         finding = result.finding
         rows = sum(row.counts for row in finding.rows)
-        held = f"{sum(claim.holds for claim in finding.claims)} of {len(finding.claims)}" if finding.claims else "-"
+        claims = [claim.holds for claim in finding.claims if claim.counts]
+        held = f"{sum(claims)} of {len(claims)}" if claims else "-"
         unfitted = "the same" if result.unfitted is None else f"{result.unfitted:.1%}"
         admitted = f"{result.paper.limit:.0%}"
         table.add_row(result.paper.name, str(rows), f"{finding.mean_error:.1%}", admitted, unfitted, held)

@@ -75,11 +75,6 @@ class Device(Section):
         name = "tf32" if tf32 and dtype == "float32" and "tf32" in self.peak else dtype
         return next((rate for known, rate in self.peak.items() if known == name), None)
 
-    @property
-    def fuses(self) -> bool:
-        """Whether the device has a fused attention."""
-        return self.attention is not None
-
 
 class Level(Section):
     """Links between units: devices at the innermost level, at the next ones what the level before has joined.

@@ -250,7 +250,7 @@ class Estimates:
             sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
             self._endings[key] = _Ending(
                 sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
-                sum(one.publish for one in sums), run.norm(), run.network.overlaps,
+                sum(one.publish for one in sums), run.norm(), run.overlap("sums"),
             )  # fmt: skip
         return self._endings[key]
 
@@ -311,13 +311,14 @@ class Estimates:
     def _time(self, config: Config, part: _Part) -> _TimedPart:
         """The part's seconds at its quickest place in the step. Half of a backward pass's kernels are for weights."""
         timer, network = self.planner.timer(config), self.planner.network(config)
+        overlaps = self.planner.software.overlap("layers", network.overlaps)
         forward, backward = (
-            min((timer.seconds(program, network), place) for place, program in enumerate(part.programs[kind]))
+            min((timer.seconds(program, network, overlaps), place) for place, program in enumerate(part.programs[kind]))
             for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         )
         program = part.programs[TaskKind.BACKWARD][backward[1]]
         weights = timer.computing(program) / 2
-        return _TimedPart(part, forward[0], backward[0], timer.apart(program, network) - weights, weights)
+        return _TimedPart(part, forward[0], backward[0], timer.seconds(program, network, 0.0) - weights, weights)
 
     def _parts_of(self, config: Config) -> dict[int, _Part]:
         key = config.layout.layer, config.micro

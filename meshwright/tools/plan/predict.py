@@ -41,6 +41,7 @@ from meshwright.tools.plan.network import ClusterNetwork
 from meshwright.tools.plan.passes import Passes, run_passes
 from meshwright.tools.plan.recorder import Kernel, Program
 from meshwright.tools.plan.recordings import Recordings
+from meshwright.tools.plan.software import OURS, STEPPED_BYTES, STEPS, Communication, Software
 from meshwright.tools.plan.step import Sum, finish
 from meshwright.tools.plan.timing import Timer
 
@@ -84,6 +85,7 @@ class Planner:
     """Predicts runs on one cluster, and remembers what they have in common."""
 
     cluster: Cluster
+    software: Software = OURS
     recordings: Recordings = field(init=False)
     buckets: Buckets = field(default_factory=Buckets)
     passes: dict[Hashable, Passes] = field(default_factory=dict)
@@ -93,7 +95,8 @@ class Planner:
     _networks: dict[tuple[TransportName, tuple[tuple[str, int], ...]], ClusterNetwork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.recordings = Recordings(self.cluster.device.kind, fuses=self.cluster.device.fuses)
+        self.software = self.software.on(self.cluster.device)
+        self.recordings = Recordings(self.cluster.device.kind, self.software)
 
     def predict(self, config: Config) -> Prediction:
         """Raises ConfigError for what cannot be planned: sync fsdp and server-loss, O1, a partition that is
@@ -104,7 +107,7 @@ class Planner:
         passes = run.passes()
         sums = {stage: run.sums(stage) for stage in run.buckets}
         every = [sums[like] for like in run.like]
-        step = finish(passes, every, run.norm(), streams=streams(config), overlaps=run.network.overlaps)
+        step = finish(passes, every, run.norm(), streams=streams(config), overlaps=run.overlap("sums"))
         return Prediction(
             config,
             self.cluster,
@@ -187,7 +190,7 @@ class Planner:
             layout.pipeline.partition,
         )  # fmt: skip
         if key not in self._microbatches:
-            self._microbatches[key] = microbatch_bytes(config, device.kind, fuses=device.fuses)
+            self._microbatches[key] = microbatch_bytes(config, device.kind, self.software.attention or "torch")
         return self._microbatches[key]
 
     def stages(self, config: Config) -> list[StagePlan]:
@@ -224,12 +227,16 @@ class TimedRun(Composition):
 
     def __init__(self, planner: Planner, config: Config, stages: list[StagePlan]) -> None:
         super().__init__(config, stages, planner.buckets)
-        self.cluster, self.known_passes = planner.cluster, planner.passes
+        self.cluster, self.known_passes, self.software = planner.cluster, planner.passes, planner.software
         self.network, self.timer = planner.network(config), planner.timer(config)
         self.costs: dict[tuple[int, TaskKind, int], Cost] = {}
 
     def seconds(self, program: Program) -> float:
-        return self.timer.seconds(program, self.network)
+        return self.timer.seconds(program, self.network, self.overlap("layers"))
+
+    def overlap(self, communication: Communication) -> float:
+        """The part of a communication that goes on under computation."""
+        return self.software.overlap(communication, self.network.overlaps)
 
     def memory(self, passes: Passes) -> tuple[Memory, ...]:
         """The memory of each stage's first rank. The messages that it waits for from both sides have their memory
@@ -273,11 +280,14 @@ class TimedRun(Composition):
         before it begins, and gradients that are summed in every microbatch; the step's last has its own account
         (`sums`)."""
         buckets = self.buckets[self.like[stage]]
-        moved = [self.seconds(buckets[index].gather) for index in self.gathers(stage, which).get(kind, ())]
-        first = max(moved[:1], default=0.0)
+        gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage, which).get(kind, ())]
+        summed = 0.0
         if kind is self.kinds[-1] and which < len(self.counts) - 1:
-            moved += [self.seconds(bucket.reduce) for bucket in buckets if bucket.sums > 1]
-        return max(first, sum(moved) - self.network.overlaps * seconds)
+            summed = sum(self.seconds(bucket.reduce) for bucket in buckets if bucket.sums > 1)
+        before = sum(gathered) if not self.overlap("gathers") else max(gathered[:1], default=0.0)
+        after = 0.0 if self.overlap("sums") else summed
+        beside = sum(gathered) + summed - before - after
+        return before + after + max(0.0, beside - self.network.overlaps * seconds)
 
     def agreement(self) -> float:
         """Seconds until a stage's ranks agree on a task."""
@@ -328,8 +338,17 @@ class TimedRun(Composition):
     def sum(self, bucket: PlannedBucket, ready: float, read: float = 0.0) -> Sum:
         device, config = self.cluster.device, self.config
         rate = device.host_link if config.memory.offload.to == "host" else min(device.host_link, device.disk)
-        touched = bucket.touched_bytes(config)
-        kernel = Kernel("element", 0.0, touched, bucket.stepped_elements, "float32")
-        steps = self.timer.kernel_seconds(kernel) if touched else 0.0
+        steps = self.step_seconds(bucket) if bucket.touched_bytes(config) else 0.0
         reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.seconds(bucket.publish)
         return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate, read)
+
+    def step_seconds(self, bucket: PlannedBucket) -> float:
+        """Seconds in which the optimizer steps a bucket's slot."""
+        elements, count = bucket.stepped_elements, 1
+        touched = bucket.touched_bytes(self.config)
+        if self.software.optimizer == "steps":
+            count = STEPS * len(bucket.names)
+            elements //= len(bucket.names)
+            touched = elements * STEPPED_BYTES // STEPS
+        kernel = Kernel("element", 0.0, touched, elements, "float32")
+        return count * max(self.timer.kernel_seconds(kernel), self.cluster.device.issue if count > 1 else 0.0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -125,10 +125,12 @@ class UnderWay:
 
 
 class Recorder(LiveBytes):
-    """Records the programs of a rank."""
+    """Records the programs of a rank. `fuses_dropout`: as Software has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fuses_dropout: bool = False) -> None:
         super().__init__()
+        self._fuses_dropout = fuses_dropout
+        self._dropped: int | None = None  # the storage that the last kernel, a dropout, has written
         self._events: list[_Event] = []
         self._number = 0
         self._ledger = Ledger()
@@ -139,11 +141,17 @@ class Recorder(LiveBytes):
         name, mutates = _facts(op)
         if name not in NOTHING and (new or mutates or not results):
             causal = name in ATTENTIONS and _is_causal(op, args)
-            self._events.append(_kernel(name, args, given, results, self._ledger.times, causal=causal))
+            kernel = _kernel(name, args, given, results, self._ledger.times, causal=causal)
+            if name == "add" and self._dropped in {x.untyped_storage()._cdata for x in given}:
+                kernel = _fused(self._events.pop(), kernel, _size_bytes(results[0]))
+            self._events.append(kernel)
+            drops = self._fuses_dropout and name == "native_dropout"
+            self._dropped = results[0].untyped_storage()._cdata if drops else None
 
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
         """A collective begins (planned.Observer)."""
         self._number += 1
+        self._dropped = None
         self._events.append(Start(self._number, axes, verb, payload_bytes, root, self._ledger.times))
         return UnderWay(partial(self._events.append, WaitFor(self._number)))
 
@@ -151,7 +159,7 @@ class Recorder(LiveBytes):
     def program(self, ledger: Ledger) -> Iterator[Callable[[], Program]]:
         """Record what is done inside; the function that it gives makes the program of it, afterwards."""
         before = self.live
-        self._events, self.peak, self._ledger = [], before, ledger
+        self._events, self.peak, self._ledger, self._dropped = [], before, ledger, None
         ledger.traffic.clear()
 
         def make() -> Program:
@@ -185,6 +193,12 @@ def _kernel(
     if causal:
         flops /= 2
     return Kernel(_kind(name), flops, touched, largest, dtype, side, times)
+
+
+def _fused(first: _Event, second: Kernel, passed_bytes: int) -> Kernel:
+    """One kernel for two, where the second reads what the first writes: so many bytes, which neither moves then."""
+    assert isinstance(first, Kernel)
+    return replace(first, touched_bytes=first.touched_bytes + second.touched_bytes - 2 * passed_bytes)
 
 
 def _moved(name: str, given: list[Tensor], results: list[Tensor]) -> list[Tensor]:

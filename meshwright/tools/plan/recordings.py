@@ -23,6 +23,7 @@ from meshwright.config import Config
 from meshwright.memory.recompute import recomputed
 from meshwright.model import Chunk, Costs
 from meshwright.models.chain import chain_of, make_chain, split_name
+from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import Bucket, gradient_dtype, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
@@ -34,9 +35,10 @@ from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
-from meshwright.stage_costs import AsOnDevice, links, parameters_of
+from meshwright.stage_costs import links, parameters_of
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.recorder import Program, Recorder
+from meshwright.tools.plan.software import OURS, Software
 
 Forms = tuple[TensorMeta, ...]
 
@@ -123,12 +125,12 @@ def splits(config: Config) -> bool:
 class Recordings:
     """Records the parts that it is asked for, and remembers them.
 
-    Of a device they depend on its kind, and on whether its attention is fused (AsOnDevice). What is sent, and held of
-    parameters, is the same on all.
+    Of a device they depend on its kind, and of a run's software on what it does in a layer (software.py). What is sent,
+    and held of parameters, is the same on all.
     """
 
-    def __init__(self, kind: str = "cpu", *, fuses: bool = False) -> None:
-        self._kind, self._fuses = kind, fuses
+    def __init__(self, kind: str = "cpu", software: Software = OURS) -> None:
+        self._kind, self._software = kind, software
         self._recorded: dict[Hashable, Recording] = {}
         self._outlines: dict[Hashable, Outline] = {}
 
@@ -154,7 +156,10 @@ class Recordings:
                 chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
         key = (chunk, incoming, *_what_matters(config))
         if key not in self._recorded:
-            self._recorded[key] = _record(config, AsOnDevice(self._kind, fuses=self._fuses), chunk, incoming)
+            software = self._software
+            recorder = Recorder(fuses_dropout=software.fuses_dropout)
+            on_device = AsOnDevice(self._kind, software.attention or "torch", gelu_in_steps=software.gelu == "steps")
+            self._recorded[key] = _record(config, recorder, on_device, chunk, incoming)
         return self._recorded[key].moved(further)
 
 
@@ -209,9 +214,9 @@ def _moved(name: str, layers: int) -> str:
     return name if layer is None else f"blocks.{layer + layers}.{inner}"
 
 
-def _record(config: Config, on_device: AsOnDevice, chunk: Chunk, incoming: Forms) -> Recording:
+def _record(config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms) -> Recording:
     """Run a part's tasks for each place of a microbatch."""
-    recorder, layout = Recorder(), config.layout
+    layout = config.layout
     alone = (PIPE,) if layout.data.strategy.unplanned else (*DATA_AXES, PIPE)
     grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes))
     mesh = planned_mesh(grid, 0, layout.token_axes, on_device.device_type, recorder.started)

@@ -94,20 +94,9 @@ class Timer:
         rule = f"is no dtype of which {self._cluster.name} says how fast it multiplies (device.peak)"
         raise ConfigError.of("precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak))
 
-    def seconds(self, program: Program, network: ClusterNetwork) -> float:
-        """Seconds from a program's beginning to its last kernel or wait."""
-        return self._played(program, network, network.overlaps)
-
-    def apart(self, program: Program, network: ClusterNetwork) -> float:
-        """Seconds of a program where nothing is sent under kernels."""
-        return self._played(program, network, 0.0)
-
-    def computing(self, program: Program) -> float:
-        """Seconds of its kernels alone."""
-        every = reduce(Kernels.then, (step for step in self._condensed(program) if isinstance(step, Kernels)))
-        return max(every.device, every.both)
-
-    def _played(self, program: Program, network: ClusterNetwork, overlaps: float) -> float:
+    def seconds(self, program: Program, network: ClusterNetwork, overlaps: float) -> float:
+        """Seconds from a program's beginning to its last kernel or wait, where the part `overlaps` of a collective goes
+        on under kernels."""
         return play(
             self._condensed(program),
             lambda start: start.times * network.collective(start.axes, start.verb, start.payload_bytes),
@@ -115,6 +104,11 @@ class Timer:
             self.gain(self.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
             self._cluster.device.issue,
         )
+
+    def computing(self, program: Program) -> float:
+        """Seconds of its kernels alone."""
+        every = reduce(Kernels.then, (step for step in self._condensed(program) if isinstance(step, Kernels)))
+        return max(every.device, every.both)
 
     def _condensed(self, program: Program) -> tuple[Step, ...]:
         if id(program) not in self._steps:

@@ -17,6 +17,7 @@ from meshwright.config import Config, parse_config
 from meshwright.model import Chunk, Hidden
 from meshwright.models.chain import chain_of
 from meshwright.models.section import Gpt2
+from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
@@ -27,9 +28,9 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import LedgerTransport
-from meshwright.stage_costs import AsOnDevice
 from meshwright.tools.plan.recorder import Kernel, Program, Recorder
 from meshwright.tools.plan.recordings import Recording, Recordings
+from meshwright.tools.plan.software import Software
 from tests.workers import run_ranks
 
 NOTHING = range(0)
@@ -65,7 +66,7 @@ def config_for(tensor: dict[str, object], model: dict[str, object] | None = None
 
 def recordings_of(config: Config) -> list[Recording]:
     """The programs of embeddings, a layer, head and loss."""
-    known, recorded = Recordings("cpu", fuses=True), list[Recording]()
+    known, recorded = Recordings("cpu", Software(attention="fused")), list[Recording]()
     for chunk in CHUNKS:
         recorded.append(known.of(config, chunk, recorded[-1].outgoing if recorded else ()))
     return recorded
@@ -175,7 +176,7 @@ def test_only_a_causal_attention_leaves_out_half() -> None:
     flops = []
     for causal in (False, True):
         recorder = Recorder()
-        with AsOnDevice("cuda", fuses=True), recorder.program(Ledger()) as made:
+        with AsOnDevice("cuda", "fused"), recorder.program(Ledger()) as made:
             F.scaled_dot_product_attention(x, x, x, is_causal=causal).sum().backward()
         flops.append(flops_of(made(), "attention"))
     assert flops == [7 * 2 * x.numel() * 8, 7 * x.numel() * 8]

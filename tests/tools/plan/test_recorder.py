@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.on_device import AsOnDevice
 from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.planned import LedgerComm
-from meshwright.stage_costs import AsOnDevice
 from meshwright.tools.plan.recorder import Kernel, Program, Recorder, Start, WaitFor
 
 META = torch.device("meta")
@@ -95,7 +95,7 @@ def test_attention_is_one_kernel_where_the_device_has_one(device_type: str) -> N
     query = torch.empty(2, 4, 16, 8, device=META, requires_grad=True)
     mask = torch.ones(2, 1, 1, 16, dtype=torch.bool, device=META)
     kinds = []
-    for modes in ([], [AsOnDevice(device_type, fuses=True)]):
+    for modes in ([], [AsOnDevice(device_type, "fused")]):
         recorder = Recorder()
         with recorder.program(Ledger()) as made:
             for mode in modes:

@@ -1,0 +1,46 @@
+"""A run's software, as far as its seconds and its memory hang on it and neither config nor cluster say it.
+
+Meshwright's own runs are the defaults. A published run states its software in its paper's file (validation/papers),
+after what the paper or its code says.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from meshwright.on_device import Attention
+from meshwright.section import Section
+from meshwright.tools.plan.cluster import Device
+
+Communication = Literal["sums", "gathers", "layers"]
+
+
+class Software(Section):
+    """`attention`: how queries, keys and values are attended (on_device.py); None: fused where the device has such a
+    kernel, else torch's own steps. `overlapped`: what is sent while the device computes: the sums of gradients, under
+    the last backward pass; the gathering of sharded weights; what a layer sends between its own products."""
+
+    attention: Attention | None = None
+    gelu: Literal["fused", "steps"] = "fused"
+    """A kernel of its own, which torch has of GPT-2's since 1.12, or eight."""
+    fuses_dropout: bool = False
+    """Whether dropout and the sum with the residual after it are one kernel."""
+    optimizer: Literal["fused", "steps"] = "fused"
+    """One kernel for many parameters, or STEPS for each: torch's AdamW before 2.0, one tensor after the other."""
+    overlapped: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
+
+    def on(self, device: Device) -> Software:
+        """The same, with the attention that it has on a device."""
+        attention = self.attention or ("torch" if device.attention is None else "fused")
+        return self.model_copy(update={"attention": attention})
+
+    def overlap(self, communication: Communication, share: float) -> float:
+        """The part of a communication that goes on under computation, where links let `share` of it do so."""
+        return share if communication in self.overlapped else 0.0
+
+
+STEPS, STEPPED_BYTES = 9, 88
+"""The kernels of an AdamW that goes step by step, and what they read and write of an element: decay 8 bytes, each
+moment's decay and sum 8 + 12, root, bias correction and epsilon 8 each, the quotient 16."""
+
+OURS = Software()

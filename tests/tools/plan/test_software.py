@@ -1,0 +1,51 @@
+"""A run's software changes a prediction where its facts do, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.config import Config, parse_config
+from meshwright.tools.plan.predict import Planner, Prediction
+from meshwright.tools.plan.software import OURS, Communication, Software
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
+from tests.tools.plan.clusters import NODES
+
+EVERY: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
+
+
+def run(**layout: object) -> Config:
+    return parse_config({
+        "model": {"layers": 4, "hidden": 256, "heads": 4, "positions": 128, "vocabulary": 512},
+        "data": {"sequence": 128},
+        "batch": {"global": 32, "micro": 4},
+        "layout": layout,
+    })  # fmt: skip
+
+
+def predicted(config: Config, software: Software = OURS) -> Prediction:
+    return Planner(NODES, software).predict(config)
+
+
+def test_sums_wait_for_the_backward_pass() -> None:
+    config = run(data={"size": 4})
+    under, after = predicted(config), predicted(config, Software(overlapped=EVERY - {"sums"}))
+    assert after.phases[DATA_PARALLEL] > under.phases[DATA_PARALLEL]
+    assert after.phases[PIPELINE] == under.phases[PIPELINE]
+    assert after.memory == under.memory
+
+
+@pytest.mark.parametrize("communication, layout", [
+    ("gathers", {"data": {"size": 4, "sync": "zero3"}}),
+    ("layers", {"tensor": {"kind": "megatron", "size": 2}}),
+])  # fmt: skip
+def test_what_is_not_overlapped_takes_longer(communication: Communication, layout: dict[str, object]) -> None:
+    config = run(**layout)
+    own, apart = predicted(config), predicted(config, Software(overlapped=EVERY - {communication}))
+    assert apart.phases[PIPELINE] > own.phases[PIPELINE]
+    assert apart.traffic == own.traffic
+
+
+def test_an_optimizer_in_steps_takes_longer_and_nothing_else_does() -> None:
+    own, steps = predicted(run()), predicted(run(), Software(optimizer="steps"))
+    assert steps.phases[OPTIMIZER] > own.phases[OPTIMIZER]
+    assert steps.phases[PIPELINE] == own.phases[PIPELINE]
