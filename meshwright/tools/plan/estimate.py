@@ -97,13 +97,15 @@ class _Passes:
 
 @dataclass(frozen=True)
 class _Ending:
-    """Seconds after the pipeline phase, on the stage with most parameters: gradients' sums, optimizer, publishing."""
+    """Seconds after the pipeline phase, on the stage with most parameters: gradients' sums, optimizer, publishing;
+    the parts of sums and of publishing that go on under computation."""
 
     reduce: float
     steps: float
     publish: float
     norm: float
     overlaps: float
+    publishes: float
 
 
 class Estimates:
@@ -130,7 +132,7 @@ class Estimates:
         passes, ending = self._passes_of(config), self._ending_of(config)
         sums = config.num_microbatches if config.layout.data.strategy.slices else 1
         summed = passes.seconds + sums * max(0.0, ending.reduce - ending.overlaps * max(passes.last))
-        published = max(0.0, ending.publish - ending.overlaps * passes.forward)
+        published = max(0.0, ending.publish - ending.publishes * passes.forward)
         seconds = summed + ending.norm + (0.0 if streams(config) else ending.steps) + published
         memory = replace(self.weights_memory(config), activations=int(SURE * passes.activation_bytes))
         return Estimate(SURE * seconds, memory)
@@ -250,7 +252,7 @@ class Estimates:
             sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
             self._endings[key] = _Ending(
                 sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
-                sum(one.publish for one in sums), run.norm(), run.overlap("sums"),
+                sum(one.publish for one in sums), run.norm(), run.overlap("sums"), run.overlap("gathers"),
             )  # fmt: skip
         return self._endings[key]
 

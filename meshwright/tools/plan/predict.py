@@ -41,7 +41,7 @@ from meshwright.tools.plan.network import ClusterNetwork
 from meshwright.tools.plan.passes import Passes, run_passes
 from meshwright.tools.plan.recorder import Kernel, Program
 from meshwright.tools.plan.recordings import Recordings
-from meshwright.tools.plan.software import OURS, STEPPED_BYTES, STEPS, Communication, Software
+from meshwright.tools.plan.software import OWN_SOFTWARE, STEPPED_BYTES, STEPS_OF_ADAMW, Communication, Software
 from meshwright.tools.plan.step import Sum, finish
 from meshwright.tools.plan.timing import Timer
 
@@ -85,7 +85,7 @@ class Planner:
     """Predicts runs on one cluster, and remembers what they have in common."""
 
     cluster: Cluster
-    software: Software = OURS
+    software: Software = OWN_SOFTWARE
     recordings: Recordings = field(init=False)
     buckets: Buckets = field(default_factory=Buckets)
     passes: dict[Hashable, Passes] = field(default_factory=dict)
@@ -107,7 +107,8 @@ class Planner:
         passes = run.passes()
         sums = {stage: run.sums(stage) for stage in run.buckets}
         every = [sums[like] for like in run.like]
-        step = finish(passes, every, run.norm(), streams=streams(config), overlaps=run.overlap("sums"))
+        beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
+        step = finish(passes, every, run.norm(), streams=streams(config), **beside)
         return Prediction(
             config,
             self.cluster,
@@ -347,8 +348,8 @@ class TimedRun(Composition):
         elements, count = bucket.stepped_elements, 1
         touched = bucket.touched_bytes(self.config)
         if self.software.optimizer == "steps":
-            count = STEPS * len(bucket.names)
+            count = STEPS_OF_ADAMW * len(bucket.names)
             elements //= len(bucket.names)
-            touched = elements * STEPPED_BYTES // STEPS
+            touched = elements * STEPPED_BYTES // STEPS_OF_ADAMW
         kernel = Kernel("element", 0.0, touched, elements, "float32")
         return count * max(self.timer.kernel_seconds(kernel), self.cluster.device.issue if count > 1 else 0.0)

@@ -38,7 +38,7 @@ from meshwright.registry import load_entry
 from meshwright.stage_costs import links, parameters_of
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.recorder import Program, Recorder
-from meshwright.tools.plan.software import OURS, Software
+from meshwright.tools.plan.software import OWN_SOFTWARE, Software
 
 Forms = tuple[TensorMeta, ...]
 
@@ -129,7 +129,7 @@ class Recordings:
     and held of parameters, is the same on all.
     """
 
-    def __init__(self, kind: str = "cpu", software: Software = OURS) -> None:
+    def __init__(self, kind: str = "cpu", software: Software = OWN_SOFTWARE) -> None:
         self._kind, self._software = kind, software
         self._recorded: dict[Hashable, Recording] = {}
         self._outlines: dict[Hashable, Outline] = {}

@@ -18,7 +18,8 @@ Communication = Literal["sums", "gathers", "layers"]
 class Software(Section):
     """`attention`: how queries, keys and values are attended (on_device.py); None: fused where the device has such a
     kernel, else torch's own steps. `overlapped`: what is sent while the device computes: the sums of gradients, under
-    the last backward pass; the gathering of sharded weights; what a layer sends between its own products."""
+    the last backward pass; sharded weights as they are gathered and stepped ones as they are published; what a layer
+    sends between its own products."""
 
     attention: Attention | None = None
     gelu: Literal["fused", "steps"] = "fused"
@@ -26,7 +27,7 @@ class Software(Section):
     fuses_dropout: bool = False
     """Whether dropout and the sum with the residual after it are one kernel."""
     optimizer: Literal["fused", "steps"] = "fused"
-    """One kernel for many parameters, or STEPS for each: torch's AdamW before 2.0, one tensor after the other."""
+    """One kernel for many parameters, or STEPS_OF_ADAMW for each, as torch's AdamW stepped tensors before 2.0."""
     overlapped: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
 
     def on(self, device: Device) -> Software:
@@ -39,8 +40,8 @@ class Software(Section):
         return share if communication in self.overlapped else 0.0
 
 
-STEPS, STEPPED_BYTES = 9, 88
+STEPS_OF_ADAMW, STEPPED_BYTES = 9, 88
 """The kernels of an AdamW that goes step by step, and what they read and write of an element: decay 8 bytes, each
 moment's decay and sum 8 + 12, root, bias correction and epsilon 8 each, the quotient 16."""
 
-OURS = Software()
+OWN_SOFTWARE = Software()

@@ -41,10 +41,17 @@ class _Step:
 
 
 def finish(
-    passes: Passes, sums: Sequence[Sequence[Sum]], norm_seconds: float, *, streams: bool, overlaps: float
+    passes: Passes,
+    sums: Sequence[Sequence[Sum]],
+    norm_seconds: float,
+    *,
+    streams: bool,
+    overlaps: float,
+    publishes: float,
 ) -> _Step:
     """The step's end. `sums`: each stage's buckets, in the order in which they leave; `norm_seconds`: of the
-    collectives that all ranks join in before the optimizer; `streams`: whether it steps a bucket when it has come.
+    collectives that all ranks join in before the optimizer; `streams`: whether it steps a bucket when it has come;
+    `overlaps`, `publishes`: the parts of a sum and of publishing that go on under computation.
     """
     arrived = [_arrivals(span, own, overlaps) for span, own in zip(passes.last, sums, strict=True)]
     ends = [times[-1] if times else span.end_seconds for times, span in zip(arrived, passes.last, strict=True)]
@@ -64,7 +71,7 @@ def finish(
         min((span.start_seconds for span in passes.timeline.spans if span.stage == stage), default=0.0)
         for stage in range(len(sums))
     ]
-    late = [_late_seconds(own, begin, overlaps) for own, begin in zip(sums, begins, strict=True)]
+    late = [_late_seconds(own, begin, publishes) for own, begin in zip(sums, begins, strict=True)]
     seconds = max(over, *(done + waits for done, waits in zip(stepped, late, strict=True)))
     spans = [
         phase_span(stage, name, start, end)

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.config import Config, parse_config
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.software import OURS, Communication, Software
+from meshwright.tools.plan.software import OWN_SOFTWARE, Communication, Software
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 from tests.tools.plan.clusters import NODES
 
@@ -22,7 +22,7 @@ def run(**layout: object) -> Config:
     })  # fmt: skip
 
 
-def predicted(config: Config, software: Software = OURS) -> Prediction:
+def predicted(config: Config, software: Software = OWN_SOFTWARE) -> Prediction:
     return Planner(NODES, software).predict(config)
 
 
