@@ -30,7 +30,7 @@ def test_sums_wait_for_the_backward_pass() -> None:
     config = run(data={"size": 4})
     under, after = predicted(config), predicted(config, Software(overlapped=EVERY - {"sums"}))
     assert after.phases[DATA_PARALLEL] > under.phases[DATA_PARALLEL]
-    assert after.phases[PIPELINE] == under.phases[PIPELINE]
+    assert after.phases[PIPELINE] == pytest.approx(under.phases[PIPELINE], rel=1e-12)
     assert after.memory == under.memory
 
 
@@ -48,4 +48,4 @@ def test_what_is_not_overlapped_takes_longer(communication: Communication, layou
 def test_an_optimizer_in_steps_takes_longer_and_nothing_else_does() -> None:
     own, steps = predicted(run()), predicted(run(), Software(optimizer="steps"))
     assert steps.phases[OPTIMIZER] > own.phases[OPTIMIZER]
-    assert steps.phases[PIPELINE] == own.phases[PIPELINE]
+    assert steps.phases[PIPELINE] == pytest.approx(own.phases[PIPELINE], rel=1e-12)
