@@ -1,7 +1,10 @@
 """(b) Every sync on every transport against torch's DDP and FSDP2; (c) server-* against one device.
 
     python -m benchmarks.data_parallel [--ranks 2 4] [--only SYNC ...] [--transports torch mpi]
-                                       [--rounds N] [--steps N] [--json FILE]
+                                       [--waiting] [--rounds N] [--steps N] [--json FILE]
+
+`--waiting`: also zero1 whose step ends when the stepped weights have arrived, which else travel under the next forward
+pass; take five steps a turn or more, of which only the last one's is not in the turn's time.
 
 Targets: allreduce at most 0.95 of DDP's step at 2 ranks and 0.85 at 4, zero1 at most 1.0 of DDP's, fsdp at most 1.0 of
 FSDP2's. Two rows say how near that can be: ranks that never sum their gradients, and their linear layers' products
@@ -23,7 +26,7 @@ BASELINES = ("DDP", "FSDP2", "plain loop")
 SYNCS = tuple(entries("syncs"))
 
 
-def contenders(ranks: int, syncs: Sequence[str], transports: Sequence[str]) -> list[Contender]:
+def contenders(ranks: int, syncs: Sequence[str], transports: Sequence[str], *, waiting: bool) -> list[Contender]:
     """The baselines and the floors, then ours. fsdp is torch's own and runs on torch only."""
     theirs = [
         Contender("plain loop", "benchmarks.baselines:plain"),
@@ -40,11 +43,14 @@ def contenders(ranks: int, syncs: Sequence[str], transports: Sequence[str]) -> l
         for transport in transports
         if not (sync == "fsdp" and transport == "mpi")
     ]
-    return theirs + serial + mine
+    late = [ours.contender("zero1", "torch", ranks, waits=True)] if waiting else []
+    return theirs + serial + mine + late
 
 
-def measure(ranks: int, syncs: Sequence[str], transports: Sequence[str], plan: Plan) -> list[Result]:
-    results = interleave(contenders(ranks, syncs, transports), plan)
+def measure(
+    ranks: int, syncs: Sequence[str], transports: Sequence[str], plan: Plan, *, waiting: bool = False
+) -> list[Result]:
+    results = interleave(contenders(ranks, syncs, transports, waiting=waiting), plan)
     show(f"(b), (c) data parallel, {ranks} ranks of one thread", results, BASELINES)
     return results
 
@@ -55,11 +61,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SYNCS, default=list(SYNCS), metavar="SYNC", help=", ".join(SYNCS))
     installed = ["torch", "mpi"] if find_spec("mpi4py") else ["torch"]
     parser.add_argument("--transports", nargs="+", choices=["torch", "mpi"], default=installed)
+    parser.add_argument("--waiting", action="store_true", help="also zero1 that waits for its weights in each step")
     arguments = parser.parse_args()
     plan = Plan(arguments.rounds, arguments.steps)
     tables = {}
     for ranks in arguments.ranks:
-        results = measure(ranks, arguments.only, arguments.transports, plan)
+        results = measure(ranks, arguments.only, arguments.transports, plan, waiting=arguments.waiting)
         tables[f"ranks-{ranks}"] = as_json(results, BASELINES)
     write_json(arguments.json, tables)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from meshwright.ranks.mesh import Mesh, open_mesh
 from meshwright.training.step import train_step
 
 
-def contender(sync: str, transport: str, ranks: int) -> Contender:
-    """One `layout.data.sync` on one `layout.transport`; a single rank is the serial step."""
-    name = "meshwright serial" if ranks == 1 else f"{sync} {transport}"
-    return configured(name, transport, {"layout.data.sync": sync, "layout.data.size": ranks})
+def contender(sync: str, transport: str, ranks: int, *, waits: bool = False) -> Contender:
+    """One `layout.data.sync` on one `layout.transport`; a single rank is the serial step. `waits`: a step ends when the
+    stepped weights have arrived, which otherwise travel under the next forward pass."""
+    name = "meshwright serial" if ranks == 1 else f"{sync} {transport}" + ", waiting" * waits
+    made = configured(name, transport, {"layout.data.sync": sync, "layout.data.size": ranks})
+    return replace(made, options=made.options | {"waits": True}) if waits else made
 
 
 def tensor_contender(name: str, transport: str, tensor: Mapping[str, Option]) -> Contender:
@@ -56,11 +59,11 @@ def configured(name: str, transport: str, options: dict[str, Option]) -> Contend
 
 
 @contextmanager
-def train(place: Place, **options: Option) -> Iterator[Step]:
-    """Train steps of a model as the train loop takes them: the same parts, in the same order."""
+def train(place: Place, *, waits: bool = False, **options: Option) -> Iterator[Step]:
+    """Train steps of a model as the train loop takes them: the same parts, in the same order. `waits`: see contender."""
     config = reference_config(options)
     with open_layout(config) as mesh:
-        yield steps_of(build(resolve_layout(config, Machine.here()).config, mesh))
+        yield steps_of(build(resolve_layout(config, Machine.here()).config, mesh), waits=waits)
 
 
 @contextmanager
@@ -73,14 +76,14 @@ def open_layout(config: Config) -> Iterator[Mesh]:
         yield mesh
 
 
-def steps_of(parts: Parts) -> Step:
+def steps_of(parts: Parts, *, waits: bool = False) -> Step:
     """A step of the train loop, over and over."""
     steps = itertools.count()
     parts.strategy.make_replicas_equal()
 
     def step() -> float:
         count = next(steps)
-        return train_step(parts, _batch(parts.config, count), count, wait=False).loss
+        return train_step(parts, _batch(parts.config, count), count, wait=waits).loss
 
     return step
 
