@@ -60,7 +60,7 @@ def configured(name: str, transport: str, options: dict[str, Option]) -> Contend
 
 @contextmanager
 def train(place: Place, *, waits: bool = False, **options: Option) -> Iterator[Step]:
-    """Train steps of a model as the train loop takes them: the same parts, in the same order. `waits`: see contender."""
+    """Train steps of a model as the train loop takes them: the same parts, in order. `waits`: see contender."""
     config = reference_config(options)
     with open_layout(config) as mesh:
         yield steps_of(build(resolve_layout(config, Machine.here()).config, mesh), waits=waits)
