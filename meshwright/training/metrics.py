@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from meshwright.config import Config
+from meshwright.config.schema import Precision
 from meshwright.errors import MeshwrightError
 from meshwright.machine import peak_resident_bytes, release_freed_memory
 from meshwright.model import Costs
@@ -29,22 +30,29 @@ PAPER_TOKENS = 3e11
 SECONDS_A_DAY = 86400
 
 PEAK_FLOPS = {
-    # Dense half-precision peaks by the vendor's data sheets, per device.
-    "V100": 125e12,
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
+    # Dense peaks by the vendor's data sheets, per device: half precision, TF32, float32, float64.
+    "V100": (125e12, None, 15.7e12, 7.8e12),
+    "A100": (312e12, 156e12, 19.5e12, 19.5e12),
+    "H100": (989e12, 494.5e12, 67e12, 67e12),
+    "H200": (989e12, 494.5e12, 67e12, 67e12),
 }
 
 
-def peak_flops(setting: float | str, device: torch.device) -> float | None:
-    """The configured peak of one device, or the data sheet's; None where neither is known."""
+def peak_flops(setting: float | str, device: torch.device, precision: Precision) -> float | None:
+    """The configured peak of one device, or the data sheet's for products as the run multiplies; None where neither is
+    known."""
     if not isinstance(setting, str):
         return setting
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    half, tf32, single, double = next((peaks for key, peaks in PEAK_FLOPS.items() if key in name), (None,) * 4)
+    match precision.dtype:
+        case "float64":
+            return double
+        case "float32":
+            return tf32 if precision.tf32 and tf32 is not None else single
+    return half
 
 
 def paper_flops(products: Costs) -> float:
@@ -87,7 +95,7 @@ def work_of(config: Config, device: torch.device) -> StepWork:
         tokens=samples * chain.tokens_per_sample(config),
         flops=samples * chain.flops_per_sample(config),
         paper_flops=samples * paper_flops(chain.products(config)),
-        peak_flops=peak_flops(config.metrics.peak_flops, device),
+        peak_flops=peak_flops(config.metrics.peak_flops, device, config.precision),
     )
 
 

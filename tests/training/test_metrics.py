@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config, load_config, parse_config
+from meshwright.config.schema import Precision
 from meshwright.data.packed import open_packed
 from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.models.chain import chain_of
@@ -112,8 +114,24 @@ def test_every_field(whole_run: Path, corpus: Path) -> None:
 def test_peak_that_is_not_known(corpus: Path, tmp_path: Path) -> None:
     run(config_of(corpus, steps=1), tmp_path)
     assert lines_of(tmp_path)[0]["mfu"] == "unknown"
-    assert peak_flops("auto", torch.device("cpu")) is None
-    assert peak_flops(5e12, torch.device("cpu")) == 5e12
+    assert peak_flops("auto", torch.device("cpu"), Precision()) is None
+    assert peak_flops(5e12, torch.device("cpu"), Precision()) == 5e12
+
+
+@pytest.mark.parametrize(
+    "gpu, precision, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", Precision(level="O2", dtype="bf16"), 989e12),
+        ("NVIDIA H100 80GB HBM3", Precision(), 494.5e12),
+        ("NVIDIA A100-SXM4-80GB", Precision(tf32=False), 19.5e12),
+        ("Tesla V100-SXM2-32GB", Precision(), 15.7e12),
+        ("NVIDIA A100-SXM4-80GB", Precision(dtype="float64"), 19.5e12),
+        ("NVIDIA L4", Precision(), None),
+    ],
+)
+def test_the_peak_is_that_of_the_runs_products(gpu: str, precision: Precision, peak: float | None) -> None:
+    with patch.object(torch.cuda, "get_device_name", lambda device: gpu):
+        assert peak_flops("auto", torch.device("cuda", 0), precision) == peak
 
 
 @pytest.mark.parametrize("sync, size", [("allreduce", 3), ("zero1", 2), ("server-loss", 3), ("fsdp", 2)])
