@@ -161,9 +161,9 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
 
 
 def placement_of(config: Config) -> ChunkPlacement:
-    """The chunks of every stage."""
+    """The chunks of every stage; a whole model is one."""
     pipeline = config.layout.pipeline
-    return ChunkPlacement(pipeline.size, pipeline.chunks, pipeline.placement)
+    return ChunkPlacement(pipeline.size, pipeline.chunks if pipeline.size > 1 else 1, pipeline.placement)
 
 
 def chunks_of(partition: Sequence[int]) -> tuple[Chunk, ...]:

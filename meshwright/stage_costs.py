@@ -39,7 +39,7 @@ from meshwright.parts import (
     recompute_in,
     rule_of,
 )
-from meshwright.pipeline.partition import balanced, fastest
+from meshwright.pipeline.partition import chosen_partition, fastest
 from meshwright.pipeline.stage import Stage
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import PIPE, Grid
@@ -76,11 +76,10 @@ class BuiltStages:
         return self._built[config]
 
     def partition(self, config: Config) -> tuple[int, ...]:
-        pipeline = config.layout.pipeline
-        if pipeline.partition == "auto" and pipeline.chunks == 1:
-            return balanced(counted_costs(config), pipeline.size)  # a planner asks for thousands
-        costs = measured_costs(config) if pipeline.partition == "measured" else counted_costs(config)
-        return fastest(costs, placement_of(config), rule_of(config), config.num_microbatches)
+        how = placement_of(config), rule_of(config), config.num_microbatches
+        if config.layout.pipeline.partition == "measured":
+            return fastest(measured_costs(config), *how)
+        return chosen_partition(counted_costs(config), *how)
 
     def fixed_bytes(self, config: Config) -> Sequence[int]:
         sizes = []

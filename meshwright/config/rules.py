@@ -96,14 +96,20 @@ def warmup_fits(config: Config) -> Iterator[Problem]:
         yield Problem("optimizer.schedule.warmup", warmup, f"is longer than steps={steps}", f"0 to {steps}")
 
 
-@rule("layout.pipeline.size", "layout.pipeline.chunks", "model.layers", "model.stage_blocks")
+@rule("layout.pipeline.size", "model.layers", "model.stage_blocks")
 def stages_have_layers(config: Config) -> Iterator[Problem]:
-    size, chunks, layers = config.layout.pipeline.size, config.layout.pipeline.chunks, config.model.num_blocks
-    can_fill = f"is more than the model's {layers} layers, the embedding and the head can fill"
+    size, layers = config.layout.pipeline.size, config.model.num_blocks
     if size > layers + 2:
+        can_fill = f"is more than the model's {layers} layers, the embedding and the head can fill"
         yield Problem("layout.pipeline.size", size, can_fill, f"1 to {layers + 2}")
-    elif size * chunks > layers + 2:
-        yield Problem("layout.pipeline.chunks", chunks, f"on {size} stages {can_fill}", f"1 to {(layers + 2) // size}")
+
+
+@rule("layout.pipeline.size", "layout.pipeline.chunks", "model.layers", "model.stage_blocks")
+def chunks_have_layers(config: Config) -> Iterator[Problem]:
+    size, chunks, layers = config.layout.pipeline.size, config.layout.pipeline.chunks, config.model.num_blocks
+    if size <= layers + 2 < size * chunks:
+        can_fill = f"on {size} stages is more than the model's {layers} layers, the embedding and the head can fill"
+        yield Problem("layout.pipeline.chunks", chunks, can_fill, f"1 to {(layers + 2) // size}")
 
 
 @rule("layout.pipeline")
@@ -229,7 +235,7 @@ def _where_chosen(group: str, field: str) -> Iterator[Rule]:
 
 
 PARTITION_RULES = (
-    stages_have_layers, partition_is_of_the_layers, limit_has_an_effect, chunks_go_with_schedule,
+    stages_have_layers, chunks_have_layers, partition_is_of_the_layers, limit_has_an_effect, chunks_go_with_schedule,
     limit_has_room_for_chunks,
 )  # fmt: skip
 """A resumed run's decisions must keep them, too."""

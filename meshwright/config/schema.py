@@ -117,6 +117,12 @@ class PipelineSection(Section):
         return rule
 
     @property
+    def words(self) -> str:
+        """`1f1b`, `message-driven, v of 2 chunks`."""
+        chunks = f", {self.placement} of {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{self.schedule}{chunks}"
+
+    @property
     def limit_by_memory(self) -> bool:
         """Whether memory says, when the run begins, how many microbatches a stage may hold."""
         return self.size > 1 and self.limit == "auto" and self.rule.by_memory
@@ -196,7 +202,7 @@ class Layout(Section):
 
         With an order of the run's own: `branch 2, data 2 (allreduce), in this order`.
         """
-        kinds = {"data": self.data.sync, "pipe": self.pipeline.schedule, "context": self.context.kind}
+        kinds = {"data": self.data.sync, "pipe": self.pipeline.words, "context": self.context.kind}
         notes = {name: f" ({kind})" for name, kind in kinds.items()}
         shown = [(name, size) for name, size in self.axes if name != "pipe" or size > 1]
         listed = ", ".join(f"{name} {size}{notes.get(name, '')}" for name, size in shown)

@@ -52,6 +52,15 @@ def balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
     return best(0, 0)[2]
 
 
+def chosen_partition(
+    costs: Costs, placement: ChunkPlacement, rule: ScheduleRule, num_microbatches: int
+) -> tuple[int, ...]:
+    """The partition that a run with `partition: auto` has, of counted costs."""
+    if placement.num_chunks == 1:
+        return balanced(costs, placement.num_stages)  # a planner asks for thousands
+    return fastest(costs, placement, rule, num_microbatches)
+
+
 def fastest(costs: Costs, placement: ChunkPlacement, rule: ScheduleRule, num_microbatches: int) -> tuple[int, ...]:
     """Layers of each position, in the order of the chain. From the balanced cut on a layer moves from one position to
     another, as long as the clock has a step that is shorter; of equals the first, which is the more even."""

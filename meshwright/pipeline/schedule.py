@@ -136,6 +136,8 @@ class ScheduleRule:
     """Whether a run without a limit of its own takes as many microbatches as memory allows."""
     shapes: tuple[Shape, ...] = ()
     """The placements in which it goes with several chunks a stage."""
+    tried_shape: Shape | None = None
+    """The one of them that a planner tries; None: it tries one chunk."""
     chunked_limit: ChunkedLimit = lambda stage, placement, num_microbatches: num_microbatches * placement.num_chunks
     order: TaskOrder | None = None
     """The order of tasks, where it is written down as a whole (`in_order`)."""
@@ -223,13 +225,14 @@ GPIPE = ScheduleRule(
 )  # fmt: skip
 ONE_F_ONE_B = ScheduleRule(
     forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_stages - stage, fixed=True,
-    shapes=("loop",), chunked_limit=interleaved_limit,
+    shapes=("loop",), tried_shape="loop", chunked_limit=interleaved_limit,
 )  # fmt: skip
 AXONN = ScheduleRule(axonn, WHOLE, lambda stage, num_stages, num_microbatches: num_stages)
 MESSAGE_DRIVEN = ScheduleRule(
     message_driven, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages,
     held=lambda stage, num_stages, limit: limit if stage == 0 else min(limit, num_stages - stage), by_memory=True,
-    shapes=("loop", "v"), chunked_limit=lambda stage, placement, num_microbatches: 2 * placement.num_positions,
+    shapes=("loop", "v"), tried_shape="v",
+    chunked_limit=lambda stage, placement, num_microbatches: 2 * placement.num_positions,
 )  # fmt: skip
 ZB_V = ScheduleRule(
     in_order, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages, fixed=True,

@@ -3,6 +3,8 @@
 Tasks run their parts one after the other, forward from the first, backward from the last; memory is followed from part
 to part. What a part gives to the next stays in memory, since the next one's backward pass reads it; what it gives to
 another stage leaves, and what came from one stays. Stages that do and hold the same are looked at once.
+
+A stage of several chunks holds their parameters in common buckets, and does each chunk's tasks for itself.
 """
 
 from __future__ import annotations
@@ -10,19 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, product
 
 from meshwright.config import Config
 from meshwright.data_parallel.gathering import Walk
 from meshwright.memory.recompute import groups_of
 from meshwright.model import EMBEDDINGS, HEAD, Chunk
 from meshwright.models.chain import split_name
-from meshwright.parts import recomputed_group
-from meshwright.pipeline.partition import ranges_of
+from meshwright.parts import chunks_of, placement_of, recomputed_group
+from meshwright.pipeline.pipeline import message_forms, sides_of
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic
-from meshwright.ranks.mailbox import FURTHER, Side
+from meshwright.ranks.mailbox import Side
 from meshwright.tools.plan.buckets import Buckets, PlannedBucket
 from meshwright.tools.plan.recorder import Program
 from meshwright.tools.plan.recordings import Forms, Parameter, Recording, Recordings, place, splits
@@ -105,13 +107,16 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """`units`: in the order of the forward pass; `incoming`: from the stage before."""
+class ChunkPlan:
+    """The tasks of a chunk. `units`: in the order of the forward pass; `incoming`, `outgoing`: what passes the cuts
+    before and after it. `handed_bytes`: where the stage itself holds the position before, what that leaves in memory;
+    None: it comes by message. `hands_on`: whether the stage holds the position after."""
 
     units: tuple[Unit, ...]
-    parameters: tuple[Parameter, ...]
     incoming: Forms
     outgoing: Forms
+    handed_bytes: int | None = None
+    hands_on: bool = False
 
     @property
     def incoming_bytes(self) -> int:
@@ -129,8 +134,10 @@ class StagePlan:
         """The cost of each unit, in the order in which they run; messages count at the ends."""
         order = self.units if kind is TaskKind.FORWARD else self.units[::-1]
         costs = [unit.cost(kind, which, seconds) for unit in order]
+        comes, leaves = self.handed_bytes is None, not self.hands_on
         if kind is TaskKind.FORWARD:
-            costs[-1] = costs[-1].freeing(order[-1].recording.output_bytes - self.incoming_bytes)
+            sent, received = order[-1].recording.output_bytes * leaves, self.incoming_bytes * comes
+            costs[-1] = costs[-1].freeing(sent - received)
             dropped = [
                 0,
                 *(
@@ -140,33 +147,55 @@ class StagePlan:
             ]
             return [cost.freeing(input_bytes) for cost, input_bytes in zip(costs, dropped, strict=True)]
         given = [before.recording.output_bytes if unit.recording.holds_input else 0 for unit, before in pairwise(order)]
-        given.append(self.incoming_bytes)
+        given.append(self.incoming_bytes if self.handed_bytes is None else self.handed_bytes)
         costs = [cost.freeing(unit.freed(kind, read)) for cost, unit, read in zip(costs, order, given, strict=True)]
         if kind is TaskKind.BACKWARD:
-            costs[0] = costs[0].freeing(-self.outgoing_bytes)  # came with a message, and is counted there
-            costs[-1] = costs[-1].freeing(self.incoming_bytes)  # made here, and sent
+            costs[0] = costs[0].freeing(-self.outgoing_bytes * leaves)  # came with a message, and is counted there
+            costs[-1] = costs[-1].freeing(self.incoming_bytes * comes)  # made here, and sent
         return costs
 
 
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage's chunks, and its parameters in the model's order."""
+
+    chunks: tuple[ChunkPlan, ...]
+    parameters: tuple[Parameter, ...]
+
+    def apart_bytes(self, config: Config) -> int:
+        """Bytes of the second memory in which a stage of both ends adds up a tied table's gradients (gradients.py)."""
+        ends = {EMBEDDINGS, HEAD}
+        tied = [each for each in self.parameters if ends <= set(each.parts)] if len(self.chunks) > 1 else []
+        return sum(each.gradient_bytes(config) for each in tied)
+
+
 def compose_stages(config: Config, recordings: Recordings, partition: Sequence[int]) -> list[StagePlan]:
-    """Every stage of a layout with so many layers a stage; each is given what the one before gives."""
-    stages: list[StagePlan] = []
-    outline, runs = recordings.outline(config), ranges_of(partition)
+    """Every stage of a layout with so many layers a position; each position is given what the one before gives."""
+    outline, placement = recordings.outline(config), placement_of(config)
+    parameters: list[dict[str, Parameter]] = [{} for _ in range(placement.num_stages)]
+    plans: list[ChunkPlan] = []
     forms: Forms = ()
-    for stage, layers in enumerate(runs):
-        incoming = forms
+    for position, whole in enumerate(chunks_of(partition)):
+        stage, incoming = placement.stage_of(position), forms
         units: list[Unit] = []
-        parameters: dict[str, Parameter] = {}
-        last = stage == len(runs) - 1
-        for chunk in _chunks(config, Chunk(layers, stage == 0, last)):
+        for chunk in _parts(config, whole):
             unit = _unit(config, recordings, chunk, forms)
             forms = unit.recording.outgoing
             units.append(unit)
             for parameter in unit.parameters:
-                parameters[parameter.name] = used(parameter, parameters.get(parameter.name), chunk)
-        in_order = sorted(parameters.values(), key=lambda parameter: outline.order[parameter.name])
-        stages.append(StagePlan(tuple(units), tuple(in_order), incoming, () if last else forms))
-    return stages
+                parameters[stage][parameter.name] = used(parameter, parameters[stage].get(parameter.name), chunk)
+        plan = ChunkPlan(tuple(units), incoming, () if whole.last else forms)
+        if plans and placement.stage_of(position - 1) == stage:
+            plan = replace(plan, handed_bytes=plans[-1].units[-1].recording.output_bytes)
+            plans[-1] = replace(plans[-1], hands_on=True)
+        plans.append(plan)
+    return [
+        StagePlan(
+            tuple(plans[position] for position in placement.positions(stage)),
+            tuple(sorted(own.values(), key=lambda parameter: outline.order[parameter.name])),
+        )
+        for stage, own in enumerate(parameters)
+    ]
 
 
 def used(parameter: Parameter, before: Parameter | None, chunk: Chunk) -> Parameter:
@@ -178,14 +207,14 @@ def used(parameter: Parameter, before: Parameter | None, chunk: Chunk) -> Parame
     return replace(parameter, parts=(*parts, part), parts_back=(*parts_back, *back))
 
 
-def _chunks(config: Config, chunk: Chunk) -> list[Chunk]:
+def _parts(config: Config, chunk: Chunk) -> list[Chunk]:
     """The chunk's parts: its beginning, its layers, in groups where they are recomputed, its end."""
     every = 1
     if config.memory.recompute not in ("none", "selective"):
         every = recomputed_group(config, len(chunk.layers))
-    chunks = [Chunk(range(0), True, False)] if chunk.first else []
-    chunks += [Chunk(group, False, False) for group in groups_of(chunk.layers, every)]
-    return chunks + ([Chunk(range(0), False, True)] if chunk.last else [])
+    parts = [Chunk(range(0), True, False)] if chunk.first else []
+    parts += [Chunk(group, False, False) for group in groups_of(chunk.layers, every)]
+    return parts + ([Chunk(range(0), False, True)] if chunk.last else [])
 
 
 def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms) -> Unit:
@@ -200,13 +229,13 @@ def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms)
 
 
 class Composition:
-    """A resolved run's stages with the buckets of their gradients. `like`: for each stage the first one that does and
-    holds the same; `buckets`: of these; `tied`: the parameters on two stages; `kinds`: of the tasks; `peers`: the axes
-    of the ranks that share a stage."""
+    """A resolved run's stages with the buckets of their gradients. `placement`: of their chunks; `like`: for each stage
+    the first one that does and holds the same; `buckets`: of these; `tied`: the parameters on two stages; `kinds`: of
+    the tasks; `peers`: the axes of the ranks that share a stage."""
 
     def __init__(self, config: Config, stages: list[StagePlan], buckets: Buckets) -> None:
         self.config, self.stages = config, stages
-        self.grid = Grid(config.layout.axes)
+        self.grid, self.placement = Grid(config.layout.axes), placement_of(config)
         self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if splits(config) else []))
         self.peers = "+".join(name for name in self.grid.names if name in config.layout.peer_axes)
         self.counts = microbatches_by_place(config.num_microbatches)
@@ -224,6 +253,10 @@ class Composition:
         """The stage's first rank."""
         return self.grid.rank(dict.fromkeys(self.grid.names, 0) | {PIPE: stage})
 
+    def chunk(self, position: int) -> ChunkPlan:
+        """The chunk at a position of the chain."""
+        return self.stages[self.placement.stage_of(position)].chunks[position // self.placement.num_stages]
+
     @property
     def agrees(self) -> bool:
         """True where a stage's ranks must agree on each task (pipeline.agreed)."""
@@ -231,24 +264,23 @@ class Composition:
 
     def traffic(self, stage: int) -> Sent:
         """The ledger of the stage's first rank: its kit's collectives, messages, agreements, gradients' sums."""
-        plan, count = self.stages[stage], self.config.num_microbatches
+        chunks, count = self.stages[stage].chunks, self.config.num_microbatches
         total: Sent = {}
         for which, times in enumerate(self.counts):
-            for kind in self.kinds:
-                for unit in plan.units:
+            for kind, chunk in product(self.kinds, chunks):
+                for unit in chunk.units:
                     unit.include_sent(total, kind, which, times)
         for which, times in enumerate(self.counts):
             for gathered in self.gathers(stage, which).values():
                 for index in gathered:
                     include(total, self.buckets[self.like[stage]][index].gather.traffic, times)
-        ledger = Ledger()
-        sizes: dict[Side, int] = {"before": plan.incoming_bytes, "after": plan.outgoing_bytes}
+        ledger, messages = Ledger(), self.messages(stage)
         with ledger.repeated(count):
-            for side, size in sizes.items():
-                if size:
-                    ledger.record(PIPE, MESSAGE, size, FURTHER[side])
+            for other, side in sides_of(stage, self.placement).items():
+                for size in messages[side]:
+                    ledger.record(PIPE, MESSAGE, size, other - stage)
         if self.agrees:
-            with ledger.repeated(count * len(self.kinds)):
+            with ledger.repeated(count * len(self.kinds) * len(chunks)):
                 ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
         include(total, ledger.traffic)
         for bucket in self.buckets[self.like[stage]]:
@@ -257,13 +289,22 @@ class Composition:
             include(total, bucket.across.traffic)
         return total
 
+    def messages(self, stage: int) -> dict[Side, list[int]]:
+        """Bytes of a microbatch's messages to each side: activations one way, gradients the other way."""
+        passing = [self.chunk(position).outgoing for position in range(self.placement.num_positions - 1)]
+        forms = message_forms(stage, self.placement, passing)
+        return {
+            side: [sum(form.size_bytes for form in cut.tensors) for cut in cuts.values()]
+            for side, cuts in forms.items()
+        }
+
     def gathers(self, stage: int, which: int) -> Mapping[TaskKind, Sequence[int]]:
         """The buckets that the tasks of a microbatch at a place of the step gather (data_parallel/gathering.py)."""
         if not self.config.layout.data.strategy.gathers:
             return {}
         like = self.like[stage]
         if like not in self._gathers:
-            groups = [unit_layers(unit) for unit in self.stages[like].units]
+            groups = [unit_layers(unit) for chunk in self.stages[like].chunks for unit in chunk.units]
             recomputes = self.config.memory.recompute not in ("none", "selective")
             self._gathers[like] = gathered_buckets(self.buckets[like], groups, len(self.counts), recomputes)
         return self._gathers[like][which]
@@ -272,8 +313,9 @@ class Composition:
     def most_flops(self) -> float:
         """Floating-point operations of products of the busiest rank in a step."""
         return max(
-            sum(times * self.stages[stage].cost(kind, which).flops
-                for which, times in enumerate(self.counts) for kind in self.kinds)
+            sum(times * chunk.cost(kind, which).flops
+                for which, times in enumerate(self.counts)
+                for kind, chunk in product(self.kinds, self.stages[stage].chunks))
             for stage in self.buckets
         )  # fmt: skip
 
@@ -329,6 +371,7 @@ def microbatches_by_place(num_microbatches: int) -> list[int]:
 
 
 def _work(stage: StagePlan, tied: set[str]) -> Hashable:
-    """A key that stages of equal work share: programs, how often, and whether a parameter is tied."""
+    """A key that stages of equal work share: their chunks' programs, how often, and whether a parameter is tied."""
     shared = any(parameter.name in tied for parameter in stage.parameters)
-    return tuple((id(unit.recording.programs), unit.layers) for unit in stage.units), shared
+    chunks = tuple(tuple((id(unit.recording.programs), unit.layers) for unit in chunk.units) for chunk in stage.chunks)
+    return chunks, shared

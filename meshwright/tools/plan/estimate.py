@@ -17,8 +17,9 @@ from itertools import accumulate, pairwise
 
 from meshwright.config import Config
 from meshwright.model import EMBEDDINGS, HEAD, Chunk
-from meshwright.parts import build_kit, build_model, recomputed_group, rule_of
-from meshwright.pipeline.partition import ranges_of
+from meshwright.parts import build_kit, build_model, placement_of, recomputed_group, rule_of
+from meshwright.pipeline.partition import balanced, ranges_of
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import DATA_AXES, PIPE, Grid
 from meshwright.ranks.planned import planned_mesh
@@ -140,7 +141,10 @@ class Estimates:
     def weights_memory(self, config: Config) -> Memory:
         """The memory of the stage with most parameters before anything is computed. The order of axes is no matter."""
         layout = config.layout
-        key = layout.layer, layout.data, self._partition(config), config.memory.offload, config.widens_gradients
+        key = (
+            layout.layer, layout.data, self._partition(config), layout.pipeline.placement, config.memory.offload,
+            config.widens_gradients,
+        )  # fmt: skip
         if key not in self._weights:
             check(config)
             usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
@@ -159,31 +163,34 @@ class Estimates:
         partition, count = self._partition(config), config.num_microbatches
         key = (
             config.layout.layer, strides(config, PIPE), partition, config.micro, count, recompute, pipeline.schedule,
-            pipeline.limit,
+            pipeline.limit, pipeline.placement,
         )  # fmt: skip
         if key not in self._passes:
-            shapes, works = self._shapes(config, partition), {}
+            shapes, works, placement = self._shapes(config, partition), {}, placement_of(config)
             for shape in shapes:
                 if shape not in works:
                     works[shape] = self._work(config, shape)
-            stages = [works[shape] for shape in shapes]
-            forward = [stage.forward for stage in stages]
-            backward = [stage.backward for stage in stages]
-            weights = [stage.weights for stage in stages]
-            limits = [rule_of(config).limit(stage, len(stages), count) for stage in range(len(stages))]
-            hops = self._hops(config, [stage.outgoing_bytes for stage in stages[:-1]])
+            chunks = [works[shape] for shape in shapes]
+            forward = [chunk.forward for chunk in chunks]
+            backward = [chunk.backward for chunk in chunks]
+            weights = [chunk.weights for chunk in chunks]
+            limits = [rule_of(config).limit_at(stage, placement, count) for stage in range(placement.num_stages)]
+            hops = self._hops(config, [chunk.outgoing_bytes for chunk in chunks[:-1]])
+            fullest = placement.stage_of(partition.index(max(partition)))
             activations = max(
-                _in_flight(config, stage, len(stages)) * stages[stage].kept_bytes
-                for stage in {0, partition.index(max(partition))}
+                _in_flight(config, stage, placement)
+                * sum(chunks[position].kept_bytes for position in placement.positions(stage))
+                / placement.num_chunks
+                for stage in {0, fullest}
             )
-            seconds = pipeline_seconds(forward, backward, weights, hops, limits, count)
+            seconds = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
             self._passes[key] = _Passes(
                 seconds, sum(forward) + sum(hops), tuple(weights if splits(config) else backward), activations
             )
         return self._passes[key]
 
     def _shapes(self, config: Config, partition: tuple[int, ...]) -> list[_Shape]:
-        """Each stage's parts: how many it has of each place. Most stages are alike."""
+        """Each position's parts: how many it has of each place. Most positions are alike."""
         if partition not in self._stage_shapes:
             alike, last = self.planner.recordings.outline(config).alike, len(partition) - 1
             shapes = []
@@ -232,23 +239,26 @@ class Estimates:
         return self._kept_shares[layer]
 
     def _hops(self, config: Config, sizes: Sequence[int]) -> list[float]:
-        """Seconds of a message from each stage to the next."""
-        key = config.layout.axes, tuple(sizes)
+        """Seconds of a message from each position to the next; to one of the same stage none."""
+        placement = placement_of(config)
+        key = config.layout.axes, placement, tuple(sizes)
         if key not in self._messages:
             ranks, network = Grid(config.layout.axes).group(0, PIPE), self.planner.network(config)
+            holders = [ranks[placement.stage_of(position)] for position in range(placement.num_positions)]
             self._messages[key] = [
-                network.message(start, end, size) for (start, end), size in zip(pairwise(ranks), sizes, strict=True)
+                network.message(start, end, size) if start != end else 0.0
+                for (start, end), size in zip(pairwise(holders), sizes, strict=True)
             ]
         return self._messages[key]
 
     def _ending_of(self, config: Config) -> _Ending:
         layout = config.layout
         key = (
-            layout.layer, layout.axes, layout.data, self._partition(config), config.memory.offload,
-            config.widens_gradients,
+            layout.layer, layout.axes, layout.data, self._partition(config), layout.pipeline.placement,
+            config.memory.offload, config.widens_gradients,
         )  # fmt: skip
         if key not in self._endings:
-            run = TimedRun(self.planner, config, [StagePlan((), tuple(self._fullest_stage(config)), (), ())])
+            run = TimedRun(self.planner, config, [StagePlan((), tuple(self._fullest_stage(config)))])
             sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
             self._endings[key] = _Ending(
                 sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
@@ -264,25 +274,37 @@ class Estimates:
         def size(place: int) -> int:
             return sum(each.num_elements for each in parts[place])
 
-        sizes = [sum(size(alike[layer]) for layer in run) for run in runs]
+        placement = placement_of(config)
+        held = [
+            [layer for at in placement.positions(stage) for layer in runs[at]] for stage in range(placement.num_stages)
+        ]
+        sizes = [sum(size(alike[layer]) for layer in layers) for layers in held]
         sizes[0] += size(-1)
-        sizes[-1] += size(len(alike))  # a tied table of one stage is counted twice, and held once
+        sizes[placement.last_stage] += size(len(alike))  # a tied table of one stage is counted twice, and held once
         stage = sizes.index(max(sizes))
         own = {each.name: replace(each, parts=(EMBEDDINGS,)) for each in parts[-1]} if stage == 0 else {}
-        for layer in runs[stage]:
+        for layer in held[stage]:
             own |= {
                 f"{layer} {each.name}": replace(each, name=f"{layer} {each.name}", parts=(layer,))
                 for each in parts[alike[layer]]
             }
-        if stage == len(runs) - 1:
+        if stage == placement.last_stage:
             for each in parts[len(alike)]:
                 own[each.name] = replace(each, parts=(*(own[each.name].parts if each.name in own else ()), HEAD))
         return list(own.values())
 
     def _partition(self, config: Config) -> tuple[int, ...]:
-        key = config.layout.pipeline.size, config.layout.pipeline.partition, config.replica_batch
+        """Layers a position: where the clock would choose them, which costs more than an estimate, the balanced cut
+        that it begins with."""
+        pipeline = config.layout.pipeline
+        key = pipeline.size, pipeline.chunks, pipeline.partition, config.replica_batch
         if key not in self._partitions:
-            self._partitions[key] = self.planner.partition(config)
+            clocked = pipeline.chunks > 1 and isinstance(pipeline.partition, str)
+            self._partitions[key] = (
+                balanced(self.planner.work(config), pipeline.size * pipeline.chunks)
+                if clocked
+                else self.planner.partition(config)
+            )
         return self._partitions[key]
 
     def _parameters_by_part(self, config: Config) -> dict[int, tuple[Parameter, ...]]:
@@ -348,16 +370,18 @@ class Estimates:
 
 def pipeline_seconds(
     forward: Sequence[float], backward: Sequence[float], weights: Sequence[float], hops: Sequence[float],
-    limits: Sequence[int], count: int,
+    limits: Sequence[int], count: int, placement: ChunkPlacement,
 ) -> float:  # fmt: skip
-    """About how long a pipeline takes for `count` = m microbatches. Stage s takes f, b, w for its tasks (`weights` are
-    0 where B does the work of W) and h for a message to the next one, with k microbatches in flight at most.
+    """About how long a pipeline takes for `count` = m microbatches. A position of the chain takes f, b, w for its tasks
+    (`weights` are 0 where B does the work of W) and h for a message to the next one. A stage s, whose first chunk is at
+    position s, has k microbatches in flight at most, counted in each chunk.
 
     | the longest of, over s: until                          | seconds                                            |
     |--------------------------------------------------------|----------------------------------------------------|
-    | s has done all, begun when those ahead had done one    | sum of f + h ahead of s, m (f + b + w)             |
+    | s has done all, begun when those ahead had done one    | sum of f + h ahead of s, m (f + b + w) of chunks   |
     | the gradients of its last backward pass have come back | the same without w, sum of b + h ahead of s, w_0   |
-    | its limit has let all microbatches pass                | m / k times to the end and back: sum of f + b + 2h |
+    | its limit has let all microbatches pass                | m / k times from each of its chunks to the end and |
+    |                                                        | back: sum of f + b + 2h                            |
     """
     ahead, behind = (
         list(accumulate((own + hop for own, hop in zip(seconds, hops, strict=False)), initial=0.0))
@@ -366,10 +390,11 @@ def pipeline_seconds(
     there_and_back = ahead[-1] + forward[-1] + backward[-1] + behind[-1]
     longest = 0.0
     for s, limit in enumerate(limits):
-        turned = count * (forward[s] + backward[s])
-        busy = ahead[s] + turned + count * weights[s]
+        own = placement.positions(s)
+        turned = count * sum(forward[at] + backward[at] for at in own)
+        busy = ahead[s] + turned + count * sum(weights[at] for at in own)
         back = ahead[s] + turned + behind[s] + weights[0]
-        passed = count / limit * (there_and_back - ahead[s] - behind[s])
+        passed = count / limit * sum(there_and_back - ahead[at] - behind[at] for at in own)
         longest = max(longest, busy, back, passed)
     return longest
 
@@ -390,12 +415,14 @@ def smallest_micro(config: Config) -> int:
     return math.prod(sizes[axis] for axis in config.layout.tensor.batch_axes)
 
 
-def _in_flight(config: Config, stage: int, num_stages: int) -> int:
-    """Microbatches that a stage holds when it goes backward for the first time; of a message-driven one most likely."""
+def _in_flight(config: Config, stage: int, placement: ChunkPlacement) -> int:
+    """Microbatches that a stage holds when it goes backward for the first time, counted once for each chunk; of a
+    message-driven one most likely."""
     if config.layout.pipeline.limit_by_memory:
         return 1  # what memory allows
     count, rule = config.num_microbatches, rule_of(config)
-    return rule.held(stage, num_stages, min(rule.limit(stage, num_stages, count), count))
+    limit = min(rule.limit_at(stage, placement, count), count * placement.num_chunks)
+    return limit if rule.fixed else rule.held(stage, placement.num_stages, limit)
 
 
 def _alone(config: Config, micro: int) -> Config:

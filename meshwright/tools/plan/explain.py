@@ -48,8 +48,8 @@ UNIT = "forward passes of a microbatch"
 
 @dataclass(frozen=True)
 class Explained:
-    """A run's layout, composed. `layers`: of each stage; `machine`: on which it would start; `traffic`: what each
-    stage's first rank sends in a step by axis and verb."""
+    """A run's layout, composed. `layers`: of each position of the chain; `machine`: on which it would start; `traffic`:
+    what each stage's first rank sends in a step by axis and verb."""
 
     run: Composition
     layers: tuple[range, ...]
@@ -73,7 +73,8 @@ class Explained:
 @dataclass(frozen=True)
 class Forecast:
     """A pipeline on the virtual clock. `shares`: of each stage in the work; they add up to 1. `limits`: the most
-    microbatches that it holds. `timelines`: a step by schedule, in UNITs; `schedule`: the run's own, with its limit."""
+    microbatches that it holds, counted once for each of its chunks. `timelines`: a step by schedule, in UNITs;
+    `schedule`: the run's own, with its limit."""
 
     schedule: str
     shares: tuple[float, ...]
@@ -125,26 +126,33 @@ def compose(config: Config) -> Explained:
 
 
 def forecast(explained: Explained) -> Forecast:
-    """A step of the pipeline under its own schedule and under the others, with the limits that they come with."""
+    """A step of the pipeline under its own schedule and under the others that go with its chunks, with the limits that
+    they come with."""
     config = explained.run.config
-    name, num_stages, count = config.layout.pipeline.schedule, len(explained.run.stages), config.num_microbatches
+    name, count, placement = config.layout.pipeline.schedule, config.num_microbatches, explained.run.placement
+    stages = range(placement.num_stages)
     costs = shared_work(config, explained.recordings.outline(config).parameters)
-    work = [sum(costs.layers[layer] for layer in layers) for layers in explained.layers]
-    work[0] += costs.embedding
-    work[-1] += costs.head
-    shares = tuple(own / costs.total for own in work)
+    work = [sum(costs.layers[layer] for layer in layers) / costs.total for layers in explained.layers]
+    work[0] += costs.embedding / costs.total
+    work[-1] += costs.head / costs.total
+    shares = tuple(sum(work[position] for position in placement.positions(stage)) for stage in stages)
 
     def timeline(rule: ScheduleRule) -> Timeline:
         backward = 1 if rule.splits else 2
 
         def seconds(stage: int, task: Task) -> float:
-            return shares[stage] * (backward if task.kind is TaskKind.BACKWARD else 1)
+            own = work[placement.position(stage, task.chunk)]
+            return own * (backward if task.kind is TaskKind.BACKWARD else 1)
 
-        return simulate(num_stages, count, rule, seconds, lambda start, end, message: 0.0)
+        return simulate(len(stages), count, rule, seconds, lambda start, end, message: 0.0, placement=placement)
 
-    own = rule_of(config)
-    rules = {name: own} | {other: rule for other, rule in entries("schedules").items() if other != name}
-    limits = tuple(own.limit(stage, num_stages, count) for stage in range(num_stages))
+    own, chunked = rule_of(config), placement.num_chunks > 1
+    rules = {name: own} | {
+        other: rule
+        for other, rule in entries("schedules").items()
+        if other != name and (not chunked or placement.shape in rule.shapes)
+    }
+    limits = tuple(own.limit_at(stage, placement, count) for stage in stages)
     return Forecast(name, shares, limits, {other: timeline(rule) for other, rule in rules.items()})
 
 
@@ -179,10 +187,12 @@ def render_stages(explained: Explained, predicted: Forecast) -> None:
         title=f"Stages (idle: on the virtual clock, {predicted.schedule})",
     )  # fmt: skip
     idle_shares = predicted.chosen.idle_shares
-    for stage, (plan, layers, idle) in enumerate(zip(stages, explained.layers, idle_shares, strict=True)):
+    placement = explained.run.placement
+    for stage, (plan, idle) in enumerate(zip(stages, idle_shares, strict=True)):
+        held = [explained.layers[position] for position in placement.positions(stage)]
         words = ["embeddings"] if stage == 0 else []
-        words += [f"layers {layers[0]}-{layers[-1]}"] if layers else []
-        words += ["head"] if stage == len(stages) - 1 else []
+        words += [f"layers {layers[0]}-{layers[-1]}" for layers in held if layers]
+        words += ["head"] if stage == placement.last_stage else []
         sent = explained.volumes(stage).get((PIPE, MESSAGE), Volume())
         table.add_row(
             str(stage), ", ".join(words), f"{_on_a_rank(plan):,}", f"{predicted.shares[stage]:.1%}",

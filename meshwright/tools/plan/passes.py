@@ -21,10 +21,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import lcm
 
 from meshwright.config import Config
-from meshwright.parts import rule_of
+from meshwright.parts import placement_of, rule_of
 from meshwright.pipeline.clock import Pace, simulate, undisturbed
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import ScheduleRule
 from meshwright.pipeline.span import Span, Timeline
 from meshwright.pipeline.task import Task, TaskKind
@@ -48,9 +50,10 @@ _ALIKE = 1e-9
 """The difference of two equal times where stages share cores: there a task's pace changes under way."""
 
 TaskCosts = Callable[[int, TaskKind, int], Cost]
-"""costs(stage, kind, place): of a task of a microbatch at a place of the step (recordings.place)."""
+"""costs(position, kind, place): of a task at a position of the chain, of a microbatch at a place of the step
+(recordings.place)."""
 Latency = Callable[[int, int], float]
-"""latency(from, to): seconds of a message between neighbouring stages."""
+"""latency(from, to): seconds of a message between neighbouring positions."""
 
 
 @dataclass(frozen=True)
@@ -87,23 +90,29 @@ class Passes:
 
 def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed) -> Passes:
     """All microbatches of a step. `costs`: while all stages are at work; `pace`: how much faster fewer of them are."""
-    return _Pipeline(rule_of(config), config.layout.pipeline.size, config.num_microbatches, costs, latency, pace).run()
+    return _Pipeline(rule_of(config), placement_of(config), config.num_microbatches, costs, latency, pace).run()
 
 
 class _Pipeline:
     """A step of `count` microbatches, of which fewer may be simulated."""
 
     def __init__(
-        self, rule: ScheduleRule, stages: int, count: int, costs: TaskCosts, latency: Latency, pace: Pace
+        self,
+        rule: ScheduleRule,
+        placement: ChunkPlacement,
+        count: int,
+        costs: TaskCosts,
+        latency: Latency,
+        pace: Pace,
     ) -> None:
-        self.rule, self.stages, self.count, self.pace = rule, stages, count, pace
+        self.rule, self.placement, self.stages = rule, placement, placement.num_stages
+        self.count, self.pace = count, pace
         self.costs = cache(lambda *key: _in_ticks(costs(*key)))
         self.latency = cache(lambda start, end: _ticks(latency(start, end)))
-        self.limit = rule.limit(0, stages, count)
-        self.fills = self.limit == count
+        self.fills = rule.limit_at(0, placement, count) == count * placement.num_chunks
 
     def run(self) -> Passes:
-        tasks_of_one = self.stages * len(self.rule.kinds)
+        tasks_of_one = self.placement.num_positions * len(self.rule.kinds)
         if self.count * tasks_of_one <= WHOLE_TASKS:
             return self.simulated(self.count)
         before: tuple[int, Passes] | None = None
@@ -122,10 +131,13 @@ class _Pipeline:
         raise AssertionError("the last length is the whole step")
 
     def lengths(self) -> Iterator[int]:
-        """Numbers of microbatches to simulate: enough to fill the stages and to come to a middle, then ever more."""
-        some, more = self.stages + min(self.stages, 16) + 8, self.stages // 2 + 8
+        """Numbers of microbatches to simulate: enough to fill the stages and to come to a middle, then ever more.
+        Where chunks take turns, rounds of as many microbatches as stages are left out."""
+        positions, stages = self.placement.num_positions, self.stages
+        some, more = positions + min(positions, 16) + 8, positions // 2 + 8
+        left_out = _ROUND if self.placement.num_chunks == 1 else lcm(_ROUND, stages)
         while some < self.count:
-            some += (self.count - some) % _ROUND
+            some += (self.count - some) % left_out
             yield some
             some, more = some + more, 2 * more
         yield self.count
@@ -133,24 +145,33 @@ class _Pipeline:
     def simulated(self, some: int) -> Passes:
         """Simulate `some` microbatches, whose places are those of a step of `count`."""
 
+        at = self.placement.position
+
         def cost(stage: int, task: Task) -> Cost:
             index = task.microbatch if task.microbatch < some - 1 else self.count - 1
-            return self.costs(stage, task.kind, place(index, self.count))
+            return self.costs(at(stage, task.chunk), task.kind, place(index, self.count))
+
+        def latency(start: int, end: int, task: Task) -> float:
+            position = at(start, task.chunk)
+            return self.latency(position, position + (1 if task.kind is TaskKind.FORWARD else -1))
 
         timeline = simulate(
             self.stages,
             some,
             self.rule,
             lambda stage, task: cost(stage, task).seconds,
-            lambda start, end, task: self.latency(start, end),
+            latency,
             self.pace,
+            self.placement,
         )
         of_stage: list[list[Span]] = [[] for _ in range(self.stages)]
         for span in timeline.spans:  # in the order in which they begin
             of_stage[span.stage].append(span)
         kinds = {str(kind): kind for kind in TaskKind}
         peaks = tuple(
-            _peak([cost(stage, Task(kinds[span.name[0]], span.microbatch or 0)) for span in of_stage[stage]])
+            _peak(
+                [cost(stage, Task(kinds[span.name[0]], span.microbatch or 0, span.chunk)) for span in of_stage[stage]]
+            )
             for stage in range(self.stages)
         )
         busy = tuple(sum(span.seconds for span in spans) for spans in of_stage)
@@ -170,7 +191,10 @@ class _Pipeline:
     @cached_property
     def slowest(self) -> float:
         """The seconds that the slowest stage works on a microbatch; of each kind of task where they fill."""
-        middle = [[self.costs(stage, kind, 1).seconds for kind in self.rule.kinds] for stage in range(self.stages)]
+        middle = [
+            [sum(self.costs(at, kind, 1).seconds for at in self.placement.positions(stage)) for kind in self.rule.kinds]
+            for stage in range(self.stages)
+        ]
         return sum(map(max, zip(*middle, strict=True))) if self.fills else max(map(sum, middle))
 
     def is_saturated(self, some: int, longer: Passes, fewer: int, shorter: Passes) -> bool:
@@ -209,10 +233,10 @@ def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]
     It has come back where each such task has begun, and will end, a period after that of as many microbatches before,
     and each stage has begun so many of each kind meanwhile.
     """
-    tasks: dict[tuple[int, str], list[Span]] = {}
-    for span in timeline.spans:
-        tasks.setdefault((span.stage, span.name[0]), []).append(span)  # each kind in the order of microbatches
-    taken = tasks[0, str(TaskKind.FORWARD)]
+    tasks: dict[tuple[int, str, int], list[Span]] = {}
+    for span in timeline.spans:  # of a chunk each kind in the order of microbatches
+        tasks.setdefault((span.stage, span.name[0], span.chunk), []).append(span)
+    taken = tasks[0, str(TaskKind.FORWARD), 0]
     now = taken[-1].start_seconds
     starts = {key: [span.start_seconds for span in spans] for key, spans in tasks.items()}
     begun = {key: bisect_left(times, now) for key, times in starts.items()}
@@ -232,7 +256,7 @@ def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]
         )
         if same:
             busy = [0.0] * timeline.num_stages
-            for (stage, _), spans in tasks.items():
+            for (stage, _, _), spans in tasks.items():
                 busy[stage] += sum(span.seconds for span in spans[oldest - microbatches : oldest])
             return microbatches, seconds, busy
     return None

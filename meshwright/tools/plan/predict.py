@@ -13,9 +13,11 @@ from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.errors import ConfigError
 from meshwright.machine import Machine
+from meshwright.model import Costs
 from meshwright.models.chain import split_name
+from meshwright.parts import placement_of, rule_of
 from meshwright.pipeline.clock import undisturbed
-from meshwright.pipeline.partition import balanced
+from meshwright.pipeline.partition import chosen_partition
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import DATA_AXES, Grid
@@ -90,7 +92,7 @@ class Planner:
     buckets: Buckets = field(default_factory=Buckets)
     passes: dict[Hashable, Passes] = field(default_factory=dict)
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
-    _partitions: dict[tuple[object, int], tuple[int, ...]] = field(default_factory=dict)
+    _partitions: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
     _networks: dict[tuple[TransportName, tuple[tuple[str, int], ...]], ClusterNetwork] = field(default_factory=dict)
 
@@ -105,7 +107,7 @@ class Planner:
         config = self.resolved(config)
         run = TimedRun(self, config, self.stages(config))
         passes = run.passes()
-        sums = {stage: run.sums(stage) for stage in run.buckets}
+        sums = {stage: run.sums(stage, passes.last[stage].chunk) for stage in run.buckets}
         every = [sums[like] for like in run.like]
         beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
         step = finish(passes, every, run.norm(), streams=streams(config), **beside)
@@ -148,17 +150,23 @@ class Planner:
         return resolve_layout(config, machine, self).config
 
     def partition(self, config: Config) -> tuple[int, ...]:
-        """Layers a stage."""
+        """Layers of each position of the chain."""
         pipeline = config.layout.pipeline
         if pipeline.size == 1:
             return (config.model.num_blocks,)
         if not isinstance(pipeline.partition, str):
             return pipeline.partition
         assert pipeline.partition == "auto", "refused before"
-        costs = shared_work(config, self.recordings.outline(config).parameters)
-        if (costs, pipeline.size) not in self._partitions:
-            self._partitions[costs, pipeline.size] = balanced(costs, pipeline.size)
-        return self._partitions[costs, pipeline.size]
+        costs = self.work(config)
+        rule, placement, count = rule_of(config), placement_of(config), config.num_microbatches
+        key = costs, placement, pipeline.schedule, pipeline.limit, count if placement.num_chunks > 1 else 0
+        if key not in self._partitions:
+            self._partitions[key] = chosen_partition(costs, placement, rule, count)
+        return self._partitions[key]
+
+    def work(self, config: Config) -> Costs:
+        """The counted work of the chain's parts."""
+        return shared_work(config, self.recordings.outline(config).parameters)
 
     def fixed_bytes(self, config: Config) -> list[int]:
         """Weights, gradients and the optimizer's states in the memory of each stage's first rank."""
@@ -167,8 +175,9 @@ class Planner:
         return [
             sum(bucket.size_bytes + bucket.gradient_bytes for bucket in buckets)
             + passing_bytes(buckets)
+            + stage.apart_bytes(config)
             + all_state_bytes(config, slots_of(buckets), kind)
-            for buckets in each
+            for stage, buckets in zip(run.stages, each, strict=True)
         ]
 
     def block_bytes(self, config: Config) -> list[list[int]]:
@@ -188,7 +197,7 @@ class Planner:
         axes = tuple(axis for axis in layout.axes if axis[0] not in DATA_AXES)
         key = (
             config.model, config.data, config.precision, config.micro, config.memory, layout.layer, axes,
-            layout.pipeline.partition,
+            layout.pipeline.partition, layout.pipeline.placement,
         )  # fmt: skip
         if key not in self._microbatches:
             self._microbatches[key] = microbatch_bytes(config, device.kind, self.software.attention or "torch")
@@ -207,8 +216,6 @@ def check(config: Config) -> None:
     if unplanned := config.layout.data.strategy.unplanned:
         planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
         raise ConfigError.of(SYNC, config.layout.data.sync, f"{unplanned}: it cannot be planned", planned)
-    if (chunks := config.layout.pipeline.chunks) > 1:
-        raise ConfigError.of("layout.pipeline.chunks", chunks, "cannot be planned", "1")
     if config.layout.pipeline.partition == "measured":
         rule = "is known when the run begins: it cannot be planned"
         raise ConfigError.of("layout.pipeline.partition", "measured", rule, "auto, or layers a stage")
@@ -230,7 +237,7 @@ class TimedRun(Composition):
         super().__init__(config, stages, planner.buckets)
         self.cluster, self.known_passes, self.software = planner.cluster, planner.passes, planner.software
         self.network, self.timer = planner.network(config), planner.timer(config)
-        self.costs: dict[tuple[int, TaskKind, int], Cost] = {}
+        self.costs: dict[tuple[int, int, TaskKind, int], Cost] = {}
 
     def seconds(self, program: Program) -> float:
         return self.timer.seconds(program, self.network, self.overlap("layers"))
@@ -240,18 +247,23 @@ class TimedRun(Composition):
         return self.software.overlap(communication, self.network.overlaps)
 
     def memory(self, passes: Passes) -> tuple[Memory, ...]:
-        """The memory of each stage's first rank. The messages that it waits for from both sides have their memory
-        before they come (mailbox.py)."""
-        ahead = min(AHEAD[self.cluster.device.kind], self.config.num_microbatches)
+        """The memory of each stage's first rank."""
         return tuple(
             memory_of(
                 self.config,
-                self.buckets[like],
-                peak.beside(ahead * (stage.incoming_bytes + stage.outgoing_bytes)),
+                self.buckets[self.like[stage]],
+                peak.beside(self.awaited_bytes(stage) + plan.apart_bytes(self.config)),
                 self.cluster.device.reserved,
             )
-            for like, peak, stage in zip(self.like, passes.peaks, self.stages, strict=True)
+            for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True))
         )
+
+    def awaited_bytes(self, stage: int) -> int:
+        """Messages that a rank waits for have memory before they come; all from a side as much as the largest
+        (mailbox.py)."""
+        most, count = AHEAD[self.cluster.device.kind], self.config.num_microbatches
+        sides = [sizes for sizes in self.messages(stage).values() if sizes]
+        return sum(min(most, count * len(sizes)) * max(sizes) for sizes in sides)
 
     def passes(self) -> Passes:
         """The pipeline phase, which other ways to sum gradients and to keep states have in common."""
@@ -267,11 +279,12 @@ class TimedRun(Composition):
             self.known_passes[key] = run_passes(config, self.cost, self.latency, pace)
         return self.known_passes[key]
 
-    def cost(self, stage: int, kind: TaskKind, which: int) -> Cost:
-        """A task's cost, with what its ranks tell each other before it."""
-        key = self.like[stage], kind, which
+    def cost(self, position: int, kind: TaskKind, which: int) -> Cost:
+        """The cost of a task at a position of the chain, with what its ranks tell each other before it."""
+        stage = self.placement.stage_of(position)
+        key = self.like[stage], position // self.placement.num_stages, kind, which
         if key not in self.costs:
-            cost = self.stages[stage].cost(kind, which, self.seconds)
+            cost = self.chunk(position).cost(kind, which, self.seconds)
             seconds = self.agreement() + cost.seconds + self.moved_beside(stage, kind, which, cost.seconds)
             self.costs[key] = Cost(seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
         return self.costs[key]
@@ -295,9 +308,9 @@ class TimedRun(Composition):
         return self.network.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
 
     def latency(self, start: int, end: int) -> float:
-        """Seconds of a message between neighbouring stages."""
-        size = self.stages[min(start, end)].outgoing_bytes
-        return self.network.message(self.rank(start), self.rank(end), size)
+        """Seconds of a message from a position of the chain to the one beside it, on another stage."""
+        sender, receiver = (self.rank(self.placement.stage_of(position)) for position in (start, end))
+        return self.network.message(sender, receiver, self.chunk(min(start, end)).outgoing_bytes)
 
     def norm(self) -> float:
         """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
@@ -312,11 +325,12 @@ class TimedRun(Composition):
             + self.network.collective(world, "all_gather", 1024)
         )
 
-    def sums(self, stage: int) -> list[Sum]:
-        """The stage's buckets, in the order in which they leave."""
-        plan = self.stages[stage]
+    def sums(self, stage: int, chunk: int) -> list[Sum]:
+        """The stage's buckets, in the order in which they leave. `chunk`: the one whose task is the stage's last; other
+        chunks' gradients are there before it."""
+        plan = self.stages[stage].chunks[chunk]
         passed = self.agreement()
-        ready: dict[str, float] = {}
+        ready = dict.fromkeys((parameter.name for parameter in self.stages[stage].parameters), 0.0)
         costs = plan.costs(self.kinds[-1], len(self.counts) - 1, self.seconds)
         for unit, cost in zip(plan.units[::-1], costs, strict=True):
             passed += cost.seconds

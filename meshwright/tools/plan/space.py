@@ -11,7 +11,8 @@
 | layout.order               | orders of data, pipe and the tensor section's axes that put others together on a node  |
 | batch.micro                | divisors of a replica's samples                                                        |
 | layout.pipeline.schedule   | all four; without stages the run's                                                     |
-| layout.pipeline.limit      | auto; message-driven: 2p, p                                                            |
+| layout.pipeline.chunks     | 1; of 1f1b and message-driven also CHUNKS, 1f1b's as a loop, message-driven's as a v   |
+| layout.pipeline.limit      | auto; message-driven: 2p, p, of CHUNKS as many times both                              |
 | memory.recompute           | none, selective, auto                                                                  |
 
 A layout is legal where the config's own rules say so (config/rules.py); there are no others here. A rule is asked as
@@ -43,6 +44,9 @@ from meshwright.tools.plan.cluster import Cluster
 
 LONG = 8192
 """Tokens."""
+
+CHUNKS = 2
+"""Parts of the model that a stage holds, where several are tried."""
 
 _SIZES = ("layout.context", "layout.tensor", "layout.pipeline.size", "layout.data.size")
 """Together they must be all devices, also where they are fixed."""
@@ -103,6 +107,7 @@ def _start(job: SearchJob) -> Config:
     for field, value in {
         "layout.ranks_per_node": ranks_per_node(job.cluster, job.devices),
         "layout.pipeline.partition": "auto",
+        "layout.pipeline.placement": "loop",
     }.items():
         if field not in job.fixed:
             config = with_field(config, field, value)
@@ -236,10 +241,21 @@ def _schedules(config: Config, job: SearchJob) -> tuple[str, ...]:
     return tuple(reversed(entries("schedules"))) if pipeline.size > 1 else (pipeline.schedule,)
 
 
+def _chunks(config: Config, job: SearchJob) -> tuple[int, ...]:
+    pipeline = config.layout.pipeline
+    return (1, CHUNKS) if pipeline.size > 1 and pipeline.rule.tried_shape is not None else (1,)
+
+
+def _placements(config: Config, job: SearchJob) -> tuple[str, ...]:
+    pipeline = config.layout.pipeline
+    return (pipeline.rule.tried_shape or "loop",) if pipeline.chunks > 1 else ("loop",)
+
+
 def _limits(config: Config, job: SearchJob) -> list[int | str]:
     """One round through the stages, and two, where a run would ask its memory."""
-    stages, count = config.layout.pipeline.size, config.num_microbatches
-    if stages == 1 or not config.layout.pipeline.rule.by_memory:
+    pipeline = config.layout.pipeline
+    stages, count = pipeline.size * pipeline.chunks, config.num_microbatches * pipeline.chunks
+    if pipeline.size == 1 or not pipeline.rule.by_memory:
         return ["auto"]
     return sorted({min(stages, count), min(2 * stages, count)}, reverse=True)
 
@@ -261,6 +277,8 @@ CHOICES = (
     Choice("layout.order", _orders),
     Choice("batch.micro", _micros),
     Choice("layout.pipeline.schedule", _schedules),
+    Choice("layout.pipeline.chunks", _chunks),
+    Choice("layout.pipeline.placement", _placements),
     Choice("layout.pipeline.limit", _limits),
     Choice("memory.recompute", lambda config, job: ("none", "selective", "auto")),
 )

@@ -14,6 +14,7 @@ from meshwright.model import Batch
 from meshwright.models.chain import chain_of
 from meshwright.optim.states import InPlace
 from meshwright.parts import Parts
+from meshwright.pipeline.task import Task
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import backward, publish
@@ -26,14 +27,14 @@ Counts = dict[tuple[str, str], tuple[int, int]]
 @dataclass(frozen=True)
 class Measured:
     """Bytes of a rank. `states`: in the device's tier. `peak`: the most that was alive above what was there before the
-    step. `sent`: in a step, without the norm. `tasks`: a stage's, as F0, in the order in which it did them."""
+    step. `sent`: in a step, without the norm. `tasks`: a stage's, in the order in which it did them."""
 
     weights: int
     gradients: int
     states: int
     peak: int
     sent: Counts
-    tasks: tuple[str, ...]
+    tasks: tuple[Task, ...]
 
 
 def measured(mesh: Mesh, configs: Sequence[Config]) -> list[Measured]:
@@ -57,7 +58,7 @@ def _measured(mesh: Mesh, config: Config) -> Measured:
         states=_state_bytes(parts),
         peak=live.peak + parts.strategy.gradient_bytes - gradients + parts.strategy.weight_bytes - weights,
         sent=sent,
-        tasks=tuple(span.name for span in parts.pipeline.spans),
+        tasks=tuple(task for task, _, _ in parts.pipeline.done),
     )
 
 

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config
-from meshwright.pipeline.task import TaskKind
+from meshwright.pipeline.task import Task
 from meshwright.ranks.grid import PIPE, Grid
-from meshwright.ranks.mailbox import AHEAD
-from meshwright.tools.plan.compose import StagePlan
-from meshwright.tools.plan.predict import Planner, Prediction
+from meshwright.tools.plan.predict import Planner, Prediction, TimedRun
 from meshwright.tools.plan.recordings import place
-from tests.pipeline.test_equality import SCHEDULES, pipelined
+from tests.pipeline.test_equality import LOOP, SCHEDULES, V, pipelined
 from tests.tensor.test_equality import config_for
 from tests.tools.plan.clusters import FLAT as SWITCH
 from tests.tools.plan.measured import Measured, measured
@@ -79,6 +77,8 @@ FEW = {
     "sub-graphs": [synced("allreduce", 1, tensor) for tensor in (SUBGRAPHS[0], SUBGRAPHS[-1])],
     **{schedule: [pipelined("gpt2", 2, schedule, WHOLE)] for schedule in SCHEDULES},
     "1-D pipe": [pipelined("gpt2", 3, "1f1b", MEGATRON)],
+    "loop": [pipelined("gpt2", 3, "1f1b", WHOLE, placed=LOOP)],
+    "v": [pipelined("gpt2", 2, "message-driven", WHOLE, placed=V)],
 }
 """Configs of one grid and the same token axes together; one with stages alone, for mailboxes are opened once."""
 
@@ -112,6 +112,14 @@ MANY = {
     "data 2 x pipe 2 x 1-D": [pipelined("gpt2", 2, "message-driven", CUT, 2)],
     "data 2 x pipe 2 x 2-D": [
         pipelined("gpt2", 2, "message-driven", FLAT, 2, batch={"global": 24, "micro": 4}, **GATHER)
+    ],
+    "loop message-driven": [pipelined("gpt2", 3, "message-driven", WHOLE, placed=LOOP)],
+    "v of three": [pipelined("gpt2", 2, "message-driven", WHOLE, placed=V | {"chunks": 3})],
+    "v gpipe": [pipelined("gpt2", 2, "gpipe", WHOLE, placed=V)],
+    "v untied": [pipelined("untied", 2, "message-driven", WHOLE, placed=V)],
+    "v x data 2 x 1-D": [pipelined("gpt2", 2, "message-driven", CUT, 2, placed=V)],
+    "loop x data 2 x 2-D": [
+        pipelined("gpt2", 2, "1f1b", FLAT, 2, placed=LOOP, batch={"global": 24, "micro": 4}, **GATHER)
     ],
     **{f"bert pipe {schedule}": [pipelined("bert", 3, schedule, WHOLE)] for schedule in SCHEDULES},
 }
@@ -162,16 +170,16 @@ def held(planner: Planner, predicted: Prediction, stage: int, real: Measured) ->
     memory, schedule = predicted.memory[stage], predicted.config.layout.pipeline.schedule
     planned = memory.activations + memory.temporaries
     if len(predicted.memory) > 1 and schedule in ("axonn", "message-driven"):
-        planned = replayed(planner.stages(predicted.config)[stage], predicted.config, real.tasks)
+        planned = replayed(planner, predicted.config, stage, real.tasks)
     if abs(planned - real.peak) > TOLERANCE * real.peak:
         yield f"activations: predicted {planned}, really {real.peak} ({planned / real.peak - 1:+.1%})"
 
 
-def replayed(plan: StagePlan, config: Config, tasks: Sequence[str]) -> int:
+def replayed(planner: Planner, config: Config, stage: int, tasks: Sequence[Task]) -> int:
     """The most bytes that are alive if a stage does these tasks, beside the messages that it waits for."""
-    live = peak = 0
+    run = TimedRun(planner, config, planner.stages(config))
+    plan, live, peak = run.stages[stage], 0, 0
     for task in tasks:
-        which = place(int(task[1:]), config.num_microbatches)
-        cost = plan.cost(TaskKind(task[0]), which, lambda program: 0.0)
+        cost = plan.chunks[task.chunk].cost(task.kind, place(task.microbatch, config.num_microbatches))
         live, peak = live + cost.kept_bytes, max(peak, live + cost.peak_bytes)
-    return peak + min(AHEAD["cpu"], config.num_microbatches) * (plan.incoming_bytes + plan.outgoing_bytes)
+    return peak + run.awaited_bytes(stage) + plan.apart_bytes(config)

@@ -85,7 +85,7 @@ def made_up(seed: int, room: int = 1_000_000) -> tuple[Cluster, MadeUp]:
 def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
     cluster, models = made_up(seed)
     run = parse_config(TREE)
-    fixed = ("layout.pipeline.schedule", "memory.offload")
+    fixed = ("layout.pipeline.schedule", "layout.pipeline.chunks", "memory.offload")
     config = run.model_copy(
         update={"layout": run.layout.model_copy(
             update={"pipeline": run.layout.pipeline.model_copy(update={"schedule": "1f1b"})}

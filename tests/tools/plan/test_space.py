@@ -41,6 +41,7 @@ def facts(config: Config) -> tuple[Any, ...]:
     names = tuple(name for name, size in layout.axes if size > 1)
     return (
         layout.data.size, layout.data.sync, layout.pipeline.size, layout.pipeline.schedule, layout.pipeline.limit,
+        layout.pipeline.chunks, layout.pipeline.placement,
         layout.tensor, names, layout.ranks_per_node, config.batch.micro, memory.recompute, memory.offload.to,
     )  # fmt: skip
 
@@ -69,27 +70,33 @@ def everything(run: Config, devices: int) -> Iterator[Config]:
         for order, micro, recompute, to in product(
             orders, range(1, 13), ("none", "selective", "auto"), ("none", "host")
         ):
-            for sync, (schedule, limit) in product(("allreduce", "zero1"), _schedules(pipe)):
+            for sync, (schedule, limit, *chunked) in product(("allreduce", "zero1"), _schedules(pipe)):
+                placed = {"chunks": 2, "placement": chunked[0]} if chunked else {}
                 told = {"data": {"size": data, "sync": sync}, "order": order,
-                        "pipeline": {"size": pipe, "schedule": schedule, "limit": limit}}  # fmt: skip
+                        "pipeline": {"size": pipe, "schedule": schedule, "limit": limit} | placed}  # fmt: skip
                 tree["layout"] |= told
                 tree["batch"]["micro"] = micro
                 tree["memory"] |= {"recompute": recompute, "offload": {"to": to}}
                 yield Config.model_validate(tree)
 
 
-def _schedules(pipe: int) -> list[tuple[str, Any]]:
+def _schedules(pipe: int) -> list[tuple[Any, ...]]:
+    """Schedules with their limits, and the shape of two chunks a stage."""
     if pipe == 1:
         return [("message-driven", "auto")]
-    limits: list[tuple[str, Any]] = [("message-driven", limit) for limit in range(1, 2 * pipe + 1)]
-    return [*limits, ("1f1b", "auto"), ("gpipe", "auto"), ("axonn", "auto")]
+    limits: list[tuple[Any, ...]] = [("message-driven", limit) for limit in range(1, 2 * pipe + 1)]
+    limits += [("message-driven", limit, "v") for limit in range(2, 4 * pipe + 1)]
+    return [*limits, ("1f1b", "auto"), ("1f1b", "auto", "loop"), ("gpipe", "auto"), ("axonn", "auto")]
 
 
 def has_an_effect(config: Config) -> bool:
     """Rounds through the stages that are cut short by the number of microbatches; shards of what somebody sums."""
     sizes = dict(config.layout.axes)
     summed = any(sizes[axis] > 1 for axis in config.layout.token_axes)
-    limit, stages, count = config.layout.pipeline.limit, config.layout.pipeline.size, config.num_microbatches
+    pipeline = config.layout.pipeline
+    limit, stages, count = (
+        pipeline.limit, pipeline.size * pipeline.chunks, config.num_microbatches * pipeline.chunks
+    )  # fmt: skip
     rounds = limit == "auto" or limit in (min(stages, count), min(2 * stages, count))
     return rounds and (summed or config.layout.data.sync == "allreduce")
 
