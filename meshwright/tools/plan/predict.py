@@ -337,10 +337,11 @@ class TimedRun(Composition):
             ready |= {parameter.name: passed for parameter in unit.parameters}
         read: dict[str, float] = {}
         passed_forward = self.agreement()
-        for unit, cost in zip(plan.units, plan.costs(self.kinds[0], 0, self.seconds), strict=True):
-            for parameter in unit.parameters:
-                read.setdefault(parameter.name, passed_forward)
-            passed_forward += cost.seconds
+        for each in self.stages[stage].chunks:  # a stage's chunks go forward for the first time in their order
+            for unit, cost in zip(each.units, each.costs(self.kinds[0], 0, self.seconds), strict=True):
+                for parameter in unit.parameters:
+                    read.setdefault(parameter.name, passed_forward)
+                passed_forward += cost.seconds
         return [
             self.sum(
                 bucket,

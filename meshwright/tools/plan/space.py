@@ -11,8 +11,8 @@
 | layout.order               | orders of data, pipe and the tensor section's axes that put others together on a node  |
 | batch.micro                | divisors of a replica's samples                                                        |
 | layout.pipeline.schedule   | all four; without stages the run's                                                     |
-| layout.pipeline.chunks     | 1; of 1f1b and message-driven also CHUNKS, 1f1b's as a loop, message-driven's as a v   |
-| layout.pipeline.limit      | auto; message-driven: 2p, p, of CHUNKS as many times both                              |
+| layout.pipeline.chunks     | 1; of up to FEW p microbatches also CHUNKS, 1f1b's as a loop, message-driven's as a v  |
+| layout.pipeline.limit      | auto; message-driven: 2p, p; of CHUNKS those that hold as much as 2p of whole stages   |
 | memory.recompute           | none, selective, auto                                                                  |
 
 A layout is legal where the config's own rules say so (config/rules.py); there are no others here. A rule is asked as
@@ -47,6 +47,10 @@ LONG = 8192
 
 CHUNKS = 2
 """Parts of the model that a stage holds, where several are tried."""
+
+FEW = 4
+"""Microbatches a stage up to which chunks are tried: with more a step idles for less than a fifth, of which chunks
+would save half."""
 
 _SIZES = ("layout.context", "layout.tensor", "layout.pipeline.size", "layout.data.size")
 """Together they must be all devices, also where they are fixed."""
@@ -243,7 +247,8 @@ def _schedules(config: Config, job: SearchJob) -> tuple[str, ...]:
 
 def _chunks(config: Config, job: SearchJob) -> tuple[int, ...]:
     pipeline = config.layout.pipeline
-    return (1, CHUNKS) if pipeline.size > 1 and pipeline.rule.tried_shape is not None else (1,)
+    few = pipeline.size > 1 and config.num_microbatches <= FEW * pipeline.size
+    return (1, CHUNKS) if few and pipeline.rule.tried_shape is not None else (1,)
 
 
 def _placements(config: Config, job: SearchJob) -> tuple[str, ...]:
@@ -257,7 +262,8 @@ def _limits(config: Config, job: SearchJob) -> list[int | str]:
     stages, count = pipeline.size * pipeline.chunks, config.num_microbatches * pipeline.chunks
     if pipeline.size == 1 or not pipeline.rule.by_memory:
         return ["auto"]
-    return sorted({min(stages, count), min(2 * stages, count)}, reverse=True)
+    rounds = (2,) if pipeline.chunks > 1 else (2, 1)
+    return sorted({min(times * stages, count) for times in rounds}, reverse=True)
 
 
 def _syncs(config: Config, job: SearchJob) -> tuple[str, ...]:

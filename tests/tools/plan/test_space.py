@@ -12,7 +12,7 @@ from meshwright.config import Config, parse_config
 from meshwright.config.rules import broken_rules
 from meshwright.ranks.grid import Grid
 from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts, ranks_per_node
+from meshwright.tools.plan.space import FEW, SearchJob, fixed_fields, legal_layouts, ranks_per_node
 
 LEVELS = [{"joins": 2, "latency": 1e-6, "bandwidth": 1e10}, {"latency": 1e-5, "bandwidth": 1e9}]
 TREE: dict[str, Any] = {
@@ -97,7 +97,10 @@ def has_an_effect(config: Config) -> bool:
     limit, stages, count = (
         pipeline.limit, pipeline.size * pipeline.chunks, config.num_microbatches * pipeline.chunks
     )  # fmt: skip
-    rounds = limit == "auto" or limit in (min(stages, count), min(2 * stages, count))
+    if pipeline.chunks > 1 and config.num_microbatches > FEW * pipeline.size:
+        return False
+    fewest = min(stages, count) if pipeline.chunks == 1 else 0
+    rounds = limit == "auto" or limit in (fewest, min(2 * stages, count))
     return rounds and (summed or config.layout.data.sync == "allreduce")
 
 
