@@ -153,11 +153,12 @@ ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", cuts_parameters=True, ca
 ZERO2 = Sync(
     "meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True,
     cuts_parameters=True, rules=(needs_one_chunk, needs_torch_distributed, shards_are_equal), over_mpi=False,
+    candidate=True,
 )  # fmt: skip
 ZERO3 = Sync(
     "meshwright.data_parallel.gathering:Zero3", "meshwright.data_parallel.gathering:Gathering", slices=True,
     gathers=True, cuts_parameters=True, rules=(needs_one_chunk, needs_torch_distributed, shards_are_equal),
-    over_mpi=False,
+    over_mpi=False, candidate=True,
 )  # fmt: skip
 FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",

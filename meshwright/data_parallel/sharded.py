@@ -9,8 +9,10 @@ each kind of buckets the one that is being filled, the one before it, whose sum 
 which is filled from the head's backward pass to the embeddings'. With one microbatch it sends what zero1
 sends; each further one costs another reduce-scatter, which is the price of not holding whole gradients between them.
 
-A bucket is sliced over all axes that it is summed over but the pipeline's ends, whose two ranks come to it at different
-moments: of a tied table each end keeps a slice, and these are summed when the step's passes are over.
+A bucket is sliced over all axes that it is summed over but two, whose ranks keep the same slices and sum them once a
+step: the pipeline's ends, which come to a tied table at different moments, and the shard groups of hybrid sharding
+(HSDP, arXiv 2304.11277, section 3.2.2). Groups of whole models sum a slice under the rest of the last backward pass,
+as soon as their ranks have it; beside stages, whose weight gradients come in an order of their own, behind it.
 
 Where weight gradients are tasks of their own (W), a parameter whose gradient comes already with B (norms, tables) runs
 ahead of its bucket's others by as many microbatches as messages have made it. What is summed together must not depend
@@ -29,6 +31,7 @@ from meshwright.data_parallel.strategy import Policy, Synchroniser, ended
 from meshwright.parameters.bucket import Bucket, Slot, gradient_views, slice_axes
 from meshwright.parameters.gradients import Gradients
 from meshwright.ranks.comm import Comm, Work, size_bytes
+from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
 
 
@@ -52,6 +55,10 @@ class Sharded(Synchroniser):
         self._summed = [False] * len(buckets)
         """Whether a bucket's slice holds a sum of this step."""
         self._under_way: dict[int, Work] = {}
+        self._complete: set[int] = set()
+        """Buckets that have left in the step's last microbatch, where their slices may go on to the other groups."""
+        self._across: dict[int, Work] = {}
+        """Sums of slices over the ranks that hold the same ones."""
         self._late: set[int] = set()
         """Buckets that are summed at the step's end."""
         self._next = 0
@@ -99,7 +106,12 @@ class Sharded(Synchroniser):
                 self._leave(index)
         self._collect()
         self._next = 0
-        return ended([comm.all_reduce(self._slice(index), wait=False) for index, comm in enumerate(self._copies)])
+        for index in range(len(self.buckets)):
+            if index not in self._across:
+                self._sum_across(index)
+        across, self._across = self._across, {}
+        self._complete.clear()
+        return ended([across[index] for index in range(len(self.buckets))])
 
     def publish(self, *, wait: bool = True) -> None:
         super().publish(wait=wait)
@@ -132,6 +144,8 @@ class Sharded(Synchroniser):
         bucket.gradients[bucket.places[-1].stop :].zero_()  # padding, of which a slice and so the norm has a part
         self._under_way[index] = self.policy.reduce(bucket, self.comms[index])
         self._missing[index] = self._members(index)
+        if self._final and self.mesh.size(PIPE) == 1:
+            self._complete.add(index)
 
     def fill_together(self, one: int, other: int) -> bool:
         """Whether two buckets are full at about the same time."""
@@ -149,6 +163,11 @@ class Sharded(Synchroniser):
                 total.copy_(bucket.gradients[start:stop])
             self._summed[index] = True
             free(bucket.gradients)
+            if index in self._complete:
+                self._sum_across(index)
+
+    def _sum_across(self, index: int) -> None:
+        self._across[index] = self._copies[index].all_reduce(self._slice(index), wait=False)
 
 
 def whole_bytes(buckets: Iterable[tuple[Hashable, int]]) -> int:

@@ -99,8 +99,10 @@ class _Passes:
 @dataclass(frozen=True)
 class _Ending:
     """Seconds after the pipeline phase, on the stage with most parameters: gradients' sums, optimizer, publishing;
-    the parts of sums and of publishing that go on under computation."""
+    the parts of sums and of publishing that go on under computation. `gather`: what a pass through the model takes at
+    least to gather sliced weights, some of which are there still."""
 
+    gather: float
     reduce: float
     steps: float
     publish: float
@@ -133,6 +135,7 @@ class Estimates:
         passes, ending = self._passes_of(config), self._ending_of(config)
         sums = config.num_microbatches if config.layout.data.strategy.slices else 1
         summed = passes.seconds + sums * max(0.0, ending.reduce - ending.overlaps * max(passes.last))
+        summed += max(0.0, 2 * config.num_microbatches * ending.gather - ending.publishes * passes.seconds)
         published = max(0.0, ending.publish - ending.publishes * passes.forward)
         seconds = summed + ending.norm + (0.0 if streams(config) else ending.steps) + published
         memory = replace(self.weights_memory(config), activations=int(SURE * passes.activation_bytes))
@@ -260,7 +263,9 @@ class Estimates:
         if key not in self._endings:
             run = TimedRun(self.planner, config, [StagePlan((), tuple(self._fullest_stage(config)))])
             sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
+            gathers = sorted(run.seconds(bucket.gather) for bucket in run.buckets[0] if bucket.gathers)
             self._endings[key] = _Ending(
+                sum(gathers[:-2]),
                 sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
                 sum(one.publish for one in sums), run.norm(), run.overlap("sums"), run.overlap("gathers"),
             )  # fmt: skip

@@ -137,7 +137,8 @@ class Planner:
         """The links between the ranks; over the transport that `auto` takes on a machine like the cluster's."""
         backend = config.layout.transport
         if backend == "auto":
-            backend = "mpi" if self.cluster.device.kind == "cpu" and "mpi" in self.cluster.links else "torch"
+            carried = self.cluster.device.kind == "cpu" and config.layout.data.strategy.over_mpi
+            backend = "mpi" if carried and "mpi" in self.cluster.links else "torch"
         key = backend, config.layout.axes
         if key not in self._networks:
             self._networks[key] = ClusterNetwork(self.cluster, backend, Grid(key[1]))

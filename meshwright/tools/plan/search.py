@@ -11,7 +11,9 @@
 Layouts are predicted in the order of their estimates, SIMULATED at most. When the next estimate is not below the K-th
 fastest prediction, nothing that is left can be, as far as an estimate is no more than 1/SURE of the prediction
 (estimate.py). A layout that recomputes, or moves, what it might keep is not predicted where the one that keeps it fits:
-it is slower. Ctrl-C ends a search with the best that it has.
+it is slower. Slices of gradients and weights (zero2, zero3) cost messages to save memory: a family of them is looked at
+where each strategy that slices less fills more than ROOMY of the memory with weights, gradients and states. Ctrl-C ends
+a search with the best that it has.
 """
 
 from __future__ import annotations
@@ -27,16 +29,20 @@ from meshwright.config import Config
 from meshwright.config.schema import Layout
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
+from meshwright.registry import entries
 from meshwright.tools.plan.answer import Change, Training
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
-from meshwright.tools.plan.predict import Memory, Planner, Prediction
-from meshwright.tools.plan.space import SearchJob, legal_layouts
+from meshwright.tools.plan.predict import SYNC, Memory, Planner, Prediction
+from meshwright.tools.plan.space import SearchJob, is_fixed, legal_layouts
 
 Keep = Callable[[Layout], bool]
 
 SIMULATED = 50
 """The most layouts that are predicted, once as many fit as were asked for: estimates let pass what hardly fits."""
+
+ROOMY = 0.5
+"""The part of a device's memory under which weights, gradients and states leave room enough to slice no more."""
 
 TRIES = 6
 """The most layouts that are predicted until one fits, of a strategy that has none among the fastest."""
@@ -217,8 +223,8 @@ class _Hunt:
         for entry in sorted(self.queue):
             waiting.setdefault(strategy_of(entry[-1]), []).append(entry)
         strategies = waiting.keys() | self.fastest.keys() | self.closest.keys()
-        for strategy, entries in waiting.items():
-            for place, (_, _, config) in enumerate(entries):
+        for strategy, queued in waiting.items():
+            for place, (_, _, config) in enumerate(queued):
                 if strategy in self.fastest or (place >= tries and (strategy in self.closest or not tries)):
                     break
                 self._predict(config)
@@ -265,12 +271,17 @@ class _Hunt:
         """Whether the weights of a family of layouts fit."""
         if not self.keep(family.layout):
             return True
+        if not is_fixed(SYNC, self.job.fixed) and any(map(self._roomy, slicing_less(family))):
+            return False
         weights = self.models.weights_memory(family)
         if weights.total <= self.job.cluster.device.memory:
             return True
         self._count(family)
         self._is_too_full(family, weights)
         return False
+
+    def _roomy(self, family: Config) -> bool:
+        return self.models.weights_memory(family).total <= ROOMY * self.job.cluster.device.memory
 
     def _is_too_full(self, config: Config, weights: Memory) -> None:
         self.too_full += 1
@@ -292,6 +303,19 @@ class _Hunt:
             return self.closest[strategy]
         prediction = self.fastest[strategy]
         return Loser(strategy, prediction.config, prediction.fullest, whole=True, prediction=prediction)
+
+
+def slicing_less(config: Config) -> Iterator[Config]:
+    """The layout under the strategies that a search tries before its own, which slices gradients; none where it does
+    not."""
+    sync = config.layout.data.sync
+    if config.layout.data.strategy.slices:
+        for other, tried in entries("syncs").items():
+            if other == sync:
+                return
+            if tried.candidate:
+                data = config.layout.data.model_copy(update={"sync": other, "shard": None})
+                yield config.model_copy(update={"layout": config.layout.model_copy(update={"data": data})})
 
 
 def _keeping(config: Config) -> Config | None:

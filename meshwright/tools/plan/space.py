@@ -7,7 +7,9 @@
 | layout.pipeline.size       | divisors of the devices that are left                                                  |
 | layout.data.size           | what is left then                                                                      |
 | memory.offload.to          | none, host                                                                             |
-| layout.data.sync           | allreduce; zero1 where gradients are summed at all                                     |
+| layout.data.sync           | allreduce; zero1 where gradients are summed at all; there zero2 as well, and without   |
+|                            | stages zero3, where those before it fill much of the memory (search.py)                |
+| layout.data.shard          | null; of slices over more than a node the most of a rank's neighbours that share one   |
 | layout.order               | orders of data, pipe and the tensor section's axes that put others together on a node  |
 | batch.micro                | divisors of a replica's samples                                                        |
 | layout.pipeline.schedule   | all four; without stages the run's                                                     |
@@ -17,7 +19,7 @@
 
 A layout is legal where the config's own rules say so (config/rules.py); there are no others here. A rule is asked as
 soon as the last of the fields that it reads is chosen, so that what it refuses is not gone into. Nor is a family of
-layouts whose weights do not fit: those that differ only in what is chosen after layout.data.sync.
+layouts whose weights do not fit: those that differ only in what is chosen after layout.data.shard.
 
 Fields that the user has fixed keep their values.
 """
@@ -92,6 +94,11 @@ def fixed_fields(overrides: Iterable[str]) -> frozenset[str]:
     return frozenset(fields)
 
 
+def is_fixed(field: str, fixed: Collection[str]) -> bool:
+    """Whether a field, or a section that it lies in, keeps the run's value."""
+    return any(field == name or field.startswith(name + ".") for name in fixed)
+
+
 def ranks_per_node(cluster: Cluster, devices: int) -> int:
     """The most that nodes can have of so many ranks, all nodes as many."""
     return max(size for size in divisors(devices) if size <= cluster.devices_per_node)
@@ -143,7 +150,7 @@ def _allowed(choice: Choice, config: Config, job: SearchJob) -> Iterable[Any]:
     run = field_of(job.run, choice.field)
     values = choice.values(config, job)
     inner = [name for name in job.fixed if name.startswith(choice.field + ".")]
-    whole = any(choice.field == name or choice.field.startswith(name + ".") for name in job.fixed)
+    whole = is_fixed(choice.field, job.fixed)
     if choice.field in ("layout.context", "layout.tensor") and inner and not whole:
         return [value for value in values if all(_field(value, name) == _field(run, name) for name in inner)]
     if not (whole or inner):
@@ -267,10 +274,28 @@ def _limits(config: Config, job: SearchJob) -> list[int | str]:
 
 
 def _syncs(config: Config, job: SearchJob) -> tuple[str, ...]:
-    sizes = dict(config.layout.axes)
+    """A stage gathers all of its layers in each task: beside stages only a run that names it has its weights sliced."""
+    sizes, stages = dict(config.layout.axes), config.layout.pipeline.size
     summed = math.prod(sizes[axis] for axis in config.layout.token_axes)
-    tried = tuple(name for name, sync in entries("syncs").items() if sync.candidate)
+    sharded = is_fixed("layout.data.shard", job.fixed) and job.run.layout.data.shard is not None
+    tried = tuple(
+        name
+        for name, sync in entries("syncs").items()
+        if sync.candidate and not (sync.gathers and stages > 1) and (sync.slices or not sharded)
+    )
     return tried if summed > 1 else tried[:1]
+
+
+def _shards(config: Config, job: SearchJob) -> tuple[int | None, ...]:
+    """One group of all ranks, and groups that lie on one node each."""
+    layout = config.layout
+    if not layout.data.strategy.slices:
+        return (None,)
+    inner = math.prod(size for _, size in layout.layer_axes) * layout.pipeline.size
+    nodes = layout.ranks_per_node
+    here = (job.devices if nodes == "auto" else nodes) // inner
+    shard = max((size for size in divisors(layout.data.size) if size <= here), default=1)
+    return (None, shard) if 1 < shard < layout.data.size else (None,)
 
 
 CHOICES = (
@@ -280,6 +305,7 @@ CHOICES = (
     Choice("layout.data.size", _replicas),
     Choice("memory.offload.to", lambda config, job: ("none", "host")),
     Choice("layout.data.sync", _syncs),
+    Choice("layout.data.shard", _shards),
     Choice("layout.order", _orders),
     Choice("batch.micro", _micros),
     Choice("layout.pipeline.schedule", _schedules),
@@ -289,5 +315,5 @@ CHOICES = (
     Choice("memory.recompute", lambda config, job: ("none", "selective", "auto")),
 )
 
-FAMILY = 6
+FAMILY = 7
 """The choices that a family of layouts has in common: all that its weights, gradients and states hang on."""

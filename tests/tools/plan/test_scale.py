@@ -137,7 +137,11 @@ def test_what_the_user_fixed_stays() -> None:
 def test_mistakes() -> None:
     assert parse_strategies("best,data,best") == ("best", "data")
     for parse, text, says in [
-        (parse_strategies, "fast", r"--strategies=fast is no strategy; valid: data, zero1, megatron, .*best"),
+        (
+            parse_strategies,
+            "fast",
+            r"--strategies=fast is no strategy; valid: data, zero1, zero2, zero3, megatron, .*best",
+        ),
         (parse_mode, "both", r"--mode=both is no kind of scaling; valid: strong, weak"),
     ]:
         with pytest.raises(ConfigError, match=says):

@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.config import Config, parse_config
 from meshwright.config.rules import broken_rules
+from meshwright.config.schema import Layout
 from meshwright.ranks.grid import Grid
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.space import FEW, SearchJob, fixed_fields, legal_layouts, ranks_per_node
@@ -43,6 +44,7 @@ def facts(config: Config) -> tuple[Any, ...]:
         layout.data.size, layout.data.sync, layout.pipeline.size, layout.pipeline.schedule, layout.pipeline.limit,
         layout.pipeline.chunks, layout.pipeline.placement,
         layout.tensor, names, layout.ranks_per_node, config.batch.micro, memory.recompute, memory.offload.to,
+        layout.data.shard,
     )  # fmt: skip
 
 
@@ -62,22 +64,32 @@ def everything(run: Config, devices: int) -> Iterator[Config]:
         made = Config.model_validate(tree)
         if made.layout.world_size != devices:
             continue
-        blocks = (("data",), ("pipe",), tuple(name for name, _ in made.layout.tensor.axes))
-        orders = {
-            tuple(name for block in some for name in block if dict(made.layout.axes)[name] > 1)
-            for some in permutations(blocks)
-        }
-        for order, micro, recompute, to in product(
-            orders, range(1, 13), ("none", "selective", "auto"), ("none", "host")
-        ):
-            for sync, (schedule, limit, *chunked) in product(("allreduce", "zero1"), _schedules(pipe)):
+        syncs = ("allreduce", "zero1", "zero2", *(["zero3"] if pipe == 1 else []))
+        here = pipe == 1 and data > 2 and not made.layout.tensor.axes  # slices that two ranks of a node share
+        shared = [(sync, 2) for sync in syncs[2:] if here]
+        for (sync, shard), micro, recompute, to in product(
+            [*((sync, None) for sync in syncs), *shared],
+            range(1, 13), ("none", "selective", "auto"), ("none", "host"),
+        ):  # fmt: skip
+            cut = {"size": data, "sync": sync, "shard": shard}
+            tree["layout"] |= {"data": cut, "order": "auto"}
+            blocks = _blocks(Config.model_validate(tree).layout)
+            orders = {
+                tuple(name for block in some for name, size in block if size > 1) for some in permutations(blocks)
+            }
+            for order, (schedule, limit, *chunked) in product(orders, _schedules(pipe)):
                 placed = {"chunks": 2, "placement": chunked[0]} if chunked else {}
-                told = {"data": {"size": data, "sync": sync}, "order": order,
+                told = {"data": cut, "order": order,
                         "pipeline": {"size": pipe, "schedule": schedule, "limit": limit} | placed}  # fmt: skip
                 tree["layout"] |= told
                 tree["batch"]["micro"] = micro
                 tree["memory"] |= {"recompute": recompute, "offload": {"to": to}}
                 yield Config.model_validate(tree)
+
+
+def _blocks(layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """Axes that stay together, with their sizes."""
+    return layout.data.axes, (("pipe", layout.pipeline.size),), layout.tensor.axes
 
 
 def _schedules(pipe: int) -> list[tuple[Any, ...]]:
