@@ -25,8 +25,11 @@ IGNORED = -100
 Batch = dict[str, Tensor]
 """Tensors by name, each [B, ...]."""
 
+SAMPLES = "samples"
+"""Stands for a label in `Scales`: the factor of what each sample adds to the loss by itself."""
+
 Scales = Mapping[str, float]
-"""Factors of the losses' sums, by the name of their label."""
+"""Factors of the losses' sums, by the name of their label, and SAMPLES."""
 
 LoadRows = Callable[[int, int], Batch]
 """load(first, count): rows first..first+count of the step's global batch."""
@@ -55,9 +58,10 @@ def counts_of(batch: Batch, labels: Sequence[str]) -> list[int]:
     return [int((batch[name] != IGNORED).sum()) for name in labels]
 
 
-def scales_of(labels: Sequence[str], counts: Sequence[int], scale: float) -> Scales:
-    """The scales that turn each loss into `scale` times its mean over `counts` elements."""
-    return {name: scale / max(1, count) for name, count in zip(labels, counts, strict=True)}
+def scales_of(labels: Sequence[str], counts: Sequence[int], scale: float, samples: int = 1) -> Scales:
+    """The scales that turn each loss into `scale` times its mean over `counts` elements, or over the samples."""
+    means = {name: scale / max(1, count) for name, count in zip(labels, counts, strict=True)}
+    return means | {SAMPLES: scale / samples}
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -23,7 +23,7 @@ from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import usable_cores
 from meshwright.memory.offload import host_store_bytes, state_bytes
 from meshwright.memory.recompute import LiveBytes
-from meshwright.model import Batch, Chunk, Costs, Hidden
+from meshwright.model import SAMPLES, Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import Chain, chain_of, make_chain, split_name
 from meshwright.on_device import AsOnDevice, Attention
 from meshwright.parameters.gradients import Gradients
@@ -234,7 +234,7 @@ def _seconds(model: Chain, hidden: Hidden, batch: dict[str, torch.Tensor], devic
     """A chunk forward and backward."""
     given = tuple(x.detach().requires_grad_() for x in hidden)
     started = time.perf_counter()
-    out = model(batch, dict.fromkeys(model.labels, 1.0), given)
+    out = model(batch, dict.fromkeys((*model.labels, SAMPLES), 1.0), given)
     torch.autograd.backward(out, [torch.ones_like(x) for x in out])
     if device.type == "cuda":
         torch.cuda.synchronize(device)

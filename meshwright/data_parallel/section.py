@@ -137,10 +137,18 @@ def needs_masters_on_the_device(config: Config) -> Iterator[Problem]:
         yield Problem("memory.offload.to", to, rule_text, "none, or layout.data.sync=zero1, allreduce, ...")
 
 
+@rule(FIELD, "model")
+def needs_losses_of_the_head(config: Config) -> Iterator[Problem]:
+    field = config.model.losses_in_layers
+    if field:
+        rule_text = f"computes losses where all outputs come together, and {field} gives layers losses of their own"
+        yield Problem(FIELD, config.layout.data.sync, rule_text, f"{_others(needs_losses_of_the_head)}, or {field}=0")
+
+
 SERVER_LOSS = Sync(
     "meshwright.data_parallel.parameter_server:Server",
     "meshwright.data_parallel.parameter_server:ServerLoss",
-    rules=(needs_whole_models,),
+    rules=(needs_whole_models, needs_losses_of_the_head),
     unplanned="is more than sums of gradients in buckets",
 )
 SERVER_GRADIENT = Sync(

@@ -58,17 +58,23 @@ class Chain(nn.Module, ABC):
         `incoming`: those of the chunk before; the first one reads the batch. `chunk`: which part of what this rank
         holds runs; by default all.
         """
-        hidden = self.hidden_states(batch, incoming, chunk)
+        hidden = self._through(batch, incoming, chunk)
         if not (chunk or self.chunk).last:
             return hidden
-        return (self.run_part(HEAD, self.loss, hidden[0], batch, scales),)
+        h = self.run_part(HEAD, self.final_states, hidden)
+        loss = self.run_part(HEAD, self.loss, h, batch, scales)
+        return (self.with_layers_losses(loss, hidden, scales),)
 
     def hidden_states(self, batch: Batch, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
         """Like `forward`, but the chain's end gives the normed hidden states [B, T, H] of which it computes losses."""
+        hidden = self._through(batch, incoming, chunk)
+        return (self.run_part(HEAD, self.final_states, hidden),) if (chunk or self.chunk).last else hidden
+
+    def _through(self, batch: Batch, incoming: Hidden, chunk: Chunk | None) -> Hidden:
+        """What the last layer gives on."""
         part = chunk or self.chunk
         hidden = self.run_part(EMBEDDINGS, self.embed, batch) if part.first else incoming
-        hidden = self.run_layers(hidden, batch, part)
-        return (self.run_part(HEAD, self.final_states, hidden),) if part.last else hidden
+        return self.run_layers(hidden, batch, part)
 
     def trunk(self, batch: Batch) -> Tensor:
         """The normed hidden states [B, T, H] of a whole model."""
@@ -100,6 +106,10 @@ class Chain(nn.Module, ABC):
     @abstractmethod
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
         """The losses of hidden states, summed, each times its scale."""
+
+    def with_layers_losses(self, loss: Tensor, hidden: Hidden, scales: Scales) -> Tensor:
+        """The head's loss and those that layers have given on beside the hidden states, in training."""
+        return loss
 
     @abstractmethod
     def num_correct(self, h: Tensor, batch: Batch) -> list[int]:

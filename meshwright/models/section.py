@@ -73,6 +73,16 @@ class Network(Section):
         return ""
 
     @property
+    def stacked_matrices(self) -> str:
+        """The field by which one parameter holds several matrices; empty where each is a parameter of its own."""
+        return ""
+
+    @property
+    def losses_in_layers(self) -> str:
+        """The field that gives layers losses of their own, which the head does not see; empty where none has."""
+        return ""
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that it knows; none where it reads no text."""
         return 0

@@ -72,7 +72,7 @@ MOMENTUM = Update(
 )
 
 
-@rule("optimizer.name", "layout.data", "layout.context.size", "layout.tensor", "memory.offload.to")
+@rule("optimizer.name", "model", "layout.data", "layout.context.size", "layout.tensor", "memory.offload.to")
 def needs_whole_matrices(config: Config) -> Iterator[Problem]:
     """Where a rank steps parts of matrices, no rank can make a whole one orthogonal."""
     name, sync, layout = config.optimizer.name, config.layout.data.sync, config.layout
@@ -82,6 +82,9 @@ def needs_whole_matrices(config: Config) -> Iterator[Problem]:
     if max(layout.data.size, layout.context.size) > 1 and layout.data.strategy.cuts_parameters:
         whole = ", ".join(other for other, entry in entries("syncs").items() if not entry.cuts_parameters)
         yield Problem("layout.data.sync", sync, why, whole + instead)
+    if field := config.model.stacked_matrices:
+        rule_text = f"steps a matrix a parameter, and {field} has one of all experts"
+        yield Problem("optimizer.name", name, rule_text, others)
     if layout.tensor.axes:
         yield Problem("layout.tensor.kind", layout.tensor.kind, why, "none" + instead)
     if config.memory.offload.to != "none":

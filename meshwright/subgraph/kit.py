@@ -33,6 +33,7 @@ from meshwright.subgraph.common import (
 )
 from meshwright.subgraph.section import Subgraph
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
+from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import LinearPair
 from meshwright.tensor.linear import Local
@@ -128,6 +129,9 @@ class SubgraphKit:
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return self._common(SerialHead(self.mesh, shape, tied, {}, {}), AbsentHead)
+
+    def experts(self, shape: ExpertsShape) -> nn.Module:
+        raise AssertionError("a rule refuses experts here")
 
     def local_heads(self, heads: int) -> int:
         return heads // self.mesh.size("branch")

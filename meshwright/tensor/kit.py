@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.model import Batch
 from meshwright.parameters.shard import Initial
+from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.head import HeadShape
 
 
@@ -103,6 +104,10 @@ class Kit(LinearPair, Protocol):
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         """A `Head`. `tied`: the token embedding whose weight it shares; None: a weight of its own."""
+
+    def experts(self, shape: ExpertsShape) -> nn.Module:
+        """A feed-forward of experts: [B, T, H] -> ([B, T, H],), and each sequence's balance [B] where it is asked for.
+        Only where the section of the kit has `holds_experts`."""
 
     def local_heads(self, heads: int) -> int:
         """How many attention heads (or paths) this rank computes."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from meshwright.parameters.shard import Initial, Shard, ShardedModule, ShardSpec, seed_of
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import CutSequence, Sequence, WholeSequence
+from meshwright.tensor.experts import Experts, ExpertsShape
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair
 from meshwright.tensor.linear import Local, linear, lookup
@@ -122,6 +123,9 @@ class MegatronKit:
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return MegatronHead(self.mesh, shape, tied, self.sequence)
+
+    def experts(self, shape: ExpertsShape) -> nn.Module:
+        return Experts(self.mesh, shape, self.sequence)
 
     def local_heads(self, heads: int) -> int:
         return heads // self.mesh.size("tensor")

@@ -78,6 +78,8 @@ class TensorSection(Section):
     """Fields that have no effect where the layout has one tensor rank."""
     gives_effect_to: ClassVar[tuple[str, ...]] = ()
     """Fields of other sections that have an effect with this kind, and by default with no other."""
+    holds_experts: ClassVar[bool] = False
+    """Whether its kit has feed-forwards of experts."""
     by_size: ClassVar[bool] = False
     """Whether what a rank runs and sends depends on a microbatch's size otherwise than in proportion."""
 
@@ -139,6 +141,7 @@ class Whole(TensorSection):
     """No tensor parallelism: every rank of a replica's one holds whole layers."""
 
     kind: Literal["none"] = "none"
+    holds_experts: ClassVar[bool] = True
 
     @classmethod
     def candidates(cls, devices: int) -> Iterator[Self]:
@@ -167,6 +170,7 @@ class Megatron(TensorSection):
 
     rules: ClassVar[tuple[Rule, ...]] = (sequences_can_be_cut,)
     idle_alone: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
+    holds_experts: ClassVar[bool] = True
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshwright.parameters.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import chunked_token_losses
+from meshwright.tensor.experts import Experts, ExpertsShape
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair
 from meshwright.tensor.linear import Local, linear, lookup
@@ -139,6 +140,9 @@ class SerialKit:
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return SerialHead(self.mesh, shape, tied, {}, {})
+
+    def experts(self, shape: ExpertsShape) -> nn.Module:
+        return Experts(self.mesh, shape)
 
     def local_heads(self, heads: int) -> int:
         return heads

@@ -48,6 +48,6 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """[B, T, 2, N], gates and ups -> [B, T, N]."""
+    """[..., 2, N], gates and ups -> [..., N]."""
     y: Tensor = _Swiglu.apply(x.flatten(0, -3))
     return y.view(*x.shape[:-2], x.shape[-1])

@@ -30,6 +30,7 @@ from meshwright.parameters.shard import ONES, ZEROS, Initial, Shard, ShardedModu
 from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, reduce_scatter
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.cross_entropy import give_to_autograd
+from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair
@@ -253,6 +254,9 @@ class TesseractKit:
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return TesseractHead(self.mesh, shape, tied)
+
+    def experts(self, shape: ExpertsShape) -> nn.Module:
+        raise AssertionError("a rule refuses experts here")
 
     def local_heads(self, heads: int) -> int:
         return heads // self.mesh.size("col")

@@ -81,7 +81,7 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
     config, mesh = parts.config, parts.mesh
     parts.model.train()
     scale = parts.optimizer.scaler.scale
-    scales = scales_of(parts.model.labels, counts, scale)
+    scales = scales_of(parts.model.labels, counts, scale, config.batch.global_)
     split = (DATA_AXES, (PIPE,), *((axis,) for axis in (*config.layout.context.token_axes, *parts.kit.split_axes)))
     place = "/".join(str(mesh.index(*axes)) for axes in split)
 

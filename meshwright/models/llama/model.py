@@ -1,9 +1,12 @@
-"""Llama (Touvron et al., arXiv 2302.13971, 2307.09288) and those made like it: Qwen2, Qwen3, Mistral, SmolLM.
+"""Llama (Touvron et al., arXiv 2302.13971, 2307.09288) and those made like it: Qwen2, Qwen3, Mistral, SmolLM, Mixtral.
 
 A decoder with RMS norms at the input of each sub-layer, rotary positions (rope.py), SwiGLU, and K key-value heads, to
 each of which G queries attend (grouped queries, Ainslie et al., arXiv 2305.13245). One linear makes queries, keys and
 values: its columns are ordered by key-value head, each with its G queries, its key and its value, [H, K (G + 2) E]. So
 a cut of the columns into equal runs gives each rank whole key-value heads with their queries.
+
+Feed-forwards may be of experts (tensor/experts.py). What passes from layer to layer then has the balances' sum over
+layers [B] beside the hidden states, where these are a part of the loss.
 
 Shapes: B batch, T sequence, H hidden, K local key-value heads, G queries of each, E head width, N inner width.
 """
@@ -12,16 +15,18 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Batch, Chunk, Costs, Hidden
+from meshwright.model import SAMPLES, Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import blocks_of
 from meshwright.models.decoder import Decoder, KeyValueCache
 from meshwright.models.llama.rope import Rotation, rotate, rotation_of
 from meshwright.models.llama.section import Llama
 from meshwright.parameters.shard import Initial
+from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
 from meshwright.tensor.swiglu import swiglu
@@ -75,6 +80,18 @@ class LlamaFeedForward(nn.Module):
         return self.contract(swiglu(self.expand(h)))
 
 
+def experts_of(model: Llama, kit: Kit) -> nn.Module:
+    """A feed-forward of experts."""
+    experts, last = model.experts, Initial(0.02 / math.sqrt(2 * model.layers))
+    assert experts is not None, "a model without experts"
+    return kit.experts(
+        ExpertsShape(
+            model.hidden, model.inner, experts.count, experts.per_token, experts.renormalise, experts.balance > 0,
+            Initial(0.02), last,
+        )
+    )  # fmt: skip
+
+
 class LlamaBlock(nn.Module):
     """h + attention(norm(h)), then h + feed_forward(norm(h))."""
 
@@ -83,14 +100,21 @@ class LlamaBlock(nn.Module):
         self.attention_norm = kit.rms_norm(model.hidden, model.norm_epsilon)
         self.attention = LlamaAttention(model, kit, layer)
         self.feed_forward_norm = kit.rms_norm(model.hidden, model.norm_epsilon)
-        self.feed_forward = LlamaFeedForward(model, kit)
+        self.has_experts = model.experts is not None
+        self.feed_forward = experts_of(model, kit) if self.has_experts else LlamaFeedForward(model, kit)
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(
-        self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None = None, seen: Tensor | None = None
-    ) -> Tensor:
+        self, hidden: Hidden, rotation: Rotation, cache: KeyValueCache | None = None, seen: Tensor | None = None
+    ) -> Hidden:
+        """([B, T, H],), or with the balances so far ([B, T, H], [B]), to the same."""
+        h, *balances = hidden
         h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache, seen))
-        return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
+        out = self.feed_forward(self.feed_forward_norm(h))
+        if not self.has_experts:
+            return (h + self.dropout(out),)
+        y, *own = out
+        return h + self.dropout(y), *(total + one for total, one in zip(balances, own, strict=True))
 
 
 class LlamaModel(Decoder):
@@ -99,6 +123,8 @@ class LlamaModel(Decoder):
     def __init__(self, model: Llama, kit: Kit, chunk: Chunk | None = None) -> None:
         super().__init__(chunk or Chunk.whole(model.layers))
         self.rope, self.head_width = model.rope, model.width_of_head
+        self.balance = model.experts.balance / model.layers if model.experts is not None else 0.0
+        """The factor of the balances' sum in the loss."""
         hidden, initial = model.hidden, Initial(0.02)
         if self.chunk.first or (self.chunk.last and model.tied):
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
@@ -112,7 +138,14 @@ class LlamaModel(Decoder):
             self.head = kit.head_loss(shape, tied)
 
     def embed(self, batch: Batch) -> Hidden:
-        return (self.dropout(self.tokens(batch["tokens"])),)
+        return self._embedded(batch["tokens"])
+
+    def _embedded(self, tokens: Tensor) -> Hidden:
+        h = self.dropout(self.tokens(tokens))
+        if not self.balance:
+            return (h,)
+        wide = torch.promote_types(h.dtype, torch.float32)
+        return h, torch.zeros(tokens.shape[0], dtype=wide, device=h.device, requires_grad=True)
 
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         """The rotation is computed once, and goes through the layers with the batch."""
@@ -121,14 +154,21 @@ class LlamaModel(Decoder):
         )
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        return (block(*hidden, Rotation(batch["cosines"], batch["sines"]), None, batch.get("seen")),)
+        passing: Hidden = block(hidden, Rotation(batch["cosines"], batch["sines"]), None, batch.get("seen"))
+        return passing
+
+    def final_states(self, hidden: Hidden) -> Tensor:
+        return super().final_states(hidden[:1])
+
+    def with_layers_losses(self, loss: Tensor, hidden: Hidden, scales: Scales) -> Tensor:
+        return loss + hidden[1].sum() * (self.balance * scales[SAMPLES]) if self.balance else loss
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         rotation = self._rotation(cache.num_tokens if cache is not None else 0, tokens)
-        h = self.dropout(self.tokens(tokens))
+        hidden = self._embedded(tokens)
         for block in self.blocks.values():
-            h = block(h, rotation, cache)
-        return self.final_states((h,))
+            hidden = block(hidden, rotation, cache)
+        return self.final_states(hidden)
 
     def _rotation(self, start: int, tokens: Tensor, documents: Tensor | None = None) -> Rotation:
         """The rotation of this rank's tokens of every sequence, of which so many came before.
@@ -142,10 +182,12 @@ class LlamaModel(Decoder):
 
     @staticmethod
     def products(config: Config) -> Costs:
-        """Attention counts whole, though it is causal."""
+        """Attention counts whole, though it is causal; of experts those that a token takes, and the router."""
         model, sequence = config.model, config.data.lengths.source
         assert isinstance(model, Llama), model
         width, pairs = model.heads * model.width_of_head, 2 * model.num_key_value_heads * model.width_of_head
-        weights = model.hidden * (2 * width + pairs + 3 * model.inner)
+        experts = model.experts
+        taken, scores = (1, 0) if experts is None else (experts.per_token, experts.count)
+        weights = model.hidden * (2 * width + pairs + 3 * taken * model.inner + scores)
         layer = sequence * (weights + 2 * sequence * width)
         return Costs(0, (layer,) * model.layers, sequence * model.padded_vocabulary * model.hidden)

@@ -1,4 +1,4 @@
-"""The section of the Llama family: Llama, Qwen2, Qwen3, Mistral, SmolLM. No torch.
+"""The section of the Llama family: Llama, Qwen2, Qwen3, Mistral, SmolLM, Mixtral, Qwen3-MoE. No torch.
 
 | rope.kind | frequencies                                                      | after                         |
 |-----------|------------------------------------------------------------------|-------------------------------|
@@ -17,7 +17,8 @@ from pydantic import Field
 
 from meshwright.errors import Problem
 from meshwright.models.section import TextTransformer
-from meshwright.section import Layers, Positive, Rule, Section, Share, divisors, listed, rule, union_of
+from meshwright.registry import entries
+from meshwright.section import Layers, Positive, Rule, Section, Share, divisors, listed, rule, shown, union_of
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -109,13 +110,57 @@ def rope_has_a_ramp(config: Config) -> Iterator[Problem]:
         yield Problem("model.rope.slow", rope.slow, f"is not below model.rope.fast={rope.fast}", "a lower number")
 
 
+class Experts(Section):
+    """Feed-forwards of `count` experts, each model.feed_forward wide, of which a router gives each token `per_token`.
+
+    `renormalise`: the weights of a token's experts add up to 1. `balance`: the coefficient of the loss that keeps
+    experts equally busy (tensor/experts.py): the mean over layers and over the global batch's sequences.
+    """
+
+    count: Positive
+    per_token: Positive = 2
+    renormalise: bool = True
+    balance: Annotated[float, Field(ge=0)] = 0.0
+
+
+@rule("model.experts")
+def tokens_have_experts(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, Llama), model
+    if model.experts is not None and model.experts.per_token > model.experts.count:
+        rule_text = f"is more than model.experts.count={model.experts.count}"
+        yield Problem("model.experts.per_token", model.experts.per_token, rule_text, f"1 to {model.experts.count}")
+
+
+@rule("model.experts", "model.biases")
+def experts_have_no_biases(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, Llama), model
+    if model.experts is not None and "feed-forward" in model.biases:
+        rule_text = "has feed-forward, and the linears of model.experts have none"
+        yield Problem("model.biases", shown(model.biases), rule_text, "query-key-value, output")
+
+
+@rule("model.experts", "layout.tensor")
+def kit_holds_experts(config: Config) -> Iterator[Problem]:
+    model, tensor = config.model, config.layout.tensor
+    assert isinstance(model, Llama), model
+    if model.experts is not None and not tensor.holds_experts:
+        holding = ", ".join(kind for kind, section in entries("tensor").items() if section.holds_experts)
+        rule_text = f"does not cut the experts of model.experts.count={model.experts.count}"
+        yield Problem("layout.tensor.kind", tensor.kind, rule_text, holding)
+
+
 Linears = Literal["query-key-value", "output", "feed-forward"]
 
 
 class Llama(TextTransformer):
     """A decoder with rotary positions, RMS norms at the input of each sub-layer, grouped queries and SwiGLU."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (key_value_heads_divide_heads, heads_have_a_width, rope_has_a_ramp)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        key_value_heads_divide_heads, heads_have_a_width, rope_has_a_ramp, tokens_have_experts, experts_have_no_biases,
+        kit_holds_experts,
+    )  # fmt: skip
 
     family: Literal["llama"]
     chain: ClassVar[str] = "meshwright.models.llama.model:LlamaModel"
@@ -126,6 +171,9 @@ class Llama(TextTransformer):
     head_width: Positive | None = None
     """E; null: hidden / heads."""
     feed_forward: Positive = 2048
+    """N: the inner width of a feed-forward, or of each expert."""
+    experts: Experts | None = None
+    """Null: one feed-forward for all tokens."""
     positions: Positive = 2048
     """Tokens that a sequence may have; there is no table of them."""
     vocabulary: Positive = 32000
@@ -156,6 +204,14 @@ class Llama(TextTransformer):
         """A key-value head with its queries."""
         field = "model.heads" if self.key_value_heads is None else "model.key_value_heads"
         return field, self.num_key_value_heads
+
+    @property
+    def stacked_matrices(self) -> str:
+        return "model.experts" if self.experts is not None else ""
+
+    @property
+    def losses_in_layers(self) -> str:
+        return "model.experts.balance" if self.experts is not None and self.experts.balance else ""
 
     @property
     def shared_in_branches(self) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 
 from meshwright.config import Config
 from meshwright.memory.recompute import recomputed
-from meshwright.model import Chunk, Costs
+from meshwright.model import SAMPLES, Chunk, Costs
 from meshwright.models.chain import chain_of, make_chain, split_name
 from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import Bucket, gradient_dtype, gradient_views, make_buckets
@@ -240,7 +240,7 @@ def _record(config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Ch
     stage = Stage(model, gradients, run=strategy.forward if chunk.last else run_model)
     leads = layout.tensor.leading_ranks
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
-    scales, count = dict.fromkeys(model.labels, 1.0), min(config.num_microbatches, DISTINCT)
+    scales, count = dict.fromkeys((*model.labels, SAMPLES), 1.0), min(config.num_microbatches, DISTINCT)
     for index in range(count):
         batch = empty_batch(config, kit, model, mesh.device)
         given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)

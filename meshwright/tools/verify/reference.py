@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.config.schema import ScheduleSection
-from meshwright.model import IGNORED, Batch
+from meshwright.model import IGNORED, SAMPLES, Batch
 from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import ONES, Initial
 from meshwright.registry import load_entry
+from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.head import HeadShape
 
 _Shape = tuple[int, ...]
@@ -104,6 +105,9 @@ class ReferenceKit:
         own = None if tied is not None else (shape.padded, shape.hidden)
         return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None, table=True)
 
+    def experts(self, shape: ExpertsShape) -> nn.Module:
+        return _Experts(shape)
+
     def local_heads(self, heads: int) -> int:
         return heads
 
@@ -117,6 +121,31 @@ class ReferenceKit:
 
     def end_step(self) -> None:
         return None
+
+
+class _Experts(nn.Module):
+    """Every expert computes every token, and a token adds up those that it takes."""
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.router = _linear(shape.hidden, (shape.count,), shape.initial, biased=False)
+        sizes = (shape.count, shape.hidden, 2, shape.inner)
+        self.expand = Layer(lambda weight, _: weight, sizes, shape.initial)
+        self.contract = Layer(lambda weight, _: weight, (shape.count, shape.inner, shape.hidden), shape.last)
+
+    def forward(self, h: Tensor) -> tuple[Tensor, ...]:
+        logits, count = self.router(h), self.shape.count
+        shares = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+        weights, ids = shares.topk(self.shape.chosen, -1)
+        if self.shape.renormalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        taken = F.one_hot(ids, count).to(weights.dtype)  # [B, T, k, n]
+        gates = torch.einsum("btk,btkn->btn", weights, taken).to(h.dtype)
+        gate, up = torch.einsum("bth,nhgm->gbtnm", h, self.expand()).unbind(0)
+        y = torch.einsum("btnm,nmh,btn->bth", F.silu(gate) * up, self.contract(), gates)
+        balance = (taken.sum((1, 2)) * shares.sum(1)).sum(-1) * count / h.shape[1] ** 2
+        return (y, balance) if self.shape.balances else (y,)
 
 
 def _linear(inputs: int, outputs: _Shape, initial: Initial, biased: bool) -> Layer:
@@ -169,6 +198,7 @@ class Reference:
         """The mean loss over all counted tokens of a global batch, whose gradient is added to `gradients`."""
         micro, total = self.config.micro, 0.0  # what fits in memory in the run fits here
         scales = {name: 1 / max(1, int((batch[name] != IGNORED).sum())) for name in self.model.labels}
+        scales[SAMPLES] = 1 / self.config.batch.global_
         for start in range(0, self.config.batch.global_, micro):
             rows = {name: x[start : start + micro].to(self.device) for name, x in batch.items()}
             weights = {name: self.parameters[name].to(self.dtype) for name in self.narrow}  # in the graph

@@ -25,6 +25,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "llama", "layers": 1, "key_value_heads": 2, "feed_forward": 40, "head_norms": True,
         "biases": ["query-key-value"], **TEXT,
     },
+    "experts": {
+        "family": "llama", "layers": 1, "feed_forward": 16, **TEXT,
+        "experts": {"count": 4, "per_token": 2, "balance": 0.3},
+    },
     "bert": {"family": "bert", "layers": 1, **TEXT},
     "megatron-bert": {"family": "bert", "layers": 1, "norm_order": "megatron", **TEXT},
     "vit": {"family": "vit", "layers": 1, "image": 6, "patch": 2, "channels": 1, "classes": 10},

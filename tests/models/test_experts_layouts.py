@@ -1,0 +1,110 @@
+"""Experts under every axis compute what one device computes: float64 gradients to 1e-12 relative, losses, the balance
+among them, to 1e-10.
+
+Labels are masked and unlike from sequence to sequence, so a balance that went by tokens that count, by microbatch or by
+replica would be another number.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.config import Config, parse_config
+from meshwright.errors import ConfigError
+from tests.context.test_equality import CUT, ONE_D, config_for
+from tests.data_parallel.test_equality import SYNCS
+from tests.tensor.test_equality import MODELS, check, run
+
+RING, ULYSSES = ({"size": 2, "kind": kind} for kind in ("ring", "ulysses"))
+ZERO1 = {"size": 2, "sync": "zero1", "bucket": 8192}
+EXPERTS = {"count": 6, "per_token": 2, "balance": 0.3}
+MODEL = MODELS["llama"] | {
+    "layers": 2, "hidden": 24, "vocabulary_multiple": 12, "positions": 48, "biases": [], "feed_forward": 12,
+    "experts": EXPERTS,
+}  # fmt: skip
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1-D": {"tensor": ONE_D},
+    "1-D, cut": {"tensor": CUT},
+    "ring": {"context": RING},
+    "ulysses x cut": {"context": ULYSSES, "tensor": CUT},
+    "stages": {"pipeline": {"size": 2, "schedule": "message-driven"}},
+    "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
+}
+ONLY_LONG = {"1-D", "ring"}
+
+
+def experts(layout: dict[str, Any], **changes: Any) -> Config:
+    layout = dict(layout)
+    micro = 2 if "pipeline" in layout or "data" in layout else 4
+    settings = {"model": MODEL, "layout": layout, "batch": {"global": 8, "micro": micro}} | changes
+    return config_for("llama", layout.pop("context", {}), **settings)
+
+
+@cache
+def serial() -> Any:
+    """One device's losses and gradients."""
+    return run(experts({}))[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ONLY_LONG else name for name in LAYOUTS]
+)
+def test_equals_serial(name: str) -> None:
+    check(run(experts(LAYOUTS[name])), serial())
+
+
+@pytest.mark.parametrize("sync", [sync for sync in SYNCS if sync != "server-loss"])
+def test_equals_serial_with_every_sync(sync: str) -> None:
+    check(run(experts({"data": {"size": 2, "sync": sync, "bucket": 8192}})), serial())
+
+
+@pytest.mark.parametrize("recompute", ["selective", 1])
+def test_equals_serial_with_recomputation(recompute: str | int) -> None:
+    check(run(experts(LAYOUTS["ulysses x cut"], memory={"recompute": recompute})), serial())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_half_precision_trains_as_on_one_device(level: str) -> None:
+    """Roundings may give a token to another expert: one of two that the router likes as well."""
+    precision = {"level": level, "dtype": "bf16"}
+    expected, _ = run(experts({}, precision=precision))[0]
+    for losses, _ in run(experts({"tensor": ONE_D}, precision=precision)):
+        torch.testing.assert_close(losses, expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    "model, layout, message",
+    [
+        (
+            {},
+            {"tensor": {"kind": "tesseract", "q": 2}},
+            "layout.tensor.kind=tesseract does not cut the experts of model.experts.count=4; valid: none, megatron",
+        ),
+        (
+            {"experts": {"count": 4, "per_token": 5}},
+            {},
+            "model.experts.per_token=5 is more than model.experts.count=4; valid: 1 to 4",
+        ),
+        (
+            {"biases": ["feed-forward"]},
+            {},
+            "model.biases=[feed-forward] has feed-forward, and the linears of model.experts have none; valid: query",
+        ),
+        (
+            {"experts": {"count": 4, "balance": 0.1}},
+            {"data": {"size": 2, "sync": "server-loss"}},
+            "layout.data.sync=server-loss computes losses where all outputs come together, and model.experts.balance "
+            "gives layers losses of their own; valid: ",
+        ),
+    ],
+)
+def test_what_does_not_go_is_refused(model: dict[str, Any], layout: dict[str, Any], message: str) -> None:
+    shape = {"family": "llama", "layers": 1, "hidden": 24, "heads": 4, "feed_forward": 24, "vocabulary": 300}
+    with pytest.raises(ConfigError) as refusal:
+        parse_config({"model": shape | {"experts": {"count": 4}} | model, "data": {"sequence": 16}, "layout": layout})
+    assert message in str(refusal.value)
