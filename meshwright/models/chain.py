@@ -71,7 +71,7 @@ class Chain(nn.Module, ABC):
         return (self.run_part(HEAD, self.final_states, hidden),) if (chunk or self.chunk).last else hidden
 
     def _through(self, batch: Batch, incoming: Hidden, chunk: Chunk | None) -> Hidden:
-        """What the last layer gives on."""
+        """The output of the last layer that runs."""
         part = chunk or self.chunk
         hidden = self.run_part(EMBEDDINGS, self.embed, batch) if part.first else incoming
         return self.run_layers(hidden, batch, part)
