@@ -110,7 +110,7 @@ def rope_has_a_ramp(config: Config) -> Iterator[Problem]:
         yield Problem("model.rope.slow", rope.slow, f"is not below model.rope.fast={rope.fast}", "a lower number")
 
 
-class Experts(Section):
+class ExpertsSection(Section):
     """Feed-forwards of `count` experts, each model.feed_forward wide, of which a router gives each token `per_token`.
 
     `renormalise`: the weights of a token's experts add up to 1. `balance`: the coefficient of the loss that keeps
@@ -172,7 +172,7 @@ class Llama(TextTransformer):
     """E; null: hidden / heads."""
     feed_forward: Positive = 2048
     """N: the inner width of a feed-forward, or of each expert."""
-    experts: Experts | None = None
+    experts: ExpertsSection | None = None
     """Null: one feed-forward for all tokens."""
     positions: Positive = 2048
     """Tokens that a sequence may have; there is no table of them."""
