@@ -83,6 +83,18 @@ def test_ends_weigh(begin: float, end: float, partition: tuple[int, ...]) -> Non
         assert balanced(costs, 3) == partition
 
 
+def test_a_gpus_optimizer_weighs_more_beside_its_products() -> None:
+    """A table costs no product and is all work on parameters; few tokens a step, so that it shows."""
+    model = {"layers": 8, "hidden": 64, "heads": 4, "positions": 32, "vocabulary": 20_000, "tied": False}
+    tree = {"model": model, "data": {"sequence": 32}, "batch": {"global": 8, "micro": 4}, "steps": 1}
+    cuts = {
+        device: resolved(parse_config(tree | {"layout": {"pipeline": {"size": 2}}, "device": device}))
+        for device in ("cpu", "cuda")
+    }
+    on_cpu, on_gpu = (cuts[device].layout.pipeline.partition for device in ("cpu", "cuda"))
+    assert on_gpu[0] < on_cpu[0], (on_cpu, on_gpu)
+
+
 def test_ranges() -> None:
     assert ranges_of((0, 2, 1)) == (range(0), range(2), range(2, 3))
 

@@ -131,7 +131,7 @@ def forecast(explained: Explained) -> Forecast:
     config = explained.run.config
     name, count, placement = config.layout.pipeline.schedule, config.num_microbatches, explained.run.placement
     stages = range(placement.num_stages)
-    costs = shared_work(config, explained.recordings.outline(config).parameters)
+    costs = shared_work(config, explained.recordings.outline(config).parameters, config.device)
     work = [sum(costs.layers[layer] for layer in layers) / costs.total for layers in explained.layers]
     work[0] += costs.embedding / costs.total
     work[-1] += costs.head / costs.total

@@ -167,7 +167,7 @@ class Planner:
 
     def work(self, config: Config) -> Costs:
         """The counted work of the chain's parts."""
-        return shared_work(config, self.recordings.outline(config).parameters)
+        return shared_work(config, self.recordings.outline(config).parameters, self.cluster.device.kind)
 
     def fixed_bytes(self, config: Config) -> list[int]:
         """Weights, gradients and the optimizer's states in the memory of each stage's first rank."""
