@@ -1,6 +1,7 @@
-"""The runs that are rehearsed on a fake GPU: every layout of the equality tests, as its first and its last rank.
+"""The runs that are rehearsed on a fake GPU: every layout of the equality tests, as ranks that do different things.
 
-What differs from another run in a number of ranks alone, and computes the same on each of them, waits for --long.
+For --long waits what gives a device the same operations as another run: one that differs in a number of ranks alone, a
+kit's further sizes under a second model, another dtype of the same width, and a second rank that does as the first.
 """
 
 from __future__ import annotations
@@ -18,13 +19,22 @@ from tests.rehearsal.step import Run
 from tests.subgraph import test_equality as subgraph
 from tests.tensor import test_equality as tensor
 
+CUTS: dict[str, dict[str, Any]] = {
+    "serial": {"kind": "none"}, "1-D": tensor.ONE_D[0], "1-D cut": tensor.SEQUENCE[0], "2-D": tensor.BLOCKS[1],
+}  # fmt: skip
+BESIDE_STAGES: tuple[dict[str, Any], ...] = (
+    tensor.ONE_D[0],
+    tensor.SEQUENCE[0],
+    tensor.BLOCKS[1],
+    subgraph.subgraph(2, "one"),
+)
 HALF = {"level": "O2", "dtype": "bf16"}
-SIZES = "other numbers of ranks"
+ALIKE = "alike"
 """The group that waits for --long."""
 
 
 def layouts() -> dict[str, dict[str, Config]]:
-    """Configs by name, in groups; the last is `SIZES`."""
+    """Configs by name, in groups; the last is `ALIKE`."""
     groups = {
         "data parallelism": dict(_data_parallelism()),
         "tensor kits": dict(_tensors()),
@@ -35,13 +45,38 @@ def layouts() -> dict[str, dict[str, Config]]:
     }
     every = {name: config for configs in groups.values() for name, config in configs.items()}
     largest = set({_without_size(name): name for name in every}.values())  # sizes grow
-    groups = {group: {name: c for name, c in cs.items() if name in largest} for group, cs in groups.items()}
-    return groups | {SIZES: {name: every[name] for name in every if name not in largest}}
+    shown = largest - {*_second_models(), *_second_schedules(), *_second_dtypes()}
+    groups = {group: {name: c for name, c in cs.items() if name in shown} for group, cs in groups.items()}
+    return groups | {ALIKE: {name: every[name] for name in every if name not in shown}}
 
 
 def _without_size(name: str) -> str:
     """The name, without how many replicas, stages, parts of 1-D or of a context there are."""
     return re.sub(r"(?<= x)\d$|(?<=megatron )\d|(?<= )\d$", "", name)
+
+
+def _second_models() -> Iterator[str]:
+    """Kits of other sizes under models that have them in few: GPT-2 has them all."""
+    for model, cut, data, _ in tensor.CASES:
+        if model in ("bert", "vit") and cut not in tensor.FEW:
+            yield f"{model} {_words(cut)} x{data}"
+
+
+def _second_schedules() -> Iterator[str]:
+    """Schedules beside replicas or kits: a task is the same under all, but where weight gradients are apart."""
+    yield from (f"{schedule} x2" for schedule in ("gpipe", "axonn"))
+    yield from (f"1f1b {_words(cut)}" for cut in BESIDE_STAGES if cut["kind"] != "tesseract")
+
+
+def _second_dtypes() -> Iterator[str]:
+    """O0 is what the kits' own group runs; a loss scale is no kit's matter."""
+    for name in CUTS:
+        if name != "serial":
+            yield from (f"{name} O0 float32", f"{name} O2 fp16")
+
+
+def _words(cut: dict[str, Any]) -> str:
+    return " ".join(map(str, cut.values()))
 
 
 def _data_parallelism() -> Iterator[tuple[str, Config]]:
@@ -53,9 +88,9 @@ def _data_parallelism() -> Iterator[tuple[str, Config]]:
 
 def _tensors() -> Iterator[tuple[str, Config]]:
     for model, cut, data, _ in tensor.CASES:
-        yield f"{model} {' '.join(map(str, cut.values()))} x{data}", tensor.config_for(model, cut, data)
+        yield f"{model} {_words(cut)} x{data}", tensor.config_for(model, cut, data)
     for cut in (tensor.ONE_D[2], tensor.BLOCKS[1]):  # as many ranks of 1-D as heads of keys
-        yield f"llama {' '.join(map(str, cut.values()))}", tensor.config_for("llama", cut, precision=HALF)
+        yield f"llama {_words(cut)}", tensor.config_for("llama", cut, precision=HALF)
 
 
 def _pipelines() -> Iterator[tuple[str, Config]]:
@@ -67,9 +102,9 @@ def _pipelines() -> Iterator[tuple[str, Config]]:
         yield f"chunks {name}", pipeline.pipelined("gpt2", 2, "message-driven", pipeline.WHOLE, placed=placed)
     for model in ("untied", "bert", "megatron-bert", "vit"):
         yield model, pipeline.pipelined(model, 2, "message-driven", pipeline.WHOLE)
-    for cut in (tensor.ONE_D[0], tensor.SEQUENCE[0], tensor.BLOCKS[1], subgraph.subgraph(2, "one")):
+    for cut in BESIDE_STAGES:
         for schedule in ("1f1b", "message-driven"):
-            yield f"{schedule} {' '.join(map(str, cut.values()))}", pipeline.pipelined("gpt2", 2, schedule, cut)
+            yield f"{schedule} {_words(cut)}", pipeline.pipelined("gpt2", 2, schedule, cut)
 
 
 def _subgraphs() -> Iterator[tuple[str, Config]]:
@@ -88,19 +123,18 @@ def _contexts() -> Iterator[tuple[str, Config]]:
                 yield f"{kind} {model} {size}", context.config_for(model, {"size": size, "kind": kind})
         for cut in (context.ONE_D, context.CUT, context.BLOCKS):
             config = context.config_for("gpt2", {"size": 2, "kind": kind}, layout={"tensor": cut}, precision=HALF)
-            yield f"{kind} {' '.join(map(str, cut.values()))}", config
+            yield f"{kind} {_words(cut)}", config
 
 
 def _precision_and_memory() -> Iterator[tuple[str, Config]]:
-    cuts = {"serial": {"kind": "none"}, "1-D": tensor.ONE_D[0], "1-D cut": tensor.SEQUENCE[0], "2-D": tensor.BLOCKS[1]}
-    for name, cut in cuts.items():
+    for name, cut in CUTS.items():
         for level, dtype in (("O0", "float32"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")):
             yield f"{name} {level} {dtype}", tensor.config_for("gpt2", cut, precision={"level": level, "dtype": dtype})
     for recompute in ("selective", "auto"):
-        yield f"recompute {recompute}", tensor.config_for("gpt2", cuts["serial"], memory={"recompute": recompute})
+        yield f"recompute {recompute}", tensor.config_for("gpt2", CUTS["serial"], memory={"recompute": recompute})
     offload = {"offload": {"to": "host", "bucket": 256, "chunk": 2}}
     for model in ("gpt2", "transformer", "t5"):
-        yield f"offload {model}", tensor.config_for(model, cuts["serial"], precision=HALF, memory=offload)
+        yield f"offload {model}", tensor.config_for(model, CUTS["serial"], precision=HALF, memory=offload)
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
@@ -115,14 +149,23 @@ def _merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def runs_of(configs: dict[str, Config], steps: int = 1) -> list[Run]:
-    """The first and the last rank of each."""
+def ranks_of(config: Config, *, ends: bool) -> list[int]:
+    """The first and the last rank where stages, a server or branches make them different, or `ends` are asked for; else
+    the second, which in a 2-D layout lies off the diagonal."""
+    layout = config.layout
+    data, branches = layout.data, "branch" in dict(layout.axes)
+    rooted = data.size > 1 and (data.sync == "rooted" or data.sync.startswith("server"))
+    if ends or rooted or branches or layout.pipeline.size > 1:
+        return sorted({0, layout.world_size - 1})
+    return [min(1, layout.world_size - 1)]
+
+
+def runs_of(configs: dict[str, Config], steps: int = 1, *, ends: bool = True) -> list[Run]:
+    """The ranks of each (`ranks_of`)."""
     trees = {
         name: resolved(config.model_copy(update={"device": "cuda"})).model_dump(mode="json", by_alias=True)
         for name, config in configs.items()
     }
     return [
-        Run(name, rank, trees[name], steps)
-        for name, config in configs.items()
-        for rank in sorted({0, config.layout.world_size - 1})
+        Run(name, rank, trees[name], steps) for name, config in configs.items() for rank in ranks_of(config, ends=ends)
     ]

@@ -6,19 +6,21 @@ import pytest
 
 from meshwright.config import Config
 from tests.rehearsal.costs import costs
-from tests.rehearsal.layouts import SIZES, layouts, runs_of
+from tests.rehearsal.layouts import ALIKE, layouts, runs_of
 from tests.rehearsal.step import FakeGpu
 
 LAYOUTS = [
-    pytest.param(name, config, marks=pytest.mark.long if group == SIZES else (), id=f"{group}: {name}")
+    pytest.param(name, config, marks=pytest.mark.long if group == ALIKE else (), id=f"{group}: {name}")
     for group, configs in layouts().items()
     for name, config in configs.items()
 ]
 
 
 @pytest.mark.parametrize("name, config", LAYOUTS)
-def test_every_layout_takes_a_step(name: str, config: Config, fake_gpu: FakeGpu) -> None:
-    for report in fake_gpu.rehearse(runs_of({name: config})):
+def test_every_layout_takes_a_step(
+    name: str, config: Config, fake_gpu: FakeGpu, request: pytest.FixtureRequest
+) -> None:
+    for report in fake_gpu.rehearse(runs_of({name: config}, ends=request.config.getoption("--long"))):
         assert not report.error, f"rank {report.rank}:\n{report.error}"
         waits = {why: number for why, number in report.tally["waits"].items() if FEW_LABELS not in why}
         assert sum(waits.values()) <= WAITS, f"rank {report.rank}: {waits}"
@@ -33,7 +35,9 @@ KERNELS = {"serial": 45, "zero1": 45, "megatron": 47, "sequence": 57, "tesseract
 """Kernels a layer and microbatch, at most."""
 
 
-@pytest.mark.parametrize("layout", KERNELS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.long if name == "zero1" else ()) for name in KERNELS]
+)
 def test_what_a_step_may_cost(layout: str, fake_gpu: FakeGpu) -> None:
     """GPT-2's layers as they are, in bf16, few rows."""
     cost = costs(fake_gpu, [layout], rows=2)[layout]
