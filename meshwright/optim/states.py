@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.parameters.bucket import Slot, StepWeights
+from meshwright.ranks.comm import size_bytes
 
 
 class States(Protocol):
@@ -42,6 +43,24 @@ class States(Protocol):
 StatesFactory = Callable[[Config, Sequence[Slot]], States]
 
 
+WIDENED_BYTES = 2**28
+"""The most that float32 copies of half-precision gradients take at a time: as many slots are stepped together."""
+
+
+def stepped_together(widened_bytes: Sequence[int]) -> Iterator[list[int]]:
+    """The indices of slots that are stepped in one call, given the bytes that each one's gradient is widened to."""
+    together: list[int] = []
+    total = 0
+    for index, size in enumerate(widened_bytes):
+        if together and total + size > WIDENED_BYTES:
+            yield together
+            together, total = [], 0
+        together.append(index)
+        total += size
+    if together:
+        yield together
+
+
 class InPlace:
     """Every slot's master and moments, whole. A step is taken when all gradients are there."""
 
@@ -59,23 +78,29 @@ class InPlace:
     @torch.no_grad()
     def step(self, indices: Iterable[int], step: StepWeights) -> None:
         for index in indices:
-            parameter, master = self.slots[index].parameter, self.masters[index]
-            assert parameter.grad is not None, "a slot without a gradient"
-            if master is not parameter:
-                master.grad = parameter.grad.to(master.dtype)
+            assert self.slots[index].parameter.grad is not None, "a slot without a gradient"
         if not self._has_moments:
             self.prepare()
         for matrix in (True, False):
             members = [index for index, slot in enumerate(self.slots) if slot.matrix == matrix]
-            if members:
-                self._step_together(members, matrix, step)
+            for some in stepped_together([self._widened_bytes(index) for index in members]):
+                self._step_together([members[place] for place in some], matrix, step)
         self.refresh()
+
+    def _widened_bytes(self, index: int) -> int:
+        """Bytes of a copy of a slot's gradient in its master's dtype; 0 where it has that already."""
+        gradient, master = self.slots[index].parameter.grad, self.masters[index]
+        assert gradient is not None, "a slot without a gradient"
+        return size_bytes(master) if gradient.dtype != master.dtype else 0
 
     def _step_together(self, members: list[int], matrix: bool, step: StepWeights) -> None:
         """Step slots that have the same weight decay, in one call."""
         masters = [self.masters[index] for index in members]
         weights = [master.detach() for master in masters]
-        gradients = [master.grad for master in masters if master.grad is not None]
+        own = (self.slots[index].parameter.grad for index in members)
+        gradients = [
+            gradient.to(master.dtype) for gradient, master in zip(own, masters, strict=True) if gradient is not None
+        ]
         assert len(gradients) == len(members), "a slot without a gradient"
         moments = [[self._moments[index][kind] for index in members] for kind in self._kinds]
         if self._matrices:
@@ -93,10 +118,8 @@ class InPlace:
         self._has_moments = True
 
     def refresh(self) -> None:
-        """Copy the masters into the half-precision weights, and drop the masters' gradients."""
         for slot, master in zip(self.slots, self.masters, strict=True):
             if master is not slot.parameter:
-                master.grad = None
                 slot.parameter.data.copy_(master.data)
 
     @torch.no_grad()

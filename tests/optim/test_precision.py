@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from meshwright.config import Config
 from meshwright.model import counts_of, rows_of
+from meshwright.optim import states as states_file
 from meshwright.optim.states import InPlace
+from meshwright.parameters.bucket import StepWeights
 from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -129,3 +133,32 @@ def test_half_precision_sums_do_not_overflow_as_the_loss_is_divided_beforehand(s
         assert own
         assert not sums
         assert sums_of_divided
+
+
+def widened(mesh: Mesh, limit: int) -> tuple[list[torch.Tensor], int]:
+    """Three steps of one microbatch in bf16: the masters, and the most bytes of gradients that a call was given."""
+    config = config_for("allreduce", 1, batch={"global": 12, "micro": 12}, precision={"level": "O2", "dtype": "bf16"})
+    parts, most = build(config, mesh), 0
+    states: Any = parts.optimizer.held
+    together = states._step_together
+
+    def noting(members: list[int], matrix: bool, step: StepWeights) -> None:
+        nonlocal most
+        own = [states.slots[index].parameter.grad for index in members]
+        most = max(most, sum(4 * gradient.numel() for gradient in own if gradient.dtype == torch.bfloat16))
+        together(members, matrix, step)
+
+    with patch.object(states_file, "WIDENED_BYTES", limit), patch.object(states, "_step_together", noting):
+        for step in range(3):
+            train_step(parts, global_batch(config, step), step)
+    return [master.detach().clone() for master in states.masters], most
+
+
+def test_few_gradients_are_widened_at_a_time() -> None:
+    assert list(states_file.stepped_together([])) == []
+    with patch.object(states_file, "WIDENED_BYTES", 6):
+        assert list(states_file.stepped_together([3, 3, 0, 3, 9, 1])) == [[0, 1, 2], [3], [4], [5]]
+    one = Grid((("data", 1),))
+    ((together, most),), ((apart, least),) = (run_ranks(widened, one, limit) for limit in (2**28, 1))
+    assert 0 < 2 * least < most
+    assert all(map(torch.equal, together, apart))

@@ -27,6 +27,7 @@ from meshwright.data_parallel.strategy import Policy
 from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
+from meshwright.optim.states import stepped_together
 from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, slice_axes
 from meshwright.parts import bucket_bytes
 from meshwright.ranks.grid import Grid
@@ -267,7 +268,12 @@ def slots_of(buckets: Sequence[PlannedBucket]) -> list[tuple[int, torch.dtype]]:
 
 
 def _widened_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
-    """Float32 gradients of half-precision ones, which states in place make of all of them at once."""
+    """Float32 gradients of half-precision ones, which states in place make of those that they step together."""
     if config.memory.offload.to != "none":
         return 0
-    return sum(bucket.stepped_elements * SINGLE for bucket in buckets if bucket.summed_in.itemsize < SINGLE)
+    most = 0
+    for matrix in (True, False):
+        own = [bucket for bucket in buckets if bucket.kind.matrix == matrix]
+        sizes = [bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0 for bucket in own]
+        most = max([most, *(sum(sizes[index] for index in some) for some in stepped_together(sizes))])
+    return most
