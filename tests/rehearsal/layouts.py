@@ -45,7 +45,7 @@ def layouts() -> dict[str, dict[str, Config]]:
     }
     every = {name: config for configs in groups.values() for name, config in configs.items()}
     largest = set({_without_size(name): name for name in every}.values())  # sizes grow
-    shown = largest - {*_second_models(), *_second_schedules(), *_second_dtypes()}
+    shown = largest - {*_second_sizes(), *_second_schedules(), *_second_dtypes()}
     groups = {group: {name: c for name, c in cs.items() if name in shown} for group, cs in groups.items()}
     return groups | {ALIKE: {name: every[name] for name in every if name not in shown}}
 
@@ -55,10 +55,10 @@ def _without_size(name: str) -> str:
     return re.sub(r"(?<= x)\d$|(?<=megatron )\d|(?<= )\d$", "", name)
 
 
-def _second_models() -> Iterator[str]:
-    """Kits of other sizes under models that have them in few: GPT-2 has them all."""
+def _second_sizes() -> Iterator[str]:
+    """A kit's other sizes under a second model, and blocks of 3 x 3, which do as 2 x 2 do, one time more."""
     for model, cut, data, _ in tensor.CASES:
-        if model in ("bert", "vit") and cut not in tensor.FEW:
+        if (model in ("bert", "vit") and cut not in tensor.FEW) or cut.get("q") == 3:
             yield f"{model} {_words(cut)} x{data}"
 
 
