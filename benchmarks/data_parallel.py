@@ -27,7 +27,7 @@ SYNCS = tuple(entries("syncs"))
 
 
 def contenders(ranks: int, syncs: Sequence[str], transports: Sequence[str], *, waiting: bool) -> list[Contender]:
-    """The baselines and the floors, then ours. fsdp is torch's own and runs on torch only."""
+    """The baselines and the floors, then ours, over the transports that carry each."""
     theirs = [
         Contender("plain loop", "benchmarks.baselines:plain"),
         Contender("DDP", "benchmarks.baselines:ddp", ranks=ranks),
@@ -41,7 +41,7 @@ def contenders(ranks: int, syncs: Sequence[str], transports: Sequence[str], *, w
         ours.contender(sync, transport, ranks)
         for sync in syncs
         for transport in transports
-        if not (sync == "fsdp" and transport == "mpi")
+        if transport != "mpi" or entries("syncs")[sync].over_mpi
     ]
     late = [ours.contender("zero1", "torch", ranks, waits=True)] if waiting else []
     return theirs + serial + mine + late

@@ -102,7 +102,8 @@ class Sharded(Synchroniser):
 
     def arrivals(self) -> Iterator[int]:
         for index, bucket in enumerate(self.buckets):
-            if not self._summed[index] or any(parameter.grad is not None for parameter in bucket.parameters):
+            has_gradients = any(parameter.grad is not None for parameter in bucket.parameters)
+            if has_gradients or not (self._summed[index] or index in self._under_way):
                 self._leave(index)
         self._collect()
         self._next = 0

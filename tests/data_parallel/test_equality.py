@@ -144,7 +144,9 @@ def serial() -> tuple[list[float], dict[str, dict[tuple[int, ...], torch.Tensor]
     [*((sync, size, None) for sync in SYNCS for size in (2, 3, 4)), ("zero2", 4, 2), ("zero3", 4, 2), ("zero3", 4, 1)],
 )
 def test_equals_serial(sync: str, size: int, shard: int | None, serial: tuple) -> None:
-    config = config_for(sync, size, layout={"data": {"size": size, "sync": sync, "bucket": 8192, "shard": shard}})
+    layout = {"data": {"size": size, "sync": sync, "bucket": 8192, "shard": shard}}
+    batch = {} if shard is None else {"batch": {"global": 12, "micro": 3 // shard}}  # one microbatch, or three
+    config = config_for(sync, size, layout=layout, **batch)
     results = run_ranks(train, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
     serial_losses, serial_gradients = serial
     for losses, _ in results:

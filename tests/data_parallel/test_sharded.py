@@ -20,11 +20,11 @@ from tests.workers import run_ranks
 MICRO = 2
 
 
-def step(mesh: Mesh, sync: str) -> dict[str, Any]:
-    """A step of three microbatches: what each phase sent, and the most bytes of gradients while it ran."""
+def step(mesh: Mesh, sync: str, count: int = 3) -> dict[str, Any]:
+    """A step of so many microbatches: what each phase sent, and the most bytes of gradients while it ran."""
     size = mesh.size(*mesh.grid.names)
     layout = {"data": {"size": size, "sync": sync, "shard": mesh.size("data"), "bucket": 8192}}
-    config = config_for(sync, size, batch={"global": 3 * MICRO * size, "micro": MICRO}, layout=layout)
+    config = config_for(sync, size, batch={"global": count * MICRO * size, "micro": MICRO}, layout=layout)
     parts = build(config, mesh)
     strategy = parts.strategy
     most = {"gradients": 0, "values": 0}
@@ -50,9 +50,9 @@ def step(mesh: Mesh, sync: str) -> dict[str, Any]:
 
     mesh.ledger.traffic.clear()
     batch = rows_of(global_batch(config, 0), slice(0, config.replica_batch))
-    for index in range(3):
+    for index in range(count):
         rows = rows_of(batch, slice(index * MICRO, (index + 1) * MICRO))
-        forward_and_backward(parts, rows, {"labels": 1.0}, final=index == 2)
+        forward_and_backward(parts, rows, {"labels": 1.0}, final=index == count - 1)
         record(f"microbatch {index}")
     strategy.finish()
     record("finish")
@@ -100,6 +100,13 @@ def test_shard_groups_sum_their_slices_once_a_step() -> None:
             )
             assert sum(buckets) % 4 == 0
             assert {each: seen[each] for each in kept} == {each: alone[0][each] for each in kept}
+
+
+@pytest.mark.parametrize("sync", ["zero2", "zero3"])
+def test_a_single_microbatch_sums_each_bucket_once(sync: str) -> None:
+    for seen in run_ranks(step, Grid((("data", 2),)), sync, 1):
+        assert seen["microbatch 0"]["reduce_scatter"] == (len(seen["buckets"]), sum(seen["buckets"]) // 2)
+        assert seen["finish"] == {}
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -112,20 +112,43 @@ def test_resumed_with_several_threads_a_rank(corpus: Path, tmp_path: Path) -> No
         assert (first / shard).read_bytes() == (second / shard).read_bytes(), shard
 
 
+def test_slices_killed_and_resumed(corpus: Path, tmp_path: Path) -> None:
+    """Weights, gradients and states are slices, in two groups that hold the same: nobody has a whole model."""
+    layout = {"data": {"size": 4, "sync": "zero3", "shard": 2}, "transport": "torch"}
+    config = config_for(corpus, layout=layout, batch={"global": 16, "micro": 2})
+    expected = run(config, tmp_path / "undisturbed")
+    failure = run_as("killed", config, tmp_path / "resumed", moment="optimizer", victim=3)
+    assert "rank 3 was killed by signal 9 (SIGKILL)" in failure
+    run(config, tmp_path / "resumed", resume=True)
+    assert losses_of(tmp_path / "resumed") == losses_of(expected)
+    first, second = ((tmp_path / out / "checkpoints" / "step-8") for out in ("undisturbed", "resumed"))
+    for rank in range(2):  # the others' are copies, which nobody writes
+        shard = f"rank-{rank}.safetensors"
+        assert (first / shard).read_bytes() == (second / shard).read_bytes(), shard
+
+
+MOVES: list[tuple[dict[str, object], int]] = [
+    ({"data": {"size": 2, "sync": "zero1"}}, 2),
+    ({"data": {"size": 3, "sync": "zero3"}}, 4),
+    ({"tensor": {"kind": "megatron", "size": 2}}, 5),
+    ({"data": {"size": 4, "sync": "zero3", "shard": 2}}, 6),
+    ({"data": {"size": 2, "sync": "zero2"}, "tensor": {"kind": "megatron", "size": 2}}, 7),
+    ({"data": {"size": 1}}, 8),
+    ({"data": {"size": 2, "sync": "zero3"}}, 9),
+]
+
+
 def test_resume_by_another_layout(corpus: Path, tmp_path: Path) -> None:
-    """2 ranks, then 3, 2, 2 and 1, each with another sync: the losses of one run. (No dropout: its masks are the
-    replicas' own.)"""
+    """Each move with another sync or kit: the losses of one run. (No dropout: its masks are the replicas' own.)"""
     model = config_for(corpus).model.model_dump() | {"dropout": 0.0}
     plain = {"model": model, "batch": {"global": 12}, "checkpoint": {"every": 0}}
 
-    def laid_out(size: int, sync: str, steps: int) -> Config:
-        layout = {"data": {"size": size, "sync": sync}, "transport": "torch"}
-        return config_for(corpus, **plain, layout=layout, steps=steps)
+    def laid_out(layout: dict[str, object], steps: int) -> Config:
+        return config_for(corpus, **plain, layout=layout | {"transport": "torch"}, steps=steps)
 
-    run(laid_out(1, "allreduce", 9), tmp_path / "serial")
-    moves = [(2, "zero1", 3), (3, "zero3", 6), (2, "zero2", 7), (1, "allreduce", 9)]
-    for size, sync, steps in moves:
-        run(laid_out(size, sync, steps), tmp_path / "parallel", resume=True)
+    run(laid_out({"data": {"size": 1}}, 9), tmp_path / "serial")
+    for layout, steps in MOVES:
+        run(laid_out(layout, steps), tmp_path / "parallel", resume=True)
     expected, actual = lines_of(tmp_path / "serial"), lines_of(tmp_path / "parallel")
     assert [line["step"] for line in actual] == list(range(1, 10))
     assert [line["loss"] for line in actual] == pytest.approx([line["loss"] for line in expected], rel=1e-10, abs=0)
