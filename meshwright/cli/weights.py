@@ -104,7 +104,9 @@ def doctor(
 @app.command("eval")
 def evaluate(
     checkpoint: CheckpointFolder,
-    task: Annotated[str, Option(help="perplexity, bleu, lambada, masked-lm or images.")] = "perplexity",
+    task: Annotated[
+        str, Option(help="perplexity, bleu, lambada, masked-lm, images, pairs, squad or race.")
+    ] = "perplexity",
     data: Annotated[str | None, Option(help="Text, pairs, images, prepared folder; held-out split.")] = None,
     target: Annotated[str | None, Option(help="Of two text files of pairs, the other; --data is one.")] = None,
     stride: Annotated[int | None, Option(help="Between windows of perplexity; half the context.")] = None,
@@ -116,7 +118,8 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Perplexity of a text per token and per word; an encoder-decoder's of targets, and BLEU of its answers; LAMBADA's
-    accuracy in naming the last word of a passage; a BERT's in naming masked tokens; a ViT's in naming an image's class.
+    accuracy in naming the last word of a passage; a BERT's in naming masked tokens; a ViT's in naming an image's class;
+    a fine-tuned BERT's answers to MNLI, QQP, SQuAD and RACE.
 
     Example: meshwright eval out/first --data wiki.test.txt --stride 64
     """

@@ -220,10 +220,11 @@ def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
     fields = dict(model)
     source = fields.pop("from")
     tree["model"] = fields
-    if known := [key for key in ("base", "family") if key in fields]:
-        return [Problem(f"model.{known[0]}", shown(fields[known[0]]), "has no effect beside model.from", "one of them")]
+    if "base" in fields:
+        return [Problem("model.base", shown(fields["base"]), "has no effect beside model.from", "one of them")]
+    wanted = fields.pop("family", None)
     try:
-        found = load_entry(WEIGHTS)(str(source))
+        found = load_entry(WEIGHTS)(str(source), None if wanted is None else str(wanted))
     except MeshwrightError as error:
         return [Problem("model.from", shown(source), f"cannot be read: {error}")]
     tree["model"], tree["weights"] = found.model | fields, str(source)

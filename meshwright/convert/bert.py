@@ -7,7 +7,7 @@ rows of padding here. The first published folders call a LayerNorm's weight and 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import ClassVar
 
 from tokenizers import processors
@@ -18,14 +18,14 @@ from meshwright.data.specials import FIRST, MASK, NAMES, PADDING, SEPARATOR, Spe
 from meshwright.data.tokenizer import parse_tokenizer
 from meshwright.models.bert import BERT as Model
 from meshwright.models.bert import NUM_ANSWERS, NUM_SEGMENTS
-from meshwright.models.section import Bert
+from meshwright.models.section import Bert, BertTrunk, Transformer
 
 _MODEL_TYPES = {"original": "bert", "megatron": "megatron-bert"}
 _CLASSES = {"original": "Bert", "megatron": "MegatronBert"}
 _TABLE, _HEAD = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder"
 _ANSWERS = "cls.seq_relationship.weight"
 
-_OUTSIDE = {
+OUTSIDE = {
     "tokens": "bert.embeddings.word_embeddings",
     "positions": "bert.embeddings.position_embeddings",
     "segments": "bert.embeddings.token_type_embeddings",
@@ -51,7 +51,8 @@ _NORMS_IN_BLOCK = {
 class BertFamily(Family):
     """BertForPreTraining, BertForMaskedLM, and their Megatron twins."""
 
-    name, title, model_types, section, network = "bert", "BERT", tuple(_MODEL_TYPES.values()), Bert, Model
+    name, title, model_types, network = "bert", "BERT", tuple(_MODEL_TYPES.values()), Model
+    section: ClassVar[type[Transformer]] = Bert
     fields: ClassVar = {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
@@ -74,19 +75,23 @@ class BertFamily(Family):
     tables = frozenset({"positions"})
     passed_over = re.compile(r"bert\.embeddings\.position_ids")
 
-    def names(self, model: Bert) -> Names:
+    def trunk_names(self, model: BertTrunk) -> dict[str, str | Sequence[str]]:
+        """The names of blocks and of the norm that is not in one."""
         inside = _IN_BLOCK | _NORMS_IN_BLOCK[model.norm_order]
         blocks = in_blocks(inside, model.layers, "bert.encoder.layer.N")
-        return _OUTSIDE | {"norm": _NORM[model.norm_order]} | blocks
+        return {"norm": _NORM[model.norm_order], **blocks}
 
-    def rows(self, model: Bert) -> Mapping[str, int]:
+    def names(self, model: BertTrunk) -> Names:
+        return {**OUTSIDE, **self.trunk_names(model)}
+
+    def rows(self, model: BertTrunk) -> Mapping[str, int]:
         words = dict.fromkeys(("tokens", "head"), model.vocabulary)
         return words | {"segments": NUM_SEGMENTS, "next_sentence_head": NUM_ANSWERS}
 
     def full_name(self, stored: str) -> str:
         return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", stored))
 
-    def copies(self, model: Bert) -> dict[str, str]:
+    def copies(self, model: BertTrunk) -> dict[str, str]:
         return {f"{_HEAD}.weight": _TABLE, f"{_HEAD}.bias": "cls.predictions.bias"}
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
@@ -94,15 +99,19 @@ class BertFamily(Family):
         order = next(order for order, theirs in _MODEL_TYPES.items() if theirs == kind)
         return {"norm_order": order, "next_sentence": _ANSWERS in stored}
 
-    def further_settings(self, model: Bert) -> dict[str, object]:
-        task = "ForPreTraining" if model.next_sentence else "ForMaskedLM"
+    def architecture_of(self, model: BertTrunk) -> str:
+        """The end of their class's name."""
+        assert isinstance(model, Bert), model
+        return "ForPreTraining" if model.next_sentence else "ForMaskedLM"
+
+    def further_settings(self, model: BertTrunk) -> dict[str, object]:
         return {
             "model_type": _MODEL_TYPES[model.norm_order],
-            "architectures": [_CLASSES[model.norm_order] + task],
+            "architectures": [_CLASSES[model.norm_order] + self.architecture_of(model)],
             "initializer_range": 0.02,
         }
 
-    def with_tokenizer(self, model: Bert, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
+    def with_tokenizer(self, model: BertTrunk, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
         specials = specials_of(parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json"))
         tokens = {"pad_token": PADDING, "cls_token": FIRST, "sep_token": SEPARATOR, "mask_token": MASK}
         return with_specials(tokenizer, specials), {"pad_token_id": specials.padding}, tokens

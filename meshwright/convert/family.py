@@ -24,7 +24,7 @@ from meshwright.config.schema import Model
 from meshwright.convert.folder import Settings
 from meshwright.errors import CheckpointError, DataError
 from meshwright.models.section import Transformer
-from meshwright.parameters.shard import shard_specs
+from meshwright.parameters.shard import ShardSpec, shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit
 
@@ -46,6 +46,8 @@ class TensorPair:
     """Ours without the padding to theirs, in any shapes of the same order."""
     padding: int = 0
     """Rows that ours has behind theirs."""
+    drawn: ShardSpec | None = None
+    """The spec of one whose values are drawn, since the folder lacks them."""
 
 
 def grouped(name: str, shape: TensorShape, theirs: Sequence[str]) -> TensorPair:
@@ -127,6 +129,8 @@ class Family(ABC):
     passed_over: ClassVar[re.Pattern[str]] = re.compile(r"(?!)")
     """Stored tensors that are no parameters."""
     reads_text: ClassVar[bool] = True
+    architecture: ClassVar[str] = ""
+    """The end of their class's name, where `model_type` alone does not tell the family."""
 
     @abstractmethod
     def names(self, model: Any) -> Names:
@@ -152,6 +156,10 @@ class Family(ABC):
     def full_name(self, stored: str) -> str:
         """A stored tensor's name as the pairs have it: older folders have others."""
         return stored
+
+    def may_draw(self, name: str) -> bool:
+        """Whether a parameter that the folder lacks may have the first values of a run that begins."""
+        return False
 
     def copies(self, model: Any) -> dict[str, str]:
         """Tensors that a folder may hold a second time: name -> the one that it must equal."""

@@ -11,9 +11,9 @@ Both ways go tensor by tensor, into files of at most SHARD_BYTES (or one larger 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from meshwright.config import Config
 from meshwright.config.kinds import data_for
 from meshwright.config.schema import Model, Precision
 from meshwright.convert.bert import BertFamily
+from meshwright.convert.bert_tasks import BertChoiceFamily, BertPairsFamily, BertSpansFamily
 from meshwright.convert.family import Family, TensorPair, as_text
 from meshwright.convert.folder import INDEX, SINGLE, Settings, Source, folder_of
 from meshwright.convert.gpt2 import Gpt2Family
@@ -46,23 +47,39 @@ from meshwright.convert.vit import VitFamily
 from meshwright.data.files import ShowProgress, folder_lock, silent, staged_folder
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError
-from meshwright.parameters.shard import Box
+from meshwright.parameters.shard import Box, first_values, shard_specs
+from meshwright.ranks.mesh import solo_mesh
 from meshwright.section import shown
+from meshwright.tensor.serial import SerialKit
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (Gpt2Family(), LlamaFamily(), BertFamily(), T5Family(), VitFamily())
+    family.name: family
+    for family in (
+        *(Gpt2Family(), LlamaFamily(), BertFamily(), T5Family(), VitFamily()),
+        *(BertPairsFamily(), BertSpansFamily(), BertChoiceFamily()),
+    )
 }
 """The families that are converted, by `model.family`."""
 
 
-def family_of(settings: Settings) -> Family:
-    """The family of a config.json. Raises CheckpointError naming those that there are."""
-    known = [kind for family in FAMILIES.values() for kind in family.model_types]
+def family_of(settings: Settings, wanted: str | None = None) -> Family:
+    """The family of a config.json, or the `wanted` one that its trunk is of. Raises CheckpointError naming those that
+    there are."""
+    known = list(dict.fromkeys(kind for family in FAMILIES.values() for kind in family.model_types))
     kind = settings.values.get("model_type", known[0])
-    for family in FAMILIES.values():
-        if kind in family.model_types:
-            return family
-    raise settings.refused(f"model_type={kind} is not supported; valid: {', '.join(known)}")
+    named = settings.values.get("architectures") or [""]
+    suitable = [family for family in FAMILIES.values() if kind in family.model_types]
+    if not suitable:
+        raise settings.refused(f"model_type={kind} is not supported; valid: {', '.join(known)}")
+    if wanted is not None:
+        for family in suitable:
+            if family.name == wanted:
+                return family
+        names = ", ".join(family.name for family in suitable)
+        raise settings.refused(f"model_type={kind} is no model.family={wanted}; valid: {names}")
+    ends = str(named[0]) if isinstance(named, list) else ""
+    of_class = (family for family in suitable if family.architecture and ends.endswith(family.architecture))
+    return next(of_class, suitable[0])
 
 
 @contextmanager
@@ -99,11 +116,14 @@ class Found:
     tokenizer: Path | None
 
 
-def read_folder(source: str) -> Found:
-    """The model of a Hugging Face folder, or of one by its name. Raises CheckpointError, as `import_folder`."""
+def read_folder(source: str, wanted: str | None = None) -> Found:
+    """The model of a Hugging Face folder, or of one by its name; as a `wanted` family, where that has the same trunk.
+
+    Raises CheckpointError, as `import_folder`.
+    """
     folder = folder_of(source)
     settings = Settings(folder / "config.json")
-    family = family_of(settings)
+    family = family_of(settings, wanted)
     model = family.read(settings, Source(folder, family.full_name).names)
     tokenizer = folder / TOKENIZER_FILE
     return Found(model.model_dump(mode="json"), tokenizer if family.reads_text and tokenizer.is_file() else None)
@@ -115,21 +135,23 @@ def import_folder(
     report: ShowProgress = silent,
     shard_bytes: int = SHARD_BYTES,
     wanted: Model | None = None,
+    seed: int = 1,
 ) -> Imported:
     """Write the checkpoint `out` from a Hugging Face folder: weights in their own dtype, padding rows of zeros.
 
-    `wanted`: the model as a run has it, with a padding or a dropout of its own; None: as the folder says.
+    `wanted`: the model as a run has it, with a padding or a dropout of its own, or with the head of a task that the
+    folder lacks, which is drawn by `seed`; None: as the folder says.
     Raises CheckpointError where the folder is incomplete, of another architecture, or holds only a pickle; where its
     tokenizer is larger than its table; where `out` exists; DataError where its tokenizer cannot be used.
     """
     settings = Settings(source / "config.json")
-    family = family_of(settings)
+    family = family_of(settings, None if wanted is None else wanted.family)
     stored = Source(source, family.full_name)
     model = family.read(settings, stored.names)
     if wanted is not None:
-        _refuse_other(source, model, wanted)
+        _refuse_other(source, model, wanted, stored.names)
         model = wanted
-    pairs = _pairs(settings, family, model, len(stored.names))
+    pairs = _with_drawn(_pairs(settings, family, model, len(stored.names)), family, model, stored.names)
     _check_names(stored, family, pairs, family.copies(model))
     has_tokenizer = family.reads_text and (source / TOKENIZER_FILE).is_file()
     if has_tokenizer:
@@ -144,7 +166,10 @@ def import_folder(
         def read() -> Iterator[tuple[str, Tensor]]:
             for index, pair in enumerate(pairs):
                 report("weights", index / len(pairs))
-                yield pair.name, _ours(stored, pair)
+                yield (
+                    pair.name,
+                    _ours(stored, pair) if pair.drawn is None else first_values(pair.name, pair.drawn, seed),
+                )
 
         _write(folder, in_shards(read(), shard_bytes), model)
     return Imported(model, sum(prod(pair.shape) for pair in pairs), family.reads_text, has_tokenizer)
@@ -154,10 +179,27 @@ _FREE = ("dropout", "vocabulary_multiple", "positions")
 """Fields that a run may have otherwise than the folder of its weights; positions where there is no table of them."""
 
 
-def _refuse_other(source: Path, model: Model, wanted: Model) -> None:
+_HEAD_FIELDS = ("classes", "choices")
+"""Fields that a task's run may have otherwise, where the folder has no head of that task."""
+
+
+def _with_drawn(pairs: list[TensorPair], family: Family, model: Model, stored: Set[str]) -> list[TensorPair]:
+    """The pairs, of which those that the folder lacks wholly, and may, are drawn."""
+    specs = shard_specs(family.network(model, SerialKit(solo_mesh(torch.device("meta")))))
+    return [
+        replace(pair, theirs={}, drawn=specs[pair.name])
+        if family.may_draw(pair.name) and not stored & pair.theirs.keys()
+        else pair
+        for pair in pairs
+    ]
+
+
+def _refuse_other(source: Path, model: Model, wanted: Model, stored: Set[str]) -> None:
     """Raises CheckpointError where a run's model would read the weights with another meaning."""
     tabled = [field.removeprefix("model.") for field, _ in model.tables]
     theirs, ours = model.model_dump(), wanted.model_dump()
+    if not any(name.startswith("classifier.") for name in stored):
+        theirs |= {field: ours[field] for field in _HEAD_FIELDS if field in theirs}
     for field in theirs | ours:
         if theirs.get(field) != ours.get(field) and (field not in _FREE or field in tabled):
             there = f"{source}'s weights are of model.{field}={shown(theirs.get(field))}"

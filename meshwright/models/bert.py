@@ -10,7 +10,7 @@ Shapes: B batch, T sequence, H hidden, A local heads, E head width, N inner widt
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from meshwright.config import Config
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import Chain, blocks_of
-from meshwright.models.section import Bert
+from meshwright.models.section import Bert, BertTrunk
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit
@@ -33,7 +33,7 @@ NUM_ANSWERS = 2
 class BertAttention(nn.Module):
     """Self-attention over this rank's heads; every token sees every real token."""
 
-    def __init__(self, model: Bert, kit: Kit) -> None:
+    def __init__(self, model: BertTrunk, kit: Kit) -> None:
         super().__init__()
         self.heads = kit.local_heads(model.heads)
         self.core = AttentionCore(kit, model.dropout)
@@ -48,7 +48,7 @@ class BertAttention(nn.Module):
 class BertFeedForward(nn.Module):
     """Two linears with an exact GELU between."""
 
-    def __init__(self, model: Bert, kit: Kit) -> None:
+    def __init__(self, model: BertTrunk, kit: Kit) -> None:
         super().__init__()
         self.expand = kit.expand(model.hidden, model.inner, Initial(0.02))
         self.contract = kit.contract(model.inner, model.hidden, _before_sum(model))
@@ -60,7 +60,7 @@ class BertFeedForward(nn.Module):
 class BertBlock(nn.Module):
     """Attention and feed-forward, each with its norm behind the sum (original) or at its input (megatron)."""
 
-    def __init__(self, model: Bert, kit: Kit) -> None:
+    def __init__(self, model: BertTrunk, kit: Kit) -> None:
         super().__init__()
         self.norm_first = model.norm_order == "megatron"
         self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
@@ -85,14 +85,15 @@ class BERT(Chain):
     """
 
     inside = ("mask",)
+    ties: ClassVar[bool] = True
+    """Whether the head's table is the embeddings'."""
 
-    def __init__(self, model: Bert, kit: Kit, chunk: Chunk | None = None) -> None:
+    def __init__(self, model: BertTrunk, kit: Kit, chunk: Chunk | None = None) -> None:
         chunk = chunk or Chunk.whole(model.layers)
         super().__init__(chunk)
         hidden, initial = model.hidden, Initial(0.02)
-        self.labels: tuple[str, ...] = ("labels", "next_sentence") if model.next_sentence else ("labels",)
         self.norm_first = model.norm_order == "megatron"
-        if chunk.first or chunk.last:
+        if chunk.first or (chunk.last and self.ties):
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
         if chunk.first:
             self.positions = kit.embedding(model.positions, hidden, initial)
@@ -101,15 +102,27 @@ class BERT(Chain):
         if chunk.last if self.norm_first else chunk.first:  # on the last hidden states, or on the embeddings
             self.norm = kit.norm(hidden, model.norm_epsilon)
         self.blocks = blocks_of(chunk, lambda _: BertBlock(model, kit))
+        self.name_labels(model)
         if chunk.last:
-            self.transform = kit.transform(hidden, hidden, initial)
-            self.transform_norm = kit.norm(hidden, model.norm_epsilon)
-            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, bias=True, rare=True)
-            self.head = kit.head_loss(shape, self.tokens)
-            if model.next_sentence:
-                self.pooler = kit.transform(hidden, hidden, initial)
-                answers = model.padded(NUM_ANSWERS)
-                self.next_sentence_head = kit.head_loss(HeadShape(hidden, NUM_ANSWERS, answers, initial, bias=True))
+            self.make_heads(model, kit)
+
+    def name_labels(self, model: BertTrunk) -> None:
+        """Set `labels`, which every chunk knows."""
+        assert isinstance(model, Bert), model
+        self.labels = ("labels", "next_sentence") if model.next_sentence else ("labels",)
+
+    def make_heads(self, model: BertTrunk, kit: Kit) -> None:
+        """The layers behind the last block and its norm."""
+        assert isinstance(model, Bert), model
+        hidden, initial = model.hidden, Initial(0.02)
+        self.transform = kit.transform(hidden, hidden, initial)
+        self.transform_norm = kit.norm(hidden, model.norm_epsilon)
+        shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, bias=True, rare=True)
+        self.head = kit.head_loss(shape, self.tokens)
+        if model.next_sentence:
+            self.pooler = kit.transform(hidden, hidden, initial)
+            answers = model.padded(NUM_ANSWERS)
+            self.next_sentence_head = kit.head_loss(HeadShape(hidden, NUM_ANSWERS, answers, initial, bias=True))
 
     def embed(self, batch: Batch) -> Hidden:
         tokens = batch["tokens"]
@@ -145,7 +158,7 @@ class BERT(Chain):
         return self.transform_norm(F.gelu(self.transform(h)))
 
     def pooled(self, h: Tensor) -> Tensor:
-        """The input of the next-sentence head, made of the first token: [B, 1, H]."""
+        """The input of a head of whole texts, made of the first token: [B, 1, H]."""
         return torch.tanh(self.pooler(h[:, :1]))
 
     @staticmethod
@@ -162,6 +175,6 @@ class BERT(Chain):
         return {"tokens": sequence, "segments": sequence, "mask": sequence, "labels": sequence, "next_sentence": (1,)}
 
 
-def _before_sum(model: Bert) -> Initial:
+def _before_sum(model: BertTrunk) -> Initial:
     """First weights of linears whose output is summed up: Megatron-LM's are smaller, for its many unnormed sums."""
     return Initial(0.02 / math.sqrt(2 * model.layers) if model.norm_order == "megatron" else 0.02)

@@ -182,7 +182,23 @@ class Gpt2(TextTransformer):
     tied: bool = True
 
 
-class Bert(TextTransformer):
+class BertTrunk(TextTransformer):
+    """The base of BERTs: all but the head, which is a masked language model's or a task's (tasks/section.py)."""
+
+    special_tokens: ClassVar[tuple[str, ...]] = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+    positions: Positive = 512
+    vocabulary: Positive = 30522
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
+    norm_order: Literal["original", "megatron"] = "original"
+    """original: a norm after each residual sum; megatron: at the input of each sub-layer, and one at the end."""
+
+    @property
+    def padded_rows(self) -> int:
+        """Its two segments, and the classes of its heads, are padded tables of their own."""
+        return self.vocabulary_multiple
+
+
+class Bert(BertTrunk):
     """BERT: masked language model and, with `next_sentence`, next-sentence prediction."""
 
     family: Literal["bert"]
@@ -190,18 +206,7 @@ class Bert(TextTransformer):
     cuts_context: ClassVar[bool] = True
     reads: ClassVar[str] = "masked"
     data_kind: ClassVar[str] = "masked"
-    special_tokens: ClassVar[tuple[str, ...]] = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
-    positions: Positive = 512
-    vocabulary: Positive = 30522
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
-    norm_order: Literal["original", "megatron"] = "original"
-    """original: a norm after each residual sum; megatron: at the input of each sub-layer, and one at the end."""
     next_sentence: bool = True
-
-    @property
-    def padded_rows(self) -> int:
-        """Its two classes of next sentences are a padded table of their own."""
-        return self.vocabulary_multiple
 
 
 class EncoderDecoder(TextTransformer):

@@ -249,6 +249,16 @@ def initialise(model: nn.Module, mesh: Mesh, seed: int) -> None:
                 parameter[part.within(box).slices] = values[part.within(block).slices].to(parameter)
 
 
+def first_values(name: str, spec: ShardSpec, seed: int) -> Tensor:
+    """A whole parameter as `initialise` fills it, float32."""
+    initial = spec.initial
+    assert initial is not None, name
+    if initial.std == 0:
+        return torch.full(spec.shape, float(initial.mean))
+    whole = Box((0,) * len(spec.shape), spec.shape)
+    return torch.cat([values for _, values in _blocks(spec.shape, initial, whole, f"{seed}/{name}")])
+
+
 def _blocks(shape: tuple[int, ...], initial: Initial, wanted: Box, label: str) -> Iterator[tuple[Box, Tensor]]:
     """The blocks of the global tensor that meet `wanted`, with their values."""
     rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))

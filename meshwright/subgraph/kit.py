@@ -127,6 +127,9 @@ class SubgraphKit:
     def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return CommonLinear(self.segment, inputs, (outputs,), initial, bias=bias)
 
+    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
+        return CommonLinear(self.segment, hidden, (outputs,), initial, bias=False)
+
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return self._common(SerialHead(self.mesh, shape, tied, {}, {}), AbsentHead)
 

@@ -102,6 +102,13 @@ class Kit(LinearPair, Protocol):
         t <= T, as in `Head`. For heads and shortcuts; elsewhere in blocks, use a pair.
         """
 
+    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
+        """[B, t, H] -> [B, T, outputs], alike on all ranks that hold these rows: what a loss over tokens is made of.
+
+        t <= T, as in `Head`; what a kit that splits the sequence gives behind the first token's scores is then no use.
+        Without a bias: a softmax over tokens or texts does not change by a number that all of them have.
+        """
+
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         """A `Head`. `tied`: the token embedding whose weight it shares; None: a weight of its own."""
 

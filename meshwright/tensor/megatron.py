@@ -8,6 +8,7 @@
 | contract  | [B, T, N/tensor] | [N/tensor, H] | [B, T, H]          | all-reduce of output  | -                     |
 | transform | [B, T, H] | [H, H]              | [B, T, H]          | -                     | -                     |
 | patches   | [B, T, P] | [P, H]              | [B, T, H]          | -                     | -                     |
+| scores    | [B, T, H] | [H, n]              | [B, T, n]          | (cut: all-reduce)     | -                     |
 | head      | [B, T, H] | [V/tensor, H]       | loss               | [C, 3] a chunk        | all-reduce of input   |
 
 With sequence parallelism an activation of [B, T, H] outside of a pair is [B, T/tensor, H], and an all-reduce becomes an
@@ -21,9 +22,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.parameters.shard import Initial, Shard, ShardedModule, ShardSpec, seed_of
+from meshwright.ranks.collectives import all_reduce
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import CutSequence, Sequence, WholeSequence
 from meshwright.tensor.experts import Experts, ExpertsShape
@@ -61,6 +64,22 @@ class MegatronPatches(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(self.sequence.part(x), self.weight, None, self)
+
+
+class MegatronScores(SerialLinear):
+    """Every rank has all tokens' scores: where the sequence is cut, each puts its own among zeros, and they are summed.
+    The gradient of the sum is whole on every rank, which takes its own part of it."""
+
+    def __init__(self, mesh: Mesh, hidden: int, outputs: int, initial: Initial, sequence: Sequence) -> None:
+        super().__init__(mesh, hidden, (outputs,), initial, bias=False)
+        self.sequence = sequence
+
+    def forward(self, h: Tensor) -> Tensor:
+        own = super().forward(h)
+        if not self.sequence.split_axes:
+            return own
+        size, index, count = self.mesh.size("tensor"), self.mesh.index("tensor"), own.shape[1]
+        return all_reduce(F.pad(own, (0, 0, index * count, (size - 1 - index) * count)), self.mesh, "tensor")
 
 
 class MegatronHead(TableHead):
@@ -120,6 +139,9 @@ class MegatronKit:
 
     def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
         return MegatronPatches(self.mesh, inputs, hidden, initial, self.sequence)
+
+    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
+        return MegatronScores(self.mesh, hidden, outputs, initial, self.sequence)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return MegatronHead(self.mesh, shape, tied, self.sequence)

@@ -8,6 +8,7 @@
 | expand    | [B, T, H] | [H, G, N/G]   | [B, T, G, N/G]| -     |
 | contract  | [B, T, N] | [N, H]        | [B, T, H]     | -     |
 | transform | [B, t, H] | [H, H]        | [B, t, H]     | -     |
+| scores    | [B, T, H] | [H, n]        | [B, T, n]     | -     |
 | head      | [B, T, H] | [V, H]        | loss          | -     |
 """
 
@@ -137,6 +138,9 @@ class SerialKit:
 
     def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return SerialLinear(self.mesh, inputs, (outputs,), initial, bias=bias)
+
+    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
+        return SerialLinear(self.mesh, hidden, (outputs,), initial, bias=False)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return SerialHead(self.mesh, shape, tied, {}, {})

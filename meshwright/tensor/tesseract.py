@@ -8,6 +8,7 @@ b = B/(depth·row): this rank's rows of the batch.
 | norm      | [b, T, H/col] | [H/col], [H/col] | [b, T, H/col] | all-reduce over col of [b, T, 2]     | the same  |
 | linears   | [b, T, H/col] | [H/row, N/col]   | [b, T, N/col] | two of the three operands (summa.py) | four      |
 | patches   | [b, T, P]     | [P, H/col]       | [b, T, H/col] | -                                    | -         |
+| scores    | [b, T, H/col] | [H/col, n]       | [b, T, n]     | all-reduce over col                  | -         |
 | head      | [b, T, H/col] | [V/row, H/col]   | loss          | h over col, weight over row (*)      | the same  |
 
 (*) The weight transposed first (summa.py), and [C, 3] a chunk of C tokens over col (cross_entropy.py). The logits stay
@@ -147,6 +148,17 @@ class TesseractNorm(ShardedModule):
         return split_layer_norm(h, self.weight, self.bias, self.hidden, self.epsilon, self.mesh.comm("col"))
 
 
+class TesseractScores(ShardedModule):
+    """A few numbers a token, whole on every rank of a row: the sum of what each makes of its part of H."""
+
+    def __init__(self, mesh: Mesh, hidden: int, outputs: int, initial: Initial) -> None:
+        super().__init__(mesh)
+        self.weight = self.declare("weight", ShardSpec((hidden, outputs), {"col": Shard(0)}, initial))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return all_reduce(linear(h, self.weight, None, self), self.mesh, "col")
+
+
 class TesseractRmsNorm(ShardedModule):
     """RMS norm over a hidden dim that is cut over col; in float32 or better. Sends [b, T, 1] over col, both ways."""
 
@@ -251,6 +263,9 @@ class TesseractKit:
 
     def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
         return TesseractPatches(self.mesh, inputs, hidden, initial)
+
+    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
+        return TesseractScores(self.mesh, hidden, outputs, initial)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return TesseractHead(self.mesh, shape, tied)

@@ -135,7 +135,7 @@ def begin(out: Path, config: Config) -> None:
         from meshwright.convert.transfer import import_folder
 
         (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        import_folder(folder_of(config.weights), out / CHECKPOINTS / "step-0", wanted=config.model)
+        import_folder(folder_of(config.weights), out / CHECKPOINTS / "step-0", wanted=config.model, seed=config.seed)
     write_whole(out, IDENTITY, json.dumps({"run": secrets.token_hex(8)}) + "\n")
     write_whole(out, CONFIG, dump_config(config))
 

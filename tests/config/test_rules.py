@@ -12,6 +12,7 @@ from meshwright.config import parse_run, rules
 from meshwright.config.rules import RULES
 from meshwright.data.messages_section import MessagesData
 from meshwright.data.pairs_section import PairData
+from meshwright.data.tasks_section import SquadData
 from meshwright.errors import ConfigError
 from meshwright.models.llama.section import Llama
 from meshwright.models.section import T5, ResNeXt, Vit
@@ -40,6 +41,7 @@ def test_rules_name_fields_that_exist() -> None:
     for family in (Llama(family="llama"), Vit(family="vit"), T5(family="t5"), ResNeXt(family="resnext")):
         tree["model"] |= family.model_dump()
     tree["data"] |= PairData(kind="pairs").model_dump() | MessagesData(kind="messages").model_dump()
+    tree["data"] |= SquadData(kind="squad").model_dump()
     for rule in RULES:
         for field in rule.reads:
             node: Any = tree

@@ -8,6 +8,7 @@ import torch
 from meshwright.config import Config, parse_config
 from meshwright.data.sampler import document_entries
 from meshwright.model import Batch
+from meshwright.models.chain import chain_of
 from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -93,7 +94,25 @@ def pair_batch(config: Config, step: int) -> Batch:
     }  # fmt: skip
 
 
+def task_batch(config: Config, step: int) -> Batch:
+    """Random rows of two texts, several a sample where these are choices, and answers, some of which do not count."""
+    generator = torch.Generator().manual_seed(step)
+    shapes, rows = chain_of(config).sample_shapes(config), config.batch.global_
+    length = shapes["tokens"][-1]
+    mask = torch.arange(length) < torch.randint(length // 2, length + 1, (rows, *shapes["tokens"]), generator=generator)
+    batch = {
+        "tokens": torch.randint(config.model.vocabulary, (rows, *shapes["tokens"]), generator=generator),
+        "segments": ((torch.arange(length) >= length // 3) & mask).long(), "mask": mask.long(),
+    }  # fmt: skip
+    most = length if "start" in shapes else shapes["tokens"][0] if len(shapes["tokens"]) > 1 else 3
+    for name in shapes.keys() - batch.keys():
+        batch[name] = torch.randint(most, (rows, 1), generator=generator)
+        batch[name][1::5] = -100
+    return {name: batch[name] for name in shapes}
+
+
 BATCHES = {
+    "bert-pairs": task_batch, "bert-spans": task_batch, "bert-choice": task_batch,
     "gpt2": global_batch, "llama": global_batch, "bert": bert_batch, "vit": vit_batch, "resnext": vit_batch,
     "transformer": pair_batch, "t5": pair_batch,
 }  # fmt: skip

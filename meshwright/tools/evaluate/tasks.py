@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +11,11 @@ from meshwright.data.files import ShowProgress
 from meshwright.errors import ConfigError
 from meshwright.tools.evaluate.accuracy import cloze_accuracy, image_accuracy, masked_accuracy
 from meshwright.tools.evaluate.beam import beam_of
-from meshwright.tools.evaluate.load import Facts, config_at, load_images, load_sequence, load_text
+from meshwright.tools.evaluate.choices import pair_accuracy, race_accuracy, source_for
+from meshwright.tools.evaluate.load import Facts, LoadedText, config_at, load_images, load_sequence, load_text
 from meshwright.tools.evaluate.perplexity import target_perplexity, text_perplexity
 from meshwright.tools.evaluate.sequence import bleu
+from meshwright.tools.evaluate.squad import squad_scores
 from meshwright.tools.evaluate.texts import pairs_for, stream_for
 
 Fact = str | int | float | None
@@ -24,8 +26,18 @@ TASKS: dict[str, tuple[str, ...]] = {
     "lambada": ("context",),
     "masked-lm": ("context",),
     "images": (),
+    "pairs": ("context",),
+    "squad": ("context",),
+    "race": ("context",),
 }
 """The options that have an effect on a task."""
+
+FINE_TUNED: Mapping[str, tuple[str, Callable[[LoadedText, str, ShowProgress], Facts]]] = {
+    "pairs": ("classified pairs", pair_accuracy),
+    "squad": ("answered passages", squad_scores),
+    "race": ("answered choices", race_accuracy),
+}
+"""The form of batches that a fine-tuned BERT of a task reads, and how it is measured."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,10 @@ def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path
     if name == "masked-lm":
         masked = load_text(question.checkpoint, question.device, question.context, "masked")
         return masked.folder, masked_accuracy(masked, stream_for(masked, question.data, progress), progress)
+    if name in FINE_TUNED:
+        reads, score = FINE_TUNED[name]
+        tuned = load_text(question.checkpoint, question.device, question.context, reads)
+        return tuned.folder, score(tuned, source_for(tuned.config, question.data, name), progress)
     if name == "lambada":
         loaded = load_text(question.checkpoint, question.device, question.context)
         return loaded.folder, cloze_accuracy(loaded, str(question.data), progress)

@@ -69,6 +69,9 @@ class ReferenceKit:
     def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return _linear(inputs, (outputs,), initial, bias)
 
+    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
+        return _linear(hidden, (outputs,), initial, biased=False)
+
     def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
         return _linear(hidden, (inner,) if groups == 1 else (groups, inner // groups), initial, bias)
 

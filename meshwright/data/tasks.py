@@ -1,0 +1,270 @@
+"""Fine-tuning tasks as samples: rows of [CLS] A [SEP] B [SEP], padded to T tokens, and the answer's number.
+
+| kind           | rows a sample | A        | B                        | what is too long                         |
+|----------------|---------------|----------|--------------------------|------------------------------------------|
+| sentence-pairs | 1             | one text | the other                | tokens leave the end of the longer text  |
+| squad          | 1             | question | a window of the passage  | windows, `stride` apart; A: 64 tokens    |
+| race           | K             | passage  | the question and answer  | the passage's end; B: 128 tokens         |
+
+A window of SQuAD in which the answer is not whole is labelled with [CLS], as BERT's own fine-tuning does. A prepared
+folder has, of each split, rows' tokens [N, K, T] and ends of A and of B [N, K, 2], and answers [N, labels].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from meshwright.data.corpus import source_identity
+from meshwright.data.files import ShowProgress, check_once, file_sha256, folder_lock, staged_folder
+from meshwright.data.packed import TOKENIZER
+from meshwright.data.sampler import ShuffledSamples
+from meshwright.data.specials import Specials, specials_of
+from meshwright.data.split import SPLITS, Split
+from meshwright.data.task_files import (
+    SquadQuestion,
+    labelled_pairs,
+    pair_form,
+    race_questions,
+    squad_questions,
+)
+from meshwright.data.tasks_section import RaceData, SentencePairData, SquadData, TaskSection
+from meshwright.data.tokenizer import Tokenizer, make_tokenizer, tokenizer_kind
+from meshwright.errors import ConfigError, DataError
+from meshwright.models.tasks.section import BertChoice, BertPairs
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+    from meshwright.model import Batch
+
+_FORMAT = 1
+_HEADER = "task.json"
+LONGEST_QUESTION, LONGEST_CHOICE = 64, 128
+_ARRAYS = ("tokens", "ends", "answers")
+
+
+class TaskRow(NamedTuple):
+    """The tokens of two texts, as they fit a row."""
+
+    first: Sequence[int]
+    second: Sequence[int]
+
+
+class TaskExample(NamedTuple):
+    """A sample: its rows, its answers, and what is held out together with it."""
+
+    rows: tuple[TaskRow, ...]
+    answers: tuple[int, ...]
+    group: str
+
+
+class SquadWindow(NamedTuple):
+    """A window over a passage: its row, and the place in the passage of each token's first and last character."""
+
+    row: TaskRow
+    places: list[tuple[int, int]]
+    begin: int
+    """The number of the passage's token that it begins with."""
+
+    @property
+    def shift(self) -> int:
+        """The place in the row of the window's first token."""
+        return len(self.row.first) + 2
+
+
+def squad_windows(question: SquadQuestion, tokenizer: Tokenizer, sequence: int, stride: int) -> list[SquadWindow]:
+    """The windows over a question's passage, each with the question before it. Raises DataError where none fits."""
+    asked = tokenizer.encode(question.question.strip())[:LONGEST_QUESTION]
+    room = sequence - 3 - len(asked)
+    if room < 1:
+        raise DataError(f"question {question.id}: its {len(asked)} tokens leave no room in data.sequence={sequence}")
+    ids, places = tokenizer.encode_placed(question.passage)
+    windows, start = [], 0
+    while True:
+        windows.append(SquadWindow(TaskRow(asked, ids[start : start + room]), places[start : start + room], start))
+        if start + room >= len(ids):
+            return windows
+        start += min(stride, room)
+
+
+def squad_labels(window: SquadWindow, question: SquadQuestion) -> tuple[int, int]:
+    """The places in the row where the first answer begins and ends; twice 0, where the window does not hold it."""
+    for text, start in question.answers[:1]:
+        end = start + len(text)
+        inside = [at for at, (begin, stop) in enumerate(window.places) if begin < end and stop > start]
+        if inside and window.places[inside[0]][0] <= start and window.places[inside[-1]][1] >= end:
+            return inside[0] + window.shift, inside[-1] + window.shift
+    return 0, 0
+
+
+def pair_row(first: Sequence[int], second: Sequence[int], sequence: int) -> TaskRow:
+    """Both texts, of which the longer loses tokens until they fit."""
+    a, b, room = len(first), len(second), sequence - 3
+    while a + b > room:
+        a, b = (a - 1, b) if a > b else (a, b - 1)
+    return TaskRow(first[:a], second[:b])
+
+
+def choice_rows(passage: Sequence[int], choices: Sequence[Sequence[int]], sequence: int) -> tuple[TaskRow, ...]:
+    """The passage with each choice, which it makes room for."""
+    cut = [choice[: min(LONGEST_CHOICE, sequence - 4)] for choice in choices]
+    return tuple(TaskRow(passage[: sequence - 3 - len(choice)], choice) for choice in cut)
+
+
+def examples(config: Config, data: TaskSection, source: str, tokenizer: Tokenizer) -> Iterator[TaskExample]:
+    """The samples of a source, in its order. Raises DataError, ConfigError."""
+    path, model, encode = Path(source).expanduser(), config.model, tokenizer.encode
+    match data:
+        case SentencePairData():
+            assert isinstance(model, BertPairs), model
+            form = pair_form(path)
+            if model.classes != len(form.classes):
+                rule = f"is not the {len(form.classes)} classes of {form.name}, which {source} is"
+                raise ConfigError.of("model.classes", model.classes, rule, str(len(form.classes)))
+            for number, pair in enumerate(labelled_pairs(path)):
+                row = pair_row(encode(pair.first), encode(pair.second), data.sequence)
+                yield TaskExample((row,), (pair.answer,), str(number))
+        case SquadData():
+            for question in squad_questions(path):
+                for window in squad_windows(question, tokenizer, data.sequence, data.stride):
+                    yield TaskExample((window.row,), squad_labels(window, question), question.passage)
+        case RaceData():
+            assert isinstance(model, BertChoice), model
+            for asked in race_questions(path, model.choices):
+                choices = [encode(text) for text in asked.asked]
+                rows = choice_rows(encode(asked.passage), choices, data.sequence)
+                yield TaskExample(rows, (asked.answer,), asked.passage)
+        case _:
+            raise NotImplementedError(type(data))
+
+
+def texts_of(config: Config, data: TaskSection) -> Iterator[str]:
+    """The source's texts, for a tokenizer to be trained on."""
+    path = Path(data.source).expanduser()
+    match data:
+        case SentencePairData():
+            yield from (text for pair in labelled_pairs(path) for text in (pair.first, pair.second))
+        case SquadData():
+            yield from (text for asked in squad_questions(path) for text in (asked.passage, asked.question))
+        case RaceData():
+            assert isinstance(config.model, BertChoice), config.model
+            for asked in race_questions(path, config.model.choices):
+                yield from (asked.passage, *asked.asked)
+
+
+def task_folder(config: Config, data: TaskSection, cache: Path, progress: ShowProgress) -> Path:
+    """The prepared folder that a config asks for, made once in `cache`. Raises DataError, ConfigError."""
+    kind = tokenizer_kind(data.tokenizer)
+    tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
+    sources = [source_identity(source) for source in (data.source, data.held_out) if source is not None]
+    fields = data.model_dump(exclude={"source", "held_out", "tokenizer"})
+    facts = [_FORMAT, sources, tokenizer, fields, config.model.model_dump(include={"classes", "choices"})]
+    out = cache / f"task-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]}"
+    try:
+        with folder_lock(out, progress):
+            if not (out / _HEADER).is_file():
+                with staged_folder(out) as folder:
+                    _write(folder, config, data, progress)
+    except OSError as error:  # no right to write there, a full disk
+        raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}") from error
+    check_once(out, json.loads((out / _HEADER).read_text())["sha256"], {}, cache)
+    return out
+
+
+def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgress) -> None:
+    """Write the tokenizer, both splits and the header that describes them, which comes last."""
+    tokenizer = make_tokenizer(data.tokenizer, texts_of(config, data), progress)
+    specials = specials_of(tokenizer)
+    if specials.vocabulary_size > config.model.num_tokens:
+        rule = f"is smaller than the {specials.vocabulary_size} tokens of data.tokenizer with BERT's"
+        raise ConfigError.of("model.vocabulary", config.model.num_tokens, rule, f"{specials.vocabulary_size} or more")
+    tokenizer.save(folder / TOKENIZER)
+    splits: dict[Split, list[TaskExample]] = {"train": [], "validation": []}
+    for source, split in ((data.source, "train"), (data.held_out, "validation")):
+        for example in examples(config, data, source, tokenizer) if source is not None else ():
+            held_out = split == "validation" or (data.held_out is None and _share_of(example.group) < data.validation)
+            splits["validation" if held_out else "train"].append(example)
+            progress(f"reading: {len(splits['train'])} samples", None)
+    for name, some in splits.items():
+        if not some:
+            raise DataError(f"{data.source}: leaves no sample for the {name} split; give more, or data.held_out")
+        for array, values in zip(_ARRAYS, _arrays(some, specials, data.sequence), strict=True):
+            np.save(folder / f"{name}-{array}.npy", values)
+    files = sorted(path.name for path in folder.iterdir())
+    header = {
+        "format": _FORMAT,
+        "padding": specials.padding,
+        "samples": {name: len(some) for name, some in splits.items()},
+        "sha256": {name: file_sha256(folder / name) for name in files},
+    }
+    (folder / _HEADER).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+
+
+def _share_of(group: str) -> float:
+    """A number from 0 to 1 that a text's hash gives: equal texts are held out together, in any order of the file."""
+    return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), "little") / 2**64
+
+
+def _arrays(
+    some: Sequence[TaskExample], specials: Specials, sequence: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens [N, K, T], ends [N, K, 2], answers [N, labels]."""
+    shape = (len(some), len(some[0].rows))
+    dtype = np.uint16 if specials.vocabulary_size <= 2**16 else np.uint32
+    tokens = np.full((*shape, sequence), specials.padding, dtype=dtype)
+    ends = np.zeros((*shape, 2), dtype=np.int32)
+    for number, example in enumerate(some):
+        for at, row in enumerate(example.rows):
+            ids = row_tokens(row, specials)
+            tokens[number, at, : len(ids)] = ids
+            ends[number, at] = len(row.first) + 2, len(ids)
+    return tokens, ends, np.array([example.answers for example in some], dtype=np.int64)
+
+
+def row_tokens(row: TaskRow, specials: Specials) -> list[int]:
+    """[CLS] A [SEP] B [SEP]."""
+    return [specials.first, *row.first, specials.separator, *row.second, specials.separator]
+
+
+def task_batch(tokens: np.ndarray, ends: np.ndarray) -> Batch:
+    """`tokens`, `segments` and `mask` of rows [..., T], whose A and B end at `ends` [..., 2]; int64."""
+    import torch
+
+    places = np.arange(tokens.shape[-1])
+    mask = places < ends[..., 1:]
+    segments = mask & (places >= ends[..., :1])
+    entries = {"tokens": tokens, "segments": segments, "mask": mask}
+    return {name: torch.from_numpy(x.astype(np.int64)) for name, x in entries.items()}
+
+
+class TaskSamples(ShuffledSamples):
+    """The samples of one split of a prepared folder."""
+
+    def __init__(self, folder: Path, split: Split, data: TaskSection, seed: int) -> None:
+        self._tokens, self._ends, self._answers = (
+            np.load(folder / f"{split}-{array}.npy", mmap_mode="r") for array in _ARRAYS
+        )
+        self._labels = ("start", "end") if isinstance(data, SquadData) else ("answer",)
+        self._several = isinstance(data, RaceData)
+        super().__init__(len(self._answers), seed)
+
+    def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+        import torch
+
+        tokens, ends = self._tokens[rows], self._ends[rows]
+        batch = task_batch(tokens, ends) if self._several else task_batch(tokens[:, 0], ends[:, 0])
+        answers = self._answers[rows]
+        for at, name in enumerate(self._labels):
+            batch[name] = torch.from_numpy(answers[:, at : at + 1].copy())
+        return batch
+
+
+def note_of(folder: Path, split: Split) -> str:
+    """The number of samples of a split, for a reader."""
+    assert split in SPLITS, split
+    return f"{json.loads((folder / _HEADER).read_text())['samples'][split]} samples"

@@ -1,0 +1,1 @@
+"""Fine-tunings of BERT: their sections and models."""

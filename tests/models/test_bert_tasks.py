@@ -1,0 +1,110 @@
+"""BERT's fine-tunings under layouts: float64 gradients to 1e-12 relative, losses to 1e-10; against plain torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.config import Config, parse_config
+from meshwright.errors import ConfigError
+from meshwright.models.chain import make_chain
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.tools.verify.reference import Reference, ReferenceKit
+from meshwright.training.step import train_step
+from tests.context.test_equality import BLOCKS, CUT, ONE_D
+from tests.data_parallel.test_equality import BATCHES
+from tests.harness import build
+from tests.tensor.test_equality import check, run
+from tests.workers import run_ranks
+
+FAMILIES = ("bert-pairs", "bert-spans", "bert-choice")
+STEPS = 3
+
+
+def config_for(family: str, layout: dict[str, Any], **model: Any) -> Config:
+    shape = {
+        "family": family, "layers": 2, "hidden": 24, "heads": 12, "positions": 12, "vocabulary": 300,
+        "vocabulary_multiple": 12, "dropout": 0.0,
+    }  # fmt: skip
+    tree = {
+        "model": shape | model,
+        "data": {"sequence": 12, "source": str(Path(__file__).parent)},
+        "batch": {"global": 8, "micro": 2 if "pipeline" in layout or "data" in layout else 4},
+        "layout": {"data": {"bucket": 8192}} | layout,
+        "precision": {"level": "O0", "dtype": "float64"},
+        "optimizer": {"lr": 1e-2, "clip": 0.5, "schedule": {"warmup": 3}},
+        "steps": STEPS,
+    }
+    return parse_config(tree)
+
+
+@cache
+def serial(family: str) -> Any:
+    return run(config_for(family, {}))[0]
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1-D": {"tensor": ONE_D},
+    "1-D, cut": {"tensor": CUT},
+    "2-D": {"tensor": BLOCKS},
+    "2.5-D": {"tensor": BLOCKS | {"d": 2}},
+    "stages x replicas": {"pipeline": {"size": 2}, "data": {"size": 2, "sync": "zero1", "bucket": 8192}},
+    "cut x stages": {"tensor": CUT, "pipeline": {"size": 2, "schedule": "message-driven"}},
+    "zero3": {"data": {"size": 2, "sync": "zero3"}},
+    "branches": {"tensor": {"kind": "subgraph", "size": 2}},
+    "branches, one": {"tensor": {"kind": "subgraph", "size": 2, "common": "one"}},
+    "ulysses": {"context": {"size": 2}},
+    "ring": {"context": {"size": 2, "kind": "ring"}},
+}
+OTHERS = {("bert-choice", "branches"), ("bert-choice", "branches, one")}
+OTHERS |= {(family, kind) for family in FAMILIES[1:] for kind in ("ulysses", "ring")}
+"""Layouts that a family is refused beside."""
+ONLY_LONG = {(family, name) for family in FAMILIES for name in ("2.5-D", "zero3", "branches", "ring")}
+
+
+@pytest.mark.parametrize(
+    "family, layout",
+    [
+        pytest.param(family, layout, marks=pytest.mark.long) if (family, layout) in ONLY_LONG else (family, layout)
+        for family in FAMILIES
+        for layout in LAYOUTS
+        if (family, layout) not in OTHERS
+    ],
+)
+def test_equals_serial(family: str, layout: str) -> None:
+    check(run(config_for(family, LAYOUTS[layout])), serial(family))
+
+
+@pytest.mark.parametrize("family, layout", sorted(OTHERS))
+def test_what_does_not_go_is_refused(family: str, layout: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        config_for(family, LAYOUTS[layout])
+    wanted = "deals out rows" if "branches" in layout else f"a {family} looks at whole ones elsewhere"
+    assert wanted in str(refusal.value)
+
+
+def losses(mesh: Mesh, config: Config) -> tuple[float, float]:
+    """Ours of a batch on one device, and the reference's."""
+    batch = BATCHES[config.model.family](config, 0)
+    return train_step(build(config, mesh), batch, 0).loss, Reference(config, torch.device("cpu")).backward(batch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_loss_is_plain_torchs(family: str) -> None:
+    [(ours, theirs)] = run_ranks(losses, Grid((("data", 1),)), config_for(family, {}))
+    assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+def test_heads_are_small() -> None:
+    names = {
+        family: set(dict(make_chain(config_for(family, {}), ReferenceKit()).named_parameters())) for family in FAMILIES
+    }
+    trunk = set.intersection(*names.values())
+    assert names["bert-spans"] - trunk == {"spans.weight"}
+    assert {name.split(".")[0] for name in names["bert-pairs"] - trunk} == {"pooler", "head"}
+    assert {name.split(".")[0] for name in names["bert-choice"] - trunk} == {"pooler", "score"}
