@@ -42,7 +42,7 @@ def run_cases(rank: Rank, names: Sequence[str], precisions: Sequence[str], out: 
             folder.mkdir(exist_ok=True)
             start = time.monotonic()
             planted = mistake.wrong if mistake else ""
-            call_check(lambda job, s=setting, w=planted: run_program(job, s, w), rank, setting.axes, precision, folder)
+            call_check(lambda job, s=setting, w=planted: run_program(job, s, w), rank.mesh, precision, folder)
             seconds.append(time.monotonic() - start)
     return seconds
 
@@ -83,7 +83,7 @@ def report(results: dict[tuple[str, str], ParityResult], precisions: Sequence[st
         alarms = [name for name in right if not results[name, precision].holds]
         for name in alarms:
             print(f"{precision:8} {name} FALSE ALARM {results[name, precision].verdict}")
-        nearest = max(row.error / row.allowed for name in right for row in results[name, precision].rows)
+        nearest = max(row.error / row.allowed for name in right for row in results[name, precision].rows if row.allowed)
         seconds = statistics.median(result.seconds for (_, p), result in results.items() if p == precision)
         told[precision] = {**counts, "of": len(MISTAKES), "false_alarms": len(alarms), "right": len(right),
                            "nearest_to_allowed": nearest, "median_seconds": seconds}  # fmt: skip

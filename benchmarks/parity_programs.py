@@ -391,6 +391,7 @@ class Program:
             p.grad *= scale
 
     def _update(self) -> None:
+        before = self.model.blocks[1].norm2.weight.detach().clone()
         self.optimizer.step()
         if self.setting.owners:  # what the others have computed as well is overwritten by the owner's
             for i, (name, p) in enumerate(self.model.named_parameters()):
@@ -399,7 +400,7 @@ class Program:
                     p.data.zero_()
                 if self.wrong == "not-published" and name == "blocks.1.norm2.weight":
                     if self.job.rank != owner:
-                        p.data += 1e-3
+                        p.data.copy_(before)
                     continue
                 dist.broadcast(p.data, src=owner)
 

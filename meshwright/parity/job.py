@@ -7,8 +7,9 @@ that started them reads all (judge.py). So a check works with any communication 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,27 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshwright.errors import ParityError
-from meshwright.launch import Rank
 from meshwright.parity.locate import locate
 from meshwright.parity.parts import find_part
 from meshwright.parity.record import LOCAL, REFERENCE, PartFacts, ReferenceFacts, rank_file, write_record
 from meshwright.parity.reference import (
     COMPARED_STEPS,
     DROPOUT_STEP,
+    HALVED_STEP,
     PERTURBED_RUNS,
     Loss,
     MakeOptimizer,
     ReferenceRecipe,
     StepRecording,
+    backward_of,
     check_repeatable,
     dead_parameters,
     gradient_alone,
+    halves_of,
     keep,
     keep_states,
     label_key,
+    may_accumulate,
     movements,
     record,
     spread_constants,
@@ -42,14 +46,26 @@ from meshwright.parity.reference import (
 )
 from meshwright.parity.trace import Trace, clean_names
 from meshwright.ranks.dtensor import DeviceMesh, device_mesh, gradient_of, local_of
-
-CASTS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "own": None}
-"""The reference is cast to these; own: nothing is cast."""
+from meshwright.ranks.mesh import Mesh
 
 
 def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
     """The optimizer of a check that names none."""
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+@dataclass(frozen=True)
+class SteppedProgram:
+    """A parallel program as `parallel` was told of it. `share`: this rank's part of a global batch; `gradients`:
+    whether `.grad` has them; `halves`: one step may be taken in two halves of the samples."""
+
+    model: nn.Module
+    loss: Loss
+    step: Callable[[Any, Any], Any] | None
+    optimizer: torch.optim.Optimizer | None
+    share: Callable[[Any], Any]
+    gradients: bool
+    halves: bool
 
 
 class ParityJob:
@@ -58,15 +74,16 @@ class ParityJob:
     `rank`, `world_size`, `axes` (names and sizes, outermost first); `device_mesh`: torch's, with the axes' names.
     """
 
-    def __init__(self, rank: Rank, axes: Sequence[tuple[str, int]], precision: str, folder: Path) -> None:
-        self.rank, self.world_size = rank.mesh.rank, rank.mesh.grid.world_size
-        self.axes = dict(axes)
-        self._grid, self._dtype, self._folder = rank.mesh.grid, CASTS[precision], folder
+    def __init__(self, mesh: Mesh, dtype: torch.dtype | None, folder: Path) -> None:
+        self.rank, self.world_size = mesh.rank, mesh.grid.world_size
+        self.axes = dict(mesh.grid.axes)
+        self._grid, self._dtype, self._folder = mesh.grid, dtype, folder
         self._mesh: DeviceMesh | None = None
         self._model: nn.Module | None = None
         self._recipe: ReferenceRecipe | None = None
         self._constants: dict[str, float] = {}
         self._losses: list[float | None] = []
+        self._given: dict[str, Tensor] = {}
         self.compared = False
 
     @property
@@ -169,32 +186,34 @@ class ParityJob:
 
         `batch(global_batch)` is this rank's share (without it: all of it). `step(model, batch)` takes one whole step
         (forward, backward, reduction, clipping, optimizer) and returns the loss, or None on a rank that has none;
-        without it parity does `loss(model, batch).backward()` and a step of the reference's optimizer.
-        `load`: give this rank the reference's weights wherever `part(name)` or a DTensor's placements say which they
-        are; without it the model must have them already, and what it does not have is a finding. `part(name)`: the
-        reference's parameter that this rank's `name` is a part of, and its slices. `gradients`: whether `.grad` holds
-        the whole gradient when the optimizer steps.
+        without it parity does `loss(model, batch).backward()` and a step of the reference's optimizer, once in two
+        halves of the samples whose gradients are added up, where that is the same on one process.
+        `load`: give this rank the reference's weights wherever `part(name)`, a DTensor's placements or Megatron-Core's
+        attributes say which they are; without it the model must have them already, and what it does not have is a
+        finding. `part(name)`: the reference's parameter that this rank's `name` is a part of, and its slices.
+        `gradients`: whether `.grad` holds the whole gradient when the optimizer steps; see also `keep_gradients`.
         """
         whole, recipe = self._known
         self.compared = True
         known = frozenset(name for name, _ in whole.named_modules())
         wholes = {name: p.detach() for name, p in whole.named_parameters()}
-        parts, lost = locate(model, wholes, self._constants, known, load, part)
-        loss = loss or recipe.loss
+        axes = {axis: (self.index(axis), size) for axis, size in self.axes.items()}
+        parts, lost = locate(model, wholes, self._constants, known, load, part, axes)
         share = batch or (lambda everything: everything)
         if step is None and recipe.clip is not None:
             raise ParityError("job.reference(clip=...) needs job.parallel(step=...), which clips as the program does")
+        with without_dropout(whole), torch.random.fork_rng(devices=[]):
+            halves = step is None and may_accumulate(whole, recipe, recipe.global_batch(HALVED_STEP))
         optimizer = None if step is not None else recipe.optimizer(list(model.parameters()))
+        program = SteppedProgram(model, loss or recipe.loss, step, optimizer, share, gradients, halves)
         recording = StepRecording()
         with without_dropout(model) as drops:
             for number in range(1, COMPARED_STEPS + 1):
-                self._step(
-                    model, recording, number, loss, step, optimizer, share(recipe.global_batch(number)), gradients
-                )
+                self._step(program, recording, number)
         trace = recording.trace
         assert trace is not None
         if drops:
-            self._step(model, recording, DROPOUT_STEP, loss, step, optimizer, share(recipe.global_batch(1)), gradients)
+            self._step(program, recording, DROPOUT_STEP)
             assert recording.trace is not None
             recording.tensors |= {("dropout", call, name): x for (kind, name, call), x
                                   in recording.trace.tensors.items() if kind == "output"}  # fmt: skip
@@ -207,18 +226,24 @@ class ParityJob:
         rows = {key: self._rows_of(key, x, recipe) for key, x in _tensors_by_key(own).items()}
         places = {axis: self.index(axis) for axis in self.axes}
         known_parts = {name: p.as_json() for name, p in parts.items()}
-        facts = PartFacts(self._losses, known_parts, places, lost=lost, dropout=drops, rows=rows)
+        facts = PartFacts(self._losses, known_parts, places, lost=lost, dropout=drops, halves=halves, rows=rows)
         write_record(self._folder, rank_file(self.rank), recording.tensors, facts, trace)
 
-    def _step(self, model: nn.Module, recording: StepRecording, number: int, loss: Loss, step: Any,
-              optimizer: torch.optim.Optimizer | None, batch: Any, gradients: bool) -> None:  # fmt: skip
+    def keep_gradients(self, named: Mapping[str, Tensor]) -> None:
+        """Inside of `step`: this rank's whole gradients by its parameters' names, where they are not in `.grad` when
+        the optimizer steps."""
+        self._given |= {name: local_of(x).clone() for name, x in named.items()}
+
+    def _step(self, program: SteppedProgram, recording: StepRecording, number: int) -> None:
         """One step of the parallel program, traced where it is the first or the one with dropout."""
+        recipe, model = self._known[1], program.model
+        batch = program.share(recipe.global_batch(1 if number == DROPOUT_STEP else number))
         names = clean_names(
             [n for n, _ in model.named_parameters()], frozenset(n for n, _ in self._known[0].named_modules())
         )
         parameters = {names[name]: p for name, p in model.named_parameters()}
 
-        kept, optimizers = not gradients, set[torch.optim.Optimizer]()
+        kept, optimizers = not program.gradients, set[torch.optim.Optimizer]()
 
         def keep_gradients(stepped: torch.optim.Optimizer | None = None) -> None:
             nonlocal kept
@@ -230,18 +255,21 @@ class ParityJob:
 
         trace = Trace(model, frozenset(name for name, _ in self._known[0].named_modules()))
         with trace if number in (1, DROPOUT_STEP) else _nothing(), _before_optimizers(keep_gradients):
-            if step is not None:
-                value = step(model, batch)
+            if program.step is not None:
+                value = program.step(model, batch)
                 keep_gradients()
             else:
-                assert optimizer is not None
-                value = loss(model, batch)
-                value.backward()
+                assert program.optimizer is not None
+                halves = halves_of(batch) if program.halves and number == HALVED_STEP else []
+                value = backward_of(model, program.loss, halves or [batch])
                 keep_gradients()
-                optimizer.step()
-                optimizer.zero_grad()
+                program.optimizer.step()
+                program.optimizer.zero_grad()
         if number in (1, DROPOUT_STEP):
             recording.trace = trace
+        if self._given:
+            keep(recording, "gradient", number, {names[name]: x for name, x in self._given.items()})
+            self._given.clear()
         self._losses.append(None if value is None else float(local_of(torch.as_tensor(value))))
         keep(recording, "weight", number, {n: local_of(p) for n, p in parameters.items()})
         keep_states(recording, number, optimizers, parameters)

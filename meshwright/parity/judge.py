@@ -134,8 +134,10 @@ def explain_modules(evidence: Evidence) -> list[ModuleLine]:
     """Every call of a module of the reference that some rank has made, as the forward passes ended."""
     facts = evidence.reference.facts
     called = [{name for name, _ in facts.order if side.num_calls(name)} for side in evidence.ranks]
-    staged = any(names != called[0] for names in called)  # then each stage of a pipeline is called the model
-    order = [(name, call) for name, call in facts.order if name or not staged]
+    staged = any(names != called[0] for names in called)
+    # Each stage of a pipeline is called the model, and of several calls in a pass it makes nobody knows which.
+    several = {name for name, call in facts.order if call}
+    order = [(name, call) for name, call in facts.order if not staged or (name and name not in several)]
     factors = {rank: _loss_factor(evidence, side, order) for rank, side in enumerate(evidence.ranks)}
     lines = []
     for name, call in order:

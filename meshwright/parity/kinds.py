@@ -11,6 +11,7 @@
 | clipping            | all gradients off by one factor where they are clipped, or left unclipped                    |
 | no gradient         | zero, or none, where the reference has one                                                   |
 | accumulated         | the gradient of all steps so far: it was not set to zero                                     |
+| accumulation        | right in one pass, and wrong where two add up their gradients                                |
 | optimizer           | right gradients, wrong weights after the step                                                |
 | stale weights       | right weights, and outputs of the weights before                                             |
 | dropout             | replicas are equal without dropout and differ with it                                        |
@@ -39,7 +40,7 @@ from meshwright.parity.gradients import (
 )
 from meshwright.parity.judge import Evidence, ModuleLine
 from meshwright.parity.parts import Part, missing_places
-from meshwright.parity.reference import DROPOUT_STEP
+from meshwright.parity.reference import DROPOUT_STEP, HALVED_STEP
 
 
 def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
@@ -65,6 +66,8 @@ def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
         late = _later(evidence, failed, step) if step > 1 else None
         wrong = failed.get(("weight", step), [])
         late = late or (_wrong_weights(evidence, wrong, step) if wrong else None)
+        if late is None and (wrong := failed.get(("copy", step), [])):
+            late = _different_copies(evidence, wrong, step)
         if late is None and (wrong := failed.get(("state", step), [])):
             text = f"{wrong[0]}{_and_more(wrong)} is wrong after step {step}, and all weights and gradients are right"
             late = Mistake("optimizer", owner_of(wrong[0].partition(" of ")[2]), text)
@@ -75,6 +78,17 @@ def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
 
 def _and_more(names: Sequence[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _different_copies(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake:
+    """Copies that differ by less than rounding hides: of gradients, or of weights alone."""
+    kind, _, name = wrong[0].partition(" of ")
+    text = f"the {wrong[0]}{_and_more(wrong)} in step {step} has other bits on ranks that hold the same part of it"
+    if kind == "weight":
+        return Mistake("stale weights", owner_of(name), text)
+    if evidence.reference.facts.clip is not None:
+        return Mistake("clipping", ALL, f"{text}: each clips by a norm of its own")
+    return Mistake("missing reduction", owner_of(name), text)
 
 
 def _wrong_part(evidence: Evidence) -> Mistake | None:
@@ -207,6 +221,9 @@ def _later(evidence: Evidence, failed: Mapping[tuple[str, int], list[str]], step
     if step == 2 and (wrong or weights or ("loss", 2) in failed) and _is_stale(evidence):
         text = "the second step's loss is that of the first weights: what is stepped is not what computes"
         return Mistake("stale weights", ALL, text)
+    if step == HALVED_STEP and wrong and any(side.facts.halves for side in evidence.ranks):
+        text = "all is right in one pass, and wrong where two halves of the samples add up their gradients"
+        return Mistake("accumulation", ALL, f"{text}: that of {wrong[0]}{_and_more(wrong)}")
     if step == last and evidence.reference.facts.unequal and (wrong or weights):
         text = (
             "all is right while ranks have equal numbers of valid labels, and wrong with unequal ones: a mean of means"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from meshwright.parity.parts import Part, box_part, find_part, is_constant
+from meshwright.parity.parts import PADDING, Part, box_part, find_part, is_constant
 from meshwright.parity.trace import clean_names
 from meshwright.ranks.dtensor import box_of, local_of, write_local
 
@@ -25,11 +25,13 @@ def locate(
     known: frozenset[str],
     load: bool,
     part: PartOf | None,
+    places: Mapping[str, tuple[int, int]],
 ) -> tuple[dict[str, Part], dict[str, str]]:
     """The part of each parameter, under the reference's name; and the parameters that are none, with their shapes.
 
     `constants`: parameters of the reference that were spread, and their value before. `known`: its modules' names.
-    `load`: write the reference's values instead of looking for the parameter's own.
+    `load`: write the reference's values instead of looking for the parameter's own. `places`: this rank's index and the
+    size of every axis, outermost first.
     """
     parameters = dict(model.named_parameters())
     names = clean_names(list(parameters), known)
@@ -37,7 +39,7 @@ def locate(
     lost: dict[str, str] = {}
     for raw in sorted(parameters, key=lambda raw: parameters[raw].ndim < 2):  # weights before the biases beside them
         name, local = names[raw], local_of(parameters[raw])
-        stated = _stated(name, parameters[raw], wholes, part, parts)
+        stated = _stated(name, parameters[raw], wholes, part, parts, places)
         found = None
         if not load:
             found = _confirmed(stated, local, wholes) or _found(name, local, wholes)
@@ -55,9 +57,11 @@ def locate(
 
 
 def _stated(
-    name: str, x: Tensor, wholes: Mapping[str, Tensor], part: PartOf | None, parts: Mapping[str, Part]
-) -> Part | None:
-    """The part by the user's function, a DTensor's placements, an equal shape, or the module's other parameter."""
+    name: str, x: Tensor, wholes: Mapping[str, Tensor], part: PartOf | None, parts: Mapping[str, Part],
+    places: Mapping[str, tuple[int, int]],
+) -> Part | None:  # fmt: skip
+    """The part by the user's function, a DTensor's placements, Megatron's attributes, an equal shape, or the module's
+    other parameter."""
     if part is not None:
         target, slices = part(name)
         pairs = zip(slices, wholes[target].shape, strict=True)
@@ -68,6 +72,8 @@ def _stated(
     box = box_of(x)
     if box is not None and len(box[0]) == whole.ndim:
         return box_part(name, *box, whole.shape)
+    if vars(x).get("tensor_model_parallel") and local.ndim == whole.ndim:
+        return _megatron_part(name, local, whole, vars(x)["partition_dim"], vars(x).get("partition_stride", 1), places)
     if local.shape == whole.shape:
         return Part(name, (None,) * whole.ndim)
     module = name.rpartition(".")[0]
@@ -76,6 +82,25 @@ def _stated(
         if other.rpartition(".")[0] == module and local.ndim == 1 and rows is not None and len(rows) == len(local):
             return Part(name, (rows,))
     return None
+
+
+def _megatron_part(
+    name: str, local: Tensor, whole: Tensor, dim: int, stride: int, places: Mapping[str, tuple[int, int]]
+) -> Part | None:
+    """The part that Megatron-Core's attributes say: of n ranks rank r holds chunks r, r + n, ... of `stride` * n.
+
+    SwiGLU's fused gate and up have stride 2, q, k and v of whole groups of heads lie beside each other. Tables are
+    padded to what divides. The axis is the innermost of the fitting size, as Megatron orders its ranks.
+    """
+    length, own = whole.shape[dim], local.shape[dim]
+    ranks = -(-length // own)
+    index = 0 if ranks == 1 else next((i for i, size in list(places.values())[::-1] if size == ranks), None)
+    if index is None:
+        return None
+    chunk = own // stride
+    rows = [start + i for s in range(stride) for start in [(s * ranks + index) * chunk] for i in range(chunk)]
+    held = tuple(row if row < length else PADDING for row in rows)
+    return Part(name, tuple(held if d == dim else None for d in range(whole.ndim)))
 
 
 def _confirmed(part: Part | None, local: Tensor, wholes: Mapping[str, Tensor]) -> Part | None:

@@ -66,7 +66,8 @@ class ReferenceFacts:
 class PartFacts:
     """`losses` and `norms` by step, None where this rank has none. `parts`: what each of its tensors is of the
     reference's parameters, by its own name. `lost`: first weights that are no part of them. `rows`: which part of every
-    tensor of the global batch it took. `dropout`: the last step was made with it."""
+    tensor of the global batch it took. `dropout`: the last step was made with it. `halves`: the second was made in two
+    halves of the samples, whose gradients were added up."""
 
     losses: list[float | None]
     parts: dict[str, Any]
@@ -74,6 +75,7 @@ class PartFacts:
     norms: list[float | None] = field(default_factory=list)
     lost: dict[str, str] = field(default_factory=dict)
     dropout: bool = False
+    halves: bool = False
     rows: dict[str, Any] = field(default_factory=dict)
 
 

@@ -32,6 +32,9 @@ PERTURBED_RUNS = 2
 COMPARED_STEPS = 3
 """Right after one step and wrong after three is what stale weights and a wrong optimizer look like."""
 
+HALVED_STEP = 2
+"""The step in which a program that parity steps adds up the gradients of two halves of the samples."""
+
 DROPOUT_STEP = COMPARED_STEPS + 1
 """After the compared steps one more with the models' dropout: replicas must stay equal under it."""
 
@@ -84,7 +87,8 @@ def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
 
 
 def unequal(batch: Any, labels: Any) -> Any:
-    """A batch whose first half of rows keeps a quarter of its labels: ranks then have unequal numbers of them."""
+    """A batch whose first half of rows keeps a quarter of its labels, and whose last row is padding: ranks then have
+    unequal numbers of them."""
     if labels is None:
         return batch
     changed = dict(batch) if isinstance(batch, Mapping) else list(batch)
@@ -94,6 +98,8 @@ def unequal(batch: Any, labels: Any) -> Any:
         half[:, max(1, half.shape[1] // 4) :] = IGNORED_LABEL
     else:
         half[max(1, half.shape[0] // 4) :] = IGNORED_LABEL
+    if len(x) > len(half) + 1:
+        x[-1] = IGNORED_LABEL
     changed[labels] = x
     return changed if isinstance(batch, Mapping) else type(batch)(changed)
 
@@ -120,6 +126,49 @@ def spread_constants(model: nn.Module) -> dict[str, float]:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
                 parameter.add_(noise, alpha=0.1)
     return moved
+
+
+def halves_of(batch: Any) -> list[Any]:
+    """The first and the second half of the rows of a batch; none where they cannot be halved."""
+    halves: list[Any] = []
+    for half in (0, 1):
+        if isinstance(batch, Tensor):
+            halves += [batch.chunk(2)[half]] if batch.ndim and len(batch) and len(batch) % 2 == 0 else []
+        elif isinstance(batch, Mapping) and batch:
+            parts = [halves_of(x) for x in batch.values()]
+            halves += [dict(zip(batch, (x[half] for x in parts), strict=True))] if all(parts) else []
+        elif isinstance(batch, (tuple, list)) and batch:
+            parts = [halves_of(x) for x in batch]
+            halves += [type(batch)(x[half] for x in parts)] if all(parts) else []
+    return halves
+
+
+def backward_of(model: Any, loss: Loss, batches: Sequence[Any]) -> float:
+    """The mean of the losses of some batches; their gradients are added up."""
+    total = 0.0
+    for batch in batches:
+        value = loss(model, batch) / len(batches)
+        value.backward()
+        total += float(local_of(value))
+    return total
+
+
+def may_accumulate(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> bool:
+    """Whether two halves of a batch give the reference the loss and gradients of the whole: means over equally many do,
+    sums do not."""
+    gradients = []
+    for batches in ([batch], halves_of(batch)):
+        copied = copy.deepcopy(model)
+        try:
+            backward_of(copied, recipe.loss, batches)
+        except (RuntimeError, ValueError, IndexError, KeyError, TypeError):  # a loss that only reads whole batches
+            return False
+        gradients.append([p.grad for p in copied.parameters() if p.grad is not None])
+    if not batches or len(gradients[0]) != len(gradients[1]):
+        return False
+    whole, added = (torch.cat([x.flatten().double() for x in tensors]) for tensors in gradients)
+    eps = torch.finfo(gradients[0][0].dtype).eps
+    return relative_error(added, whole) < 100 * eps
 
 
 def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int | None = None) -> StepRecording:

@@ -17,7 +17,7 @@ from meshwright.parity.gradients import owner_of
 from meshwright.parity.judge import ModuleLine
 
 MOST_ROWS = 8
-KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights", "state": "optimizer states"}
+KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights", "state": "states", "copy": "copies"}
 
 
 def as_dict(results: Sequence[ParityResult]) -> dict[str, Any]:
@@ -49,13 +49,14 @@ def worst_row(rows: Sequence[Row]) -> Row:
 
 def render(results: Sequence[ParityResult]) -> None:
     """A line a check, with the worst comparison of each kind; then what is wrong, and where."""
-    table = Table(Column("check", no_wrap=True), "precision", *KINDS.values(), Column("seconds", justify="right"), "")
+    kinds = {kind: label for kind, label in KINDS.items() if any(row.kind == kind for r in results for row in r.rows)}
+    table = Table(Column("check", no_wrap=True), "precision", *kinds.values(), Column("seconds", justify="right"), "")
     for result in results:
         cells = []
-        for kind in KINDS:
+        for kind in kinds:
             rows = [row for row in result.rows if row.kind == kind]
             worst = worst_row(rows) if rows else None
-            cells.append("-" if worst is None else f"{worst.error:.1e} of {worst.allowed:.0e}")
+            cells.append("-" if worst is None else f"{worst.error:.0e} of {worst.allowed:.0e}")
         mark = "equal" if result.holds else "no comparison" if result.error else "DIFFERS"
         table.add_row(result.check.title, result.precision, *cells, f"{result.seconds:.1f}", mark)
     console = Console(highlight=False)

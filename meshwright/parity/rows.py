@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from meshwright.parity.compare import Row
+from torch import Tensor
+
+from meshwright.parity.compare import Row, relative_error
 from meshwright.parity.judge import Evidence
 from meshwright.parity.parts import Part
 from meshwright.parity.record import STATE
@@ -27,6 +29,26 @@ def compare_all(evidence: Evidence) -> Iterator[Row]:
         for kind in ("gradient", "weight", *states):
             if (kind, step) in recorded:
                 yield from parameter_rows(evidence, kind, step)
+            if kind in ("gradient", "weight") and facts.dtype in COARSE:
+                yield from copy_rows(evidence, kind, step)
+
+
+COARSE = ("bfloat16", "float16")
+"""Where rounding is coarse, copies are also held against each other: they must have equal bits."""
+
+
+def copy_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
+    """Gradients or weights after a step on ranks that hold the same part. All that a rank may be off by it shares with
+    the others: what they add up is the same number on all of them."""
+    for name in evidence.names:
+        first: dict[Part, Tensor] = {}
+        errors = [
+            relative_error(x, first.setdefault(part, x))
+            for rank, own, part in evidence.holders(name)
+            if (x := evidence.ranks[rank].get(kind, step, own)) is not None
+        ]
+        if len(errors) > len(first):
+            yield Row("copy", f"{kind} of {name}", worst_of(iter(errors)), 0.0, step)
 
 
 def number_rows(

@@ -6,7 +6,7 @@ when the first is made, for seconds; imported here, that is paid once, and not b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,24 +15,25 @@ import torch._dynamo
 from meshwright.errors import ParityError
 from meshwright.launch import Rank
 from meshwright.parity.check import load_checks
-from meshwright.parity.job import CASTS, ParityJob
+from meshwright.parity.job import ParityJob
+from meshwright.ranks.mesh import Mesh
+
+CASTS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "own": None}
+"""The reference is cast to these; own: nothing is cast."""
 
 
 def check_rank(rank: Rank, file: Path, name: str, precision: str, out: Path) -> None:
     """A check's process: the function `name` of a file."""
-    function = vars(load_checks(file))[name]
-    call_check(function, rank, rank.mesh.grid.axes, precision, out)
+    call_check(vars(load_checks(file))[name], rank.mesh, precision, out)
 
 
-def call_check(
-    function: Callable[[ParityJob], None], rank: Rank, axes: Sequence[tuple[str, int]], precision: str, folder: Path
-) -> None:
+def call_check(function: Callable[[ParityJob], None], mesh: Mesh, precision: str, folder: Path) -> None:
     """Call a check's function on one rank, in the precision that parameters are then made in."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(CASTS[precision] or before)
+    before, dtype = torch.get_default_dtype(), CASTS[precision]
+    torch.set_default_dtype(dtype or before)
     torch.manual_seed(1)
     try:
-        job = ParityJob(rank, axes, precision, folder)
+        job = ParityJob(mesh, dtype, folder)
         function(job)
     finally:
         torch.set_default_dtype(before)

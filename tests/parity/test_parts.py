@@ -7,6 +7,7 @@ import torch
 
 from meshwright.parity.compare import factor_of
 from meshwright.parity.explain import explain_tensors
+from meshwright.parity.locate import locate
 from meshwright.parity.parts import Part, find_part, missing_places
 
 WHOLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
@@ -62,3 +63,20 @@ def test_outputs_are_explained(locals_: list[torch.Tensor], kind: str, factor: f
 def test_a_factor_is_of_all_elements() -> None:
     assert factor_of(3 * WHOLE, WHOLE) == pytest.approx(3.0)
     assert factor_of(WHOLE + 1, WHOLE) is None
+
+
+@pytest.mark.parametrize(
+    "own, dim, stride, index",
+    [(6, 0, 1, "[6:12, :]"), (6, 0, 2, "[3:6,9:12, :]"), (3, 1, 1, "[:, 3:6]"), (8, 0, 1, "[8:12, :]")],
+    ids=["rows", "gate and up", "columns", "padded table"],
+)
+def test_megatrons_attributes_say_the_part(own: int, dim: int, stride: int, index: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(*(own if d == dim else n for d, n in enumerate(WHOLE.shape))))
+    vars(weight).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=stride)
+    model = torch.nn.Module()
+    model.register_parameter("weight", weight)
+    places = {"pipe": (0, 2), "tp": (1, 2)}
+    parts, lost = locate(model, {"weight": WHOLE}, {}, frozenset(), load=True, part=None, places=places)
+    assert lost == {}
+    assert str(parts["weight"]) == index
+    assert torch.equal(weight, parts["weight"].take(WHOLE))

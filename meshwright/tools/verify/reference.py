@@ -35,20 +35,23 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfl
 class Layer(nn.Module):
     """`function(*inputs, weight, bias)` of whole parameters, under the names that all kits give them.
 
-    `decays`: weight decay acts on the weight. `table`: its rows are looked up or scored. `wide`: float32 in O2.
+    `decays`: weight decay acts on the weight. `table`: its rows are looked up or scored. `wide`: float32 in O2. `tied`:
+    the layer whose weight it uses, which is no module of its own.
     """
 
     def __init__(self, function: Callable[..., Tensor], weight: _Shape | None, initial: Initial,
                  bias: _Shape | None = None, *, decays: bool = True, wide: bool = False,
-                 table: bool = False) -> None:  # fmt: skip
+                 table: bool = False, tied: nn.Module | None = None) -> None:  # fmt: skip
         super().__init__()
         self.function, self.initial, self.decays, self.wide = function, initial, decays, wide
         self.hidden = decays and not table
+        self.tied = () if tied is None else (tied,)
         self.weight = None if weight is None else nn.Parameter(torch.empty(weight))
         self.bias = None if bias is None else nn.Parameter(torch.empty(bias))
 
     def forward(self, *inputs: Any) -> Tensor:
-        return self.function(*inputs, self.weight, self.bias)
+        weight: Any = self.tied[0].weight if self.tied else self.weight
+        return self.function(*inputs, weight, self.bias)
 
 
 class ReferenceKit:
@@ -97,8 +100,7 @@ class ReferenceKit:
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         """Whole logits [B, t, V], without the table's padding, and torch's cross entropy."""
 
-        def function(h: Tensor, labels: Tensor, scale: float, weight: Any, bias: Tensor | None) -> Tensor:
-            table: Any = weight if tied is None else tied.weight
+        def function(h: Tensor, labels: Tensor, scale: float, table: Tensor, bias: Tensor | None) -> Tensor:
             real, smooth = slice(shape.vocabulary), shape.smoothing
             logits = F.linear(h[:, : labels.shape[1]], table[real], None if bias is None else bias[real]).flatten(0, -2)
             wide, targets = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten()
@@ -106,7 +108,7 @@ class ReferenceKit:
             return loss * scale
 
         own = None if tied is not None else (shape.padded, shape.hidden)
-        return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None, table=True)
+        return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None, table=True, tied=tied)
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
         return _Experts(shape)

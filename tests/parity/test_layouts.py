@@ -1,0 +1,128 @@
+"""Meshwright's own layouts as anybody's program: parity is given plain torch's model, and what `build` made of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.config import Config, parse_config
+from meshwright.model import Batch, counts_of, scales_of
+from meshwright.parity.check import ParityCheck, ParityResult, judged
+from meshwright.parity.job import ParityJob
+from meshwright.parity.worker import call_check
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.tools.verify.reference import Reference
+from meshwright.training.step import train_step
+from tests.data_parallel.test_equality import BATCHES
+from tests.harness import build
+from tests.tensor.test_equality import CASES, MODELS, label
+from tests.workers import run_ranks
+
+SLICED = ("zero1", "zero2", "zero3")
+"""These keep a rank's gradients as slices of flat memory: their outputs, losses and weights are compared."""
+
+
+def config_for(model: str, layout: dict[str, Any], layers: int = 2) -> Config:
+    """A run of Adam without decay, so that torch's takes the same step from the parameters alone."""
+    shape = {"layers": layers, "hidden": 24, "heads": 12, "vocabulary_multiple": 12, "dropout": 0.0}
+    tree = {
+        "model": shape | MODELS[model],
+        "data": {"source": "digits"} if model == "vit" else {"sequence": 12},
+        "batch": {"global": 24, "micro": 12},
+        "layout": layout,
+        "precision": {"level": "O0", "dtype": "float64"},
+        "optimizer": {"lr": 1e-2, "clip": None, "weight_decay": 0.0},
+        "steps": 8,
+    }
+    return parse_config(tree)
+
+
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    """The sum of the labels' mean losses."""
+    (loss,) = model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))
+    return loss
+
+
+def check_layout(job: ParityJob, mesh: Mesh, config: Config) -> None:
+    """The check: what a user of Meshwright would write."""
+
+    def batch_of(generator: torch.Generator) -> Batch:
+        return BATCHES[config.model.family](config, generator.initial_seed())
+
+    def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        settings = config.optimizer
+        return torch.optim.AdamW(parameters, lr=settings.lr, weight_decay=0, **settings.update.arguments(settings))
+
+    serial = Reference(config, torch.device("cpu")).model
+    job.reference(serial, loss=loss_of, batch=batch_of, optimizer=adam)
+    parts = build(config, mesh)
+
+    def box(name: str) -> tuple[str, tuple[slice, ...]]:
+        own = parts.specs[name].box(mesh.grid, mesh.rank)
+        return name, tuple(slice(o, o + n) for o, n in zip(own.offsets, own.lengths, strict=True))
+
+    def keep() -> None:
+        if config.layout.data.sync not in SLICED:
+            job.keep_gradients({
+                place.name: slot.parameter.grad[place.start : place.stop].view(place.box.lengths)
+                for slot in parts.strategy.slots for place in slot.places
+            })  # fmt: skip
+
+    def step(model: nn.Module, batch: Batch) -> float:
+        return train_step(parts, batch, observe=keep).loss
+
+    job.parallel(parts.model, step=step, part=box, gradients=False)
+
+
+def layout_rank(mesh: Mesh, config: Config, folder: Path) -> None:
+    call_check(lambda job: check_layout(job, mesh, config), mesh, "float64", folder)
+
+
+def result_of(config: Config, folder: Path) -> ParityResult:
+    layout = config.layout
+    run_ranks(layout_rank, Grid(layout.axes), config, folder, token_axes=layout.token_axes)
+    check = ParityCheck("layout", Path(__file__), layout.axes, "float64")
+    return judged(check, "float64", folder, time.monotonic())
+
+
+MEGATRON: dict[str, Any] = {"kind": "megatron", "size": 2}
+SEQUENCE = MEGATRON | {"sequence_parallel": True}
+BLOCKS = {"kind": "tesseract", "q": 2}
+FEW = {
+    "bert-sequence": config_for("bert", {"tensor": SEQUENCE}),
+    "gpt2-blocks-x2": config_for("gpt2", {"tensor": BLOCKS, "data": {"size": 2, "bucket": 8192}}),
+    "t5-chunks": config_for("t5", {"pipeline": {"size": 2, "schedule": "1f1b"}}),
+    "llama-ring": config_for("llama", {"context": {"size": 2, "kind": "ring"}}),
+}
+MANY = {
+    **{label(case): config_for(case[0], {"tensor": case[1], "data": {"size": case[2], "bucket": 8192}})
+       for case in CASES},
+    **{f"gpt2-{sync}": config_for("gpt2", {"data": {"size": 2, "sync": sync, "bucket": 8192}})
+       for sync in ("server-loss", "server-gradient", "rooted", "allreduce", "ring", *SLICED, "fsdp")},
+    **{f"{model}-subgraph": config_for(model, {"tensor": {"kind": "subgraph", "size": 2}})
+       for model in ("gpt2", "vit", "transformer", "t5")},
+    **{f"{model}-{kind}": config_for(model, {"context": {"size": 2, "kind": kind}})
+       for model in ("gpt2", "bert") for kind in ("ulysses", "ring")},
+    **{f"gpt2-{schedule}": config_for("gpt2", {"pipeline": {"size": 2, "schedule": schedule}, "tensor": SEQUENCE})
+       for schedule in ("gpipe", "1f1b", "axonn", "message-driven")},
+    "gpt2-placed-as-v": config_for("gpt2", {"pipeline": {"size": 2, "chunks": 2, "placement": "v"}}, layers=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.long) for name in MANY)])
+def test_a_layout_is_equal_to_plain_torch(name: str, tmp_path: Path) -> None:
+    config = (FEW | MANY)[name]
+    result = result_of(config, tmp_path)
+    assert result.holds, result.verdict
+    unexplained = [(line.name, kind) for line in result.modules for kind in ("output", "gradient")
+                   if (e := vars(line)[kind]) is not None and not e.explained]  # fmt: skip
+    assert unexplained == []
+    kinds = {row.kind for row in result.rows}
+    assert kinds >= {"loss", "weight"}
+    assert ("gradient" in kinds) == (config.layout.data.sync not in SLICED)
