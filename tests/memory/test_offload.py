@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+from meshwright import parts as parts_file
 from meshwright.checkpoint import Checkpoint, pieces_of, restore
 from meshwright.checkpoint.restore import progress_of
 from meshwright.errors import DivergedError
@@ -17,9 +19,10 @@ from meshwright.memory.offload import on_disk, on_host
 from meshwright.optim.optimizer import Optimizer
 from meshwright.parameters.bucket import Slot
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.tools.compare.run import resident_bytes
 from tests.checkpoint.states import open_writer
+from tests.data_parallel.test_equality import config_for
 from tests.memory.runs import (
     BUCKET,
     STEPS,
@@ -205,3 +208,11 @@ def step_one(mesh: Mesh, length: int, folder: Path) -> list[tuple[int, int, int]
 def test_slots_of_every_length(length: int, tmp_path: Path) -> None:
     (sizes,) = run_ranks(step_one, Grid((("data", 1),)), length, tmp_path)
     assert sizes == [(length, length, 3)] * 2
+
+
+def test_the_ranks_of_a_node_share_the_memory_of_their_stores() -> None:
+    """Not those of the whole job, and none has all of it."""
+    mesh = replace(solo_mesh(torch.device("cpu")), ranks_here=4)
+    with patch.object(parts_file, "available_memory_bytes", lambda: 4000), patch.object(parts_file, "on_host") as made:
+        parts_file.STATES["host"](mesh, Path())(config_for("allreduce", 1), [])
+    assert made.call_args.kwargs["available"] == 1000

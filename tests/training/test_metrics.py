@@ -24,6 +24,7 @@ from meshwright.models.chain import chain_of
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.training import step_report
 from meshwright.training.loop import Trainer
 from meshwright.training.metrics import MetricsWriter, StepWork, metrics_line, peak_flops
 from meshwright.training.sinks import TrackedRun, open_sinks
@@ -437,3 +438,12 @@ def test_damaged_log_is_named_by_line(line: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(MeshwrightError, match=r"metrics.jsonl line 2 is no step's metrics: mend or remove it"):
         MetricsWriter(tmp_path, 3)
+
+
+def test_a_driver_that_does_not_answer_ends_no_run() -> None:
+    """NVML's errors (MIG, a permission that is lost): it is asked once, and nobody can tell."""
+    silent = patch.object(torch.cuda, "utilization", side_effect=RuntimeError("NVML: Insufficient Permissions"))
+    with patch.object(step_report, "find_spec", lambda name: name), silent as asked:
+        clock = step_report.RankClock(torch.device("cuda", 0), FlightRecorder())
+        assert [math.isnan(clock.lap()[0]) for _ in range(3)] == [True] * 3
+    assert asked.call_count == 1
