@@ -1,4 +1,4 @@
-"""Hugging Face's Llama, Qwen2, Qwen3 and Mistral, one family here. A SmolLM2 is a Llama.
+"""Hugging Face's Llama, Qwen2, Qwen3, Mistral, Mixtral and Qwen3-MoE, one family here. A SmolLM2 is a Llama.
 
 Their linears are [out, in], ours [in, out]. K key-value heads, each with G queries; A = K G.
 
@@ -8,13 +8,15 @@ Their linears are [out, in], ours [in, out]. K key-value heads, each with G quer
 | q_proj, k_proj, v_proj | [A E, H], [K E, H], [K E, H] | attention.query_key_value | [H, K (G + 2) E] |
 | gate_proj, up_proj     | [N, H] each                  | feed_forward.expand       | [H, 2, N]        |
 | o_proj, down_proj      | [H, A E], [H, N]             | output, contract          | transposed       |
+| experts.e.w1, w3       | [N, H] each                  | feed_forward.expand       | [n, H, 2, N]     |
+| experts.e.w2           | [H, N]                       | feed_forward.contract     | [n, N, H]        |
 
 Both turn the halves of a head (rope.py), so heads keep their numbers in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import ClassVar
 
 import torch
@@ -40,6 +42,11 @@ _IN_BLOCK = {
     "feed_forward.expand": ("mlp.gate_proj", "mlp.up_proj"),
     "feed_forward.contract": "mlp.down_proj",
 }
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3"), ("w2",)),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
+}
+"""Those with experts: the module of router and experts, an expert's linears that are our expand, and our contract."""
 _ROPE_KEYS = {
     "rope_theta": "theta",
     "factor": "factor",
@@ -62,19 +69,28 @@ _ELSEWHERE: dict[str, object] = {
     "auto_map": None,
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar")),
-    **dict.fromkeys(("num_local_experts", "num_experts", "attention_sinks", "no_rope_layers")),
+    **dict.fromkeys(("attention_sinks", "no_rope_layers")),
 }
 """Settings of like models that change what is computed, and the one value that ours has."""
-_GROUPED = ("qwen2", "qwen3", "mistral")
+_COUNTS = ("num_local_experts", "num_experts")
+"""Where the number of experts is, one or both."""
+_WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""As `_ELSEWHERE`, of those with experts."""
+_GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 """Those whose key-value heads are not as many as the queries' where nothing is said."""
+_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
+"""Those that are exported; a Mistral becomes the Llama that it is."""
+_READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe"), "mlp_bias": ("llama",)}
+"""The classes that read these keys."""
 _BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-forward",)}
 
 
 class LlamaFamily(Family):
-    """LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM."""
+    """LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, MixtralForCausalLM and
+    Qwen3MoeForCausalLM."""
 
     name, title, section, network = "llama", "Llama", Llama, LlamaModel
-    model_types = ("llama", "qwen2", "qwen3", "mistral")
+    model_types = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
     fields: ClassVar = {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
@@ -104,7 +120,15 @@ class LlamaFamily(Family):
         return model
 
     def names(self, model: Llama) -> Names:
-        return _OUTSIDE | in_blocks(_IN_BLOCK, model.layers, "model.layers.N")
+        inside: dict[str, str | Sequence[str]] = dict(_IN_BLOCK)
+        if model.experts is not None:
+            module, expand, contract = _EXPERTS[_kind_of(model)]
+            inside["feed_forward.router"] = f"{module}.gate"
+            for layer, linears in (("expand", expand), ("contract", contract)):
+                inside[f"feed_forward.{layer}"] = [
+                    f"{module}.experts.{index}.{linear}" for index in range(model.experts.count) for linear in linears
+                ]
+        return _OUTSIDE | in_blocks(inside, model.layers, "model.layers.N")
 
     def rows(self, model: Llama) -> Mapping[str, int]:
         return {"tokens": model.vocabulary, "head": model.vocabulary}
@@ -113,9 +137,11 @@ class LlamaFamily(Family):
         return {"lm_head.weight": "model.embed_tokens.weight"} if model.tied else {}
 
     def pair(self, name: str, shape: TensorShape, model: Llama, names: Names, rows: Mapping[str, int]) -> TensorPair:
+        layer, _, kind = name.rpartition(".")
+        if model.experts is not None and layer.endswith(("feed_forward.expand", "feed_forward.contract")):
+            return _pair_of_experts(name, shape, names[layer])
         if "query_key_value" not in name:
             return super().pair(name, shape, model, names, rows)
-        layer, _, kind = name.rpartition(".")
         queries, width = model.heads // model.num_key_value_heads, model.width_of_head
         hidden = shape[:-1]  # a bias has none
 
@@ -138,7 +164,8 @@ class LlamaFamily(Family):
         self._refuse_windows(settings)
         if kind in _GROUPED and values.get("num_key_value_heads") is None:
             raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
-        found: dict[str, object] = {"rope": _rope(settings), "head_norms": kind == "qwen3"}
+        found: dict[str, object] = {"rope": _rope(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
+        found |= _experts(settings)
         biased = {key: names for key, names in _BIASES.items() if self._has(settings, key)}
         names = tuple(name for some in biased.values() for name in some)
         if kind == "qwen3" and "head_dim" not in values:
@@ -148,8 +175,7 @@ class LlamaFamily(Family):
     @staticmethod
     def _has(settings: Settings, key: str) -> bool:
         """Whether the linears have biases; a class that does not read the key has none."""
-        readers = {"attention_bias": ("llama", "qwen3"), "mlp_bias": ("llama",)}[key]
-        if settings.values["model_type"] not in readers:
+        if settings.values["model_type"] not in _READERS[key]:
             return False
         settings.only(key, False, True)
         return bool(settings.values.get(key, False))
@@ -164,17 +190,21 @@ class LlamaFamily(Family):
         settings.only("use_sliding_window", False)
         window = values.get("sliding_window", 4096 if kind == "mistral" else None)
         positions = values.get("max_position_embeddings")
-        if kind == "mistral" and window is not None and not (isinstance(positions, int) and window >= positions):
+        if (
+            kind in ("mistral", "mixtral")
+            and window is not None
+            and not (isinstance(positions, int) and window >= positions)
+        ):
             valid = f"null, or max_position_embeddings={shown(positions)} or more"
             raise settings.refused(f"sliding_window={shown(window)} is not supported; valid: {valid}")
 
     def further_settings(self, model: Llama) -> dict[str, object]:
-        name = "Qwen3" if model.head_norms else "Qwen2" if model.biases == ("query-key-value",) else "Llama"
-        kind = name.lower()
+        kind = _kind_of(model)
         biases = set(model.biases)
         settings = {key: bool(set(names) & biases) for key, names in _BIASES.items()}
         wanted = {name for key, names in _BIASES.items() if settings[key] for name in names}
-        if kind != "qwen2" and (wanted != biases or (kind == "qwen3" and settings["mlp_bias"])):
+        unread = {names for key, names in _BIASES.items() if settings[key] and kind not in _READERS[key]}
+        if kind != "qwen2" and (wanted != biases or unread):
             raise CheckpointError(
                 f"no class of transformers has {kind}'s layers with model.biases={shown(model.biases)}"
             )
@@ -185,7 +215,7 @@ class LlamaFamily(Family):
         scaling = {"rope_type": next(name for name, ours in _SAME.items() if ours == model.rope.kind)} | rope
         return {
             "model_type": kind,
-            "architectures": [f"{name}ForCausalLM"],
+            "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
             "hidden_act": "silu",
             "attention_dropout": 0.0,
             "num_key_value_heads": model.num_key_value_heads,
@@ -196,11 +226,75 @@ class LlamaFamily(Family):
             "initializer_range": 0.02,
             "use_cache": True,
             **({} if kind == "qwen2" else settings),
+            **_experts_settings(model),
         }
 
     def with_tokenizer(self, model: Llama, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
         library = parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json")
         return tokenizer, {"eos_token_id": library.end}, {"eos_token": library.end_name}
+
+
+def _kind_of(model: Llama) -> str:
+    """The model_type that a model is exported as."""
+    if model.experts is not None:
+        return "qwen3_moe" if model.head_norms else "mixtral"
+    return "qwen3" if model.head_norms else "qwen2" if model.biases == ("query-key-value",) else "llama"
+
+
+def _pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str]) -> TensorPair:
+    """Ours of all experts, [n, in, ..., out], and theirs, [out, in] for each of an expert's linears."""
+
+    def to_ours(*parts: Tensor) -> Tensor:
+        return torch.stack(parts).unflatten(0, (shape[0], -1)).movedim(-1, 1)  # [n, in, linears, out]
+
+    def to_theirs(whole: Tensor) -> list[Tensor]:
+        return list(whole.view(*shape[:2], -1, shape[-1]).movedim(1, -1).flatten(0, 1))
+
+    theirs = {f"{linear}.weight": (shape[-1], shape[1]) for linear in linears}
+    return TensorPair(name, shape, theirs, to_ours, to_theirs)
+
+
+def _experts(settings: Settings) -> dict[str, object]:
+    """Our fields of experts; none of a model without. Raises CheckpointError for settings that ours has not."""
+    values, kind = settings.values, settings.values["model_type"]
+    if kind not in _EXPERTS:
+        for key in _COUNTS:
+            settings.only(key, None)
+        return {}
+    for key, ours in _WITH_EXPERTS.items():
+        settings.only(key, ours)
+    counts = {values[key] for key in _COUNTS if key in values}
+    if len(counts) != 1 or "num_experts_per_tok" not in values:
+        raise settings.refused(f"has no number of experts: {' or '.join(_COUNTS)}, and num_experts_per_tok")
+    experts = {
+        "count": counts.pop(),
+        "per_token": values["num_experts_per_tok"],
+        "renormalise": kind == "mixtral" or bool(values.get("norm_topk_prob", False)),
+        "balance": values.get("router_aux_loss_coef", 0.001),
+    }
+    if kind == "mixtral":
+        return {"experts": experts}
+    if "moe_intermediate_size" not in values:
+        raise settings.refused("lacks moe_intermediate_size, which a qwen3_moe has")
+    return {"experts": experts, "feed_forward": values["moe_intermediate_size"]}
+
+
+def _experts_settings(model: Llama) -> dict[str, object]:
+    """Their settings of experts; none of a model without."""
+    experts = model.experts
+    if experts is None:
+        return {}
+    if _kind_of(model) == "mixtral" and not experts.renormalise:
+        rule = "no class of transformers has experts whose weights are not renormalised, but with norms of heads"
+        raise CheckpointError(f"{rule}: model.experts.renormalise=false")
+    return {
+        **dict.fromkeys(_COUNTS, experts.count),
+        "num_experts_per_tok": experts.per_token,
+        "norm_topk_prob": experts.renormalise,
+        "router_aux_loss_coef": experts.balance,
+        "moe_intermediate_size": model.feed_forward,
+        **_WITH_EXPERTS,
+    }
 
 
 def _rope(settings: Settings) -> dict[str, object]:
