@@ -75,7 +75,7 @@ _ELSEWHERE: dict[str, object] = {
 _COUNTS = ("num_local_experts", "num_experts")
 """Where the number of experts is, one or both."""
 _WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
-"""As `_ELSEWHERE`, of those with experts."""
+"""Settings of those with experts, as `_ELSEWHERE` has them."""
 _GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 """Those whose key-value heads are not as many as the queries' where nothing is said."""
 _CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
