@@ -78,8 +78,6 @@ _WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_
 """Settings of those with experts, as `_ELSEWHERE` has them."""
 _GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 """Those whose key-value heads are not as many as the queries' where nothing is said."""
-_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
-"""Those that are exported; a Mistral becomes the Llama that it is."""
 _READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe"), "mlp_bias": ("llama",)}
 """The classes that read these keys."""
 _BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-forward",)}
@@ -215,7 +213,7 @@ class LlamaFamily(Family):
         scaling = {"rope_type": next(name for name, ours in _SAME.items() if ours == model.rope.kind)} | rope
         return {
             "model_type": kind,
-            "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
+            "architectures": ["".join(part.capitalize() for part in kind.split("_")) + "ForCausalLM"],
             "hidden_act": "silu",
             "attention_dropout": 0.0,
             "num_key_value_heads": model.num_key_value_heads,
