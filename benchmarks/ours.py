@@ -38,16 +38,22 @@ def tensor_contender(name: str, transport: str, tensor: Mapping[str, Option]) ->
     return configured(f"{name} {transport}", transport, {f"layout.tensor.{key}": tensor[key] for key in tensor})
 
 
-def pipeline_contender(schedule: str, transport: str, partition: str, microbatches: int) -> Contender:
-    """One `layout.pipeline.schedule` with layers on each stage as in `3+1`."""
-    stages = partition.split("+")
+def pipeline_contender(
+    schedule: str, transport: str, partition: str, microbatches: int, placement: str | None = None
+) -> Contender:
+    """One `layout.pipeline.schedule` with layers on each stage as in `3+1`; with a placement on each of two chunks a
+    stage, in the model's order."""
+    positions = partition.split("+")
     options: dict[str, Option] = {
-        "layout.pipeline.size": len(stages),
+        "layout.pipeline.size": len(positions) // (2 if placement else 1),
         "layout.pipeline.schedule": schedule,
-        "layout.pipeline.partition": f"[{', '.join(stages)}]",
+        "layout.pipeline.partition": f"[{', '.join(positions)}]",
         "batch.micro": REFERENCE.batch // microbatches,
     }
-    return configured(f"{schedule} {partition} {transport}", transport, options)
+    if placement:
+        options |= {"layout.pipeline.chunks": 2, "layout.pipeline.placement": placement}
+    name = " ".join([schedule, *([placement] if placement else []), partition, transport])
+    return configured(name, transport, options)
 
 
 def configured(name: str, transport: str, options: dict[str, Option]) -> Contender:

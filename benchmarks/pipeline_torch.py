@@ -53,16 +53,20 @@ def heat(schedule: str, ranks: int, microbatches: int, plan: Plan) -> list[Resul
     return sorted(interleave(contenders, plan), key=lambda result: result.median)
 
 
-OURS = {2: ("3+1", "4+0"), 4: ("2+1+1+0", "1+1+2+0")}
-"""Our partitions, by ranks: whole layers."""
+OURS: dict[int, tuple[tuple[str, str | None], ...]] = {
+    2: (("3+1", None), ("4+0", None), ("1+1+2+0", "v"), ("0+2+2+0", "v"), ("2+1+1+0", "loop")),
+    4: (("2+1+1+0", None), ("1+1+2+0", None)),
+}
+"""Our partitions in whole layers, by ranks, and the placement of two chunks a rank. The reference's four layers fill
+two chunks on two ranks; on four they would leave positions between the ends without one."""
 
 
 def ours(ranks: int, microbatches: int) -> list[Contender]:
     """Our schedule in its partitions, on both transports."""
     return [
-        pipeline_contender("message-driven", transport, partition, microbatches)
+        pipeline_contender("message-driven", transport, partition, microbatches, placement)
         for transport in ("mpi", "torch")
-        for partition in OURS[ranks]
+        for partition, placement in OURS[ranks]
     ]
 
 

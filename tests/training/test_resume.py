@@ -54,6 +54,19 @@ def test_killed_and_resumed(moment: str, victim: int, corpus: Path, undisturbed:
     assert folders(tmp_path) == ["step-6", "step-8"]
 
 
+def test_stages_of_several_chunks_killed_and_resumed(corpus: Path, tmp_path: Path) -> None:
+    """In a v one stage holds both ends of the chain; what is under way between chunks is lost, and done again."""
+    pipeline = {"size": 2, "chunks": 2, "placement": "v", "schedule": "message-driven", "limit": 4}
+    layout = {"pipeline": pipeline, "transport": "torch"}
+    model = config_for(corpus).model.model_dump() | {"layers": 3}
+    config = config_for(corpus, model=model, layout=layout, batch={"global": 8, "micro": 2})
+    run(config, tmp_path / "undisturbed")
+    failure = run_as("killed", config, tmp_path / "killed", moment="backward", victim=0)
+    assert "rank 0 was killed by signal 9 (SIGKILL)" in failure
+    run(config, tmp_path / "killed", resume=True)
+    assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "undisturbed")
+
+
 @pytest.mark.parametrize(
     "transport, moment",
     [
