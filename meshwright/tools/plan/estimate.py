@@ -22,8 +22,9 @@ from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import DATA_AXES, PIPE, Grid
+from meshwright.ranks.mailbox import AHEAD
 from meshwright.ranks.planned import planned_mesh
-from meshwright.tools.plan.buckets import Memory, Peak, memory_of, streams
+from meshwright.tools.plan.buckets import Memory, Peak, memory_of, passing_bytes, streams
 from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.predict import Planner, Prediction, TimedRun, check
 from meshwright.tools.plan.recorder import Program, interpolated_program
@@ -76,24 +77,26 @@ _Shape = tuple[tuple[int, int], ...]
 @dataclass(frozen=True)
 class _Work:
     """A stage's seconds forward, backward, and of weight gradients where they are tasks of their own; the bytes that
-    it keeps of a microbatch, and those that it sends on."""
+    it keeps of a microbatch, those that are there again while a group is recomputed, and those that it sends on."""
 
     forward: float
     backward: float
     weights: float
     kept_bytes: float
+    again_bytes: float
     outgoing_bytes: int
 
 
 @dataclass(frozen=True)
 class _Passes:
     """The pipeline phase: its seconds, those until the last stage's first forward pass is over, those of each stage's
-    last task, and the activations of the fullest stage."""
+    last task; of the fullest stage the activations that it keeps, and all that it holds of microbatches at most."""
 
     seconds: float
     forward: float
     last: tuple[float, ...]
     activation_bytes: float
+    total_bytes: float
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Estimates:
         self.planner = planner
         self._parameters: dict[Hashable, dict[int, tuple[Parameter, ...]]] = {}
         self._partitions: dict[Hashable, tuple[int, ...]] = {}
-        self._weights: dict[Hashable, Memory] = {}
+        self._weights: dict[Hashable, tuple[Memory, int]] = {}
         self._parts: dict[Hashable, dict[int, _Part]] = {}
         self._timed: dict[Hashable, dict[int, _TimedPart]] = {}
         self._kept_shares: dict[Hashable, float] = {}
@@ -138,11 +141,21 @@ class Estimates:
         summed += max(0.0, 2 * config.num_microbatches * ending.gather - ending.publishes * passes.seconds)
         published = max(0.0, ending.publish - ending.publishes * passes.forward)
         seconds = summed + ending.norm + (0.0 if streams(config) else ending.steps) + published
-        memory = replace(self.weights_memory(config), activations=int(SURE * passes.activation_bytes))
-        return Estimate(SURE * seconds, memory)
+        return Estimate(SURE * seconds, self._memory(config, passes))
+
+    def _memory(self, config: Config, passes: _Passes) -> Memory:
+        """SURE of what a step holds, of which temporaries take the room that wider gradients have before and after."""
+        alone, passing = self._alone_memory(config)
+        activations = int(SURE * passes.activation_bytes)
+        most = max(int(SURE * passes.total_bytes) + passing, alone.temporaries)
+        return replace(alone, activations=activations, temporaries=most - activations)
 
     def weights_memory(self, config: Config) -> Memory:
         """The memory of the stage with most parameters before anything is computed. The order of axes is no matter."""
+        return self._alone_memory(config)[0]
+
+    def _alone_memory(self, config: Config) -> tuple[Memory, int]:
+        """That, and the bytes of it that pass beside activations (passing_bytes)."""
         layout = config.layout
         key = (
             layout.layer, layout.data, self._partition(config), layout.pipeline.placement, config.memory.offload,
@@ -154,11 +167,11 @@ class Estimates:
             parameters, device = self._fullest_stage(usual), self.planner.cluster.device
             weights = 0 if layout.data.strategy.gathers else sum(each.weight_bytes for each in parameters)
             gradients = 0 if layout.data.strategy.slices else sum(each.gradient_bytes(usual) for each in parameters)
-            memory = Memory(weights, gradients, 0, 0, 0, device.reserved)
+            memory, passing = Memory(weights, gradients, 0, 0, 0, device.reserved), 0
             if memory.total <= device.memory:  # else nobody needs to know of buckets
                 buckets = self.planner.buckets.of(usual, 0, parameters, set())
-                memory = memory_of(usual, buckets, Peak(0, 0), device.reserved)
-            self._weights[key] = memory
+                memory, passing = memory_of(usual, buckets, Peak(0, 0), device.reserved), passing_bytes(buckets)
+            self._weights[key] = memory, passing
         return self._weights[key]
 
     def _passes_of(self, config: Config) -> _Passes:
@@ -179,18 +192,27 @@ class Estimates:
             weights = [chunk.weights for chunk in chunks]
             limits = [rule_of(config).limit_at(stage, placement, count) for stage in range(placement.num_stages)]
             hops = self._hops(config, [chunk.outgoing_bytes for chunk in chunks[:-1]])
-            fullest = placement.stage_of(partition.index(max(partition)))
-            activations = max(
-                _in_flight(config, stage, placement)
-                * sum(chunks[position].kept_bytes for position in placement.positions(stage))
-                / placement.num_chunks
-                for stage in {0, fullest}
-            )
+            kept, total = 0.0, 0.0
+            for stage in {0, placement.stage_of(partition.index(max(partition)))}:
+                own = placement.positions(stage)
+                in_flight = _in_flight(config, stage, placement)
+                keeps = in_flight * sum(chunks[position].kept_bytes for position in own) / placement.num_chunks
+                beside = max(self._message_bytes(config, chunks, position) for position in own)
+                kept = max(kept, keeps)
+                total = max(total, keeps + beside + max(chunks[position].again_bytes for position in own))
             seconds = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
             self._passes[key] = _Passes(
-                seconds, sum(forward) + sum(hops), tuple(weights if splits(config) else backward), activations
-            )
+                seconds, sum(forward) + sum(hops), tuple(weights if splits(config) else backward),
+                kept, total,
+            )  # fmt: skip
         return self._passes[key]
+
+    def _message_bytes(self, config: Config, chunks: Sequence[_Work], position: int) -> int:
+        """Bytes of the messages that a chunk waits for from both sides, whose memory is there before they come."""
+        ahead = min(AHEAD[self.planner.cluster.device.kind], config.num_microbatches)
+        before = chunks[position - 1].outgoing_bytes if position else 0
+        after = chunks[position].outgoing_bytes if position < len(chunks) - 1 else 0
+        return ahead * (before + after)
 
     def _shapes(self, config: Config, partition: tuple[int, ...]) -> list[_Shape]:
         """Each position's parts: how many it has of each place. Most positions are alike."""
@@ -215,6 +237,7 @@ class Estimates:
             ),
             sum(times * timed.weights for timed, times in stage) if split else 0.0,
             self._kept_bytes(config, stage),
+            self._again_bytes(config, stage),
             stage[-1][0].part.outgoing_bytes,
         )
 
@@ -228,6 +251,13 @@ class Estimates:
             return self._kept_share(config) * sum(times * part.kept_bytes for part, times in layers)
         num_layers = sum(times for _, times in layers)
         return sum(times * part.outgoing_bytes for part, times in layers) / max(1, recomputed_group(config, num_layers))
+
+    def _again_bytes(self, config: Config, stage: Sequence[tuple[_TimedPart, int]]) -> float:
+        """Bytes that a recomputed group of layers holds again when its backward pass begins."""
+        layers = [(timed.part.kept_bytes, times) for timed, times in stage if timed.part.is_layer]
+        if config.memory.recompute in ("none", "selective") or not layers:
+            return 0.0
+        return recomputed_group(config, sum(times for _, times in layers)) * min(kept for kept, _ in layers)
 
     def _kept_share(self, config: Config) -> float:
         """The share of what the first layer keeps that it still keeps where attention is recomputed."""

@@ -38,7 +38,7 @@ from meshwright.tools.plan.space import SearchJob, is_fixed, legal_layouts
 
 Keep = Callable[[Layout], bool]
 
-SIMULATED = 50
+SIMULATED = 80
 """The most layouts that are predicted, once as many fit as were asked for: estimates let pass what hardly fits."""
 
 ROOMY = 0.5
