@@ -105,7 +105,7 @@ def doctor(
 def evaluate(
     checkpoint: CheckpointFolder,
     task: Annotated[
-        str, Option(help="perplexity, bleu, lambada, masked-lm, images, pairs, squad or race.")
+        str, Option(help="perplexity, wikitext, bleu, lambada, masked-lm, images, pairs, squad, race.")
     ] = "perplexity",
     data: Annotated[str | None, Option(help="Text, pairs, images, prepared folder; held-out split.")] = None,
     target: Annotated[str | None, Option(help="Of two text files of pairs, the other; --data is one.")] = None,

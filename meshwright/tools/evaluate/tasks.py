@@ -17,11 +17,13 @@ from meshwright.tools.evaluate.perplexity import target_perplexity, text_perplex
 from meshwright.tools.evaluate.sequence import bleu
 from meshwright.tools.evaluate.squad import squad_scores
 from meshwright.tools.evaluate.texts import pairs_for, stream_for
+from meshwright.tools.evaluate.wikitext import wikitext_stream
 
 Fact = str | int | float | None
 
 TASKS: dict[str, tuple[str, ...]] = {
     "perplexity": ("target", "stride", "context"),
+    "wikitext": ("stride", "context"),
     "bleu": ("target", "context", "samples", "beams", "length-penalty"),
     "lambada": ("context",),
     "masked-lm": ("context",),
@@ -38,6 +40,13 @@ FINE_TUNED: Mapping[str, tuple[str, Callable[[LoadedText, str, ShowProgress], Fa
     "race": ("answered choices", race_accuracy),
 }
 """The form of batches that a fine-tuned BERT of a task reads, and how it is measured."""
+
+
+NEEDS_DATA = {
+    "lambada": "a jsonl file with `text`, or a passage a line",
+    "wikitext": "the published file, such as wiki.test.tokens",
+}
+"""The tasks that no run holds data out for, and the data that they measure on."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +74,8 @@ def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path
     """The step folder, and the result. Raises ConfigError where there is no such task, or an option has no effect."""
     if name not in TASKS:
         raise ConfigError.of("--task", name, "is no task", ", ".join(TASKS))
-    if name == "lambada" and question.data is None:
-        raise ConfigError.of("--task", name, "needs --data", "a jsonl file with `text`, or a passage a line")
+    if name in NEEDS_DATA and question.data is None:
+        raise ConfigError.of("--task", name, "needs --data", NEEDS_DATA[name])
     for option, value in question.options.items():
         if value is not None and option not in TASKS[name]:
             tasks = ", ".join(other for other, options in TASKS.items() if option in options)
@@ -85,6 +94,10 @@ def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path
         reads, score = FINE_TUNED[name]
         tuned = load_text(question.checkpoint, question.device, question.context, reads)
         return tuned.folder, score(tuned, source_for(tuned.config, question.data, name), progress)
+    if name == "wikitext":
+        reading = load_text(question.checkpoint, question.device, question.context)
+        stream = wikitext_stream(reading, str(question.data))
+        return reading.folder, text_perplexity(reading, stream, question.stride, progress)
     if name == "lambada":
         loaded = load_text(question.checkpoint, question.device, question.context)
         return loaded.folder, cloze_accuracy(loaded, str(question.data), progress)

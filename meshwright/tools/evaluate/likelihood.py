@@ -1,0 +1,76 @@
+"""How likely a model finds texts behind others: what lm-evaluation-harness asks (tools/harness.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from meshwright.tools.evaluate.load import BATCH_TOKENS, LoadedText
+from meshwright.tools.evaluate.perplexity import windows
+
+
+class Likelihood(NamedTuple):
+    """The log of a continuation's probability, in nats, and whether greedy decoding would give it."""
+
+    log: float
+    greedy: bool
+
+
+class _Asked(NamedTuple):
+    """A context's tokens, and those of what is behind it."""
+
+    context: list[int]
+    behind: list[int]
+
+
+def likelihoods(loaded: LoadedText, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
+    """Of each (context, continuation). They are tokenized together, spaces at the context's end with the continuation,
+    as the harness does; an empty context is an end token; one that is too long loses its beginning."""
+    asked = []
+    for context, continuation in pairs:
+        cut = len(context.rstrip())
+        before = loaded.tokenizer.encode(context[:cut]) if cut else []
+        whole = loaded.tokenizer.encode(context + continuation)
+        asked.append(_Asked(before or [loaded.tokenizer.end], whole[len(before) :]))
+    return _answered(loaded, asked)
+
+
+def text_likelihoods(loaded: LoadedText, texts: Sequence[str]) -> list[float]:
+    """The log of each text's probability: every token once, the first behind an end token, in windows of the model's
+    context of which each begins with the last token of the one before."""
+    told = []
+    for text in texts:
+        stream = [loaded.tokenizer.end, *loaded.tokenizer.encode(text)]
+        if len(stream) < 2:
+            told.append(0.0)
+            continue
+        starts, counted, length = windows(len(stream) - 1, loaded.context, loaded.context)
+        parts = [
+            _Asked(stream[start : own + 1], stream[own + 1 : start + length + 1])
+            for start, own in zip(starts.tolist(), counted.tolist(), strict=True)
+        ]
+        told.append(sum(one.log for one in _answered(loaded, parts)))
+    return told
+
+
+@torch.inference_mode()
+def _answered(loaded: LoadedText, asked: Sequence[_Asked]) -> list[Likelihood]:
+    """Batches of like lengths; a continuation longer than the model's context is scored in its last part alone."""
+    inputs = [(one.context + one.behind)[:-1][-loaded.context :] for one in asked]
+    order = sorted(range(len(asked)), key=lambda at: -len(inputs[at]))
+    answers: dict[int, Likelihood] = {}
+    while len(answers) < len(asked):
+        longest = max(1, len(inputs[order[len(answers)]]))
+        chosen = order[len(answers) : len(answers) + max(1, BATCH_TOKENS // longest)]
+        end = loaded.tokenizer.end  # padding to the right: nothing before it can see it
+        rows = torch.tensor([inputs[at] + [end] * (longest - len(inputs[at])) for at in chosen])
+        h = loaded.model.hidden(rows.to(loaded.device))  # [B, T, H]
+        for row, at in zip(h, chosen, strict=True):
+            stop = len(inputs[at])
+            target = torch.tensor(asked[at].behind[-stop:], device=loaded.device)
+            logits = loaded.head.logits(row[stop - len(target) : stop]).double()  # [t, V]
+            log = logits.log_softmax(-1).gather(-1, target[:, None]).sum()
+            answers[at] = Likelihood(float(log), bool((logits.argmax(-1) == target).all()))
+    return [answers[at] for at in range(len(asked))]

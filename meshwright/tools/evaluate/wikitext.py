@@ -1,0 +1,68 @@
+"""Wikitext-103's perplexity as GPT-2 and Megatron-LM report it (Radford et al., 2019, section 3.1; arXiv 1909.08053,
+section 5.2.1).
+
+The corpus is published in tokens of its own: words, punctuation, `<unk>` and numbers' separators stand between spaces
+(`the 1 @,@ 000 metres`). Its markup is taken back to plain text, so that a model meets what it was trained on; the loss
+of all of the text is then spread over the corpus' own tokens:
+
+    perplexity = exp(sum of losses / (corpus tokens - 1))
+
+Corpus tokens are what stands between spaces in the published file, its line ends among them. The first token has no
+context and is not predicted.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.data.tokenizer import pieces
+from meshwright.errors import DataError
+from meshwright.tools.evaluate.load import LoadedText
+from meshwright.tools.evaluate.texts import TokenStream
+
+_PLAIN = (
+    ("s '", "s'"),
+    (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."),
+    (" : ", ": "), (" ; ", "; "), (" . ", ". "), (" ! ", "! "), (" ? ", "? "), (" , ", ", "),
+)  # fmt: skip
+"""The separators of numbers, and the spaces before punctuation, in the order in which they go."""
+_ENCLOSED = (
+    (re.compile(r"\(\s*([^\)]*?)\s*\)"), r"(\1)"),
+    (re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]"),
+    (re.compile(r"{\s*([^}]*?)\s*}"), r"{\1}"),
+    (re.compile(r"\"\s*([^\"]*?)\s*\""), r'"\1"'),
+    (re.compile(r"'\s*([^']*?)\s*'"), r"'\1'"),
+)
+_REST = (
+    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" ° ", "°"), (" \n", "\n"), ("\n ", "\n"),
+    (" N ", " 1 "), (" 's", "'s"),
+)  # fmt: skip
+
+
+def plain_text(published: str) -> str:
+    """The text of a published file without its markup."""
+    text = published
+    for marked, plain in _PLAIN:
+        text = text.replace(marked, plain)
+    for pattern, plain in _ENCLOSED:
+        text = pattern.sub(plain, text)
+    for marked, plain in _REST:
+        text = text.replace(marked, plain)
+    return text
+
+
+def wikitext_stream(loaded: LoadedText, source: str) -> TokenStream:
+    """A published file as a stream whose words are the corpus' tokens but the first. Raises DataError."""
+    path = Path(source).expanduser()
+    try:
+        published = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as a file of Wikitext: {error}") from error
+    words = len(published.strip().split(" "))
+    encoded = [token for part in pieces(plain_text(published)) for token in loaded.tokenizer.encode(part)]
+    if words < 2 or len(encoded) < 2:
+        raise DataError(f"{path}: holds no text")
+    return TokenStream(np.array(encoded, dtype=np.int64), words - 1, source)
