@@ -26,7 +26,7 @@ class _Asked(NamedTuple):
 
 
 def likelihoods(loaded: LoadedText, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
-    """Of each (context, continuation). They are tokenized together, spaces at the context's end with the continuation,
+    """Score each (context, continuation). They are tokenized together, spaces at the context's end with the continuation,
     as the harness does; an empty context is an end token; one that is too long loses its beginning."""
     asked = []
     for context, continuation in pairs:
