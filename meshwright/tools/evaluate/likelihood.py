@@ -26,8 +26,8 @@ class _Asked(NamedTuple):
 
 
 def likelihoods(loaded: LoadedText, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
-    """Score each (context, continuation). They are tokenized together, spaces at the context's end with the continuation,
-    as the harness does; an empty context is an end token; one that is too long loses its beginning."""
+    """Score each (context, continuation). They are tokenized together, spaces at the context's end with the
+    continuation, as the harness does; an empty context is an end token; one that is too long loses its beginning."""
     asked = []
     for context, continuation in pairs:
         cut = len(context.rstrip())
