@@ -45,10 +45,10 @@ OURS: Mapping[str, Mapping[str, str]] = {
     },
     "data": {
         "text": "meshwright.data.section:TextData",
-        "masked": "meshwright.data.section:MaskedData",
+        "masked": "meshwright.data.kinds_section:MaskedData",
         "pairs": "meshwright.data.pairs_section:PairData",
-        "spans": "meshwright.data.section:SpanData",
-        "images": "meshwright.data.section:ImageData",
+        "spans": "meshwright.data.kinds_section:SpanData",
+        "images": "meshwright.data.kinds_section:ImageData",
         "sentence-pairs": "meshwright.data.tasks_section:SentencePairData",
         "squad": "meshwright.data.tasks_section:SquadData",
         "race": "meshwright.data.tasks_section:RaceData",

@@ -33,8 +33,9 @@ import torch
 from pydantic import ValidationError
 
 from meshwright.data.files import ShowProgress, file_sha256, folder_lock, silent, staged_folder
+from meshwright.data.kinds_section import ImageData
 from meshwright.data.sampler import Permutation, ShuffledSamples
-from meshwright.data.section import DIGITS, ImageData
+from meshwright.data.section import DIGITS
 from meshwright.data.split import SPLITS, Split
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import Batch

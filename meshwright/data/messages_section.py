@@ -6,14 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from meshwright.data.section import (
-    DIGITS,
-    PREPARED,
-    STDLIB,
-    UNICODE,
-    TokenSection,
-    documents_are_kept_apart,
-)
+from meshwright.data.section import DIGITS, PREPARED, STDLIB, UNICODE, TokenSection, documents_are_kept_apart
 from meshwright.errors import DataError, Problem
 from meshwright.section import Rule, rule
 

@@ -1,13 +1,16 @@
-"""The data sections of a config: the kinds of data that runs read, what each gives a model, and where it comes from.
+"""The base of the data sections of a config: the kinds of data that runs read, what each gives a model, where it is.
 
-| kind   | a sample                                             | gives     | read by         |
-|--------|------------------------------------------------------|-----------|-----------------|
-| text   | a window of tokens, each labelled with the next      | tokens    | gpt2            |
-| masked | two texts with masked tokens                         | masked    | bert            |
-| pairs  | a text, and the text to be written for it            | sequences | transformer, t5 |
-| spans  | a text without some spans, and these                 | sequences | t5, transformer |
-| images | an image and its class                               | images    | vit, resnext    |
-| messages | dialogues, in which the assistant's tokens are labelled | tokens | gpt2, llama |
+| kind           | a sample                                                | gives             | read by         |
+|----------------|---------------------------------------------------------|-------------------|-----------------|
+| text           | a window of tokens, each labelled with the next         | tokens            | gpt2, llama     |
+| messages       | dialogues, in which the assistant's tokens are labelled | tokens            | gpt2, llama     |
+| masked         | two texts with masked tokens                            | masked            | bert            |
+| sentence-pairs | two texts and their class                               | classified pairs  | bert-pairs      |
+| squad          | a question and a passage, and the answer's place        | answered passages | bert-spans      |
+| race           | a passage, a question, answers, the right one's number  | answered choices  | bert-choice     |
+| pairs          | a text, and the text to be written for it               | sequences         | transformer, t5 |
+| spans          | a text without some spans, and these                    | sequences         | t5, transformer |
+| images         | an image and its class                                  | images            | vit, resnext    |
 
 A kind is added by a subclass of DataSection and its line in the registry (docs/extending.md). No torch here.
 """
@@ -24,7 +27,6 @@ from pydantic import BeforeValidator, Field
 
 from meshwright.environment import cache_folder
 from meshwright.errors import Problem
-from meshwright.models.section import Bert, ImageNetwork
 from meshwright.registry import entries
 from meshwright.section import Positive, Rule, Section, rule
 
@@ -354,71 +356,3 @@ class TextData(MixedSection):
 
         end = packed.header.end if self.separate else None
         return TokenBatches(packed, split, self.sequence, config.seed, end), ""
-
-
-class MaskedData(MixedSection):
-    """Two texts, of which some tokens are masked."""
-
-    kind: Literal["masked"]
-    gives: ClassVar[str] = "masked"
-
-    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        from meshwright.data.masked import MaskedSamples
-        from meshwright.data.specials import specials_of
-
-        model = config.model
-        assert isinstance(model, Bert), model
-        specials = specials_of(packed.tokenizer)
-        packed.check_vocabulary(model.vocabulary, specials.vocabulary_size, " with BERT's")
-        return MaskedSamples(
-            packed.tokens(split), specials, self.sequence, config.seed,
-            next_sentence=model.next_sentence, name=packed.name(split),
-        ), ""  # fmt: skip
-
-
-class SpanData(MixedSection):
-    """Spans cut out of a text, to be written by an encoder-decoder."""
-
-    kind: Literal["spans"]
-    gives: ClassVar[str] = "sequences"
-    sentinels: ClassVar[int] = SENTINELS
-
-    @property
-    def lengths(self) -> Lengths:
-        from meshwright.data.span_window import span_lengths
-
-        return span_lengths(self.sequence)
-
-    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        from meshwright.data.spans import SpanSamples
-        from meshwright.data.specials import specials_for
-
-        specials = specials_for(config, packed.tokenizer)
-        return SpanSamples(packed.tokens(split), specials, self.lengths, config.seed, packed.name(split)), ""
-
-
-class ImageData(DataSection):
-    """Images: digits, or a folder of class folders."""
-
-    kind: Literal["images"]
-    gives: ClassVar[str] = "images"
-    source_names: ClassVar[tuple[str, ...]] = (DIGITS,)
-    source_forms: ClassVar[str] = "a folder of class folders of jpg and png files"
-    reads_folders_alone: ClassVar[bool] = True
-    header: ClassVar[str] = "images.json"
-    rules: ClassVar[tuple[Rule, ...]] = (source_exists,)
-
-    def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        from meshwright.data.images import images_for
-
-        assert isinstance(config.model, ImageNetwork), config.model
-        packed = images_for(self, config.model, cache_folder(), progress)
-        self.open(config, packed.folder)
-        return packed.folder
-
-    def open(self, config: Config, folder: Path) -> Opened:
-        from meshwright.data.dataset import open_splits
-        from meshwright.data.images import ImageSamples, open_images
-
-        packed = open_images(folder)
-        return open_splits(config, lambda split: (ImageSamples(packed, split, config.seed), ""))

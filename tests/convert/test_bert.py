@@ -13,7 +13,7 @@ from meshwright.checkpoint import Checkpoint, load_weights
 from meshwright.config.schema import Config, Precision
 from meshwright.convert import export_folder, import_folder
 from meshwright.convert.bert import with_specials
-from meshwright.data.section import MaskedData
+from meshwright.data.kinds_section import MaskedData
 from meshwright.data.specials import specials_of
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError

@@ -13,7 +13,7 @@ from meshwright.checkpoint import Checkpoint, load_weights
 from meshwright.config.schema import Config, Precision
 from meshwright.convert import export_folder, import_folder
 from meshwright.convert.t5 import T5Family
-from meshwright.data.section import SpanData
+from meshwright.data.kinds_section import SpanData
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError, DataError
 from meshwright.models.section import T5

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.config import Config, parse_config
 from meshwright.data.images import HEADER, ImageSamples, PackedImages, images_for, open_images, open_source
-from meshwright.data.section import ImageData
+from meshwright.data.kinds_section import ImageData
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.section import Vit
 

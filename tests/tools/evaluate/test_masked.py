@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from meshwright.config import Config
 from meshwright.config.schema import OptimizerSection, Precision
 from meshwright.config.schema import Validation as Validating
+from meshwright.data.kinds_section import MaskedData
 from meshwright.data.masked import MaskedSamples
 from meshwright.data.packing import prepare
-from meshwright.data.section import MaskedData
 from meshwright.data.specials import specials_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.model import IGNORED, counts_of
