@@ -48,12 +48,17 @@ class Estimate:
     memory: Memory
 
 
+_Mix = tuple[tuple[float, Program], ...]
+"""Programs whose seconds add up, each so many times: one; or two recorded ones, where what lies between or beyond them
+has other events (a head's chunks), so that only their seconds can be interpolated."""
+
+
 @dataclass(frozen=True)
 class _Part:
     """The embeddings, a layer, or the head, for a microbatch of one size: its programs, the bytes that a forward pass
     keeps, and those that it passes on."""
 
-    programs: dict[TaskKind, tuple[Program, ...]]
+    programs: dict[TaskKind, tuple[_Mix, ...]]
     kept_bytes: float
     outgoing_bytes: int
     is_layer: bool
@@ -371,13 +376,17 @@ class Estimates:
         """The part's seconds at its quickest place in the step. Half of a backward pass's kernels are for weights."""
         timer, network = self.planner.timer(config), self.planner.network(config)
         overlaps = self.planner.software.overlap("layers", network.overlaps)
+
+        def seconds(mix: _Mix, overlaps: float) -> float:
+            return max(0.0, sum(times * timer.seconds(program, network, overlaps) for times, program in mix))
+
         forward, backward = (
-            min((timer.seconds(program, network, overlaps), place) for place, program in enumerate(part.programs[kind]))
+            min((seconds(mix, overlaps), place) for place, mix in enumerate(part.programs[kind]))
             for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         )
-        program = part.programs[TaskKind.BACKWARD][backward[1]]
-        weights = timer.computing(program) / 2
-        return _TimedPart(part, forward[0], backward[0], timer.seconds(program, network, 0.0) - weights, weights)
+        mix = part.programs[TaskKind.BACKWARD][backward[1]]
+        weights = sum(times * timer.computing(program) for times, program in mix) / 2
+        return _TimedPart(part, forward[0], backward[0], seconds(mix, 0.0) - weights, weights)
 
     def _parts_of(self, config: Config) -> dict[int, _Part]:
         key = config.layout.layer, config.micro
@@ -487,10 +496,15 @@ def _interpolated(small: Recording, large: Recording, share: float, *, is_layer:
 
     programs = {
         kind: tuple(
-            interpolated_program(one, other, share)
-            for one, other in zip(small.programs[kind], large.programs[kind], strict=True)
+            _mixed(one, other, share) for one, other in zip(small.programs[kind], large.programs[kind], strict=True)
         )
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
     }
     outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
     return _Part(programs, max(0.0, between(_kept(small), _kept(large))), round(between(*outgoing)), is_layer)
+
+
+def _mixed(small: Program, large: Program, share: float) -> _Mix:
+    """The program at `share` of the way from the small one to the large one, or both in parts."""
+    program = interpolated_program(small, large, share)
+    return ((1.0, program),) if program.events or not small.events else ((1 - share, small), (share, large))

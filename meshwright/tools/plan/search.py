@@ -246,6 +246,7 @@ class _Hunt:
     def _predict(self, config: Config) -> None:
         if _keeping(config) in self.fitting:
             self.dominated += 1
+            self.fitting.add(config)  # it keeps less; so what keeps even less is slower still
             return
         self.simulated += 1
         share = min(1.0, self.simulated / SIMULATED)

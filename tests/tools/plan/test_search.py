@@ -232,3 +232,11 @@ def test_nothing_is_legal() -> None:
     words = ["layout.data.size=4"]
     with pytest.raises(ConfigError, match="--devices=3 leaves the run no legal layout"):
         search(parse_config(TREE, words), cluster, 3, fixed=fixed_fields(words), models=models)
+
+
+def test_an_estimate_counts_a_head_whose_chunks_differ_with_the_microbatch() -> None:
+    """On a GPU logits of a large vocabulary are worked on in as many slices as there are rows for: not interpolated."""
+    words = ("model.vocabulary=50304", "model.hidden=64", "batch.micro=8", "data.sequence=512", "model.positions=512")
+    config, estimates = parse_config(TREE | {"batch": {"global": 8}}, words), Estimates(Planner(NODES))
+    made, estimate = estimates.predict(config), estimates.estimate(config)
+    assert 0.8 * made.seconds <= estimate.seconds <= 1.0001 * made.seconds
