@@ -57,10 +57,34 @@ class TorchComm(RecordedComm):
         return dist.all_reduce(x, group=self.process_group, async_op=True)
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
+        if x.device.type == "cpu":
+            return self._sum_pieces(part.view(-1), x.view(self.size, -1))
         return reduce_scatter_single(part.view(-1), x.view(-1), group=self.process_group, async_op=True)
 
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
         return all_gather_single(x.view(-1), part.view(-1), group=self.process_group, async_op=True)
+
+    def _sum_pieces(self, part: Tensor, pieces: Tensor) -> Work:
+        """A reduce-scatter in which each rank sends the others their pieces [n, k], and sums its own in a fixed order.
+
+        gloo's is its all-reduce on a copy: twice the bytes, and 2 to 3 times the seconds of this at 2 and 4 ranks.
+        """
+        received = pieces.new_empty(self.size - 1, part.numel())
+        messages = []
+        for step, piece in enumerate(received, 1):
+            to, source = (self.index + step) % self.size, (self.index - step) % self.size
+            messages.append(dist.P2POp(dist.isend, pieces[to], group=self.process_group, group_peer=to))
+            messages.append(dist.P2POp(dist.irecv, piece, group=self.process_group, group_peer=source))
+        work = self._begin(*messages)
+
+        def finish() -> None:
+            work.wait()
+            if part.data_ptr() != pieces[self.index].data_ptr():
+                part.copy_(pieces[self.index])
+            for piece in received:
+                part.add_(piece)
+
+        return Later(finish)
 
     def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
         return dist.all_to_all_single(out.view(-1), x.view(-1), group=self.process_group, async_op=True)
