@@ -13,6 +13,7 @@ from meshwright.config import Config
 from meshwright.model import Batch, Chunk, Hidden, Scales
 from meshwright.models.chain import Chain
 from meshwright.tensor.kit import Head
+from meshwright.tensor.linear import autocast_dtype
 
 
 @dataclass
@@ -54,7 +55,8 @@ class Decoder(Chain):
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         """The mask of documents is made once, and goes through the layers with the batch."""
         if "documents" in batch:
-            batch = batch | {"seen": self.context.document_mask(batch["documents"], hidden[0].dtype)}
+            dtype = autocast_dtype(hidden[0]) or hidden[0].dtype  # the queries'
+            batch = batch | {"seen": self.context.document_mask(batch["documents"], dtype)}
         return super().run_layers(hidden, batch, chunk)
 
     def final_states(self, hidden: Hidden) -> Tensor:

@@ -121,6 +121,13 @@ def test_equals_serial_with_recomputation() -> None:
     check(run(separate("llama", layout, memory={"recompute": "selective"})), serial("llama"))
 
 
+def test_half_precision_trains_as_on_one_device() -> None:
+    precision = {"level": "O1", "dtype": "bf16"}
+    expected, _ = run(separate("llama", {}, precision=precision))[0]
+    for losses, _ in run(separate("llama", LAYOUTS["ulysses"], precision=precision)):
+        torch.testing.assert_close(losses, expected, rtol=5e-3, atol=0)
+
+
 def test_a_window_knows_its_documents(tmp_path: Path) -> None:
     texts = ["abc", "de", "fghijklmnop", "q", "rstuvw", "xyz"] * 9
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
