@@ -97,8 +97,10 @@ class TesseractLinear(ShardedModule):
         weights.blocks.append(self.weight)
 
     def sizes(self, rows: int) -> Sizes:
-        """The blocks of the product with `rows` rows of x."""
-        return Sizes.of(rows, self.weight.shape[0], self.weight[0].numel(), self.mesh.size("row"))
+        """The blocks of the product with `rows` rows of x. Of the weight's shape alone: under zero3 a weight of which
+        autograd keeps a cast copy has no memory in the backward pass."""
+        outputs = self.weight.shape[1:].numel()
+        return Sizes.of(rows, self.weight.shape[0], outputs, self.mesh.size("row"))
 
     def choice(self, rows: int) -> Stationary:
         return best_stationary(self.sizes(rows), self.weights.form)

@@ -2,7 +2,7 @@
 
 `--seed`: another sequence; `--ranks`: the most that a run may have; `--jobs`: runs at a time, each of a sequence of its
 own. What fails is written to tests/fuzz/found/, where test_fuzz.py finds it. `python -m tests.fuzz RUN.yaml ...` checks
-these runs instead; `--cover` writes the fixed set anew.
+these runs instead; `--cover` writes the fixed set anew, with `--keep` adds to it what is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import yaml
 
 from meshwright.config import Config, load_config
-from tests.fuzz.axes import AXES, Case, tree_of
+from tests.fuzz.axes import AXES, Case, read_cases, tree_of
 from tests.fuzz.check import mistakes
 from tests.fuzz.draw import Drawing, covering
 
@@ -38,13 +38,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--cover", action="store_true")
+    parser.add_argument("--keep", action="store_true")
     parser.add_argument("runs", nargs="*", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)  # ranks are forks of this process
     if options.runs:
         return replay(options.runs)
     if options.cover:
-        cases = covering(options.seed)
+        kept = read_cases(COVERING) if options.keep else []
+        cases = covering(options.seed, kept)
         COVERING.write_text("".join(f"{json.dumps(case)}\n" for case in cases))
         print(f"{len(cases)} cases in {COVERING}")
         return 0

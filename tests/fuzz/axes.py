@@ -5,7 +5,9 @@ Which values go together is said nowhere here: the config's own rules refuse wha
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 Value = str | int | None
@@ -35,6 +37,10 @@ TENSORS: dict[str, dict[str, Any]] = {
     **{f"sequence-{p}": {"kind": "megatron", "size": p, "sequence_parallel": True} for p in (2, 3, 4)},
     **{f"tesseract-{q}x{d}": {"kind": "tesseract", "q": q, "d": d} for q, d in ((1, 1), (2, 1), (2, 2))},
     **{f"subgraph-{p}": {"kind": "subgraph", "size": p} for p in (2, 3)},
+}
+
+CONTEXTS: dict[str, dict[str, Any]] = {
+    f"{kind}-{c}": {"kind": kind, "size": c} for kind, c in (("ulysses", 2), ("ulysses", 3), ("ring", 2), ("ring", 3))
 }
 
 VOCABULARIES: dict[str, tuple[int, int, int]] = {
@@ -79,6 +85,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "limit": (None, 1, 2),
     "partition": (None, "measured", "head-alone", "embedding-alone", "uneven"),
     "tensor": tuple(TENSORS),
+    "context": (*[None] * 8, *CONTEXTS),
     "common": (*[None] * 6, "all", "one"),
     "branch": (*[None] * 6, "attention-core", "attention", "block"),
     "order": (None, "reversed", "pipe-first"),
@@ -108,6 +115,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "limit": ("layout.pipeline.limit",),
     "partition": ("layout.pipeline.partition",),
     "tensor": ("layout.tensor",),
+    "context": ("layout.context",),
     "common": ("layout.tensor.common",),
     "branch": ("layout.tensor.branch",),
     "order": ("layout.order",),
@@ -138,6 +146,11 @@ def tree_of(case: Case) -> dict[str, Any]:
         "optimizer": {"lr": 1e-2, "clip": case["clip"], "schedule": {"warmup": 1}} | OPTIMIZERS[case["optimizer"]],
         "steps": STEPS,
     }
+
+
+def read_cases(path: Path) -> list[Case]:
+    """The cases of a file; axes that it does not know yet are left out of their run files."""
+    return [dict.fromkeys(AXES) | json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _given(case: Case, axis: str) -> dict[str, Any]:
@@ -184,6 +197,8 @@ def _layout(case: Case, blocks: int) -> dict[str, Any]:
         "tensor": TENSORS[case["tensor"]] | _given(case, "common") | _given(case, "branch"),
         "transport": "torch",
     }
+    if case["context"] is not None:
+        layout["context"] = CONTEXTS[case["context"]]
     return layout if case["order"] is None else layout | {"order": _order(case)}
 
 
@@ -210,12 +225,18 @@ def tensor_axes(case: Case) -> dict[str, int]:
     return {}
 
 
+def layer_axes(case: Case) -> dict[str, int]:
+    """Sizes of the axes that cut a layer by name, outermost first."""
+    context = {} if case["context"] is None else {"context": CONTEXTS[case["context"]]["size"]}
+    return context | tensor_axes(case)
+
+
 def world_size(case: Case) -> int:
-    return case["data"] * case["stages"] * math.prod(tensor_axes(case).values())
+    return case["data"] * case["stages"] * math.prod(layer_axes(case).values())
 
 
 def _order(case: Case) -> list[str]:
-    names = ["data", "pipe", *tensor_axes(case)]
+    names = ["data", "pipe", *layer_axes(case)]
     return names[::-1] if case["order"] == "reversed" else ["pipe", *[name for name in names if name != "pipe"]]
 
 

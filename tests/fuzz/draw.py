@@ -6,7 +6,7 @@ The config's rules are the only ones. A refusal names fields; the axes that writ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, islice
 from random import Random
@@ -21,6 +21,9 @@ TRIES = 40
 
 RARE = 3000
 """Runs that are drawn for pairs that the fixed set lacks still."""
+
+MOST_ALONE = 14
+"""Pairs that two cases have alone, up to which they are tried as one."""
 
 Pair = tuple[tuple[str, Value], tuple[str, Value]]
 """Two axes' values."""
@@ -55,6 +58,9 @@ class Drawing:
             if found is not None:
                 yield found
 
+    def is_legal(self, case: Case) -> bool:
+        return isinstance(self._refused(case), Config)
+
     def _refused(self, case: Case) -> Config | list[str]:
         """The config of a legal case, or the fields that are refused."""
         if world_size(case) > self.most_ranks:
@@ -68,7 +74,7 @@ class Drawing:
         """Another value of an axis that writes the refused field, or where these are fixed of any other."""
         writes = [axis for axis, fields in FIELDS.items() if _writes(fields, refused) and axis not in fixed]
         if refused == "ranks":
-            writes = [axis for axis in ("data", "stages", "tensor") if axis not in fixed]
+            writes = [axis for axis in ("data", "stages", "tensor", "context") if axis not in fixed]
         if not writes or self.random.random() < 0.3:  # the other side of the rule may be what has to give way
             writes = [axis for axis in AXES if axis not in fixed]
         axis = self.random.choice(writes)
@@ -93,34 +99,87 @@ def all_pairs() -> list[Pair]:
     return list(pairs)
 
 
-def covering(seed: int, tries: int = 8, candidates: int = 60) -> list[Case]:
-    """Legal cases that have every pair of values that any drawn case has; greedy.
+def covering(seed: int, kept: Sequence[Case] = (), tries: int = 8, climbs: int = 150) -> list[Case]:
+    """Few legal cases that have every pair of values that any drawn case has.
 
-    Each new case is the best of some that are drawn around a pair that is missing. A pair with which `tries` draws find
-    no legal case counts as impossible.
+    Each is the best of some that are drawn around a pair that is missing, and then changed, a value or two at a time,
+    as long as that covers more. At last two become one where they can. A pair with which `tries` draws find no legal
+    case counts as impossible. `kept`: cases that come first, where they are still legal; of axes that they do not know
+    they have no value, and only pairs with a value that none of them has are looked for.
     """
     drawing = Drawing(Random(seed))
-    missing = dict.fromkeys(all_pairs())
-    cases: list[Case] = []
+    cases = [case for case in kept if drawing.is_legal(case)]
+    had = {item for case in cases for item in case.items()}
+    missing = dict.fromkeys(pair for pair in all_pairs() if not had.issuperset(pair))
     while missing:
         pair = next(iter(missing))
-        drawn = [drawing.case(dict(pair)) for _ in range(tries)]
-        if not any(drawn):
+        found = [case for case in (drawing.case(dict(pair)) for _ in range(tries)) if case]
+        if not found:
             del missing[pair]
             continue
-        drawn += [drawing.case(dict(pair)) for _ in range(candidates)]
-        best = max((found[0] for found in drawn if found), key=lambda case: _worth(case, missing))
-        cases.append(best)
-        for covered in pairs_of(best):
+        best = max((case for case, _ in found), key=lambda case: _worth(case, missing))
+        cases.append(_climbed(best, pair, missing, drawing, climbs))
+        for covered in pairs_of(cases[-1]):
             missing.pop(covered, None)
     have = set().union(*map(pairs_of, cases))
     for case, _ in islice(drawing.cases(), RARE):  # pairs that few draws around them find
         if not pairs_of(case) <= have:
             cases.append(case)
             have |= pairs_of(case)
-    return cases
+    return merged(cases, drawing)
+
+
+def _climbed(case: Case, pair: Pair, missing: Mapping[Pair, None], drawing: Drawing, climbs: int) -> Case:
+    """The case with other values of the axes beside its pair, where it then covers more."""
+    axes = [axis for axis in AXES if axis not in dict(pair)]
+    for _ in range(climbs):
+        changed = drawing.random.sample(axes, drawing.random.choice((1, 1, 2)))
+        other = case | {axis: drawing.random.choice(AXES[axis]) for axis in changed}
+        if _worth(other, missing) > _worth(case, missing) and drawing.is_legal(other):
+            case = other
+    return case
+
+
+def merged(cases: Sequence[Case], drawing: Drawing) -> list[Case]:
+    """The same pairs in fewer cases: two become one where a legal case has all that none of the others has."""
+    left, number = dict(enumerate(cases)), len(cases)
+    pairs = {index: pairs_of(case) for index, case in left.items()}
+    holders = Counter(pair for own in pairs.values() for pair in own)
+    tried: set[tuple[int, int]] = set()
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        alone = {index: sum(holders[pair] == 1 for pair in own) for index, own in pairs.items()}
+        for one, other in combinations(sorted(left, key=lambda index: alone[index]), 2):
+            if alone[one] + alone[other] > MOST_ALONE or (one, other) in tried:
+                continue
+            tried.add((one, other))
+            both = Counter([*pairs[one], *pairs[other]])
+            joint = _joint(left[one], left[other], {pair for pair in both if holders[pair] == both[pair]}, drawing)
+            if joint is not None:
+                for index in (one, other):
+                    holders.subtract(pairs.pop(index))
+                    del left[index]
+                left[number], pairs[number] = joint, pairs_of(joint)
+                holders.update(pairs[number])
+                number, goes_on = number + 1, True
+                break
+    return list(left.values())
+
+
+def _joint(one: Case, other: Case, needed: set[Pair], drawing: Drawing) -> Case | None:
+    """A legal case with these pairs, of two cases that have them."""
+    values: dict[str, Value] = {}
+    for axis, value in (item for pair in needed for item in pair):
+        if values.setdefault(axis, value) != value:
+            return None
+    near = next((case for case in (one | values, other | values) if drawing.is_legal(case)), None)
+    if near is not None:
+        return near
+    found = drawing.case(values)
+    return None if found is None else found[0]
 
 
 def _worth(case: Case, missing: Mapping[Pair, None]) -> float:
     """How many missing pairs it covers; ranks cost time."""
-    return len(pairs_of(case) & missing.keys()) / (8 + world_size(case))
+    return len(pairs_of(case) & missing.keys()) / (12 + world_size(case))

@@ -4,7 +4,6 @@ before, and with --long two thousand drawn at random (an hour or two on 2 cores)
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from random import Random
 
@@ -12,25 +11,41 @@ import pytest
 
 from meshwright.config import load_config
 from meshwright.config.load import parse_run
-from tests.fuzz.__main__ import COVERING, FOUND
-from tests.fuzz.axes import AXES, Case, tree_of
+from tests.fuzz.__main__ import COVERING, FOUND, HERE
+from tests.fuzz.axes import AXES, Case, read_cases, tree_of
 from tests.fuzz.check import mistakes
 from tests.fuzz.draw import Drawing, pairs_of
 
-FIXED: list[Case] = [json.loads(line) for line in COVERING.read_text().splitlines()]
+FIXED, MORE = read_cases(COVERING), read_cases(HERE / "more.jsonl")
+"""The fixed set, and runs of earlier ones, which it replaces in CI."""
 
 RANDOM_RUNS, A_TEST = 2000, 20
 
 
 def label(case: Case) -> str:
     """The case's values that stand out."""
-    told = ("model", "precision", "data", "sync", "stages", "schedule", "tensor", "common", "branch")
+    told = ("model", "precision", "data", "sync", "stages", "schedule", "tensor", "context", "common", "branch")
     return "-".join(f"{case[axis]}" for axis in told if case[axis] is not None)
 
 
-@pytest.mark.parametrize("number", range(len(FIXED)), ids=[f"{n}-{label(case)}" for n, case in enumerate(FIXED)])
-def test_equals_one_device(number: int) -> None:
-    assert mistakes(parse_run(tree_of(FIXED[number]))) == []
+def numbered(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=[f"{n}-{label(case)}" for n, case in enumerate(cases)])
+
+
+@numbered(FIXED)
+def test_equals_one_device(case: Case) -> None:
+    assert mistakes(parse_run(tree_of(case))) == []
+
+
+@pytest.mark.long
+@numbered(MORE)
+def test_more_equal_one_device(case: Case) -> None:
+    assert mistakes(parse_run(tree_of(case))) == []
+
+
+def test_the_fixed_set_has_the_pairs_of_all_others() -> None:
+    covered = set().union(*map(pairs_of, FIXED))
+    assert set().union(*map(pairs_of, MORE)) <= covered
 
 
 @pytest.mark.parametrize("path", sorted(FOUND.glob("*.yaml")), ids=lambda path: path.stem)
