@@ -21,6 +21,7 @@ from meshwright.convert.transfer import FAMILIES, family_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.models.llama.section import Llama
 from meshwright.models.section import T5, Bert, Gpt2, Vit
+from meshwright.models.tasks.section import BertChoice, BertPairs, BertSpans
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
@@ -239,6 +240,9 @@ MODELS = {
     "bert": Bert(family="bert"),
     "t5": T5(family="t5"),
     "vit": Vit(family="vit"),
+    "bert-pairs": BertPairs(family="bert-pairs"),
+    "bert-spans": BertSpans(family="bert-spans"),
+    "bert-choice": BertChoice(family="bert-choice"),
 }
 WRONG = (None, "x", "", [1], [], {}, {"a": 1}, -1, 0, 10**9, 10**30, 0.5, True, False, float("nan"), float("inf"))
 
