@@ -14,7 +14,8 @@ from meshwright.errors import ConfigError
 from meshwright.models.chain import make_chain
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tools.verify.reference import Reference, ReferenceKit
+from meshwright.tools.verify.reference import Reference
+from meshwright.tools.verify.reference_kit import ReferenceKit
 from meshwright.training.step import train_step
 from tests.context.test_equality import BLOCKS, CUT, ONE_D
 from tests.data_parallel.test_equality import BATCHES

@@ -23,7 +23,7 @@ from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.verify.reference import ReferenceKit
+from meshwright.tools.verify.reference_kit import ReferenceKit
 from tests.context.test_equality import BLOCKS, CUT, ONE_D, config_for
 from tests.tensor.test_equality import check, run
 from tests.workers import run_ranks

@@ -1,0 +1,160 @@
+"""The words of tensor/kit.py as torch's functions on whole tensors: what the reference's models are written in.
+
+It imports facts alone, as the reference does: a test looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.model import IGNORED
+from meshwright.parameters.shard import ONES, Initial
+from meshwright.tensor.experts import ExpertsShape
+from meshwright.tensor.head import HeadShape
+
+_Shape = tuple[int, ...]
+
+
+class Layer(nn.Module):
+    """`function(*inputs, weight, bias)` of whole parameters, under the names that all kits give them.
+
+    `decays`: weight decay acts on the weight. `table`: its rows are looked up or scored. `wide`: float32 in O2. `tied`:
+    the layer whose weight it uses, which is no module of its own.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], weight: _Shape | None, initial: Initial,
+                 bias: _Shape | None = None, *, decays: bool = True, wide: bool = False,
+                 table: bool = False, tied: nn.Module | None = None) -> None:  # fmt: skip
+        super().__init__()
+        self.function, self.initial, self.decays, self.wide = function, initial, decays, wide
+        self.hidden = decays and not table
+        self.tied = () if tied is None else (tied,)
+        self.weight = None if weight is None else nn.Parameter(torch.empty(weight))
+        self.bias = None if bias is None else nn.Parameter(torch.empty(bias))
+
+    def forward(self, *inputs: Any) -> Tensor:
+        weight: Any = self.tied[0].weight if self.tied else self.weight
+        return self.function(*inputs, weight, self.bias)
+
+
+class ReferenceKit:
+    """The words of tensor/kit.py, as torch's functions."""
+
+    split_axes: tuple[str, ...] = ()
+
+    @property
+    def branches(self) -> ReferenceKit:
+        return self
+
+    def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
+        return Layer(lambda ids, weight, _: F.embedding(ids, weight), (num_rows, hidden), initial, table=True)
+
+    def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
+        return _linear(inputs, (hidden,), initial, biased=False)
+
+    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return _linear(inputs, (outputs,), initial, bias)
+
+    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
+        return _linear(hidden, (outputs,), initial, biased=False)
+
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+        return _linear(hidden, (inner,) if groups == 1 else (groups, inner // groups), initial, bias)
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return _linear(inner, (hidden,), initial, bias)
+
+    def norm(self, hidden: int, epsilon: float) -> nn.Module:
+        return _norm(lambda x, weight, bias: F.layer_norm(x, (hidden,), weight, bias, epsilon), hidden)
+
+    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
+        return _norm(lambda x, weight, _: F.rms_norm(x, (hidden,), weight, epsilon), hidden, bias=False)
+
+    head_norm = rms_norm
+
+    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
+        return _norm(lambda x, weight, bias: F.group_norm(x.mT, groups, weight, bias, epsilon).mT, channels)
+
+    local_group_norm = group_norm
+
+    def local(self, shape: _Shape, dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
+        return Layer(lambda weight, _: weight, shape, initial, decays=matrix)
+
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
+        """Whole logits [B, t, V], without the table's padding, and torch's cross entropy."""
+
+        def function(h: Tensor, labels: Tensor, scale: float, table: Tensor, bias: Tensor | None) -> Tensor:
+            real, smooth = slice(shape.vocabulary), shape.smoothing
+            logits = F.linear(h[:, : labels.shape[1]], table[real], None if bias is None else bias[real]).flatten(0, -2)
+            wide, targets = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten()
+            loss = F.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smooth)
+            return loss * scale
+
+        own = None if tied is not None else (shape.padded, shape.hidden)
+        return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None, table=True, tied=tied)
+
+    def experts(self, shape: ExpertsShape) -> nn.Module:
+        return _Experts(shape)
+
+    def local_heads(self, heads: int) -> int:
+        return heads
+
+    def slice_batch(self, x: Tensor) -> Tensor:
+        return x
+
+    slice_inside = slice_hidden = slice_batch
+
+    def own_randomness(self, rate: float) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end_step(self) -> None:
+        return None
+
+
+class _Experts(nn.Module):
+    """Every expert computes every token, and a token adds up those that it takes."""
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.router = _linear(shape.hidden, (shape.count,), shape.initial, biased=False)
+        sizes = (shape.count, shape.hidden, 2, shape.inner)
+        self.expand = Layer(lambda weight, _: weight, sizes, shape.initial)
+        self.contract = Layer(lambda weight, _: weight, (shape.count, shape.inner, shape.hidden), shape.last)
+
+    def forward(self, h: Tensor) -> tuple[Tensor, ...]:
+        logits, count = self.router(h), self.shape.count
+        shares = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+        weights, ids = shares.topk(self.shape.chosen, -1)
+        if self.shape.renormalises:
+            weights = weights / weights.sum(-1, keepdim=True)
+        taken = F.one_hot(ids, count).to(weights.dtype)  # [B, T, k, n]
+        gates = torch.einsum("btk,btkn->btn", weights, taken).to(h.dtype)
+        gate, up = torch.einsum("bth,nhgm->gbtnm", h, self.expand()).unbind(0)
+        y = torch.einsum("btnm,nmh,btn->bth", F.silu(gate) * up, self.contract(), gates)
+        balance = (taken.sum((1, 2)) * shares.sum(1)).sum(-1) * count / h.shape[1] ** 2
+        return (y, balance) if self.shape.balances else (y,)
+
+
+def _linear(inputs: int, outputs: _Shape, initial: Initial, biased: bool) -> Layer:
+    """[..., inputs] -> [..., *outputs]; the weight is [inputs, *outputs]."""
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight.flatten(1).t(), None if bias is None else bias.flatten()).unflatten(-1, outputs)
+
+    return Layer(function, (inputs, *outputs), initial, outputs if biased else None)
+
+
+def _norm(function: Callable[..., Tensor], hidden: int, bias: bool = True) -> Layer:
+    """`function` in the weight's precision, float32 or better; the output has the input's."""
+
+    def cast(x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
+        return function(x.to(weight.dtype), weight, offsets).to(x.dtype)
+
+    return Layer(cast, (hidden,), ONES, (hidden,) if bias else None, decays=False, wide=True)
