@@ -105,7 +105,7 @@ def test_depth() -> None:
 def test_fully_sharded(kind: str) -> None:
     tree = {"model": MODEL, "batch": {"global": 16}, "data": {"sequence": 64}}
     layout = {"data": {"size": 2, "sync": "fsdp"}, "tensor": {"kind": kind, "size": 2}}
-    with pytest.raises(ConfigError, match=rf"kind={kind} has cut them already; valid: zero1, allreduce"):
+    with pytest.raises(ConfigError, match=rf"kind={kind} has cut them already; valid: zero3, zero2, zero1, allreduce"):
         parse_config(tree | {"layout": layout})
 
 
