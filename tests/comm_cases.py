@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.ranks.comm import Comm
+from meshwright.ranks.comm import Comm, Pieces
 from meshwright.ranks.mesh import Mesh
 
 DTYPES = {
@@ -89,6 +89,18 @@ def _all_to_all(comm: Comm, dtype: torch.dtype) -> Tensor:
     out = torch.empty(PIECE * comm.size, dtype=dtype)
     comm.all_to_all(out, values(comm.index, PIECE * comm.size, dtype))
     return out
+
+
+def _all_to_all_of_unequal_pieces(comm: Comm, dtype: torch.dtype) -> Tensor:
+    """Rank i sends i + j elements to rank j, so the first sends itself none."""
+    pieces = Pieces(
+        tuple(other + comm.index for other in range(comm.size)), tuple(comm.index + other for other in range(comm.size))
+    )
+    out = torch.empty(sum(pieces.received), dtype=dtype)
+    comm.all_to_all(out, values(comm.index, sum(pieces.sent), dtype), pieces=pieces)
+    whole = torch.zeros(PIECE * comm.size, dtype=dtype)
+    whole[: len(out)] = out
+    return whole
 
 
 def _broadcast(comm: Comm, dtype: torch.dtype) -> Tensor:
@@ -172,6 +184,7 @@ VERBS: dict[str, Callable[[Comm, torch.dtype], Tensor]] = {
     "all_gather": _all_gather,
     "all_gather_in_place": _all_gather_in_place,
     "all_to_all": _all_to_all,
+    "all_to_all_unequal": _all_to_all_of_unequal_pieces,
     "broadcast": _broadcast,
     "reduce": _reduce,
     "gather": _gather,

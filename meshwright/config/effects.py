@@ -89,6 +89,15 @@ EFFECTS = (
         + ", ".join(name for name, sync in entries("syncs").items() if sync.slices),
     ),
     Effect(
+        ("layout.data.expert",),
+        ("model.family", "layout.data.size"),
+        lambda config: (config.model.num_experts > 0 and config.layout.data.size > 1) or config.layout.data.expert == 1,
+        lambda config: (
+            "with layout.data.size=1" if config.layout.data.size == 1 else "with a model that has no experts"
+        ),
+        "layout.data.size=2 or more and a model with experts",
+    ),
+    Effect(
         ("layout.data.bucket",),
         ("layout.data.sync", "memory.offload.to"),
         lambda config: not _by_layers(config) and config.memory.offload.to == "none",

@@ -216,6 +216,15 @@ def order_names_every_axis_once(config: Config) -> Iterator[Problem]:
         yield Problem("layout.order", shown(order), " and ".join(wrong), valid)
 
 
+@rule("layout.data.expert", "layout.data.shard", "layout.data.size")
+def replicas_share_experts(config: Config) -> Iterator[Problem]:
+    data = config.layout.data
+    field, ranks = ("shard", data.shard) if data.shard is not None else ("size", data.size)
+    if ranks % data.expert:
+        rule_text = f"does not divide layout.data.{field}={ranks}"
+        yield Problem("layout.data.expert", data.expert, rule_text, listed(divisors(ranks)))
+
+
 @rule("layout.ranks_per_node", *_SIZES)
 def nodes_are_full(config: Config) -> Iterator[Problem]:
     here, ranks = config.layout.ranks_per_node, config.layout.world_size
@@ -263,6 +272,7 @@ RULES = (
     offload_buckets_have_two_halves,
     order_names_every_axis_once,
     nodes_are_full,
+    replicas_share_experts,
 )
 
 

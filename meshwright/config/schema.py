@@ -62,25 +62,33 @@ class BatchSection(Section):
 class DataParallel(Section):
     """`sync`: how replicas agree on a gradient; `bucket`: bytes reduced by one collective.
 
-    `shard`: how many of the `size` ranks share one set of slices (hybrid sharding, HSDP); null: all of them.
+    `shard`: how many of the `size` ranks share one set of slices (hybrid sharding, HSDP); null: all of them. `expert`:
+    how many of them share one set of experts (expert parallelism); tokens go to the ranks that hold their experts.
     """
 
     size: Positive = 1
     sync: SyncName = "allreduce"
     shard: Positive | None = None
+    expert: Positive = 1
     bucket: Size = 16 * 2**20
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh's axes and their sizes: shard groups, where there are several, and the ranks of one."""
+        """The axes whose ranks need nothing of each other in a layer, with their sizes: shard groups, where there are
+        several, and the ranks of one, or its groups of ranks that share experts."""
         shard = self.size if self.shard is None else self.shard
         groups = self.size // shard
-        return (*((("replicate", groups),) if groups > 1 else ()), ("data", shard))
+        return (*((("replicate", groups),) if groups > 1 else ()), ("data", shard // self.expert))
+
+    @property
+    def expert_axes(self) -> tuple[tuple[str, int], ...]:
+        """The axis whose ranks hold different experts, where there is one."""
+        return (("expert", self.expert),) if self.expert > 1 else ()
 
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes that split the batch's rows."""
-        return tuple(name for name, _ in self.axes)
+        return tuple(name for name, _ in (*self.axes, *self.expert_axes))
 
     @property
     def strategy(self) -> Sync:
@@ -159,8 +167,8 @@ class Layout(Section):
     """How the job is laid over its ranks, and what carries its messages.
 
     `order`: the axes, outermost first: ranks that differ on the last one only are neighbours. Axes of size 1 may be
-    left out. auto: replicate, data, pipe, context, then the tensor section's. `ranks_per_node`: neighbours that share a
-    node (topology.py); auto: as many as the launcher has started on one.
+    left out. auto: replicate, data, pipe, expert, context, then the tensor section's. `ranks_per_node`: neighbours that
+    share a node (topology.py); auto: as many as the launcher has started on one.
     """
 
     data: DataParallel = DataParallel()
@@ -181,14 +189,14 @@ class Layout(Section):
         return tuple(sorted(axes, key=lambda axis: places.get(axis[0], -1)))
 
     @property
-    def layer(self) -> tuple[ContextParallel, TensorSection]:
+    def layer(self) -> tuple[int, ContextParallel, TensorSection]:
         """How a layer is cut: what a rank runs and sends in it depends on nothing else of a layout."""
-        return self.context, self.tensor
+        return self.data.expert, self.context, self.tensor
 
     @property
     def layer_axes(self) -> tuple[tuple[str, int], ...]:
         """The axes whose ranks compute a layer together, and wait for each other in it."""
-        return *self.context.axes, *self.tensor.axes
+        return *self.data.expert_axes, *self.context.axes, *self.tensor.axes
 
     @property
     def peer_axes(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from meshwright.section import Rule, divisors, listed, rule
 if TYPE_CHECKING:
     from meshwright.config import Config
 
-FIELD, SHARD = "layout.data.sync", "layout.data.shard"
+FIELD, SHARD, EXPERT = "layout.data.sync", "layout.data.shard", "layout.data.expert"
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,14 @@ def needs_torch_distributed(config: Config) -> Iterator[Problem]:
         yield Problem(FIELD, config.layout.data.sync, rule_text, "layout.transport=torch or auto, or sync=zero1")
 
 
+@rule(FIELD, EXPERT)
+def needs_one_axis_of_replicas(config: Config) -> Iterator[Problem]:
+    sync, expert = config.layout.data.sync, config.layout.data.expert
+    if expert > 1:
+        rule_text = f"knows replicas alone, and {EXPERT}={expert} gives ranks different experts"
+        yield Problem(FIELD, sync, rule_text, _others(needs_one_axis_of_replicas))
+
+
 @rule(SHARD, "layout.data.size")
 def shards_are_equal(config: Config) -> Iterator[Problem]:
     size, shard = config.layout.data.size, config.layout.data.shard
@@ -148,11 +156,13 @@ def needs_losses_of_the_head(config: Config) -> Iterator[Problem]:
 SERVER_LOSS = Sync(
     "meshwright.data_parallel.parameter_server:Server",
     "meshwright.data_parallel.parameter_server:ServerLoss",
-    rules=(needs_whole_models, needs_losses_of_the_head),
+    rules=(needs_whole_models, needs_losses_of_the_head, needs_one_axis_of_replicas),
     unplanned="is more than sums of gradients in buckets",
 )
 SERVER_GRADIENT = Sync(
-    "meshwright.data_parallel.parameter_server:Server", "meshwright.data_parallel.parameter_server:ServerGradient"
+    "meshwright.data_parallel.parameter_server:Server",
+    "meshwright.data_parallel.parameter_server:ServerGradient",
+    rules=(needs_one_axis_of_replicas,),
 )
 ROOTED = Sync("meshwright.data_parallel.parameter_server:Rooted")
 ALLREDUCE = Sync("meshwright.data_parallel.policies:AllReduce", candidate=True)
@@ -173,7 +183,7 @@ FSDP = Sync(
     cuts_parameters=True,
     rules=(
         needs_torch_distributed, needs_replicas, needs_whole_layers, needs_whole_models, needs_whole_sequences,
-        needs_one_forward_pass, needs_masters_on_the_device,
+        needs_one_forward_pass, needs_masters_on_the_device, needs_one_axis_of_replicas,
     ),
     over_mpi=False,
     unplanned="is laid out by torch",

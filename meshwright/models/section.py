@@ -73,6 +73,11 @@ class Network(Section):
         return ""
 
     @property
+    def num_experts(self) -> int:
+        """Experts of a layer, which an axis may deal out; none where feed-forwards are whole."""
+        return 0
+
+    @property
     def stacked_matrices(self) -> str:
         """The field by which one parameter holds several matrices; empty where each is a parameter of its own."""
         return ""

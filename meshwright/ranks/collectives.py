@@ -10,13 +10,15 @@ A differentiable verb is always `verb(x, mesh, "axis")`, and its backward is the
 | all_gather          | all-gather along a dim     | reduce-scatter |
 | reduce_scatter      | reduce-scatter along a dim | all-gather     |
 | all_to_all          | all-to-all between dims    | all-to-all     |
+| trade_rows          | all-to-all of rows         | the way back   |
 
 (all_reduce_gradient and all_reduce are Megatron-LM's f and g, arXiv 1909.08053, figure 3.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ranks.comm import DONE, Comm, Work
+from meshwright.ranks.comm import DONE, Comm, Pieces, Work
 from meshwright.ranks.mesh import Mesh
 
 
@@ -151,6 +153,26 @@ class _AllToAll(torch.autograd.Function):
         return start_all_to_all(gradient, ctx.comm, *ctx.dims).wait(), None, None, None
 
 
+class _TradeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], comm: Comm) -> Tensor:
+        ctx.comm, ctx.counts = comm, (sent, received)
+        return _traded(x, sent, received, comm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.counts
+        return _traded(gradient.contiguous(), received, sent, ctx.comm), None, None, None
+
+
+def _traded(x: Tensor, sent: Sequence[int], received: Sequence[int], comm: Comm) -> Tensor:
+    out, width = x.new_empty(sum(received), *x.shape[1:]), math.prod(x.shape[1:])
+    by_rank = (tuple(count * width for count in counts) for counts in (received, sent))
+    comm.all_to_all(out, x, pieces=Pieces(*by_rank))
+    return out
+
+
 def gather(x: Tensor, mesh: Mesh, axis: str, root: int = 0) -> Tensor:
     """The root's rows [n·B, ...], every rank's x [B, ...] in order; elsewhere [0, ...]. Backward: scatter."""
     result: Tensor = _Gather.apply(x, mesh, axis, root)
@@ -178,6 +200,13 @@ def all_gather(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
 def reduce_scatter(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of every rank's x. Backward: all-gather."""
     result: Tensor = _ReduceScatter.apply(x, mesh.comm(axis), dim)
+    return result
+
+
+def trade_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+    """The rows [sum(received), ...] that every rank has for this one, in their order; of x [sum(sent), ...] the first
+    sent[0] rows go to the first rank, and so on. Backward: all-to-all, back."""
+    result: Tensor = _TradeRows.apply(x, sent, received, mesh.comm(axis))
     return result
 
 

@@ -73,6 +73,14 @@ class RankGroup:
     ring: bool = False
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """Elements that an all-to-all brings from each member, and that it takes to each."""
+
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+
+
 class Comm(ABC):
     """The verbs of a group's member. Subclasses say how a transport runs each; here is what all of them write down."""
 
@@ -98,10 +106,12 @@ class Comm(ABC):
         assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
         return self._collective("all_gather", size_bytes(x), lambda: self._all_gather(x, part), wait)
 
-    def all_to_all(self, out: Tensor, x: Tensor, *, wait: bool = True) -> Work:
-        """Piece j of x goes to rank j, where it becomes piece `index` of out."""
-        assert out.numel() == x.numel(), f"{out.numel()} != {x.numel()}"
-        return self._collective("all_to_all", size_bytes(x), lambda: self._all_to_all(out, x), wait)
+    def all_to_all(self, out: Tensor, x: Tensor, *, pieces: Pieces | None = None, wait: bool = True) -> Work:
+        """Piece j of x goes to rank j, where it becomes piece `index` of out. `pieces`: their sizes, where these
+        differ; they are counted as equal ones of as much."""
+        if pieces is None:
+            assert out.numel() == x.numel(), f"{out.numel()} != {x.numel()}"
+        return self._collective("all_to_all", size_bytes(x), lambda: self._all_to_all(out, x, pieces), wait)
 
     def broadcast(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """x of the member `root` becomes everyone's x."""
@@ -196,7 +206,7 @@ class Comm(ABC):
     @abstractmethod
     def _all_gather(self, x: Tensor, part: Tensor) -> Work: ...
     @abstractmethod
-    def _all_to_all(self, out: Tensor, x: Tensor) -> Work: ...
+    def _all_to_all(self, out: Tensor, x: Tensor, pieces: Pieces | None) -> Work: ...
     @abstractmethod
     def _broadcast(self, x: Tensor, root: int) -> Work: ...
     @abstractmethod
@@ -229,7 +239,7 @@ class SoloComm(Comm):
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
         return _copied(x, part)
 
-    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
+    def _all_to_all(self, out: Tensor, x: Tensor, pieces: Pieces | None) -> Work:
         return _copied(out, x)
 
     def _broadcast(self, x: Tensor, root: int) -> Work:

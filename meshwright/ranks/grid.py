@@ -15,10 +15,14 @@ PIPE, ENDS = "pipe", "ends"
 """ENDS stands for the first and the last rank of the pipe axis, where a group is asked for: a tied embedding has a copy
 on both. The ranks between are alone in theirs."""
 
-REPLICATE, DATA = "replicate", "data"
-DATA_AXES = (REPLICATE, DATA)
+REPLICATE, DATA, EXPERT = "replicate", "data", "expert"
+DATA_AXES = (REPLICATE, DATA, EXPERT)
 """The axes that split the global batch's rows: ranks that differ on one of them train on other samples. Slices of
-weights and gradients are cut over DATA, and repeated over REPLICATE, which only hybrid sharding (HSDP) has."""
+weights and gradients are cut over DATA, and repeated over REPLICATE, which only hybrid sharding (HSDP) has. Ranks that
+differ on EXPERT, which is there where it is asked for, hold different experts and meet in every layer."""
+
+REPLICA_AXES = (REPLICATE, DATA)
+"""The axes whose ranks compute a layer without each other."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous, use_interface
 from meshwright.ranks import comm_store
 from meshwright.ranks.board import Board, StoreBoard
-from meshwright.ranks.comm import Comm, Later, RankGroup, RecordedComm, SoloComm, Work
+from meshwright.ranks.comm import Comm, Later, Pieces, RankGroup, RecordedComm, SoloComm, Work
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox, neighbours_of
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
@@ -86,8 +86,10 @@ class TorchComm(RecordedComm):
 
         return Later(finish)
 
-    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
-        return dist.all_to_all_single(out.view(-1), x.view(-1), group=self.process_group, async_op=True)
+    def _all_to_all(self, out: Tensor, x: Tensor, pieces: Pieces | None) -> Work:
+        received, sent = (list(pieces.received), list(pieces.sent)) if pieces else (None, None)
+        flat = out.view(-1), x.view(-1)
+        return dist.all_to_all_single(*flat, received, sent, group=self.process_group, async_op=True)
 
     def _broadcast(self, x: Tensor, root: int) -> Work:
         return dist.broadcast(x, group_src=root, group=self.process_group, async_op=True)

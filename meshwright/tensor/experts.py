@@ -13,6 +13,11 @@ R = B T k rows: a token's row is there once for each expert that it takes, rows 
 rows are one product. None is left out (dropless). `enter` and `leave` are a pair's (boundary.py), where the inner width
 is cut; weights w_e enter as the rows do, since each rank has a part of every expert's output.
 
+Over the expert axis (GShard, arXiv 2006.16668) ranks have different tokens and n/expert experts each, so a row travels
+to the rank that holds its expert, and its output back: two all-to-alls of rows forward, two backward, as many rows as
+the router gives each rank, of which an all-to-all of counts tells beforehand. An expert's gradient is then that of all
+the group's tokens; the spec's cut says that it is summed over the other axes alone.
+
 The balance of a sequence (Switch Transformer, arXiv 2101.03961, equation 4; Mixtral's has no 1/k):
 
     balance = n Σ_e f_e P_e        f_e: pairs of a token and one of its k experts that are e's, over the sequence's T
@@ -34,7 +39,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.parameters.shard import Initial, Placements, Shard, ShardedModule, ShardSpec
-from meshwright.ranks.collectives import all_reduce, start_all_reduce
+from meshwright.ranks.collectives import all_reduce, start_all_reduce, trade_rows
+from meshwright.ranks.grid import EXPERT
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
 from meshwright.tensor.linear import cast, linear, write_product
@@ -142,10 +148,14 @@ class Experts(nn.Module):
         super().__init__()
         self.mesh, self.shape, self.boundary = mesh, shape, boundary
         self.router = Router(mesh, shape.hidden, shape.count, shape.initial)
-        by_width = (lambda dim: {boundary.axis: Shard(dim)}) if boundary else (lambda dim: {})
-        sizes = (shape.count, shape.hidden, 2, shape.inner)
-        self.expand = GroupedLinear(mesh, sizes, by_width(3), shape.initial)
-        self.contract = GroupedLinear(mesh, (shape.count, shape.inner, shape.hidden), by_width(1), shape.last)
+        self.travels = EXPERT in mesh.grid.names and mesh.size(EXPERT) > 1
+
+        def cuts(dim: int) -> Placements:
+            whose = {EXPERT: Shard(0)} if self.travels else {}
+            return whose | ({boundary.axis: Shard(dim)} if boundary else {})
+
+        self.expand = GroupedLinear(mesh, (shape.count, shape.hidden, 2, shape.inner), cuts(3), shape.initial)
+        self.contract = GroupedLinear(mesh, (shape.count, shape.inner, shape.hidden), cuts(1), shape.last)
 
     def forward(self, h: Tensor) -> tuple[Tensor, ...]:
         """[B, T, H] -> ([B, T, H],), and where they are balanced each sequence's balance [B], or this rank's part of it
@@ -171,8 +181,29 @@ class Experts(nn.Module):
         inverse = order.argsort()
         rows = rows_of_experts(ids, self.shape.count)
         x = sort_rows(h.flatten(0, 1), order, inverse, copies)
-        y = sort_rows(self.contract(swiglu(self.expand(x, rows)), rows), inverse, order)
+        y = sort_rows((self._elsewhere if self.travels else self._outputs)(x, rows), inverse, order)
         return (y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(2)
+
+    def _outputs(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """The outputs of this rank's experts, each for so many rows of x [R, H], in order."""
+        return self.contract(swiglu(self.expand(x, rows)), rows)
+
+    def _elsewhere(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """The outputs of all experts for so many rows each, by the ranks that hold them."""
+        size, here = self.mesh.size(EXPERT), self.shape.count // self.mesh.size(EXPERT)
+        sent = torch.tensor(rows).view(size, here)
+        if x.device.type == "meta":  # all ranks have as many rows
+            coming = sent[self.mesh.index(EXPERT)].expand(size, here)
+        else:
+            coming = torch.empty_like(sent)
+            self.mesh.comm(EXPERT).all_to_all(coming, sent)
+        given, taken = sent.sum(1).tolist(), coming.sum(1).tolist()
+        # Rows come by rank and in it by expert; an expert's are brought together.
+        order = torch.arange(here).repeat(size).repeat_interleave(coming.flatten()).argsort(stable=True)
+        order, inverse = order.to(x.device), order.argsort().to(x.device)
+        own = sort_rows(trade_rows(x, given, taken, self.mesh, EXPERT), order, inverse)
+        y = sort_rows(self._outputs(own, coming.sum(0).tolist()), inverse, order)
+        return trade_rows(y, taken, given, self.mesh, EXPERT)
 
     def _balance(self, shares: Tensor, ids: Tensor) -> Tensor:
         """n Σ_e f_e P_e by sequence; shares [B, T, n], ids [B, T, k]."""

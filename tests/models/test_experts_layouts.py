@@ -33,6 +33,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ring": {"context": RING},
     "ulysses x cut": {"context": ULYSSES, "tensor": CUT},
     "stages": {"pipeline": {"size": 2, "schedule": "message-driven"}},
+    "experts": {"data": {"size": 2, "expert": 2}},
+    "experts x replicas": {"data": ZERO1 | {"size": 4, "expert": 2}},
+    "experts x cut": {"data": {"size": 2, "expert": 2}, "tensor": CUT},
+    "experts x stages x ring": {"data": {"size": 2, "expert": 2}, "pipeline": {"size": 2}, "context": RING},
+    "experts x slices": {"data": {"size": 4, "expert": 2, "sync": "zero3"}},
     "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
 }
 ONLY_LONG = {"1-D", "ring"}

@@ -65,6 +65,14 @@ def expected(verb: str, index: int, size: int, dtype: torch.dtype) -> Tensor | N
             return torch.cat([values(member, PIECE, dtype) for member in range(size)])
         case "all_to_all":
             return torch.cat([piece(values(member, PIECE * size, dtype), index) for member in range(size)])
+        case "all_to_all_unequal":
+            rows = []
+            for member in range(size):
+                start = sum(member + other for other in range(index))
+                everything = values(member, sum(member + other for other in range(size)), dtype)
+                rows.append(everything[start : start + member + index])
+            out = torch.cat(rows)
+            return torch.cat([out, torch.zeros(PIECE * size - len(out), dtype=dtype)])
         case "broadcast":
             return values(last, PIECE, dtype)
         case "reduce":
@@ -102,6 +110,9 @@ def expected_entries(verb: str, index: int, size: int, width: int) -> list[list[
             return all_reduce(1)
         case "all_reduce_later":
             return all_reduce(4, calls=2)
+        case "all_to_all_unequal":
+            sent = sum(index + other for other in range(size)) * width
+            return [["data", "all_to_all", 1, others * sent // size]]
         case "broadcast":
             return [["data", verb, 1, others * part if is_root else 0]]
         case "reduce":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from meshwright.data_parallel.section import EXPERT
 from meshwright.errors import Problem
 from meshwright.models.section import TextTransformer
 from meshwright.registry import entries
@@ -132,6 +133,14 @@ def tokens_have_experts(config: Config) -> Iterator[Problem]:
         yield Problem("model.experts.per_token", model.experts.per_token, rule_text, f"1 to {model.experts.count}")
 
 
+@rule("model.experts", "layout.data.expert")
+def ranks_have_whole_experts(config: Config) -> Iterator[Problem]:
+    count, expert = config.model.num_experts, config.layout.data.expert
+    if count % expert:
+        valid = listed([size for size in divisors(count) if config.layout.data.size % size == 0])
+        yield Problem(EXPERT, expert, f"does not divide model.experts.count={count}", valid)
+
+
 @rule("model.experts", "model.biases")
 def experts_have_no_biases(config: Config) -> Iterator[Problem]:
     model = config.model
@@ -158,8 +167,8 @@ class Llama(TextTransformer):
     """A decoder with rotary positions, RMS norms at the input of each sub-layer, grouped queries and SwiGLU."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        key_value_heads_divide_heads, heads_have_a_width, rope_has_a_ramp, tokens_have_experts, experts_have_no_biases,
-        kit_holds_experts,
+        key_value_heads_divide_heads, heads_have_a_width, rope_has_a_ramp, tokens_have_experts,
+        ranks_have_whole_experts, experts_have_no_biases, kit_holds_experts,
     )  # fmt: skip
 
     family: Literal["llama"]
@@ -204,6 +213,10 @@ class Llama(TextTransformer):
         """A key-value head with its queries."""
         field = "model.heads" if self.key_value_heads is None else "model.key_value_heads"
         return field, self.num_key_value_heads
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts.count if self.experts is not None else 0
 
     @property
     def stacked_matrices(self) -> str:

@@ -21,7 +21,7 @@ from meshwright.parts import build_kit, build_model, placement_of, recomputed_gr
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.task import TaskKind
-from meshwright.ranks.grid import DATA_AXES, PIPE, Grid
+from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.buckets import Memory, Peak, memory_of, passing_bytes, streams
@@ -351,7 +351,7 @@ class Estimates:
         """Parameters by position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
         layout = config.layout
         if layout.layer not in self._parameters:
-            grid = Grid(tuple((name, 1 if name in (*DATA_AXES, PIPE) else size) for name, size in layout.axes))
+            grid = Grid(tuple((name, 1 if name in (*REPLICA_AXES, PIPE) else size) for name, size in layout.axes))
             mesh = planned_mesh(grid, 0, layout.token_axes)
             self._parameters[layout.layer] = {
                 place: parameters_in(build_model(config, build_kit(config, mesh), mesh, chunk))

@@ -20,7 +20,7 @@ from meshwright.pipeline.clock import undisturbed
 from meshwright.pipeline.partition import chosen_partition
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import TaskKind
-from meshwright.ranks.grid import DATA_AXES, Grid
+from meshwright.ranks.grid import REPLICA_AXES, Grid
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.ranks.section import TransportName
@@ -195,7 +195,7 @@ class Planner:
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
         """Counted by the run's own function, so that both decide alike: recordings differ by some percent."""
         layout, device = config.layout, self.cluster.device
-        axes = tuple(axis for axis in layout.axes if axis[0] not in DATA_AXES)
+        axes = tuple(axis for axis in layout.axes if axis[0] not in REPLICA_AXES)
         key = (
             config.model, config.data, config.precision, config.micro, config.memory, layout.layer, axes,
             layout.pipeline.partition, layout.pipeline.placement,

@@ -30,7 +30,7 @@ from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
 from meshwright.parts import build_kit, build_model, empty_batch, recompute_in
 from meshwright.pipeline.stage import Stage, run_model
 from meshwright.pipeline.task import TaskKind
-from meshwright.ranks.grid import DATA_AXES, PIPE, Grid
+from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh
@@ -176,7 +176,7 @@ def _what_matters(config: Config) -> tuple[Hashable, ...]:
     """All of a config that changes a part's programs."""
     layout, recompute = config.layout, config.memory.recompute
     replicas = layout.data if layout.data.strategy.unplanned else None  # whose forward passes wait for each other
-    axes = tuple(axis for axis in layout.axes if axis[0] not in (*DATA_AXES, PIPE))
+    axes = tuple(axis for axis in layout.axes if axis[0] not in (*REPLICA_AXES, PIPE))
     groups = recompute if recompute in ("none", "selective") else "groups"
     microbatches = min(config.num_microbatches, DISTINCT)
     return (
@@ -217,7 +217,7 @@ def _moved(name: str, layers: int) -> str:
 def _record(config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms) -> Recording:
     """Run a part's tasks for each place of a microbatch."""
     layout = config.layout
-    alone = (PIPE,) if layout.data.strategy.unplanned else (*DATA_AXES, PIPE)
+    alone = (PIPE,) if layout.data.strategy.unplanned else (*REPLICA_AXES, PIPE)
     grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes))
     mesh = planned_mesh(grid, 0, layout.token_axes, on_device.device_type, recorder.started)
     kit = build_kit(config, mesh)

@@ -198,7 +198,7 @@ def _left(job: SearchJob, *used: int) -> int:
 
 
 def _tensor_size(layout: Layout) -> int:
-    return math.prod(size for _, size in layout.layer_axes)
+    return math.prod(size for _, size in (*layout.context.axes, *layout.tensor.axes))
 
 
 def _stages(config: Config, job: SearchJob) -> list[int]:
@@ -291,7 +291,7 @@ def _shards(config: Config, job: SearchJob) -> tuple[int | None, ...]:
     layout = config.layout
     if not layout.data.strategy.slices:
         return (None,)
-    inner = math.prod(size for _, size in layout.layer_axes) * layout.pipeline.size
+    inner = math.prod(size for _, size in (*layout.context.axes, *layout.tensor.axes)) * layout.pipeline.size
     nodes = layout.ranks_per_node
     here = (job.devices if nodes == "auto" else nodes) // inner
     shard = max((size for size in divisors(layout.data.size) if size <= here), default=1)
