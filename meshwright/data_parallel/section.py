@@ -29,7 +29,7 @@ from meshwright.section import Rule, divisors, listed, rule
 if TYPE_CHECKING:
     from meshwright.config import Config
 
-FIELD, SHARD, EXPERT = "layout.data.sync", "layout.data.shard", "layout.data.expert"
+FIELD, SHARD, EXPERT_FIELD = "layout.data.sync", "layout.data.shard", "layout.data.expert"
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ def needs_torch_distributed(config: Config) -> Iterator[Problem]:
         yield Problem(FIELD, config.layout.data.sync, rule_text, "layout.transport=torch or auto, or sync=zero1")
 
 
-@rule(FIELD, EXPERT)
+@rule(FIELD, EXPERT_FIELD)
 def needs_one_axis_of_replicas(config: Config) -> Iterator[Problem]:
     sync, expert = config.layout.data.sync, config.layout.data.expert
     if expert > 1:
-        rule_text = f"knows replicas alone, and {EXPERT}={expert} gives ranks different experts"
+        rule_text = f"knows replicas alone, and {EXPERT_FIELD}={expert} gives ranks different experts"
         yield Problem(FIELD, sync, rule_text, _others(needs_one_axis_of_replicas))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from meshwright.data_parallel.section import EXPERT
+from meshwright.data_parallel.section import EXPERT_FIELD
 from meshwright.errors import Problem
 from meshwright.models.section import TextTransformer
 from meshwright.registry import entries
@@ -138,7 +138,7 @@ def ranks_have_whole_experts(config: Config) -> Iterator[Problem]:
     count, expert = config.model.num_experts, config.layout.data.expert
     if count % expert:
         valid = listed([size for size in divisors(count) if config.layout.data.size % size == 0])
-        yield Problem(EXPERT, expert, f"does not divide model.experts.count={count}", valid)
+        yield Problem(EXPERT_FIELD, expert, f"does not divide model.experts.count={count}", valid)
 
 
 @rule("model.experts", "model.biases")
