@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.ranks.comm import Comm, Pieces
+from meshwright.ranks.comm import Comm, PieceSizes
 from meshwright.ranks.mesh import Mesh
 
 DTYPES = {
@@ -93,7 +93,7 @@ def _all_to_all(comm: Comm, dtype: torch.dtype) -> Tensor:
 
 def _all_to_all_of_unequal_pieces(comm: Comm, dtype: torch.dtype) -> Tensor:
     """Rank i sends i + j elements to rank j, so the first sends itself none."""
-    pieces = Pieces(
+    pieces = PieceSizes(
         tuple(other + comm.index for other in range(comm.size)), tuple(comm.index + other for other in range(comm.size))
     )
     out = torch.empty(sum(pieces.received), dtype=dtype)

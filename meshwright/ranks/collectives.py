@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.ranks.comm import DONE, Comm, Pieces, Work
+from meshwright.ranks.comm import DONE, Comm, PieceSizes, Work
 from meshwright.ranks.mesh import Mesh
 
 
@@ -169,7 +169,7 @@ class _TradeRows(torch.autograd.Function):
 def _traded(x: Tensor, sent: Sequence[int], received: Sequence[int], comm: Comm) -> Tensor:
     out, width = x.new_empty(sum(received), *x.shape[1:]), math.prod(x.shape[1:])
     by_rank = (tuple(count * width for count in counts) for counts in (received, sent))
-    comm.all_to_all(out, x, pieces=Pieces(*by_rank))
+    comm.all_to_all(out, x, pieces=PieceSizes(*by_rank))
     return out
 
 

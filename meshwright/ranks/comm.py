@@ -74,7 +74,7 @@ class RankGroup:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PieceSizes:
     """Elements that an all-to-all brings from each member, and that it takes to each."""
 
     received: tuple[int, ...]
@@ -106,7 +106,7 @@ class Comm(ABC):
         assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
         return self._collective("all_gather", size_bytes(x), lambda: self._all_gather(x, part), wait)
 
-    def all_to_all(self, out: Tensor, x: Tensor, *, pieces: Pieces | None = None, wait: bool = True) -> Work:
+    def all_to_all(self, out: Tensor, x: Tensor, *, pieces: PieceSizes | None = None, wait: bool = True) -> Work:
         """Piece j of x goes to rank j, where it becomes piece `index` of out. `pieces`: their sizes, where these
         differ; they are counted as equal ones of as much."""
         if pieces is None:
@@ -206,7 +206,7 @@ class Comm(ABC):
     @abstractmethod
     def _all_gather(self, x: Tensor, part: Tensor) -> Work: ...
     @abstractmethod
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: Pieces | None) -> Work: ...
+    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work: ...
     @abstractmethod
     def _broadcast(self, x: Tensor, root: int) -> Work: ...
     @abstractmethod
@@ -239,7 +239,7 @@ class SoloComm(Comm):
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
         return _copied(x, part)
 
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: Pieces | None) -> Work:
+    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
         return _copied(out, x)
 
     def _broadcast(self, x: Tensor, root: int) -> Work:

@@ -28,7 +28,17 @@ from torch import Tensor
 from meshwright.environment import Environment
 from meshwright.errors import LaunchError
 from meshwright.ranks.board import Board, FolderBoard
-from meshwright.ranks.comm import NAP_SECONDS, Comm, Later, Pieces, RankGroup, RecordedComm, SoloComm, Work, size_bytes
+from meshwright.ranks.comm import (
+    NAP_SECONDS,
+    Comm,
+    Later,
+    PieceSizes,
+    RankGroup,
+    RecordedComm,
+    SoloComm,
+    Work,
+    size_bytes,
+)
 from meshwright.ranks.mailbox import Mailbox, Packet, PolledMailbox, Side, SoloMailbox, header_of
 
 HALF = (torch.float16, torch.bfloat16)
@@ -114,7 +124,7 @@ class MpiComm(RecordedComm):
         sent = self.in_place if self._is_slice(part, x) else raw(part)
         return self._later(x, lambda: self.comm.Allgather(sent, raw(x)))
 
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: Pieces | None) -> Work:
+    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
         if pieces is None:
             return self._later(x, lambda: self.comm.Alltoall(raw(x), raw(out)))
         sent, received = ([size * x.element_size() for size in sizes] for sizes in (pieces.sent, pieces.received))

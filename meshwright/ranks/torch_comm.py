@@ -24,7 +24,7 @@ from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous, use_interface
 from meshwright.ranks import comm_store
 from meshwright.ranks.board import Board, StoreBoard
-from meshwright.ranks.comm import Comm, Later, Pieces, RankGroup, RecordedComm, SoloComm, Work
+from meshwright.ranks.comm import Comm, Later, PieceSizes, RankGroup, RecordedComm, SoloComm, Work
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox, neighbours_of
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
@@ -86,7 +86,7 @@ class TorchComm(RecordedComm):
 
         return Later(finish)
 
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: Pieces | None) -> Work:
+    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
         received, sent = (list(pieces.received), list(pieces.sent)) if pieces else (None, None)
         flat = out.view(-1), x.view(-1)
         return dist.all_to_all_single(*flat, received, sent, group=self.process_group, async_op=True)
