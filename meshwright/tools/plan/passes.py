@@ -78,14 +78,14 @@ class Passes:
             return self
         return replace(self, timeline=Timeline(len(self.busy), self.timeline.spans[:WHOLE_TASKS]))
 
-    def continued(self, seconds: float, busy: Sequence[float], peaks: tuple[Peak, ...]) -> Passes:
-        """A step that is longer by so much in its middle."""
+    def continued(self, delays: Sequence[float], busy: Sequence[float], peaks: tuple[Peak, ...]) -> Passes:
+        """A step that is longer in its middle: each stage's last task comes later by so much."""
         last = tuple(
             replace(span, start_seconds=span.start_seconds + seconds, end_seconds=span.end_seconds + seconds)
-            for span in self.last
+            for span, seconds in zip(self.last, delays, strict=True)
         )
         more = tuple(own + added for own, added in zip(self.busy, busy, strict=True))
-        return Passes(self.seconds + seconds, self.timeline, last, peaks, more)
+        return Passes(self.seconds + max(delays), self.timeline, last, peaks, more)
 
 
 def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed) -> Passes:
@@ -186,7 +186,7 @@ class _Pipeline:
         if rest := (self.count - some) % microbatches:
             shorter = self.simulated(some + rest)
         times = (self.count - some - rest) // microbatches
-        return shorter.continued(times * seconds, [times * each for each in busy], shorter.peaks)
+        return shorter.continued([times * seconds] * self.stages, [times * each for each in busy], shorter.peaks)
 
     @cached_property
     def slowest(self) -> float:
@@ -210,7 +210,13 @@ class _Pipeline:
             return times * (long - short)
 
         peaks = longer.peaks
-        if self.fills:
+        seconds = as_before = beyond(longer.seconds, shorter.seconds)
+        if self.pace is undisturbed:
+            seconds = max(seconds, (self.count - some) * self.slowest)
+        delays = [seconds] * self.stages
+        if self.fills:  # a stage whose backward passes are fast ends before the others, and ever longer before them
+            ends = zip(longer.last, shorter.last, strict=True)
+            delays = [seconds - as_before + beyond(long.end_seconds, short.end_seconds) for long, short in ends]
             peaks = tuple(
                 Peak(
                     long.activation_bytes + round(beyond(long.activation_bytes, short.activation_bytes)),
@@ -219,10 +225,7 @@ class _Pipeline:
                 for long, short in zip(longer.peaks, shorter.peaks, strict=True)
             )
         busy = [beyond(*both) for both in zip(longer.busy, shorter.busy, strict=True)]
-        seconds = beyond(longer.seconds, shorter.seconds)
-        if self.pace is undisturbed:
-            seconds = max(seconds, (self.count - some) * self.slowest)
-        return longer.continued(seconds, busy, peaks)
+        return longer.continued(delays, busy, peaks)
 
 
 def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]] | None:

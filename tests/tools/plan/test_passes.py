@@ -65,7 +65,7 @@ def test_a_long_step_follows_from_a_shorter_one(name: str, stages: int, count: i
     if exact:
         assert one.peaks == whole.peaks
         ends = [[span.end_seconds for span in each.last] for each in (one, whole)]
-        assert ends[0] == pytest.approx(ends[1], rel=5e-3 if name == "gpipe" else 1e-12)
+        assert ends[0] == pytest.approx(ends[1], rel=1e-12)
         assert one.idle_share == pytest.approx(whole.idle_share, abs=1e-12)
 
 
