@@ -247,7 +247,7 @@ class TaskSamples(ShuffledSamples):
 
     def __init__(self, folder: Path, split: Split, data: TaskSection, seed: int) -> None:
         self._tokens, self._ends, self._answers = (
-            np.load(folder / f"{split}-{array}.npy", mmap_mode="r") for array in _ARRAYS
+            np.lib.format.open_memmap(folder / f"{split}-{array}.npy", mode="r") for array in _ARRAYS
         )
         self._labels = ("start", "end") if isinstance(data, SquadData) else ("answer",)
         self._several = isinstance(data, RaceData)

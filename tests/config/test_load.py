@@ -140,7 +140,10 @@ def test_model_by_name_and_by_base() -> None:
             "layout=3",
             "layout=3 is not a section; valid: a section with the keys data, pipeline, context, tensor, transport",
         ),
-        ("layout.data=2", "layout.data=2 is not a section; valid: a section with the keys size, sync, shard, bucket"),
+        (
+            "layout.data=2",
+            "layout.data=2 is not a section; valid: a section with the keys size, sync, shard, expert, bucket",
+        ),
         (
             "model=gpt2-smal",
             r"model=gpt2-smal is no model that we have \(did you mean gpt2-small\?\); valid: .*gpt2-xl",
