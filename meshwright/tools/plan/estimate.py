@@ -1,43 +1,38 @@
 """Estimates for the search: a layout's memory of weights and its step, before it is worth a prediction.
 
 The memory is that of the real kit's parameters in the real buckets. The estimate is composed as a prediction is
-(predict.py), but of recordings at two sizes of microbatch, between and beyond which kernels and payloads are
-interpolated (recorder.py), and with a formula (`pipeline_seconds`) in place of the simulated pipeline.
+(predict.py), but of parts that are interpolated (timed_parts.py), and with a formula (`pipeline_seconds`) in place of
+the simulated pipeline.
 
 Recomputation is not recorded: it adds to a backward pass and takes from what is kept.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from meshwright.config import Config
-from meshwright.model import EMBEDDINGS, HEAD, Chunk
+from meshwright.model import EMBEDDINGS, HEAD
 from meshwright.parts import build_kit, build_model, placement_of, recomputed_group, rule_of
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
-from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.buckets import Memory, Peak, memory_of, passing_bytes, streams
 from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.predict import Planner, Prediction, TimedRun, check
-from meshwright.tools.plan.recorder import Program, interpolated_program
-from meshwright.tools.plan.recordings import Forms, Parameter, Recording, parameters_in, splits
+from meshwright.tools.plan.recordings import Parameter, parameters_in, splits
+from meshwright.tools.plan.timed_parts import TimedPart, TimedParts, strides
 
 SURE = 0.95
 """The part of an estimate that the search takes for certain."""
 
 AGAIN = 0.9
 """The part of a group's forward pass that is recomputed at least: its last layer's is cut short."""
-
-_SIZES = 2, 4
-"""Samples of the two recordings, in those of the smallest microbatch that the tensor section can cut."""
 
 
 @dataclass(frozen=True)
@@ -48,35 +43,8 @@ class Estimate:
     memory: Memory
 
 
-_Mix = tuple[tuple[float, Program], ...]
-"""Programs whose seconds add up, each so many times: one; or two recorded ones, where what lies between or beyond them
-has other events (a head's chunks), so that only their seconds can be interpolated."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The embeddings, a layer, or the head, for a microbatch of one size: its programs, the bytes that a forward pass
-    keeps, and those that it passes on."""
-
-    programs: dict[TaskKind, tuple[_Mix, ...]]
-    kept_bytes: float
-    outgoing_bytes: int
-    is_layer: bool
-
-
-@dataclass(frozen=True)
-class _TimedPart:
-    """A part's seconds forward, backward, and (`inputs`, `weights`) of the halves of a split backward pass."""
-
-    part: _Part
-    forward: float
-    backward: float
-    inputs: float
-    weights: float
-
-
 _Shape = tuple[tuple[int, int], ...]
-"""A stage: each of its parts by position (`_distinct`), and how many it has of it."""
+"""A stage: each of its parts by position (`TimedParts.distinct`), and how many it has of it."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +92,10 @@ class Estimates:
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
+        self.parts = TimedParts(planner)
         self._parameters: dict[Hashable, dict[int, tuple[Parameter, ...]]] = {}
         self._partitions: dict[Hashable, tuple[int, ...]] = {}
         self._weights: dict[Hashable, tuple[Memory, int]] = {}
-        self._parts: dict[Hashable, dict[int, _Part]] = {}
-        self._timed: dict[Hashable, dict[int, _TimedPart]] = {}
-        self._kept_shares: dict[Hashable, float] = {}
         self._stage_shapes: dict[tuple[int, ...], list[_Shape]] = {}
         self._messages: dict[Hashable, list[float]] = {}
         self._passes: dict[Hashable, _Passes] = {}
@@ -232,7 +198,7 @@ class Estimates:
         return self._stage_shapes[partition]
 
     def _work(self, config: Config, shape: _Shape) -> _Work:
-        parts, split = self._timed_parts(config), splits(config)
+        parts, split = self.parts.of(config), splits(config)
         again = AGAIN if config.memory.recompute not in ("none", "selective") else 0.0
         stage = [(parts[place], times) for place, times in shape]
         return _Work(
@@ -246,35 +212,23 @@ class Estimates:
             stage[-1][0].part.outgoing_bytes,
         )
 
-    def _kept_bytes(self, config: Config, stage: Sequence[tuple[_TimedPart, int]]) -> float:
+    def _kept_bytes(self, config: Config, stage: Sequence[tuple[TimedPart, int]]) -> float:
         """Bytes that a forward pass keeps on a stage of so many of each part; a recomputed group keeps one input."""
         setting = config.memory.recompute
         if setting == "none":
             return sum(times * timed.part.kept_bytes for timed, times in stage)
         layers = [(timed.part, times) for timed, times in stage if timed.part.is_layer]
         if setting == "selective":
-            return self._kept_share(config) * sum(times * part.kept_bytes for part, times in layers)
+            return self.parts.kept_share(config) * sum(times * part.kept_bytes for part, times in layers)
         num_layers = sum(times for _, times in layers)
         return sum(times * part.outgoing_bytes for part, times in layers) / max(1, recomputed_group(config, num_layers))
 
-    def _again_bytes(self, config: Config, stage: Sequence[tuple[_TimedPart, int]]) -> float:
+    def _again_bytes(self, config: Config, stage: Sequence[tuple[TimedPart, int]]) -> float:
         """Bytes that a recomputed group of layers holds again when its backward pass begins."""
         layers = [(timed.part.kept_bytes, times) for timed, times in stage if timed.part.is_layer]
         if config.memory.recompute in ("none", "selective") or not layers:
             return 0.0
         return recomputed_group(config, sum(times for _, times in layers)) * min(kept for kept, _ in layers)
-
-    def _kept_share(self, config: Config) -> float:
-        """The share of what the first layer keeps that it still keeps where attention is recomputed."""
-        layer = config.layout.layer
-        if layer not in self._kept_shares:
-            alone = _alone(config, _SIZES[0] * smallest_micro(config))
-            again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
-            recordings = self.planner.recordings
-            forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
-            kept, still = (_kept(recordings.of(one, Chunk(range(1), False, False), forms)) for one in (alone, again))
-            self._kept_shares[layer] = still / kept
-        return self._kept_shares[layer]
 
     def _hops(self, config: Config, sizes: Sequence[int]) -> list[float]:
         """Seconds of a message from each position to the next; to one of the same stage none."""
@@ -355,61 +309,9 @@ class Estimates:
             mesh = planned_mesh(grid, 0, layout.token_axes)
             self._parameters[layout.layer] = {
                 place: parameters_in(build_model(config, build_kit(config, mesh), mesh, chunk))
-                for place, chunk in self._distinct(config)
+                for place, chunk in self.parts.distinct(config)
             }
         return self._parameters[layout.layer]
-
-    def _distinct(self, config: Config) -> Iterator[tuple[int, Chunk]]:
-        """The chain's distinct parts by position, in the order of the forward pass."""
-        yield -1, Chunk(range(0), True, False)
-        for first in dict.fromkeys(self.planner.recordings.outline(config).alike):
-            yield first, Chunk(range(first, first + 1), False, False)
-        yield config.model.num_blocks, Chunk(range(0), False, True)
-
-    def _timed_parts(self, config: Config) -> dict[int, _TimedPart]:
-        key = config.layout.layer, config.micro, strides(config)
-        if key not in self._timed:
-            self._timed[key] = {place: self._time(config, part) for place, part in self._parts_of(config).items()}
-        return self._timed[key]
-
-    def _time(self, config: Config, part: _Part) -> _TimedPart:
-        """The part's seconds at its quickest place in the step. Half of a backward pass's kernels are for weights."""
-        timer, network = self.planner.timer(config), self.planner.network(config)
-        overlaps = self.planner.software.overlap("layers", network.overlaps)
-
-        def seconds(mix: _Mix, overlaps: float) -> float:
-            return max(0.0, sum(times * timer.seconds(program, network, overlaps) for times, program in mix))
-
-        forward, backward = (
-            min((seconds(mix, overlaps), place) for place, mix in enumerate(part.programs[kind]))
-            for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
-        )
-        mix = part.programs[TaskKind.BACKWARD][backward[1]]
-        weights = sum(times * timer.computing(program) for times, program in mix) / 2
-        return _TimedPart(part, forward[0], backward[0], seconds(mix, 0.0) - weights, weights)
-
-    def _parts_of(self, config: Config) -> dict[int, _Part]:
-        key = config.layout.layer, config.micro
-        if key not in self._parts:
-            smallest = smallest_micro(config)
-            by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
-            sizes = (config.micro,) * 2 if by_size else tuple(size * smallest for size in _SIZES)
-            share = (config.micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
-            small, large = (self._record(_alone(config, size)) for size in sizes)
-            ends = -1, config.model.num_blocks
-            self._parts[key] = {
-                place: _interpolated(small[place], large[place], share, is_layer=place not in ends) for place in small
-            }
-        return self._parts[key]
-
-    def _record(self, config: Config) -> dict[int, Recording]:
-        """The chain's distinct parts."""
-        forms: Forms = ()
-        recorded: dict[int, Recording] = {}
-        for place, chunk in self._distinct(config):
-            recorded[place] = self.planner.recordings.of(config, chunk, forms)
-            forms = recorded[place].outgoing
-        return recorded
 
 
 def pipeline_seconds(
@@ -443,22 +345,6 @@ def pipeline_seconds(
     return longest
 
 
-def strides(config: Config, *more: str) -> Hashable:
-    """The distance between ranks along the axes that cut a layer and those named, hence over which links they send."""
-    axes, names = config.layout.axes, {*(name for name, _ in config.layout.layer_axes), *more}
-    return tuple(
-        (name, size, math.prod(after for _, after in axes[index + 1 :]))
-        for index, (name, size) in enumerate(axes)
-        if name in names
-    )
-
-
-def smallest_micro(config: Config) -> int:
-    """Samples that a microbatch must have for each rank to have one."""
-    sizes = dict(config.layout.axes)
-    return math.prod(sizes[axis] for axis in config.layout.tensor.batch_axes)
-
-
 def _in_flight(config: Config, stage: int, placement: ChunkPlacement) -> int:
     """Microbatches that a stage holds when it goes backward for the first time, counted once for each chunk; of a
     message-driven one most likely."""
@@ -467,44 +353,3 @@ def _in_flight(config: Config, stage: int, placement: ChunkPlacement) -> int:
     count, rule = config.num_microbatches, rule_of(config)
     limit = min(rule.limit_at(stage, placement, count), count * placement.num_chunks)
     return limit if rule.fixed else rule.held(stage, placement.num_stages, limit)
-
-
-def _alone(config: Config, micro: int) -> Config:
-    """One replica of one stage, with a step of few microbatches of so many samples."""
-    one = {
-        "data": config.layout.data.model_copy(update={"size": 1, "shard": None}),
-        "pipeline": config.layout.pipeline.model_copy(update={"size": 1}),
-    }
-    count = 2 if config.layout.tensor.by_size else 1  # the first microbatch gathers weights
-    batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
-    memory = config.memory.model_copy(update={"recompute": "none"})
-    if memory.summa == "auto":
-        memory = memory.model_copy(update={"summa": "gather"})
-    return config.model_copy(update={"layout": config.layout.model_copy(update=one), "batch": batch, "memory": memory})
-
-
-def _kept(recording: Recording) -> int:
-    """The bytes that its forward pass keeps."""
-    return recording.programs[TaskKind.FORWARD][-1].kept_bytes
-
-
-def _interpolated(small: Recording, large: Recording, share: float, *, is_layer: bool) -> _Part:
-    """A part for a microbatch at `share` of the way from the small recording's to the large one's, or beyond."""
-
-    def between(one: float, other: float) -> float:
-        return one + share * (other - one)
-
-    programs = {
-        kind: tuple(
-            _mixed(one, other, share) for one, other in zip(small.programs[kind], large.programs[kind], strict=True)
-        )
-        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
-    }
-    outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
-    return _Part(programs, max(0.0, between(_kept(small), _kept(large))), round(between(*outgoing)), is_layer)
-
-
-def _mixed(small: Program, large: Program, share: float) -> _Mix:
-    """The program at `share` of the way from the small one to the large one, or both in parts."""
-    program = interpolated_program(small, large, share)
-    return ((1.0, program),) if program.events or not small.events else ((1 - share, small), (share, large))

@@ -1,0 +1,180 @@
+"""The distinct parts of a chain for a microbatch of any size, of recordings at two sizes: what estimates add up.
+
+Kernels and payloads are interpolated between and beyond the two (recorder.py). Where a part's events differ between
+them, as a head's with its chunks, only its seconds can be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from meshwright.config import Config
+from meshwright.model import Chunk
+from meshwright.pipeline.task import TaskKind
+from meshwright.tools.plan.predict import Planner
+from meshwright.tools.plan.recorder import Program, interpolated_program
+from meshwright.tools.plan.recordings import Forms, Recording
+
+_SIZES = 2, 4
+"""Samples of the two recordings, in those of the smallest microbatch that the tensor section can cut."""
+
+
+_Mix = tuple[tuple[float, Program], ...]
+"""Programs whose seconds add up, each so many times: one; or two recorded ones, where what lies between or beyond them
+has other events (a head's chunks), so that only their seconds can be interpolated."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The embeddings, a layer, or the head, for a microbatch of one size: its programs, the bytes that a forward pass
+    keeps, and those that it passes on."""
+
+    programs: dict[TaskKind, tuple[_Mix, ...]]
+    kept_bytes: float
+    outgoing_bytes: int
+    is_layer: bool
+
+
+@dataclass(frozen=True)
+class TimedPart:
+    """A part's seconds forward, backward, and (`inputs`, `weights`) of the halves of a split backward pass."""
+
+    part: _Part
+    forward: float
+    backward: float
+    inputs: float
+    weights: float
+
+
+class TimedParts:
+    """The parts for layouts of one planner's cluster; it remembers what layouts share."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self._parts: dict[Hashable, dict[int, _Part]] = {}
+        self._timed: dict[Hashable, dict[int, TimedPart]] = {}
+        self._kept_shares: dict[Hashable, float] = {}
+
+    def distinct(self, config: Config) -> Iterator[tuple[int, Chunk]]:
+        """The chain's distinct parts by position, in the order of the forward pass."""
+        yield -1, Chunk(range(0), True, False)
+        for first in dict.fromkeys(self.planner.recordings.outline(config).alike):
+            yield first, Chunk(range(first, first + 1), False, False)
+        yield config.model.num_blocks, Chunk(range(0), False, True)
+
+    def of(self, config: Config) -> dict[int, TimedPart]:
+        """By position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
+        key = config.layout.layer, config.micro, strides(config)
+        if key not in self._timed:
+            self._timed[key] = {place: self._time(config, part) for place, part in self._parts_of(config).items()}
+        return self._timed[key]
+
+    def _time(self, config: Config, part: _Part) -> TimedPart:
+        """The part's seconds at its quickest place in the step. Half of a backward pass's kernels are for weights."""
+        timer, network = self.planner.timer(config), self.planner.network(config)
+        overlaps = self.planner.software.overlap("layers", network.overlaps)
+
+        def seconds(mix: _Mix, overlaps: float) -> float:
+            return max(0.0, sum(times * timer.seconds(program, network, overlaps) for times, program in mix))
+
+        forward, backward = (
+            min((seconds(mix, overlaps), place) for place, mix in enumerate(part.programs[kind]))
+            for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+        )
+        mix = part.programs[TaskKind.BACKWARD][backward[1]]
+        weights = sum(times * timer.computing(program) for times, program in mix) / 2
+        return TimedPart(part, forward[0], backward[0], seconds(mix, 0.0) - weights, weights)
+
+    def _parts_of(self, config: Config) -> dict[int, _Part]:
+        key = config.layout.layer, config.micro
+        if key not in self._parts:
+            smallest = smallest_micro(config)
+            by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
+            sizes = (config.micro,) * 2 if by_size else tuple(size * smallest for size in _SIZES)
+            share = (config.micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
+            small, large = (self._record(_alone(config, size)) for size in sizes)
+            ends = -1, config.model.num_blocks
+            self._parts[key] = {
+                place: _interpolated(small[place], large[place], share, is_layer=place not in ends) for place in small
+            }
+        return self._parts[key]
+
+    def _record(self, config: Config) -> dict[int, Recording]:
+        """The chain's distinct parts."""
+        forms: Forms = ()
+        recorded: dict[int, Recording] = {}
+        for place, chunk in self.distinct(config):
+            recorded[place] = self.planner.recordings.of(config, chunk, forms)
+            forms = recorded[place].outgoing
+        return recorded
+
+    def kept_share(self, config: Config) -> float:
+        """The share of what the first layer keeps that it still keeps where attention is recomputed."""
+        layer = config.layout.layer
+        if layer not in self._kept_shares:
+            alone = _alone(config, _SIZES[0] * smallest_micro(config))
+            again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
+            recordings = self.planner.recordings
+            forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
+            kept, still = (_kept(recordings.of(one, Chunk(range(1), False, False), forms)) for one in (alone, again))
+            self._kept_shares[layer] = still / kept
+        return self._kept_shares[layer]
+
+
+def strides(config: Config, *more: str) -> Hashable:
+    """The distance between ranks along the axes that cut a layer and those named, hence over which links they send."""
+    axes, names = config.layout.axes, {*(name for name, _ in config.layout.layer_axes), *more}
+    return tuple(
+        (name, size, math.prod(after for _, after in axes[index + 1 :]))
+        for index, (name, size) in enumerate(axes)
+        if name in names
+    )
+
+
+def smallest_micro(config: Config) -> int:
+    """Samples that a microbatch must have for each rank to have one."""
+    sizes = dict(config.layout.axes)
+    return math.prod(sizes[axis] for axis in config.layout.tensor.batch_axes)
+
+
+def _alone(config: Config, micro: int) -> Config:
+    """One replica of one stage, with a step of few microbatches of so many samples."""
+    one = {
+        "data": config.layout.data.model_copy(update={"size": 1, "shard": None}),
+        "pipeline": config.layout.pipeline.model_copy(update={"size": 1}),
+    }
+    count = 2 if config.layout.tensor.by_size else 1  # the first microbatch gathers weights
+    batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
+    memory = config.memory.model_copy(update={"recompute": "none"})
+    if memory.summa == "auto":
+        memory = memory.model_copy(update={"summa": "gather"})
+    return config.model_copy(update={"layout": config.layout.model_copy(update=one), "batch": batch, "memory": memory})
+
+
+def _kept(recording: Recording) -> int:
+    """The bytes that its forward pass keeps."""
+    return recording.programs[TaskKind.FORWARD][-1].kept_bytes
+
+
+def _interpolated(small: Recording, large: Recording, share: float, *, is_layer: bool) -> _Part:
+    """A part for a microbatch at `share` of the way from the small recording's to the large one's, or beyond."""
+
+    def between(one: float, other: float) -> float:
+        return one + share * (other - one)
+
+    programs = {
+        kind: tuple(
+            _mixed(one, other, share) for one, other in zip(small.programs[kind], large.programs[kind], strict=True)
+        )
+        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+    }
+    outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
+    return _Part(programs, max(0.0, between(_kept(small), _kept(large))), round(between(*outgoing)), is_layer)
+
+
+def _mixed(small: Program, large: Program, share: float) -> _Mix:
+    """The program at `share` of the way from the small one to the large one, or both in parts."""
+    program = interpolated_program(small, large, share)
+    return ((1.0, program),) if program.events or not small.events else ((1 - share, small), (share, large))
