@@ -77,6 +77,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "precision": ("float64", "float64", "float64", "float32", "O1-bf16", "O2-bf16", "O2-fp16"),
     "data": (1, 1, 1, 2, 2, 3, 4),
     "sync": (None, "allreduce", "zero1", "zero2", "zero3", "ring", "rooted", "server-gradient", "server-loss", "fsdp"),
+    "shard": (None, None, None, 2),
     "bucket": (None, 1024, 8192),
     "stages": (1, 1, 1, 2, 2, 3, 4),
     "chunks": (None, None, None, 2, 3),
@@ -107,6 +108,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "precision": ("precision",),
     "data": ("layout.data.size", "batch.global"),
     "sync": ("layout.data.sync",),
+    "shard": ("layout.data.shard",),
     "bucket": ("layout.data.bucket",),
     "stages": ("layout.pipeline.size",),
     "chunks": ("layout.pipeline.chunks",),
@@ -192,7 +194,7 @@ def _layout(case: Case, blocks: int) -> dict[str, Any]:
     if case["partition"] is not None:
         pipeline["partition"] = partition_of(case["partition"], blocks, case["stages"] * (case["chunks"] or 1))
     layout = {
-        "data": {"size": case["data"], **_given(case, "sync"), **_given(case, "bucket")},
+        "data": {"size": case["data"], **_given(case, "sync"), **_given(case, "shard"), **_given(case, "bucket")},
         "pipeline": pipeline,
         "tensor": TENSORS[case["tensor"]] | _given(case, "common") | _given(case, "branch"),
         "transport": "torch",
@@ -236,7 +238,8 @@ def world_size(case: Case) -> int:
 
 
 def _order(case: Case) -> list[str]:
-    names = ["data", "pipe", *layer_axes(case)]
+    groups = ["replicate"] * (case["shard"] is not None and case["data"] > case["shard"])
+    names = [*groups, "data", "pipe", *layer_axes(case)]
     return names[::-1] if case["order"] == "reversed" else ["pipe", *[name for name in names if name != "pipe"]]
 
 
