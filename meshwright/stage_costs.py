@@ -145,7 +145,7 @@ def held_bytes(
             tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in forms) for forms in ends
         )
         waiting = sum(map(size_bytes, coming))
-        stage.forward(index, given, batch, dict.fromkeys(stage.model.labels, 1.0))
+        stage.forward(index, given, batch, dict.fromkeys((*stage.model.labels, SAMPLES), 1.0))
         after_forward = live.live - waiting
         stage.backward(index, coming, defers=True)
         del given, coming

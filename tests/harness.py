@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.machine import Machine
-from meshwright.model import Batch, Costs, Scales
+from meshwright.model import SAMPLES, Batch, Costs, Scales
 from meshwright.parts import Parts, empty_batch, placement_of, rule_of
 from meshwright.parts import build as build_resolved
 from meshwright.pipeline.partition import fastest
@@ -59,7 +59,7 @@ def counted_step(config: Config, rank: int = 0) -> Parts:
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
     batches = [empty_batch(config, parts.kit, parts.model, mesh.device) for _ in range(config.num_microbatches)]
-    parts.pipeline.train(batches, dict.fromkeys(parts.model.labels, 1.0), lambda index, chunk: None)
+    parts.pipeline.train(batches, dict.fromkeys((*parts.model.labels, SAMPLES), 1.0), lambda index, chunk: None)
     parts.strategy.finish()
     parts.strategy.publish()
     return parts

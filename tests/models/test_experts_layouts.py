@@ -38,6 +38,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts x cut": {"data": {"size": 2, "expert": 2}, "tensor": CUT},
     "experts x stages x ring": {"data": {"size": 2, "expert": 2}, "pipeline": {"size": 2}, "context": RING},
     "experts x slices": {"data": {"size": 4, "expert": 2, "sync": "zero3"}},
+    "experts x groups of slices": {"data": {"size": 4, "expert": 2, "shard": 2, "sync": "zero3"}},
+    "experts x chunks": {"data": {"size": 2, "expert": 2}, "pipeline": {"size": 2, "chunks": 2, "schedule": "1f1b"}},
     "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
 }
 ONLY_LONG = {"1-D", "ring"}

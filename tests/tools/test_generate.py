@@ -9,9 +9,10 @@ import torch
 
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import ConfigError
+from meshwright.models.llama.section import ExpertsSection, Llama
 from meshwright.tools.evaluate.load import LoadedText, load_text
 from meshwright.tools.generate import Request, Sampling, generate_text, generate_tokens, whole_characters
-from tests.tools.evaluate.tiny import VOCABULARY, rigged_checkpoint, tiny_checkpoint
+from tests.tools.evaluate.tiny import VOCABULARY, rigged_checkpoint, tiny_checkpoint, tiny_config
 
 GREEDY = Sampling()
 
@@ -37,6 +38,17 @@ def without_cache(loaded: LoadedText, prompt: list[int], most: int) -> list[int]
         if len(window) > loaded.context:
             window = window[-(loaded.context // 2) :]
     return made
+
+
+def test_experts_go_with_a_cache(tmp_path: Path) -> None:
+    """A token's experts are its own: those before it are in the cache, and their balance is no part of the output."""
+    model = Llama(
+        family="llama",
+        layers=2, hidden=16, heads=2, key_value_heads=1, feed_forward=24, positions=8, vocabulary=VOCABULARY,
+        experts=ExpertsSection(count=4, per_token=2, balance=0.1),
+    )  # fmt: skip
+    config = tiny_config().model_copy(update={"model": model})
+    test_greedy_equals_a_loop_without_cache(load_text(tiny_checkpoint(tmp_path, config), "cpu"), "a long prompt")
 
 
 @pytest.mark.parametrize("prompt", ["", "a", "the cat", "12345678", "123456789", "a long prompt that does not fit"])

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import IGNORED
+from meshwright.model import IGNORED, SAMPLES
 from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import Initial
 from meshwright.parts import empty_batch
@@ -108,7 +108,7 @@ def trace_model(config: Config) -> TracedModel:
     kit = TracedKit(solo_mesh(torch.device("meta")))
     model = make_chain(config, kit)
     batch = empty_batch(config, kit, model, kit.mesh.device)
-    graph = trace(model, batch, dict.fromkeys(model.labels, 1.0))
+    graph = trace(model, batch, dict.fromkeys((*model.labels, SAMPLES), 1.0))
     paths = {module: path for path, module in model.named_modules()}
     return TracedModel(config.micro, graph, {paths[layer]: where for layer, where in kit.pairs.items()})
 

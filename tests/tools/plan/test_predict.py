@@ -71,7 +71,25 @@ def sent(traffic: Any) -> dict[tuple[str, str], tuple[int, int]]:
 def test_traffic_and_weights_are_those_of_the_whole_run(
     tensor: dict[str, Any], pipeline: dict[str, Any], recompute: str, sync: str
 ) -> None:
-    config = config_for(tensor, pipeline, recompute, sync=sync)
+    check_whole_run(config_for(tensor, pipeline, recompute, sync=sync))
+
+
+def test_experts_have_equal_shares() -> None:
+    """A recorded router has no values: each rank sends every other as many rows as an even router would."""
+    model = {
+        "family": "llama", "layers": 3, "hidden": 32, "heads": 4, "feed_forward": 16, "positions": 16,
+        "vocabulary": 512, "experts": {"count": 4, "per_token": 2, "balance": 0.1},
+    }  # fmt: skip
+    data = {"size": 4, "expert": 2, "sync": "zero1"}
+    config = config_for({}, {}, "none", model=model, layout={"data": data, "pipeline": {"size": 2}})
+    check_whole_run(config)
+    elsewhere = 32 // 4 * 16 * 2 // 2  # rows of two experts a token, of which this rank has half
+    traffic = predicted(config).traffic
+    sent_bytes = sum(part["expert", "all_to_all"].sent_bytes for part in traffic)
+    assert sent_bytes == 3 * 4 * elsewhere * 32 * 4  # layers, all-to-alls, rows, hidden width, bytes
+
+
+def check_whole_run(config: Config) -> None:
     made = predicted(config)
     grid = Grid(config.layout.axes)
     for stage in range(config.layout.pipeline.size):

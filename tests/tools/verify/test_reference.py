@@ -108,6 +108,11 @@ def test_layouts_equal_it(model: str, tmp_path: Path) -> None:
     verdict_of(config_for(model, **changes), tmp_path, 3).check()
 
 
+def test_experts_dealt_out_equal_it(tmp_path: Path) -> None:
+    layout = {"data": {"size": 2, "expert": 2, "sync": "zero1"}}
+    verdict_of(config_for("experts", layout=layout), tmp_path, 3).check()
+
+
 @pytest.mark.parametrize("name", ["sgd", "momentum"])
 @pytest.mark.parametrize("decay", ["constant", "linear"])
 def test_every_optimizer_and_schedule(name: str, decay: str, tmp_path: Path) -> None:
