@@ -77,11 +77,10 @@ def test_equals_serial_with_recomputation(recompute: str | int) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_half_precision_trains_as_on_one_device(level: str) -> None:
-    """Roundings may give a token to another expert: one of two that the router likes as well."""
     precision = {"level": level, "dtype": "bf16"}
     expected, _ = run(experts({}, precision=precision))[0]
     for losses, _ in run(experts({"tensor": ONE_D}, precision=precision)):
-        torch.testing.assert_close(losses, expected, rtol=1e-2, atol=0)
+        torch.testing.assert_close(losses, expected, rtol=5e-3, atol=0)
 
 
 @pytest.mark.parametrize(
