@@ -107,7 +107,9 @@ def make_source(folder: Path, task: str) -> Path:
     return make_race(folder / "race")
 
 
-@pytest.mark.parametrize("task", RUNS)
+@pytest.mark.parametrize(
+    "task", ["squad", *(pytest.param(task, marks=pytest.mark.long) for task in RUNS if task != "squad")]
+)
 def test_a_task_from_a_pretrained_bert(tmp_path: Path, task: str) -> None:
     """The head is drawn from the seed, the same under every layout; then `eval --task` of what was trained."""
     family, layout = RUNS[task]

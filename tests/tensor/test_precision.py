@@ -33,7 +33,7 @@ def float32() -> list[float]:
         {"kind": "megatron", "size": 2},
         {"kind": "megatron", "size": 2, "sequence_parallel": True},
         {"kind": "tesseract", "q": 2, "d": 1},
-        {"kind": "tesseract", "q": 2, "d": 2},
+        pytest.param({"kind": "tesseract", "q": 2, "d": 2}, marks=pytest.mark.long, id="tesseract-2-2"),
         {"kind": "subgraph", "size": 2, "common": "all", "branch": "attention-core"},
         {"kind": "subgraph", "size": 2, "common": "one", "branch": "block"},
     ],
