@@ -140,7 +140,7 @@ def examples(config: Config, data: TaskSection, source: str, tokenizer: Tokenize
                 rows = choice_rows(encode(asked.passage), choices, data.sequence)
                 yield TaskExample(rows, (asked.answer,), asked.passage)
         case _:
-            raise NotImplementedError(type(data))
+            raise AssertionError(f"{type(data).__name__} is no section of a task")
 
 
 def texts_of(config: Config, data: TaskSection) -> Iterator[str]:

@@ -69,7 +69,7 @@ class Tokenizer:
 
     @cached_property
     def _marking(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, to which a special token's spelling is that token."""
+        """This tokenizer as one to which a special token's spelling is that token."""
         library = tokenizers.Tokenizer.from_str(self._library.to_str())
         library.encode_special_tokens = False
         return library

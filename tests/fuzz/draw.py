@@ -141,7 +141,7 @@ def _climbed(case: Case, pair: Pair, missing: Mapping[Pair, None], drawing: Draw
 
 
 def merged(cases: Sequence[Case], drawing: Drawing) -> list[Case]:
-    """The same pairs in fewer cases: two become one where a legal case has all that none of the others has."""
+    """Fewer cases that have all their pairs: two become one where a legal case has all that none of the others has."""
     left, number = dict(enumerate(cases)), len(cases)
     pairs = {index: pairs_of(case) for index, case in left.items()}
     holders = Counter(pair for own in pairs.values() for pair in own)

@@ -238,7 +238,7 @@ COUNTS = {
     "qwen3-30b-a3b": 30_532_122_624,
     "mixtral-mini": 19_400_000,
 }
-"""As their authors publish them; those of laptops about."""
+"""Parameters of each size, as its authors publish them; those of laptops are about so many."""
 
 
 def count(mesh: Mesh) -> dict[str, tuple[int, int]]:

@@ -31,7 +31,7 @@ class Software(Section):
     overlapped: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
 
     def on(self, device: Device) -> Software:
-        """The same, with the attention that it has on a device."""
+        """This software with the attention that it has on a device."""
         attention = self.attention or ("torch" if device.attention is None else "fused")
         return self.model_copy(update={"attention": attention})
 
