@@ -35,7 +35,7 @@ class WideRouter(nn.Module):
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
         self.weight, self.chosen = theirs.weight, theirs.top_k
-        self.renormalises = getattr(theirs, "norm_topk_prob", True)  # a Mixtral has no such field: always
+        self.renormalises = vars(theirs).get("norm_topk_prob", True)  # a Mixtral has no such field: always
 
     def forward(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(h.flatten(0, -2), self.weight)
