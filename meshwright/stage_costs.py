@@ -39,7 +39,7 @@ from meshwright.parts import (
     recompute_in,
     rule_of,
 )
-from meshwright.pipeline.partition import chosen_partition, fastest
+from meshwright.pipeline.partition import fastest
 from meshwright.pipeline.stage import Stage
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import PIPE, Grid
@@ -76,10 +76,9 @@ class BuiltStages:
         return self._built[config]
 
     def partition(self, config: Config) -> tuple[int, ...]:
-        how = placement_of(config), rule_of(config), config.num_microbatches
-        if config.layout.pipeline.partition == "measured":
-            return fastest(measured_costs(config), *how)
-        return chosen_partition(counted_costs(config), *how)
+        timed = config.layout.pipeline.partition == "measured"
+        costs = measured_costs(config) if timed else counted_costs(config)
+        return fastest(costs, placement_of(config), rule_of(config), config.num_microbatches)
 
     def fixed_bytes(self, config: Config) -> Sequence[int]:
         sizes = []

@@ -19,6 +19,8 @@ from meshwright.pipeline.task import Task, TaskKind
 
 SEARCHED_TASKS = 6_000
 """Simulated while a partition is looked for: a fifth of a second."""
+MOST_ROUNDS = 2
+"""Simulated microbatches for each position of the chain, at most."""
 LATENCY = 0.1
 """A message, in forward passes of a position."""
 
@@ -52,22 +54,18 @@ def balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
     return best(0, 0)[2]
 
 
-def chosen_partition(
-    costs: Costs, placement: ChunkPlacement, rule: ScheduleRule, num_microbatches: int
-) -> tuple[int, ...]:
-    """The partition that a run with `partition: auto` has, of counted costs."""
-    if placement.num_chunks == 1:
-        return balanced(costs, placement.num_stages)  # a planner asks for thousands
-    return fastest(costs, placement, rule, num_microbatches)
-
-
 def fastest(costs: Costs, placement: ChunkPlacement, rule: ScheduleRule, num_microbatches: int) -> tuple[int, ...]:
     """Layers of each position, in the order of the chain. From the balanced cut on a layer moves from one position to
-    another, as long as the clock has a step that is shorter; of equals the first, which is the more even."""
-    count = min(num_microbatches, 2 * placement.num_positions)
-    left = SEARCHED_TASKS // (len(rule.kinds) * count * placement.num_positions)
+    another, as long as the clock has a step that is shorter; of equals the first, which is the more even.
+
+    Where positions are so many that a step is expensive to simulate, the balanced cut stays.
+    """
+    simulated = min(num_microbatches, MOST_ROUNDS * placement.num_positions)
+    left = SEARCHED_TASKS // (len(rule.kinds) * simulated * placement.num_positions)
     best = balanced(costs, placement.num_positions)
-    seconds = step_seconds(costs, best, placement, rule, count)
+    if left == 0:
+        return best
+    seconds = long_step_seconds(costs, best, placement, rule, num_microbatches)
     improved = True
     while improved and left > 0:
         improved = False
@@ -75,11 +73,28 @@ def fastest(costs: Costs, placement: ChunkPlacement, rule: ScheduleRule, num_mic
             if left == 0:
                 break
             left -= 1
-            took = step_seconds(costs, moved, placement, rule, count)
+            took = long_step_seconds(costs, moved, placement, rule, num_microbatches)
             if took < seconds * (1 - 1e-9):
                 best, seconds, improved = moved, took, True
                 break
     return best
+
+
+def long_step_seconds(
+    costs: Costs, partition: tuple[int, ...], placement: ChunkPlacement, rule: ScheduleRule, num_microbatches: int
+) -> float:
+    """A step by the clock, of which MOST_ROUNDS microbatches for each position are simulated at most. Each one more
+    takes as long as one of the last p did, and no less than the busiest stage works on it."""
+    stages, rounds = placement.num_stages, MOST_ROUNDS * placement.num_positions
+    if num_microbatches <= rounds:
+        return step_seconds(costs, partition, placement, rule, num_microbatches)
+    work = [sum(costs.layers[layer] for layer in run) for run in ranges_of(partition)]
+    work[0] += costs.embedding
+    work[-1] += costs.head
+    busiest = 3 * max(sum(work[position] for position in placement.positions(stage)) for stage in range(stages))
+    seconds = step_seconds(costs, partition, placement, rule, rounds)
+    before = step_seconds(costs, partition, placement, rule, rounds - stages)
+    return seconds + (num_microbatches - rounds) * max(busiest, (seconds - before) / stages)
 
 
 def _moves(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from meshwright.config import Config, parse_config
 from meshwright.model import Costs
-from meshwright.pipeline.partition import balanced, fastest, ranges_of, step_seconds
+from meshwright.pipeline.partition import balanced, fastest, long_step_seconds, ranges_of, step_seconds
 from meshwright.pipeline.placement import ChunkPlacement
-from meshwright.pipeline.schedule import MESSAGE_DRIVEN
+from meshwright.pipeline.schedule import GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
+from meshwright.stage_costs import counted_costs
+from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.predict import Planner
 from tests.harness import resolved
 from tests.pipeline.test_equality import SCHEDULES, WHOLE, pipelined
 from tests.tensor.test_equality import check, run
@@ -57,6 +60,26 @@ def test_the_clock_prefers_a_first_stage_that_is_the_bottleneck_to_a_last_one() 
     assert fastest(costs, two, MESSAGE_DRIVEN, 4) == (4, 0)
     sooner, later = (step_seconds(costs, cut, two, MESSAGE_DRIVEN, 4) for cut in ((4, 0), (3, 1)))
     assert sooner < later
+
+
+@pytest.mark.parametrize("rule", [GPIPE, ONE_F_ONE_B, MESSAGE_DRIVEN], ids=["gpipe", "1f1b", "message-driven"])
+def test_a_long_step_goes_on_as_its_first_part_did(rule: ScheduleRule) -> None:
+    """A cut whose first stages are the faster way in is the slower one in the long run, and is not taken."""
+    costs, four = Costs(0.6, (1.0,) * 12, 5.0), ChunkPlacement(4)
+    for cut in ((4, 4, 4, 0), (2, 6, 4, 0)):
+        whole = step_seconds(costs, cut, four, rule, 64)
+        assert long_step_seconds(costs, cut, four, rule, 64) == pytest.approx(whole, rel=0.01)
+    chosen, even = fastest(costs, four, rule, 64), balanced(costs, 4)
+    assert step_seconds(costs, chosen, four, rule, 64) <= step_seconds(costs, even, four, rule, 64)
+
+
+def test_a_run_and_its_plan_are_cut_alike_by_the_clock() -> None:
+    model = {"layers": 4, "hidden": 128, "heads": 4, "positions": 64, "vocabulary": 6000, "tied": False}
+    tree = {"model": model, "data": {"sequence": 64}, "batch": {"global": 4, "micro": 1}, "steps": 1, "device": "cpu"}
+    config = parse_config(tree | {"layout": {"pipeline": {"size": 2}, "transport": "torch"}})
+    cut = resolved(config).layout.pipeline.partition
+    assert cut == Planner(load_cluster("two-cores")).resolved(config).layout.pipeline.partition == (4, 0)
+    assert balanced(counted_costs(config), 2) == (3, 1)
 
 
 def test_the_clock_counts_all_chunks_of_a_stage() -> None:

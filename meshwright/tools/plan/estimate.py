@@ -293,10 +293,9 @@ class Estimates:
         pipeline = config.layout.pipeline
         key = pipeline.size, pipeline.chunks, pipeline.partition, config.replica_batch
         if key not in self._partitions:
-            clocked = pipeline.chunks > 1 and isinstance(pipeline.partition, str)
             self._partitions[key] = (
                 balanced(self.planner.work(config), pipeline.size * pipeline.chunks)
-                if clocked
+                if pipeline.size > 1 and isinstance(pipeline.partition, str)
                 else self.planner.partition(config)
             )
         return self._partitions[key]

@@ -17,7 +17,7 @@ from meshwright.model import Costs
 from meshwright.models.chain import split_name
 from meshwright.parts import placement_of, rule_of
 from meshwright.pipeline.clock import undisturbed
-from meshwright.pipeline.partition import chosen_partition
+from meshwright.pipeline.partition import fastest
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import REPLICA_AXES, Grid
@@ -159,10 +159,10 @@ class Planner:
             return pipeline.partition
         assert pipeline.partition == "auto", "refused before"
         costs = self.work(config)
-        rule, placement, count = rule_of(config), placement_of(config), config.num_microbatches
-        key = costs, placement, pipeline.schedule, pipeline.limit, count if placement.num_chunks > 1 else 0
+        placement, count = placement_of(config), config.num_microbatches
+        key = costs, placement, pipeline.schedule, pipeline.limit, count
         if key not in self._partitions:
-            self._partitions[key] = chosen_partition(costs, placement, rule, count)
+            self._partitions[key] = fastest(costs, placement, rule_of(config), count)
         return self._partitions[key]
 
     def work(self, config: Config) -> Costs:

@@ -17,8 +17,8 @@ def forecast_of(config: Config) -> Forecast:
 
 
 def of(schedule: str, **pipeline: Any) -> Forecast:
-    """Two stages, four microbatches."""
-    return forecast_of(laid_out(pipelined("gpt2", 2, schedule, WHOLE), pipeline))
+    """Two stages of two layers, four microbatches."""
+    return forecast_of(laid_out(pipelined("gpt2", 2, schedule, WHOLE), {"partition": (2, 2)} | pipeline))
 
 
 def test_gpipe_by_hand() -> None:
