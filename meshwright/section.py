@@ -50,6 +50,12 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 4 :]}"
 
 
+def can_share(count: int, members: int, parts: int) -> bool:
+    """Whether so many parts can have equally many of `count` branches, or one each of which the others with it have
+    other members."""
+    return count % parts == 0 or (parts % count == 0 and members % (parts // count) == 0)
+
+
 def divisors(number: int) -> list[int]:
     """All positive divisors, ascending."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]

@@ -42,7 +42,7 @@ from meshwright.parts import (
 from meshwright.pipeline.partition import fastest
 from meshwright.pipeline.stage import Stage
 from meshwright.ranks.comm import size_bytes
-from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
@@ -58,7 +58,7 @@ TIMED_ROUNDS = 5
 
 def first_ranks(config: Config) -> list[Mesh]:
     """The mesh of each stage's first rank, on the meta device. Where ranks of a stage differ, it holds the most."""
-    grid = Grid(config.layout.axes)
+    grid = grid_of_run(config)
     origin = grid.coordinates(0)
     ranks = [grid.rank(origin | {PIPE: stage}) for stage in range(config.layout.pipeline.size)]
     return [planned_mesh(grid, rank, config.layout.token_axes) for rank in ranks]

@@ -446,6 +446,14 @@ class Config(Section):
         return self.replica_batch // self.micro
 
     @property
+    def copies(self) -> tuple[str, int] | None:
+        """The axis that cuts heads and how many of its neighbours hold the same ones, where it has more ranks than
+        there are to deal out."""
+        axis, (_, count) = self.layout.tensor.heads_axis, self.model.branches
+        size = dict(self.layout.tensor.axes).get(axis, 1)
+        return (axis, size // count) if size > count and size % count == 0 else None
+
+    @property
     def widens_gradients(self) -> bool:
         """Whether half-precision weights have float32 gradients. A single microbatch adds nothing up."""
         return self.precision.accumulate == "float32" and self.num_microbatches > 1

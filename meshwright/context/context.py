@@ -10,6 +10,8 @@ Ulysses (DeepSpeed, arXiv 2309.14509) changes tokens of all heads for all tokens
 | Q, K, V | [B, A, T/c, E]       | [B, A/c, T, E]   | three all-to-all | three all-to-all |
 | output  | [B, A, T/c, E]       | [B, A/c, T, E]   | one all-to-all   | one all-to-all   |
 
+Of K key-value heads fewer than c, each is copied c/K times before it travels: a rank gets one, and some of its queries.
+
 A layer and microbatch sends 8 all-to-alls of [B, A, T/c, E], (c - 1)/c of each to other ranks. A head sees its whole
 sequence on one rank, so masks, causality and dropout are those of one device, and the kernel is.
 """
@@ -101,6 +103,8 @@ class Ulysses(CutContext):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
         scale: float | None,
     ) -> Tensor:  # fmt: skip
+        if (heads := key.shape[HEADS]) < self.size:
+            key, value = (x.repeat_interleave(self.size // heads, HEADS) for x in (key, value))
         q, k, v = (
             all_to_all(x, self.mesh, AXIS, gather_dim=TOKENS, scatter_dim=HEADS) for x in (query, key, value)
         )  # [B, A/c, T, E]

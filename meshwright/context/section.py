@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.errors import Problem
 from meshwright.registry import entries
-from meshwright.section import Rule, divisors, listed, rule
+from meshwright.section import Rule, can_share, divisors, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -69,12 +69,17 @@ def sequences_are_cut_equally(config: Config) -> Iterator[Problem]:
 
 @rule("layout.context", "layout.tensor", "model")
 def heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
-    context, (field, heads) = config.layout.context, config.model.branches
-    own = _parts_of_tensor(config).get(field, 1)
-    if context.size > 1 and heads % own == 0 and heads // own % context.size:
-        share = f" / {own} of a tensor rank" if own > 1 else ""
+    """Key-value heads that are fewer than ranks are copied for all to have one, and each has some of its queries."""
+    context, (field, heads), members = config.layout.context, config.model.branches, config.model.members_of_branch
+    parts = _parts_of_tensor(config).get(field, 1)
+    if context.size == 1 or not can_share(heads, members, parts):
+        return
+    own, queries = max(heads // parts, 1), members // max(parts // heads, 1)
+    if not can_share(own, queries, context.size):
+        share = f" / {parts} of a tensor rank" if parts > 1 else ""
         rule_text = f"does not divide {field}={heads}{share}, which kind={context.kind} deals out inside of attention"
-        yield Problem(SIZE, context.size, rule_text, listed(divisors(heads // own)))
+        valid = [size for size in divisors(own * queries) if can_share(own, queries, size)]
+        yield Problem(SIZE, context.size, rule_text, listed(valid))
 
 
 def _parts_of_tensor(config: Config) -> dict[str, int]:

@@ -41,6 +41,7 @@ class Ranks:
 
     `restarts`: how often a job that loses a rank is started again. `status`: where the ranks leave where they are, by
     default a folder that goes with the job. `name`: what the job's ranks know it by when they meet.
+    `copies`: (axis, c): c neighbours on the axis hold the same key-value heads.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -52,6 +53,7 @@ class Ranks:
     timeout: Timeout = field(default_factory=Timeout)
     status: Path | None = None
     name: str = ""
+    copies: tuple[str, int] | None = None
 
     @classmethod
     def of(cls, config: Config, name: str = "", status: Path | None = None) -> Ranks:
@@ -61,7 +63,16 @@ class Ranks:
             rule = "is no machine's: ranks are started with a config in which every auto is a value"
             raise ConfigError.of("ranks", "a config that says auto", rule, "mw.resolve(config)")
         return cls(
-            layout.axes, transport, device, threads, config.restarts, layout.token_axes, config.timeout, status, name
+            layout.axes,
+            transport,
+            device,
+            threads,
+            config.restarts,
+            layout.token_axes,
+            config.timeout,
+            status,
+            name,
+            config.copies,
         )
 
     @property
@@ -120,6 +131,7 @@ def call_on_rank(
     layout = Ranks(**{
         **ranks, "axes": tuple((name, size) for name, size in ranks["axes"]), "token_axes": tuple(ranks["token_axes"]),
         "timeout": Timeout.model_validate(ranks["timeout"]),
+        "copies": tuple(ranks["copies"]) if ranks["copies"] else None,
     })  # fmt: skip
     entry = _load(function)
     with open_ranks(layout, environment, layout.name or function) as mesh:
@@ -146,7 +158,7 @@ def open_ranks(ranks: Ranks, environment: Environment, name: str) -> Iterator[Me
         device = torch.device("cuda", environment.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
     point = None if TRANSPORTS[ranks.transport].by_mpiexec else rendezvous(job=name)
-    grid = Grid(ranks.axes)
+    grid = Grid(ranks.axes, ranks.copies)
     with open_mesh(grid, environment, ranks.transport, device, point, ranks.token_axes, ranks.timeout) as mesh:
         yield mesh
 

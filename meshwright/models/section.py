@@ -68,6 +68,11 @@ class Network(Section):
         """The field that counts a block's branches, and their number: what tensor parallelism deals out."""
 
     @property
+    def members_of_branch(self) -> int:
+        """Equal parts of a branch that ranks with the same one can share out: the queries of a key-value head."""
+        return 1
+
+    @property
     def shared_in_branches(self) -> str:
         """The field that gives all branches of a block one parameter; empty where each parameter is a branch's own."""
         return ""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parameters.bucket import Slot
-from meshwright.ranks.grid import ENDS, PIPE
+from meshwright.ranks.grid import COPIES, ENDS, PIPE
 from meshwright.ranks.mesh import Mesh
 
 PIECE = 2**20
@@ -51,7 +51,9 @@ def norm_of_squares(slots: Sequence[Slot], squares: Mapping[int, Tensor], mesh: 
     by_axes: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for index, slot in enumerate(slots):
         if _counts(slot, mesh):
-            by_axes[mesh.grid.ordered(axis for axis in slot.part_axes if axis != ENDS)].append(squares[index])
+            by_axes[mesh.grid.ordered(axis for axis in slot.part_axes if axis not in (COPIES, ENDS))].append(
+                squares[index]
+            )
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for axes, parts in sorted(by_axes.items()):
         part = torch.stack(parts).sum()
@@ -64,6 +66,5 @@ def norm_of_squares(slots: Sequence[Slot], squares: Mapping[int, Tensor], mesh: 
 
 
 def _counts(slot: Slot, mesh: Mesh) -> bool:
-    """A slot of which both ends of the pipeline hold the same part counts on the first stage."""
-    twice = slot.tied and ENDS not in slot.part_axes and PIPE in mesh.grid.names
-    return not twice or mesh.index(PIPE) == 0
+    """A slot of which both ends of the pipeline, or all ranks with a copy, hold the same part counts on the first."""
+    return all(mesh.index(axis) == 0 for axis in slot.shared if axis not in slot.part_axes)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parameters.shard import Box, ShardSpec
-from meshwright.ranks.grid import ENDS, PIPE, REPLICATE, Grid
+from meshwright.ranks.grid import COPIES, ENDS, PIPE, REPLICATE, Grid
 from meshwright.ranks.mesh import Mesh
 
 PartsUsing = Mapping[str, tuple[int, ...]]
@@ -67,20 +67,21 @@ class Slot:
     """Flat memory that this rank's optimizer steps: `parameter` [n], its .grad [n], and what they hold.
 
     `slices`: the flat memory that ranks share, of which this slot is their part. `part_axes`: the axes whose ranks hold
-    different parts, so that a norm is summed over them. (So do the stages of a pipeline, whatever the slot.) `tied`: of
-    parameters that the first and the last stage share.
+    different parts, so that a norm is summed over them. (So do the stages of a pipeline, whatever the slot.) `shared`:
+    the stand-ins for parts of an axis whose ranks share the parameters: ENDS of a tied table, COPIES of key-value
+    heads.
     """
 
     parameter: nn.Parameter
     places: tuple[Place, ...]
     matrix: bool
     part_axes: tuple[str, ...]
-    tied: bool = False
+    shared: tuple[str, ...] = ()
     slices: Slices = Slices()
 
     def copy_axes(self, grid: Grid) -> tuple[str, ...]:
         """The axes whose ranks hold the same part."""
-        return other_axes(grid, self.part_axes, self.tied)
+        return other_axes(grid, self.part_axes, self.shared)
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,16 @@ class Bucket:
         parameter.grad = self.gradients[start:stop]
         places = tuple(part for place in self.places for part in place.clip(start, stop))
         slices = Slices(self.places, part_axes, stop - start)
-        return Slot(parameter, places, self.matrix, (*self.cut_axes, *part_axes), self.tied, slices)
+        return Slot(parameter, places, self.matrix, (*self.cut_axes, *part_axes), self.shared, slices)
 
     @property
-    def tied(self) -> bool:
-        return ENDS in self.sum_axes
+    def shared(self) -> tuple[str, ...]:
+        """The stand-ins for parts of an axis whose ranks share the parameters."""
+        return tuple(axis for axis in self.sum_axes if axis in (COPIES, ENDS))
 
     def copy_axes(self, grid: Grid) -> tuple[str, ...]:
         """The axes whose ranks hold the same parameters."""
-        return other_axes(grid, self.cut_axes, self.tied)
+        return other_axes(grid, self.cut_axes, self.shared)
 
 
 def slice_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
@@ -129,10 +131,10 @@ def slice_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in sum_axes if axis not in (ENDS, REPLICATE))
 
 
-def other_axes(grid: Grid, axes: Collection[str], tied: bool) -> tuple[str, ...]:
-    """All axes but the given ones and the stages, which hold different parameters; the ends of a tied one."""
-    ends = (ENDS,) if tied else ()
-    return tuple(axis for axis in (*grid.names, *ends) if axis != PIPE and axis not in axes)
+def other_axes(grid: Grid, axes: Collection[str], shared: Iterable[str]) -> tuple[str, ...]:
+    """All axes but the given ones and the stages, which hold different parameters; and the stand-ins of what is
+    shared."""
+    return tuple(axis for axis in (*grid.names, *shared) if axis != PIPE and axis not in axes)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.parameters.gradients import Gradients, WriteGradient
-from meshwright.ranks.grid import ENDS, Grid
+from meshwright.ranks.grid import COPIES, ENDS, Grid
 from meshwright.ranks.mesh import Mesh
 
 BLOCK_ELEMENTS = 2**20
@@ -92,9 +92,11 @@ ONES = Initial(0.0, 1.0)
 
 @dataclass(frozen=True)
 class Shard:
-    """An axis's ranks hold equal parts of a parameter along `dim`, in order."""
+    """An axis's ranks hold equal parts of a parameter along `dim`, in order; with `copies`, so many neighbours the
+    same one, of which each feeds it different inputs."""
 
     dim: int
+    copies: int = 1
 
 
 Placements = Mapping[str, Shard]
@@ -132,9 +134,10 @@ class ShardSpec:
         """The rank's part of the parameter. Cut dims are divisible: the config's rules have seen to it."""
         offsets, lengths = [0] * len(self.shape), list(self.shape)
         for axis, shard in self.placements.items():
-            assert lengths[shard.dim] % grid.size(axis) == 0, f"{self} is not divisible over {axis} of {grid}"
-            lengths[shard.dim] //= grid.size(axis)
-            offsets[shard.dim] += lengths[shard.dim] * grid.index(rank, axis)
+            parts = grid.size(axis) // shard.copies
+            assert lengths[shard.dim] % parts == 0, f"{self} is not divisible over {axis} of {grid}"
+            lengths[shard.dim] //= parts
+            offsets[shard.dim] += lengths[shard.dim] * (grid.index(rank, axis) // shard.copies)
         if self.owner is not None and grid.index(rank, self.owner[0]) != self.owner[1]:
             lengths[0] = 0
         return Box(tuple(offsets), tuple(lengths))
@@ -143,11 +146,12 @@ class ShardSpec:
         """The axes over which this parameter's gradient is summed: their ranks feed it different tokens or heads, and
         do not cut it.
 
-        And, of a tied one, the pipeline's ends, which split its uses.
+        And, of a tied one, the pipeline's ends, which split its uses; of key-value heads, the ranks with a copy.
         """
         ends = (ENDS,) if self.tied else ()
+        copies = (COPIES,) if any(shard.copies > 1 for shard in self.placements.values()) else ()
         feeding = dict.fromkeys((*mesh.token_axes, *self.partial_over))
-        return mesh.grid.ordered([*(axis for axis in feeding if axis not in self.axes), *ends])
+        return mesh.grid.ordered([*(axis for axis in feeding if axis not in self.axes), *copies, *ends])
 
 
 class ShardedModule(nn.Module):

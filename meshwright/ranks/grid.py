@@ -7,13 +7,21 @@ axis only are neighbours and share a node first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
 
 PIPE, ENDS = "pipe", "ends"
 """ENDS stands for the first and the last rank of the pipe axis, where a group is asked for: a tied embedding has a copy
 on both. The ranks between are alone in theirs."""
+
+COPIES = "copies"
+"""COPIES stands for the ranks that hold the same key-value heads, where a group is asked for: neighbours on the axis
+that cuts heads, which has more ranks than there are key-value heads (tensor/copies.py)."""
 
 REPLICATE, DATA, EXPERT = "replicate", "data", "expert"
 DATA_AXES = (REPLICATE, DATA, EXPERT)
@@ -27,9 +35,13 @@ REPLICA_AXES = (REPLICATE, DATA)
 
 @dataclass(frozen=True)
 class Grid:
-    """A box of ranks: `axes` holds (name, size) pairs, outermost first. Sizes of 1 are ordinary."""
+    """A box of ranks: `axes` holds (name, size) pairs, outermost first. Sizes of 1 are ordinary.
+
+    `copies`: (axis, c): c neighbours on the axis hold the same key-value heads.
+    """
 
     axes: tuple[tuple[str, int], ...]
+    copies: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         names = self.names
@@ -46,9 +58,16 @@ class Grid:
 
         With stages also `data+ends` and others of the kind: a tied table's gradient goes over the pipe axis's ends.
         """
-        names = (*self.names, ENDS) if PIPE in self.names and self.size(PIPE) > 1 else self.names
+        names = (*self.names, *self.stand_ins)
         chosen = (some for count in range(1, len(names) + 1) for some in combinations(names, count))
-        return tuple("+".join(some) for some in chosen if not {PIPE, ENDS} <= set(some))
+        of = {ENDS: PIPE} | ({COPIES: self.copies[0]} if self.copies else {})
+        return tuple("+".join(some) for some in chosen if all(of.get(name) not in some for name in some))
+
+    @property
+    def stand_ins(self) -> tuple[str, ...]:
+        """Those of COPIES and ENDS that this grid has: names of groups that are parts of an axis."""
+        ends = (ENDS,) if dict(self.axes).get(PIPE, 1) > 1 else ()
+        return (*((COPIES,) if self.copies else ()), *ends)
 
     @property
     def world_size(self) -> int:
@@ -79,24 +98,39 @@ class Grid:
         return self.group(rank, *names).index(rank)
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
-        """The ranks that agree with `rank` on every axis but the named ones, in grid order. ENDS may be named."""
+        """The ranks that agree with `rank` on every axis but the named ones, in grid order. ENDS and COPIES may be
+        named."""
         assert 0 <= rank < self.world_size, f"rank {rank} outside of {self}"
         ranks, stride = [0], 1
         for name, size in reversed(self.axes):
             rank, index = divmod(rank, size)
-            ends = (0, size - 1) if name == PIPE and ENDS in names and size > 1 else ()
-            choices: Sequence[int] = range(size) if name in names else ends if index in ends else (index,)
+            part = self._part(name, size, index, names)
+            choices: Sequence[int] = range(size) if name in names else part if index in part else (index,)
             ranks = [choice * stride + inner for choice in choices for inner in ranks]
             stride *= size
         return tuple(ranks)
+
+    def _part(self, axis: str, size: int, index: int, names: Collection[str]) -> Sequence[int]:
+        """The indices on an axis that the stand-ins among `names` mean for the rank with this one."""
+        if axis == PIPE and ENDS in names and size > 1:
+            return 0, size - 1
+        if self.copies and axis == self.copies[0] and COPIES in names:
+            first = index - index % self.copies[1]
+            return range(first, first + self.copies[1])
+        return ()
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
         """All groups over the named axes: every rank is in exactly one."""
         return sorted({self.group(rank, *names) for rank in range(self.world_size)})
 
     def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The given axis names in grid order, each once; ENDS comes last."""
+        """The given axis names in grid order, each once; COPIES and ENDS come last."""
         chosen = set(names)
-        known = (*self.names, ENDS)
+        known = (*self.names, *((COPIES,) if self.copies else ()), ENDS)
         assert chosen <= set(known), f"unknown axes {chosen - set(known)} in {self}"
         return tuple(name for name in known if name in chosen)
+
+
+def grid_of_run(config: Config) -> Grid:
+    """The grid of a run's ranks."""
+    return Grid(config.layout.axes, config.copies)

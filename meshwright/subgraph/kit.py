@@ -33,6 +33,7 @@ from meshwright.subgraph.common import (
 )
 from meshwright.subgraph.section import Subgraph
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
+from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import LinearPair
@@ -135,6 +136,9 @@ class SubgraphKit:
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
         raise AssertionError("a rule refuses experts here")
+
+    def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:
+        raise AssertionError("a rule refuses more ranks than heads")
 
     def local_heads(self, heads: int) -> int:
         return heads // self.mesh.size("branch")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.model import Batch
 from meshwright.parameters.shard import Initial
+from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.head import HeadShape
 
@@ -116,8 +117,13 @@ class Kit(LinearPair, Protocol):
         """A feed-forward of experts: [B, T, H] -> ([B, T, H],), and each sequence's balance [B] where it is asked for.
         Only where the section of the kit has `holds_experts`."""
 
+    def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:
+        """`branches.expand` of queries, keys and values where ranks are more than key-value heads: [B, T, H] ->
+        [B, T, (G/c + 2) E], some queries of one head, its key and its value (copies.py). Only where the section of the
+        kit names the axis that cuts heads."""
+
     def local_heads(self, heads: int) -> int:
-        """How many attention heads (or paths) this rank computes."""
+        """How many attention heads (or paths) this rank computes; 0 where ranks are more."""
 
     def slice_batch(self, x: Tensor) -> Tensor:
         """This rank's rows of a replica's batch [B, ...]; the train loop calls it, models see the result."""

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.parameters.shard import ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.copies import ALL_COLUMNS, Columns
 
 ADDS_WIDE = torch.__version__ >= "2.13"
 """Before, torch added a product of halves to a half only."""
@@ -81,8 +82,8 @@ def write_part(out: Tensor, part: Tensor, beta: int) -> None:
         out.copy_(part)
 
 
-def bias_gradient(dy: Tensor, layer: ShardedModule) -> Tensor | None:
-    """The sum of dy [B·T, out] over its rows, the gradient of the layer's `bias`."""
+def bias_gradient(dy: Tensor, layer: ShardedModule, columns: Columns = ALL_COLUMNS) -> Tensor | None:
+    """The sum of dy [B·T, out] over its rows, the gradient of these columns of the layer's `bias`."""
 
     def write(out: Tensor, beta: int) -> None:
         if beta or out.dtype != dy.dtype:
@@ -90,7 +91,7 @@ def bias_gradient(dy: Tensor, layer: ShardedModule) -> Tensor | None:
         else:
             torch.sum(dy, 0, out=out)
 
-    return layer.add_gradient("bias", dy[0], write)
+    return layer.add_gradient("bias", columns.like_held(dy[0]), columns.write(write))
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

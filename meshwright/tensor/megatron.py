@@ -29,6 +29,7 @@ from meshwright.parameters.shard import Initial, Shard, ShardedModule, ShardSpec
 from meshwright.ranks.collectives import all_reduce
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import CutSequence, Sequence, WholeSequence
+from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.experts import Experts, ExpertsShape
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair
@@ -129,6 +130,11 @@ class MegatronKit:
     def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
         outputs = (inner,) if groups == 1 else (groups, inner // groups)
         return CutExpand(self.mesh, hidden, outputs, initial, self.sequence, bias=bias)
+
+    def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:
+        columns = groups.shared_by(self.mesh.size("tensor"), self.mesh.index("tensor"))
+        width = (groups.columns,)
+        return CutExpand(self.mesh, hidden, width, initial, self.sequence, bias=bias, columns=columns)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         spec = ShardSpec((hidden,), matrix=False) if bias else None

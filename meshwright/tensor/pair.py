@@ -5,6 +5,7 @@ p: the axis's size. How activations enter and leave the pair is a `Boundary`'s b
 | layer    | input        | weight          | output            | forward sends | backward sends |
 |----------|--------------|-----------------|-------------------|---------------|----------------|
 | expand   | [B, T, H]    | [H, G, N/G/p]   | [B, T, G, N/G/p]  | enter         | leave (dx), enter (x, unless kept) |
+| of heads that are shared (copies.py) | [H, (G + 2) E] | [B, T, (G/c + 2) E] | enter | the same |
 | contract | [B, T, N/p]  | [N/p, H]        | [B, T, H]         | leave         | enter (dy)     |
 """
 
@@ -20,6 +21,7 @@ from meshwright.parameters.shard import ZEROS, Initial, Shard, ShardedModule, Sh
 from meshwright.ranks.collectives import here
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
+from meshwright.tensor.copies import ALL_COLUMNS, Columns
 from meshwright.tensor.linear import bias_gradient, cast, weight_gradient, write_product
 
 
@@ -28,13 +30,13 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, boundary: Boundary
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: CutExpand, boundary: Boundary
     ) -> Tensor:
         whole = boundary.start_enter(x).wait()  # [B, T, H]
         ctx.save_for_backward(whole if boundary.keeps else x, weight)
         ctx.layer, ctx.boundary, ctx.biased = layer, boundary, bias is not None
-        rows = whole.flatten(0, -2)
-        y = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+        rows, own = whole.flatten(0, -2), layer.columns.of(weight)
+        y = rows @ own if bias is None else torch.addmm(layer.columns.of(bias), rows, own)
         return y.view(*whole.shape[:-1], -1)
 
     @staticmethod
@@ -42,16 +44,17 @@ class _Expand(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         boundary: Boundary = ctx.boundary
+        columns: Columns = ctx.layer.columns
         entering = here(x) if boundary.keeps else ctx.layer.gradients.start(lambda: boundary.start_enter(x))
         rows = dy.flatten(0, -2)  # x enters under dx's product
-        dx = (rows @ weight.t()).view(*dy.shape[:-1], -1)
+        dx = (rows @ columns.of(weight).t()).view(*dy.shape[:-1], -1)
         leaving = boundary.start_leave(dx)  # under dW's product
 
         def write(out: Tensor, beta: int) -> None:
             write_product(out, entering.wait().flatten(0, -2).t(), rows, beta)
 
-        dweight = ctx.layer.add_gradient("weight", weight, write)
-        dbias = bias_gradient(rows, ctx.layer) if ctx.biased else None
+        dweight = ctx.layer.add_gradient("weight", weight, columns.write(write))
+        dbias = bias_gradient(rows, ctx.layer, columns) if ctx.biased else None
         return leaving.wait(), dweight, dbias, None, None
 
 
@@ -92,12 +95,14 @@ class CutExpand(ShardedModule):
         boundary: Boundary,
         *,
         bias: bool,
+        columns: Columns = ALL_COLUMNS,
     ) -> None:
         super().__init__(mesh)
-        self.boundary = boundary
-        last = len(outputs) - 1
-        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), {boundary.axis: Shard(last + 1)}, initial))
-        spec = ShardSpec(outputs, {boundary.axis: Shard(last)}, ZEROS, matrix=False)
+        self.boundary, self.columns = boundary, columns
+        last, copies = len(outputs) - 1, columns.copies
+        placements = {boundary.axis: Shard(last + 1, copies)}
+        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
+        spec = ShardSpec(outputs, {boundary.axis: Shard(last, copies)}, ZEROS, matrix=False)
         self.bias = self.declare("bias", spec) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:

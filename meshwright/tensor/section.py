@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from meshwright.errors import Problem
-from meshwright.section import Positive, Rule, Section, divisors, listed, rule
+from meshwright.section import Positive, Rule, Section, can_share, divisors, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -67,6 +67,23 @@ class PaddedCut(Cut):
         return Problem(self.field, self.multiple, rule_text, valid, ("model.vocabulary",))
 
 
+@dataclass(frozen=True)
+class HeadsCut(Cut):
+    """Branches that fall into `members` equal parts each, a key-value head into its queries: where parts are more than
+    branches, several have the same one, and some of its members each."""
+
+    members: int = 1
+
+    @property
+    def problem(self) -> Problem | None:
+        if can_share(self.number, self.members, self.parts):
+            return None
+        rule_text = f"does not divide {self.field}={self.number}{self.note}"
+        many = [self.number * each for each in divisors(self.members)[1:]]
+        valid = listed([*divisors(self.number), *many])
+        return Problem(self.by, self.parts, rule_text, valid, self.reads or (self.field,))
+
+
 class TensorSection(Section):
     """Base of the tensor sections: by itself, one that divides nothing. Subclasses add fields and `kind`, a Literal."""
 
@@ -78,6 +95,9 @@ class TensorSection(Section):
     """Fields that have no effect where the layout has one tensor rank."""
     gives_effect_to: ClassVar[tuple[str, ...]] = ()
     """Fields of other sections that have an effect with this kind, and by default with no other."""
+    heads_axis: ClassVar[str] = ""
+    """The axis that cuts attention's heads, where several of its ranks can hold the same key-value head
+    (tensor/copies.py)."""
     holds_experts: ClassVar[bool] = False
     """Whether its kit has feed-forwards of experts."""
     by_size: ClassVar[bool] = False
@@ -130,7 +150,8 @@ class TensorSection(Section):
 def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
     """The cuts of a kit that divides all of a layer, and the tables: branches, widths, rows of tables."""
     model = config.model
-    for field, number in (model.branches, *model.widths):
+    yield HeadsCut(*model.branches, by, parts, members=model.members_of_branch)
+    for field, number in model.widths:
         yield Cut(field, number, by, parts)
     yield PaddedCut("model.vocabulary_multiple", model.padded_rows, by, parts, multiple=model.vocabulary_multiple)
     for field, number in model.tables:
@@ -170,6 +191,7 @@ class Megatron(TensorSection):
 
     rules: ClassVar[tuple[Rule, ...]] = (sequences_can_be_cut,)
     idle_alone: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
+    heads_axis: ClassVar[str] = "tensor"
     holds_experts: ClassVar[bool] = True
 
     @property
@@ -221,6 +243,7 @@ class Tesseract(TensorSection):
 
     rules: ClassVar[tuple[Rule, ...]] = (depth_is_at_most_q,)
     gives_effect_to: ClassVar[tuple[str, ...]] = ("memory.summa",)
+    heads_axis: ClassVar[str] = "col"
     by_size: ClassVar[bool] = True
 
     @property

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.parameters.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.cross_entropy import chunked_token_losses
 from meshwright.tensor.experts import Experts, ExpertsShape
 from meshwright.tensor.head import HeadShape, TableHead
@@ -147,6 +148,9 @@ class SerialKit:
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
         return Experts(self.mesh, shape)
+
+    def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:
+        raise AssertionError("one rank has all heads")
 
     def local_heads(self, heads: int) -> int:
         return heads

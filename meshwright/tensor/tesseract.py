@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from meshwright.parameters.shard import ONES, ZEROS, Initial, Shard, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, reduce_scatter
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups
 from meshwright.tensor.cross_entropy import give_to_autograd
 from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.gathered import Weights
@@ -46,9 +47,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.biased = layer, bias is not None
         stays = layer.choice(x.shape[0]).forward
-        operands = layer.operands(stays, {X: x, W: weight})
+        operands = layer.operands(stays, {X: x, W: layer.columns.of(weight)})
         y = layer.weights.summa.multiply(Y, stays, operands, None).wait()
-        return y if bias is None else y.add_(bias)
+        return y if bias is None else y.add_(layer.columns.of(bias))
 
     @staticmethod
     @once_differentiable
@@ -57,7 +58,7 @@ class _Linear(torch.autograd.Function):
         layer: TesseractLinear = ctx.layer
         dy = dy.contiguous()
         choice, summa = layer.choice(x.shape[0]), layer.weights.summa
-        for_dx = layer.operands(choice.dx, {Y: dy, W: weight})
+        for_dx = layer.operands(choice.dx, {Y: dy, W: layer.columns.of(weight)})
         dx = summa.multiply(X, choice.dx, for_dx, None)  # travels under dW's product
         held = {Y: for_dx[Y]} if choice.dw == choice.dx and not summa.streams else {}
 
@@ -68,8 +69,8 @@ class _Linear(torch.autograd.Function):
             if not there:
                 write_part(out, product, beta)
 
-        dweight = layer.add_gradient("weight", weight, write)
-        dbias = bias_gradient(dy, layer) if ctx.biased else None
+        dweight = layer.add_gradient("weight", weight, layer.columns.write(write))
+        dbias = bias_gradient(dy, layer, layer.columns) if ctx.biased else None
         return dx.wait(), dweight, dbias, None
 
 
@@ -85,21 +86,21 @@ class TesseractLinear(ShardedModule):
         weights: Weights,
         *,
         bias: bool = True,
+        columns: Columns = ALL_COLUMNS,
     ) -> None:
         super().__init__(mesh)
-        self.weights = weights
-        last = len(outputs) - 1
-        self.weight = self.declare(
-            "weight", ShardSpec((inputs, *outputs), {"row": Shard(0), "col": Shard(last + 1)}, initial)
-        )
-        spec = ShardSpec(outputs, {"col": Shard(last)}, ZEROS, matrix=False)
+        self.weights, self.columns = weights, columns
+        last, copies = len(outputs) - 1, columns.copies
+        placements = {"row": Shard(0), "col": Shard(last + 1, copies)}
+        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
+        spec = ShardSpec(outputs, {"col": Shard(last, copies)}, ZEROS, matrix=False)
         self.bias = self.declare("bias", spec) if bias else None
         weights.blocks.append(self.weight)
 
     def sizes(self, rows: int) -> Sizes:
         """The blocks of the product with `rows` rows of x. Of the weight's shape alone: under zero3 a weight of which
         autograd keeps a cast copy has no memory in the backward pass."""
-        outputs = self.weight.shape[1:].numel()
+        outputs = self.columns.num_of(self.weight.shape[1:].numel())
         return Sizes.of(rows, self.weight.shape[0], outputs, self.mesh.size("row"))
 
     def choice(self, rows: int) -> Stationary:
@@ -117,7 +118,7 @@ class TesseractLinear(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         offsets = None if self.bias is None else self.bias.flatten()
         y: Tensor = _Linear.apply(*cast(x.flatten(0, -2), self.weight.flatten(1), offsets), self)
-        return y.view(*x.shape[:-1], *self.weight.shape[1:])
+        return y.view(*x.shape[:-1], *self.weight.shape[1:-1], -1)
 
 
 class TesseractEmbedding(ShardedModule):
@@ -256,6 +257,10 @@ class TesseractKit:
     def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
         outputs = (inner,) if groups == 1 else (groups, inner // groups)
         return TesseractLinear(self.mesh, hidden, outputs, initial, self.weights, bias=bias)
+
+    def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:
+        columns = groups.shared_by(self.mesh.size("col"), self.mesh.index("col"))
+        return TesseractLinear(self.mesh, hidden, (groups.columns,), initial, self.weights, bias=bias, columns=columns)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return TesseractLinear(self.mesh, inner, (hidden,), initial, self.weights, bias=bias)

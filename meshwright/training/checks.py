@@ -26,7 +26,7 @@ from meshwright.errors import CorruptionError, DivergedError
 from meshwright.parameters.bucket import FlatWeights
 from meshwright.parts import Parts
 from meshwright.ranks.agreement import FACTOR, all_rows, hash_bits
-from meshwright.ranks.grid import ENDS, PIPE, Grid
+from meshwright.ranks.grid import PIPE, Grid
 
 REMEDY = "lower optimizer.lr, raise optimizer.schedule.warmup, or look at the data"
 
@@ -35,9 +35,7 @@ CopyAxes = tuple[str, ...]
 
 def copy_sets(grid: Grid) -> list[CopyAxes]:
     """Every set of axes along which ranks may hold the same; axes of one rank are left out."""
-    names = [name for name, size in grid.axes if size > 1 and name != PIPE]
-    if dict(grid.axes).get(PIPE, 1) > 1:
-        names.append(ENDS)
+    names = [*(name for name, size in grid.axes if size > 1 and name != PIPE), *grid.stand_ins]
     return [some for count in range(1, len(names) + 1) for some in combinations(names, count)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.ranks.grid import Grid
+from meshwright.ranks.grid import grid_of_run
 from tests.checkpoint.states import Leg, run_leg
 from tests.checkpoint.test_round_trip import assert_same_bits, taken_up, written
 from tests.tensor.test_equality import config_for
@@ -22,6 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "serial": {"kind": "none"},
     "1-D": {"kind": "megatron", "size": 3},
     "1-D cut": {"kind": "megatron", "size": 2, "sequence_parallel": True},
+    "1-D of 4": {"kind": "megatron", "size": 4},
     "2-D": {"kind": "tesseract", "q": 2, "d": 1},
     "2.5-D": {"kind": "tesseract", "q": 2, "d": 2},
     "sub-graphs": {"kind": "subgraph", "size": 2, "common": "all", "branch": "block"},
@@ -50,12 +51,14 @@ ONLY_LONG = [
 ]
 
 
-def legs(layout: str, source: Path | None, target: Path | None, first: int, last: int, sync: str) -> list[Leg]:
-    config = config_for("gpt2", LAYOUTS[layout])
+def legs(
+    layout: str, source: Path | None, target: Path | None, first: int, last: int, sync: str, model: str = "gpt2"
+) -> list[Leg]:
+    config = config_for(model, LAYOUTS[layout])
     laid = config.layout.model_copy(update={"data": config.layout.data.model_copy(update={"sync": sync})})
     config = config.model_copy(update={"layout": laid})
     return run_ranks(
-        run_leg, Grid(config.layout.axes), config, source, target, first, last, token_axes=config.layout.token_axes
+        run_leg, grid_of_run(config), config, source, target, first, last, token_axes=config.layout.token_axes
     )
 
 
@@ -73,3 +76,17 @@ def test_moves(source: str, target: str, sync: str, serial: list[float], tmp_pat
     assert_same_bits(taken_up(after), written(before))
     for losses, _, _ in after:
         torch.testing.assert_close(losses, serial[FIRST:], rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(
+    "source, target, sync",
+    [("serial", "1-D of 4", "zero1"), ("1-D of 4", "1-D cut", "zero1"), ("1-D of 4", "serial", "allreduce")],
+)
+def test_moves_of_key_value_heads_that_ranks_share(source: str, target: str, sync: str, tmp_path: Path) -> None:
+    """A head that two ranks hold is written once."""
+    before = legs(source, None, tmp_path, 0, FIRST, sync, "grouped")
+    after = legs(target, tmp_path / f"step-{FIRST}", None, FIRST, LAST, sync, "grouped")
+    assert_same_bits(taken_up(after), written(before))
+    whole = legs("serial", None, None, 0, LAST, sync, "grouped")[0][0]
+    for losses, _, _ in after:
+        torch.testing.assert_close(losses, whole[FIRST:], rtol=1e-10, atol=0)

@@ -6,6 +6,7 @@ heads is one weight for all heads, so where ranks have different heads each has 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -50,6 +51,39 @@ def llama(layout: dict[str, Any], **changes: Any) -> Config:
 )
 def test_equals_serial(name: str) -> None:
     check(run(llama(LAYOUTS[name])), serial("llama"))
+
+
+SHARED = {
+    "1-D": (2, {"tensor": ONE_D | {"size": 4}}),
+    "cut, zero1": (1, {"tensor": CUT, "data": ZERO1}),
+    "zero3": (1, {"tensor": ONE_D, "data": {"size": 2, "sync": "zero3"}}),
+    "2-D": (1, {"tensor": BLOCKS}),
+    "2.5-D": (1, {"tensor": BLOCKS | {"d": 2}}),
+    "2-D x stages": (1, {"tensor": BLOCKS, "pipeline": {"size": 2}}),
+    "stages, weights later": (1, {"tensor": ONE_D, "pipeline": {"size": 2, "schedule": "message-driven"}}),
+    "ulysses": (2, {"context": ULYSSES | {"size": 4}}),
+    "ulysses x 1-D": (2, {"context": ULYSSES, "tensor": ONE_D}),
+    "1-D x ulysses x zero2": (1, {"tensor": CUT, "context": ULYSSES, "data": {"size": 2, "sync": "zero2"}}),
+    "ring": (1, {"tensor": ONE_D, "context": RING}),
+}
+"""Key-value heads, fewer than the ranks that heads are cut or dealt over."""
+
+
+@cache
+def serial_of_few(heads: int) -> Any:
+    return run(few(heads, {}))[0]
+
+
+def few(heads: int, layout: dict[str, Any], **changes: Any) -> Config:
+    return llama(layout, model=MODELS["llama"] | {"layers": 2, "hidden": 24, "vocabulary_multiple": 12,
+                 "positions": 48, "key_value_heads": heads}, **changes)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_key_value_heads_that_ranks_share(name: str) -> None:
+    """Losses hold the clipped norm, too: each parameter is counted once, however many ranks have it."""
+    heads, layout = SHARED[name]
+    check(run(few(heads, layout)), serial_of_few(heads))
 
 
 @pytest.mark.parametrize("recompute", ["selective", 1])

@@ -109,7 +109,7 @@ def stages(mesh: Mesh) -> float:
     def slot(values: list[float], axes: tuple[str, ...], tied: bool = False) -> Slot:
         parameter = nn.Parameter(torch.zeros(len(values)))
         parameter.grad = torch.tensor(values)
-        return Slot(parameter, (), True, axes, tied)
+        return Slot(parameter, (), True, axes, ("ends",) if tied else ())
 
     stage, replica = mesh.index("pipe"), mesh.index("data")
     slots = [slot([4.0 + stage], ())]

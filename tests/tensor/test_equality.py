@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.ranks.grid import Grid
+from meshwright.ranks.grid import grid_of_run
 from tests.data_parallel.test_equality import assembled, train
 from tests.workers import run_ranks
 
@@ -20,6 +20,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "llama", "positions": 12, "vocabulary": 300, "heads": 8, "key_value_heads": 4, "head_width": 6,
         "feed_forward": 40, "head_norms": True, "biases": ["query-key-value", "output", "feed-forward"],
         "rope": {"kind": "yarn", "factor": 4.0, "original": 16, "fast": 4.0, "slow": 0.25, "theta": 500.0},
+    },
+    "grouped": {
+        "family": "llama", "positions": 12, "vocabulary": 300, "heads": 8, "key_value_heads": 2, "head_width": 6,
+        "feed_forward": 40, "head_norms": True, "biases": ["query-key-value"],
     },
     "bert": {"family": "bert", "positions": 12, "vocabulary": 300},
     "megatron-bert": {"family": "bert", "positions": 12, "vocabulary": 300, "norm_order": "megatron"},
@@ -76,7 +80,7 @@ def config_for(model: str, tensor: dict[str, Any], data: int = 1, **changes: Any
 
 
 def run(config: Config) -> list[Any]:
-    return run_ranks(train, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
+    return run_ranks(train, grid_of_run(config), config, token_axes=config.layout.token_axes)
 
 
 @cache

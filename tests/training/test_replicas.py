@@ -11,7 +11,7 @@ import pytest
 from meshwright.config import Config
 from meshwright.errors import CorruptionError
 from meshwright.model import Batch
-from meshwright.ranks.grid import Grid
+from meshwright.ranks.grid import Grid, grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.checks import (
     differences,
@@ -75,8 +75,12 @@ MODEL = {
 EXPAND, NORM, TABLE = "blocks.1.feed_forward.expand.weight", "blocks.1.feed_forward_norm.weight", "tokens.weight"
 
 
-def config_of(layout: dict[str, Any], every: int = 1) -> Config:
-    return config_for("allreduce", 1, model=MODEL, batch={"global": 12}, layout=layout, check={"every": every})
+GROUPED = MODEL | {"family": "llama", "key_value_heads": 2, "feed_forward": 48, "head_norms": False}
+HEADS = "blocks.1.attention.query_key_value.weight"
+
+
+def config_of(layout: dict[str, Any], every: int = 1, model: dict[str, Any] = MODEL) -> Config:
+    return config_for("allreduce", 1, model=model, batch={"global": 12}, layout=layout, check={"every": every})
 
 
 def trainer_of(mesh: Mesh, config: Config) -> Trainer:
@@ -124,7 +128,7 @@ NAMED = [
 
 
 def run_layout(function: Any, config: Config, *arguments: Any) -> list[Any]:
-    return run_ranks(function, Grid(config.layout.axes), config, *arguments, token_axes=config.layout.token_axes)
+    return run_ranks(function, grid_of_run(config), config, *arguments, token_axes=config.layout.token_axes)
 
 
 @pytest.mark.parametrize("layout", DATA, ids=lambda layout: layout["data"]["sync"])
@@ -140,6 +144,12 @@ def test_a_flipped_bit_is_found_among_the_ranks_that_share_it(kind: str, name: s
         assert step == 3
         assert text.startswith(f"step 3: {who}")
         assert f"({name})" in text
+
+
+def test_a_flipped_bit_of_a_head_that_ranks_share() -> None:
+    config = config_of({"data": {"size": 1}, "tensor": {"kind": "megatron", "size": 6}}, model=GROUPED)
+    for _, text in run_layout(flipped_weight, config, HEADS, 4):
+        assert text.startswith(f"step 3: rank 4 differs from ranks 3 and 5, which agree ({HEADS})")
 
 
 def test_noticed_within_so_many_steps() -> None:

@@ -26,6 +26,7 @@ from meshwright.models.decoder import Decoder, KeyValueCache
 from meshwright.models.llama.rope import Rotation, rotate, rotation_of
 from meshwright.models.llama.section import Llama
 from meshwright.parameters.shard import Initial
+from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
@@ -38,14 +39,18 @@ class LlamaAttention(nn.Module):
     def __init__(self, model: Llama, kit: Kit, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.queries = model.heads // model.num_key_value_heads
-        self.parts = (kit.local_heads(model.num_key_value_heads), self.queries + 2, model.width_of_head)
+        groups = HeadGroups(model.num_key_value_heads, model.members_of_branch, model.width_of_head)
+        own = kit.local_heads(groups.count)
+        self.queries = kit.local_heads(model.heads) // max(own, 1)
+        self.parts = (max(own, 1), self.queries + 2, groups.width)
         self.core = AttentionCore(kit, model.dropout)
-        width = model.heads * model.width_of_head
-        columns = model.num_key_value_heads * (self.queries + 2) * model.width_of_head
+        width = model.heads * groups.width
         initial, last = Initial(0.02), Initial(0.02 / math.sqrt(2 * model.layers))
         biased = "query-key-value" in model.biases
-        self.query_key_value = kit.branches.expand(model.hidden, columns, initial, bias=biased)
+        if own:
+            self.query_key_value = kit.branches.expand(model.hidden, groups.columns, initial, bias=biased)
+        else:
+            self.query_key_value = kit.shared_heads(model.hidden, groups, initial, bias=biased)
         if model.head_norms:
             self.query_norm = kit.head_norm(model.width_of_head, model.norm_epsilon)
             self.key_norm = kit.head_norm(model.width_of_head, model.norm_epsilon)

@@ -215,6 +215,10 @@ class Llama(TextTransformer):
         return field, self.num_key_value_heads
 
     @property
+    def members_of_branch(self) -> int:
+        return self.heads // self.num_key_value_heads
+
+    @property
     def num_experts(self) -> int:
         return self.experts.count if self.experts is not None else 0
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.run import MeasuredRun, RankFacts
@@ -95,7 +95,7 @@ class Measurement:
     @property
     def stages(self) -> list[RankFacts]:
         """The first rank of each stage, of which a prediction speaks, in the last round."""
-        grid = Grid(self.contender.config.layout.axes)
+        grid = grid_of_run(self.contender.config)
         origin = grid.coordinates(0)
         return [self.runs[-1].ranks[grid.rank(origin | {PIPE: stage})] for stage in range(grid.size(PIPE))]
 

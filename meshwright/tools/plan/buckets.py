@@ -30,7 +30,7 @@ from meshwright.models.chain import chain_of
 from meshwright.optim.states import stepped_together
 from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, slice_axes
 from meshwright.parts import bucket_bytes
-from meshwright.ranks.grid import Grid
+from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
@@ -114,7 +114,7 @@ class Buckets:
     def of(self, config: Config, rank: int, parameters: Sequence[Parameter], tied: set[str]) -> list[PlannedBucket]:
         """A rank's buckets, in the order in which they leave. `tied`: parameters that another stage holds too."""
         recorder = Recorder()
-        mesh = planned_mesh(Grid(config.layout.axes), rank, config.layout.token_axes, "cpu", recorder.started)
+        mesh = planned_mesh(grid_of_run(config), rank, config.layout.token_axes, "cpu", recorder.started)
         specs = {
             parameter.name: replace(parameter.spec, tied=True) if parameter.name in tied else parameter.spec
             for parameter in parameters
@@ -150,7 +150,7 @@ class Buckets:
 def share_program(config: Config) -> Program:
     """The program by which rank 0 gets its rows of a step's batch. Where it is the server, it scatters all of them."""
     recorder = Recorder()
-    mesh = planned_mesh(Grid(config.layout.axes), 0, config.layout.token_axes, "cpu", recorder.started)
+    mesh = planned_mesh(grid_of_run(config), 0, config.layout.token_axes, "cpu", recorder.started)
     sync = config.layout.data.strategy
     shapes = chain_of(config).sample_shapes(config)
 

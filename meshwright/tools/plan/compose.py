@@ -22,7 +22,7 @@ from meshwright.models.chain import split_name
 from meshwright.parts import chunks_of, placement_of, recomputed_group
 from meshwright.pipeline.pipeline import message_forms, sides_of
 from meshwright.pipeline.task import TaskKind
-from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic
 from meshwright.ranks.mailbox import Side
 from meshwright.tools.plan.buckets import Buckets, PlannedBucket
@@ -235,7 +235,7 @@ class Composition:
 
     def __init__(self, config: Config, stages: list[StagePlan], buckets: Buckets) -> None:
         self.config, self.stages = config, stages
-        self.grid, self.placement = Grid(config.layout.axes), placement_of(config)
+        self.grid, self.placement = grid_of_run(config), placement_of(config)
         self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if splits(config) else []))
         self.peers = "+".join(name for name in self.grid.names if name in config.layout.peer_axes)
         self.counts = microbatches_by_place(config.num_microbatches)

@@ -19,7 +19,7 @@ from meshwright.model import EMBEDDINGS, HEAD
 from meshwright.parts import build_kit, build_model, placement_of, recomputed_group, rule_of
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
-from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
+from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid, grid_of_run
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.buckets import Memory, Peak, memory_of, passing_bytes, streams
@@ -235,7 +235,7 @@ class Estimates:
         placement = placement_of(config)
         key = config.layout.axes, placement, tuple(sizes)
         if key not in self._messages:
-            ranks, network = Grid(config.layout.axes).group(0, PIPE), self.planner.network(config)
+            ranks, network = grid_of_run(config).group(0, PIPE), self.planner.network(config)
             holders = [ranks[placement.stage_of(position)] for position in range(placement.num_positions)]
             self._messages[key] = [
                 network.message(start, end, size) if start != end else 0.0
@@ -304,7 +304,8 @@ class Estimates:
         """Parameters by position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
         layout = config.layout
         if layout.layer not in self._parameters:
-            grid = Grid(tuple((name, 1 if name in (*REPLICA_AXES, PIPE) else size) for name, size in layout.axes))
+            axes = tuple((name, 1 if name in (*REPLICA_AXES, PIPE) else size) for name, size in layout.axes)
+            grid = Grid(axes, config.copies)
             mesh = planned_mesh(grid, 0, layout.token_axes)
             self._parameters[layout.layer] = {
                 place: parameters_in(build_model(config, build_kit(config, mesh), mesh, chunk))

@@ -21,7 +21,7 @@ from meshwright.errors import ConfigError
 from meshwright.machine import Machine
 from meshwright.model import Chunk
 from meshwright.models.chain import chain_of, split_name
-from meshwright.parameters.shard import ShardSpec
+from meshwright.parameters.shard import Shard, ShardSpec
 from meshwright.parts import build_kit, build_model, rule_of
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.partition import ranges_of
@@ -233,10 +233,15 @@ def _weights(run: Composition) -> Table:
         if split_name(parameter.name)[0] not in (None, 0):
             continue
         spec = replace(parameter.spec, tied=True) if parameter.name in run.tied else parameter.spec
-        cut = ", ".join(f"dim {shard.dim} over {axis}" for axis, shard in spec.placements.items())
+        cut = ", ".join(_cut(axis, shard) for axis, shard in spec.placements.items())
         summed = ", ".join(spec.sum_axes(mesh))
         table.add_row(parameter.name, _shape(spec.shape), _shape(parameter.shape), cut or "-", summed or "-")
     return table
+
+
+def _cut(axis: str, shard: Shard) -> str:
+    """How an axis cuts a parameter."""
+    return f"dim {shard.dim} over {axis}" + (f" in {shard.copies} copies" if shard.copies > 1 else "")
 
 
 def _products(explained: Explained) -> Table:

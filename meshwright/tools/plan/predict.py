@@ -20,10 +20,9 @@ from meshwright.pipeline.clock import undisturbed
 from meshwright.pipeline.partition import fastest
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import TaskKind
-from meshwright.ranks.grid import REPLICA_AXES, Grid
+from meshwright.ranks.grid import REPLICA_AXES, Grid, grid_of_run
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import AHEAD
-from meshwright.ranks.section import TransportName
 from meshwright.registry import entries
 from meshwright.section import with_field
 from meshwright.stage_costs import all_state_bytes, microbatch_bytes, shared_work
@@ -94,7 +93,7 @@ class Planner:
     _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
     _partitions: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
-    _networks: dict[tuple[TransportName, tuple[tuple[str, int], ...]], ClusterNetwork] = field(default_factory=dict)
+    _networks: dict[tuple[str, Grid], ClusterNetwork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.software = self.software.on(self.cluster.device)
@@ -139,9 +138,9 @@ class Planner:
         if backend == "auto":
             carried = self.cluster.device.kind == "cpu" and config.layout.data.strategy.over_mpi
             backend = "mpi" if carried and "mpi" in self.cluster.links else "torch"
-        key = backend, config.layout.axes
+        key = backend, grid_of_run(config)
         if key not in self._networks:
-            self._networks[key] = ClusterNetwork(self.cluster, backend, Grid(key[1]))
+            self._networks[key] = ClusterNetwork(self.cluster, backend, key[1])
         return self._networks[key]
 
     def resolved(self, config: Config) -> Config:

@@ -218,7 +218,7 @@ def _record(config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Ch
     """Run a part's tasks for each place of a microbatch."""
     layout = config.layout
     alone = (PIPE,) if layout.data.strategy.unplanned else (*REPLICA_AXES, PIPE)
-    grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes))
+    grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes), config.copies)
     mesh = planned_mesh(grid, 0, layout.token_axes, on_device.device_type, recorder.started)
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, chunk)

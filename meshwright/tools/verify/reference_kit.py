@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.model import IGNORED
 from meshwright.parameters.shard import ONES, Initial
+from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.head import HeadShape
 
@@ -101,6 +102,9 @@ class ReferenceKit:
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
         return _Experts(shape)
+
+    def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:
+        raise AssertionError("one rank has all heads")
 
     def local_heads(self, heads: int) -> int:
         return heads

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.config import Config
 from meshwright.pipeline.task import Task
-from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.tools.plan.predict import Planner, Prediction, TimedRun
 from meshwright.tools.plan.recordings import place
 from tests.pipeline.test_equality import LOOP, SCHEDULES, V, pipelined
@@ -72,6 +72,14 @@ FEW = {
     ],
     "1-D cut": [synced("allreduce", 1, CUT)],
     "llama": [config_for("llama", MEGATRON)],
+    "shared heads": [
+        config_for(
+            "grouped",
+            MEGATRON | {"size": 4},
+            layout={"data": {"size": 2, "sync": sync}, "tensor": MEGATRON | {"size": 4}},
+        )
+        for sync in ("zero1", "zero3")
+    ],
     "2-D": [summa(FLAT, form) for form in ("gather", "stream")],
     "2.5-D": [summa(DEEP, "gather")],
     "sub-graphs": [synced("allreduce", 1, tensor) for tensor in (SUBGRAPHS[0], SUBGRAPHS[-1])],
@@ -139,7 +147,7 @@ def test_counts_what_more_runs_do(name: str) -> None:
 
 def check(configs: Sequence[Config]) -> None:
     layout = configs[0].layout
-    grid = Grid(layout.axes)
+    grid = grid_of_run(configs[0])
     ranks: list[list[Measured]] = run_ranks(measured, grid, configs, token_axes=layout.token_axes)
     planner = Planner(CPU)
     wrong: list[str] = []
