@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parameters.bucket import Slot
-from meshwright.ranks.grid import COPIES, ENDS, PIPE
+from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE
 from meshwright.ranks.mesh import Mesh
 
 PIECE = 2**20
@@ -51,7 +51,7 @@ def norm_of_squares(slots: Sequence[Slot], squares: Mapping[int, Tensor], mesh: 
     by_axes: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for index, slot in enumerate(slots):
         if _counts(slot, mesh):
-            by_axes[mesh.grid.ordered(axis for axis in slot.part_axes if axis not in (COPIES, ENDS))].append(
+            by_axes[mesh.grid.ordered(axis for axis in slot.part_axes if axis not in (HEAD_COPIES, ENDS))].append(
                 squares[index]
             )
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)

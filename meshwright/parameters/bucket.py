@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parameters.shard import Box, ShardSpec
-from meshwright.ranks.grid import COPIES, ENDS, PIPE, REPLICATE, Grid
+from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, REPLICATE, Grid
 from meshwright.ranks.mesh import Mesh
 
 PartsUsing = Mapping[str, tuple[int, ...]]
@@ -68,7 +68,7 @@ class Slot:
 
     `slices`: the flat memory that ranks share, of which this slot is their part. `part_axes`: the axes whose ranks hold
     different parts, so that a norm is summed over them. (So do the stages of a pipeline, whatever the slot.) `shared`:
-    the stand-ins for parts of an axis whose ranks share the parameters: ENDS of a tied table, COPIES of key-value
+    the stand-ins for parts of an axis whose ranks share the parameters: ENDS of a tied table, HEAD_COPIES of key-value
     heads.
     """
 
@@ -118,7 +118,7 @@ class Bucket:
     @property
     def shared(self) -> tuple[str, ...]:
         """The stand-ins for parts of an axis whose ranks share the parameters."""
-        return tuple(axis for axis in self.sum_axes if axis in (COPIES, ENDS))
+        return tuple(axis for axis in self.sum_axes if axis in (HEAD_COPIES, ENDS))
 
     def copy_axes(self, grid: Grid) -> tuple[str, ...]:
         """The axes whose ranks hold the same parameters."""

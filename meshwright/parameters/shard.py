@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.parameters.gradients import Gradients, WriteGradient
-from meshwright.ranks.grid import COPIES, ENDS, Grid
+from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
 from meshwright.ranks.mesh import Mesh
 
 BLOCK_ELEMENTS = 2**20
@@ -149,7 +149,7 @@ class ShardSpec:
         And, of a tied one, the pipeline's ends, which split its uses; of key-value heads, the ranks with a copy.
         """
         ends = (ENDS,) if self.tied else ()
-        copies = (COPIES,) if any(shard.copies > 1 for shard in self.placements.values()) else ()
+        copies = (HEAD_COPIES,) if any(shard.copies > 1 for shard in self.placements.values()) else ()
         feeding = dict.fromkeys((*mesh.token_axes, *self.partial_over))
         return mesh.grid.ordered([*(axis for axis in feeding if axis not in self.axes), *copies, *ends])
 

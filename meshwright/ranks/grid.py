@@ -19,8 +19,8 @@ PIPE, ENDS = "pipe", "ends"
 """ENDS stands for the first and the last rank of the pipe axis, where a group is asked for: a tied embedding has a copy
 on both. The ranks between are alone in theirs."""
 
-COPIES = "copies"
-"""COPIES stands for the ranks that hold the same key-value heads, where a group is asked for: neighbours on the axis
+HEAD_COPIES = "copies"
+"""HEAD_COPIES stands for the ranks that hold the same key-value heads, where a group is asked for: neighbours on the axis
 that cuts heads, which has more ranks than there are key-value heads (tensor/copies.py)."""
 
 REPLICATE, DATA, EXPERT = "replicate", "data", "expert"
@@ -60,14 +60,14 @@ class Grid:
         """
         names = (*self.names, *self.stand_ins)
         chosen = (some for count in range(1, len(names) + 1) for some in combinations(names, count))
-        of = {ENDS: PIPE} | ({COPIES: self.copies[0]} if self.copies else {})
+        of = {ENDS: PIPE} | ({HEAD_COPIES: self.copies[0]} if self.copies else {})
         return tuple("+".join(some) for some in chosen if all(of.get(name) not in some for name in some))
 
     @property
     def stand_ins(self) -> tuple[str, ...]:
-        """Those of COPIES and ENDS that this grid has: names of groups that are parts of an axis."""
+        """Those of HEAD_COPIES and ENDS that this grid has: names of groups that are parts of an axis."""
         ends = (ENDS,) if dict(self.axes).get(PIPE, 1) > 1 else ()
-        return (*((COPIES,) if self.copies else ()), *ends)
+        return (*((HEAD_COPIES,) if self.copies else ()), *ends)
 
     @property
     def world_size(self) -> int:
@@ -98,7 +98,7 @@ class Grid:
         return self.group(rank, *names).index(rank)
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
-        """The ranks that agree with `rank` on every axis but the named ones, in grid order. ENDS and COPIES may be
+        """The ranks that agree with `rank` on every axis but the named ones, in grid order. ENDS and HEAD_COPIES may be
         named."""
         assert 0 <= rank < self.world_size, f"rank {rank} outside of {self}"
         ranks, stride = [0], 1
@@ -114,7 +114,7 @@ class Grid:
         """The indices on an axis that the stand-ins among `names` mean for the rank with this one."""
         if axis == PIPE and ENDS in names and size > 1:
             return 0, size - 1
-        if self.copies and axis == self.copies[0] and COPIES in names:
+        if self.copies and axis == self.copies[0] and HEAD_COPIES in names:
             first = index - index % self.copies[1]
             return range(first, first + self.copies[1])
         return ()
@@ -124,9 +124,9 @@ class Grid:
         return sorted({self.group(rank, *names) for rank in range(self.world_size)})
 
     def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The given axis names in grid order, each once; COPIES and ENDS come last."""
+        """The given axis names in grid order, each once; HEAD_COPIES and ENDS come last."""
         chosen = set(names)
-        known = (*self.names, *((COPIES,) if self.copies else ()), ENDS)
+        known = (*self.names, *((HEAD_COPIES,) if self.copies else ()), ENDS)
         assert chosen <= set(known), f"unknown axes {chosen - set(known)} in {self}"
         return tuple(name for name in known if name in chosen)
 

@@ -15,7 +15,7 @@ from meshwright.environment import Environment, Rendezvous
 from meshwright.ranks.board import Board, FolderBoard
 from meshwright.ranks.comm import Comm, RankGroup, SoloComm
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
-from meshwright.ranks.grid import COPIES, ENDS, Grid
+from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox, SoloMailbox
 from meshwright.ranks.mpi import open_mpi
@@ -111,7 +111,7 @@ class Mesh:
 
     def _group(self, axes: tuple[str, ...]) -> RankGroup:
         ranks = self.grid.group(self.rank, *axes)
-        tag = sum(1 << (*self.grid.names, ENDS, COPIES).index(name) for name in axes)
+        tag = sum(1 << (*self.grid.names, ENDS, HEAD_COPIES).index(name) for name in axes)
         return RankGroup("+".join(axes), ranks, ranks.index(self.rank), tag, self.ledger, self.recorder)
 
     @property

@@ -34,7 +34,7 @@ from itertools import dropwhile
 from math import ceil, exp, log, log2
 
 from meshwright.errors import ConfigError
-from meshwright.ranks.grid import COPIES, ENDS, PIPE, Grid
+from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.section import TransportName
 from meshwright.tools.plan.cluster import Cluster, Curve, Level
 
@@ -104,13 +104,13 @@ class Tiers:
         offsets = grid.group(0, *axes)
         if len(offsets) == 1:
             return [_Shape(1, (), close=True)]
-        if not {COPIES, ENDS} & set(axes) and self._even(grid):
+        if not {HEAD_COPIES, ENDS} & set(axes) and self._even(grid):
             groups = [_Group(self, offsets)]
             sharing = [size // groups[0].members(n) for n, size in enumerate(self.sizes)]
             return [groups[0].shape(lambda level, unit: sharing[level])]
         kept = {*axes, PIPE} if ENDS in axes else set(axes)
         runs = [0]  # of an axis, where each group is a run of neighbours on it
-        if grid.copies and COPIES in axes and grid.copies[0] not in axes:
+        if grid.copies and HEAD_COPIES in axes and grid.copies[0] not in axes:
             kept.add(grid.copies[0])
             runs = list(grid.group(0, grid.copies[0])[:: grid.copies[1]])
         others = grid.group(0, *(name for name in grid.names if name not in kept))
