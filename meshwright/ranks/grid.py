@@ -20,8 +20,8 @@ PIPE, ENDS = "pipe", "ends"
 on both. The ranks between are alone in theirs."""
 
 HEAD_COPIES = "copies"
-"""HEAD_COPIES stands for the ranks that hold the same key-value heads, where a group is asked for: neighbours on the axis
-that cuts heads, which has more ranks than there are key-value heads (tensor/copies.py)."""
+"""HEAD_COPIES stands for the ranks that hold the same key-value heads, where a group is asked for: neighbours on the
+axis that cuts heads, which has more ranks than there are key-value heads (tensor/copies.py)."""
 
 REPLICATE, DATA, EXPERT = "replicate", "data", "expert"
 DATA_AXES = (REPLICATE, DATA, EXPERT)
