@@ -51,6 +51,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
+        self._number = 0
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -70,6 +71,10 @@ class LiveBytes(TorchDispatchMode):
     ) -> None:
         """For subclasses that write operations down. `new`: the results that are no views of what was given."""
 
+    def changed(self, number: int, size: int) -> None:
+        """For subclasses that write memory down: the storage of that number has come, with so many bytes, or has gone,
+        with so many less than none."""
+
     def _follow(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
@@ -77,10 +82,14 @@ class LiveBytes(TorchDispatchMode):
             return
         self.live += size
         self.peak = max(self.peak, self.live)
+        self._number += 1
+        number = self._number
+        self.changed(number, size)
 
         def gone(_: object) -> None:
             del self._storages[address]
             self.live -= size
+            self.changed(number, -size)
 
         self._storages[address] = weakref.ref(storage, gone)
 

@@ -217,7 +217,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.fixed + self.activations + self.temporaries
+        return self.allocated + self.framework
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors at the fullest moment."""
+        return self.weights + self.gradients + self.states + self.activations + self.temporaries
 
     @property
     def fixed(self) -> int:

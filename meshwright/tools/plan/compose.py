@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise, product
 
 from meshwright.config import Config
@@ -77,10 +77,11 @@ class Cost:
 @dataclass(frozen=True)
 class Unit:
     """Parts that run at once: one; or a group of `layers` like ones that are recomputed together, of which groups of
-    two and of one are recorded."""
+    two and of one are recorded. `whole` records the group itself."""
 
     recording: Recording
     parameters: tuple[Parameter, ...]
+    whole: Callable[[], Recording]
     smaller: Recording | None = None
     layers: int = 1
 
@@ -219,13 +220,14 @@ def _parts(config: Config, chunk: Chunk) -> list[Chunk]:
 
 def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms) -> Unit:
     count, layers = len(chunk.layers), chunk.layers
-    alike = {recordings.outline(config).alike[layer] for layer in layers}
+    alike, whole = {recordings.outline(config).alike[layer] for layer in layers}, partial(recordings.of, config, chunk)
     if count <= 2 or len(alike) > 1:
-        recording = recordings.of(config, chunk, incoming)
-        return Unit(recording, recording.parameters)
+        recording = whole(incoming)
+        return Unit(recording, recording.parameters, partial(whole, incoming))
     ones = [recordings.of(config, Chunk(range(layer, layer + 1), False, False), incoming) for layer in layers]
     two = recordings.of(config, Chunk(layers[:2], False, False), incoming)
-    return Unit(two, tuple(parameter for one in ones for parameter in one.parameters), ones[0], count)
+    parameters = tuple(parameter for one in ones for parameter in one.parameters)
+    return Unit(two, parameters, partial(whole, incoming), ones[0], count)
 
 
 class Composition:

@@ -24,9 +24,10 @@ from meshwright.ranks.mailbox import AHEAD
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.buckets import Memory, Peak, memory_of, passing_bytes, streams
 from meshwright.tools.plan.compose import StagePlan
-from meshwright.tools.plan.predict import Planner, Prediction, TimedRun, check
+from meshwright.tools.plan.predict import Planner, Prediction, check
 from meshwright.tools.plan.recordings import Parameter, parameters_in, splits
 from meshwright.tools.plan.timed_parts import TimedPart, TimedParts, strides
+from meshwright.tools.plan.timed_run import TimedRun
 
 SURE = 0.95
 """The part of an estimate that the search takes for certain."""

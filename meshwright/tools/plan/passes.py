@@ -93,6 +93,13 @@ def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = 
     return _Pipeline(rule_of(config), placement_of(config), config.num_microbatches, costs, latency, pace).run()
 
 
+def tasks_of_stages(config: Config, costs: TaskCosts, latency: Latency, some: int) -> list[list[Task]]:
+    """Each stage's tasks of a step that has only `some` microbatches, in the order in which they begin."""
+    pipeline = _Pipeline(rule_of(config), placement_of(config), config.num_microbatches, costs, latency, undisturbed)
+    spans = pipeline.simulated(some).timeline.spans
+    return [[_task_of(span) for span in spans if span.stage == stage] for stage in range(pipeline.stages)]
+
+
 class _Pipeline:
     """A step of `count` microbatches, of which fewer may be simulated."""
 
@@ -167,13 +174,7 @@ class _Pipeline:
         of_stage: list[list[Span]] = [[] for _ in range(self.stages)]
         for span in timeline.spans:  # in the order in which they begin
             of_stage[span.stage].append(span)
-        kinds = {str(kind): kind for kind in TaskKind}
-        peaks = tuple(
-            _peak(
-                [cost(stage, Task(kinds[span.name[0]], span.microbatch or 0, span.chunk)) for span in of_stage[stage]]
-            )
-            for stage in range(self.stages)
-        )
+        peaks = tuple(_peak([cost(stage, _task_of(span)) for span in of_stage[stage]]) for stage in range(self.stages))
         busy = tuple(sum(span.seconds for span in spans) for spans in of_stage)
         return Passes(timeline.total_seconds, timeline, tuple(spans[-1] for spans in of_stage), peaks, busy)
 
@@ -226,6 +227,10 @@ class _Pipeline:
             )
         busy = [beyond(*both) for both in zip(longer.busy, shorter.busy, strict=True)]
         return longer.continued(delays, busy, peaks)
+
+
+def _task_of(span: Span) -> Task:
+    return Task(TaskKind(span.name[0]), span.microbatch or 0, span.chunk)
 
 
 def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]] | None:

@@ -68,11 +68,16 @@ class WaitFor:
 
 _Event = Kernel | Start | WaitFor
 
+MemoryEvents = tuple[tuple[int, int], ...]
+"""(number, bytes) of storages in the order in which they come, and go (with less than no bytes). Of a part's recording
+each has its own number."""
+
 
 @dataclass(frozen=True)
 class Program:
     """A task as it was recorded. `kept_bytes`: what it leaves in memory, less what it freed; `peak_bytes`: the most it
-    held above what was there when it began. `traffic`: what it sent, as a run's ledger would say."""
+    held above what was there when it began; `memory`: all of it, in order. `traffic`: what it sent, as a run's ledger
+    would say."""
 
     events: tuple[_Event, ...] = ()
     kept_bytes: int = 0
@@ -80,6 +85,7 @@ class Program:
     traffic: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
     leads: int = 1
     """Ranks of which this one alone is at work, but between a verb from it and the next one to it (cSub)."""
+    memory: MemoryEvents = ()
 
     @property
     def flops(self) -> float:
@@ -132,7 +138,8 @@ class Recorder(LiveBytes):
         self._fuses_dropout = fuses_dropout
         self._dropped: int | None = None  # the storage that the last kernel, a dropout, has written
         self._events: list[_Event] = []
-        self._number = 0
+        self._memory: list[tuple[int, int]] = []
+        self._starts = 0
         self._ledger = Ledger()
 
     def note(
@@ -150,10 +157,19 @@ class Recorder(LiveBytes):
 
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
         """A collective begins (planned.Observer)."""
-        self._number += 1
+        self._starts += 1
         self._dropped = None
-        self._events.append(Start(self._number, axes, verb, payload_bytes, root, self._ledger.times))
-        return UnderWay(partial(self._events.append, WaitFor(self._number)))
+        self._events.append(Start(self._starts, axes, verb, payload_bytes, root, self._ledger.times))
+        return UnderWay(partial(self._events.append, WaitFor(self._starts)))
+
+    def changed(self, number: int, size: int) -> None:
+        self._memory.append((number, size))
+
+    def taken_memory(self) -> MemoryEvents:
+        """Storages that have come and gone since a program was recorded, or this was asked."""
+        events = tuple(self._memory)
+        self._memory.clear()
+        return events
 
     @contextmanager
     def program(self, ledger: Ledger) -> Iterator[Callable[[], Program]]:
@@ -161,10 +177,12 @@ class Recorder(LiveBytes):
         before = self.live
         self._events, self.peak, self._ledger, self._dropped = [], before, ledger, None
         ledger.traffic.clear()
+        self._memory.clear()
 
         def make() -> Program:
             traffic = {key: entry.scaled(1) for key, entry in ledger.traffic.items()}
-            return Program(tuple(self._events), self.live - before, self.peak - before, traffic)
+            kept, peak = self.live - before, self.peak - before
+            return Program(tuple(self._events), kept, peak, traffic, memory=self.taken_memory())
 
         with self:
             yield make

@@ -80,7 +80,8 @@ class Recording:
     """`programs`: of each task, by the microbatch's place in the step (`place`). `outgoing`: what it gives to the next
     part; `output_bytes`: of that, what is freed when nobody reads it. `holds_input`: whether its backward pass reads
     what the part was given, or only what was made of it. `kept_input_bytes`, `kept_gradient_bytes`: what W needs of
-    that, and of the gradient that the next part gave back; the rest is freed after B.
+    that, and of the gradient that the next part gave back; the rest is freed after B. `leaving`: by task and place, the
+    storages that go when nobody reads what it gave: after F to the next part, after B to the one before.
     """
 
     programs: dict[TaskKind, tuple[Program, ...]]
@@ -90,6 +91,7 @@ class Recording:
     holds_input: bool
     kept_input_bytes: int
     kept_gradient_bytes: int
+    leaving: dict[TaskKind, tuple[frozenset[int], ...]]
 
     def moved(self, layers: int) -> Recording:
         """This part so many layers further on."""
@@ -240,6 +242,7 @@ def _record(config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Ch
     stage = Stage(model, gradients, run=strategy.forward if chunk.last else run_model)
     leads = layout.tensor.leading_ranks
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
+    leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     scales, count = dict.fromkeys((*model.labels, SAMPLES), 1.0), min(config.num_microbatches, DISTINCT)
     for index in range(count):
         batch = empty_batch(config, kit, model, mesh.device)
@@ -254,12 +257,14 @@ def _record(config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Ch
         alive = recorder.live
         del outgoing
         output_bytes = alive - recorder.live
+        leaving[TaskKind.FORWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
         coming = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
         with on_device, recorder.program(mesh.ledger) as recorded:
             returned = stage.backward(index, coming, defers=splits(config))
         programs[TaskKind.BACKWARD].append(replace(recorded(), leads=leads))
         watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, coming)]
         del returned, coming, given
+        leaving[TaskKind.BACKWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
         kept_input, kept_gradient = (sum(_alive_bytes(ref()) for ref in refs) for refs in watched)
         if splits(config):
             with recorder.program(mesh.ledger) as recorded:
@@ -267,7 +272,8 @@ def _record(config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Ch
             programs.setdefault(TaskKind.WEIGHT, []).append(replace(recorded(), leads=leads))
     by_kind = {kind: tuple(each) for kind, each in programs.items()}
     parameters = _with_facts(model, chunk, buckets, saved, with_b)
-    return Recording(by_kind, parameters, forms, output_bytes, holds_input, kept_input, kept_gradient)
+    left = {kind: tuple(each) for kind, each in leaving.items()}
+    return Recording(by_kind, parameters, forms, output_bytes, holds_input, kept_input, kept_gradient, left)
 
 
 def _with_facts(

@@ -14,8 +14,9 @@ import pytest
 from meshwright.config import Config
 from meshwright.pipeline.task import Task
 from meshwright.ranks.grid import PIPE, grid_of_run
-from meshwright.tools.plan.predict import Planner, Prediction, TimedRun
+from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.recordings import place
+from meshwright.tools.plan.timed_run import TimedRun
 from tests.pipeline.test_equality import LOOP, SCHEDULES, V, pipelined
 from tests.tensor.test_equality import config_for
 from tests.tools.plan.clusters import FLAT as SWITCH

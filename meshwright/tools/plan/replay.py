@@ -1,0 +1,229 @@
+"""A rank's memory as its process holds it: recorded allocations, replayed through the model of its allocator.
+
+| comes                                                     | goes                                                    |
+|-----------------------------------------------------------|---------------------------------------------------------|
+| parameters; then buckets of values and gradients, masters | the parameters, when their bucket is filled             |
+| messages, some before they have come (mailbox.py)         | activations after B, or W; gradients after B            |
+| what tasks allocate, in the order of their recordings     | as recorded                                             |
+| what a part gives to the next, or back to the one before  | when that has gone forward, or backward, if it reads it |
+| moments, in the first step                                | never                                                   |
+| float32 copies of half-precision gradients                | when they have been stepped                             |
+
+Two steps are replayed, since states that come in the first lie between its activations. They have as many microbatches
+as fill the stage and a few more, in the schedule's own order: a longer step does the same again. Where it holds more,
+as GPipe does, it holds as much more of the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from meshwright.memory.offload import state_bytes
+from meshwright.optim.states import stepped_together
+from meshwright.pipeline.task import Task, TaskKind
+from meshwright.tools.plan.allocator import Allocator, MemoryBlock
+from meshwright.tools.plan.buckets import PlannedBucket, passing_bytes, slots_of
+from meshwright.tools.plan.compose import ChunkPlan, Composition
+from meshwright.tools.plan.recorder import MemoryEvents
+from meshwright.tools.plan.recordings import Recording, place
+
+REPLAYED_STEPS = 2
+
+_NOTHING: tuple[Hashable, int] = (None, 0)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The most bytes of tensors that a rank has at a time, and the most that its allocator holds for them."""
+
+    allocated: int
+    reserved: int
+
+
+class StageReplay:
+    """The memory of a stage's first rank. `ahead`: messages of a side that have memory before they come."""
+
+    def __init__(self, run: Composition, stage: int, ahead: int, allocator: Allocator) -> None:
+        self._run, self._ahead = run, ahead
+        self._plan, self._buckets = run.stages[stage], run.buckets[run.like[stage]]
+        self._messages: dict[str, Iterator[tuple[Hashable, int]]] = {}
+        self._allocator = allocator
+        self._live: dict[Hashable, MemoryBlock] = {}
+        self._units = [[_Unit(unit.whole()) for unit in chunk.units] for chunk in self._plan.chunks]
+
+    def run(self, tasks: Sequence[Task], num_microbatches: int) -> Footprint:
+        """Replay steps of these tasks, of a step of at least that many microbatches. Raises OutOfDeviceMemory."""
+        self._build()
+        for step in range(REPLAYED_STEPS):
+            self._open(tasks)
+            passing = self._taken("passing", passing_bytes(self._buckets))
+            for task in tasks:
+                last = task.microbatch == num_microbatches - 1
+                index = self._run.config.num_microbatches - 1 if last else task.microbatch
+                self._task(task, place(index, self._run.config.num_microbatches))
+            self._drop(passing)
+            self._optimize(first=step == 0)
+        return Footprint(self._allocator.peak_allocated, self._allocator.peak_reserved)
+
+    def _build(self) -> None:
+        config = self._run.config
+        for parameter in self._plan.parameters:
+            self._take(("parameter", parameter.name), parameter.weight_bytes)
+        for index, bucket in enumerate(self._buckets):
+            self._take(("values", index), bucket.size_bytes)
+            self._take(("gradients", index), bucket.gradient_bytes)
+            self._drop(("parameter", name) for name in bucket.names)
+        if config.memory.offload.to == "none":
+            for index, bucket in enumerate(self._buckets):
+                self._take(("master", index), bucket.stepped_elements * bucket.master_bytes)
+        else:
+            half = state_bytes(config, slots_of(self._buckets)) // 2
+            self._take(("staging", 0), half)
+            self._take(("staging", 1), half)
+        self._take(("tied",), self._plan.apart_bytes(config))
+
+    def _open(self, tasks: Sequence[Task]) -> None:
+        """The messages of a step, in the order in which tasks read them; the first ones have memory."""
+        for name, kind in (("activation", TaskKind.FORWARD), ("gradient", TaskKind.BACKWARD)):
+            own = [(task, self._message_bytes(task)) for task in tasks if task.kind is kind]
+            most = max((size for _, size in own), default=0)
+            self._messages[name] = iter([((name, task.chunk, task.microbatch), most) for task, size in own if size])
+            for _ in range(self._ahead):
+                self._take(*next(self._messages[name], _NOTHING))
+
+    def _message_bytes(self, task: Task) -> int:
+        """Bytes of the message that a task begins with."""
+        chunk = self._plan.chunks[task.chunk]
+        if task.kind is TaskKind.FORWARD:
+            return chunk.incoming_bytes if chunk.handed_bytes is None else 0
+        return chunk.outgoing_bytes if not chunk.hands_on else 0
+
+    def _task(self, task: Task, which: int) -> None:
+        chunk, units = self._plan.chunks[task.chunk], self._units[task.chunk]
+        if task.kind is not TaskKind.WEIGHT and self._message_bytes(task):  # it has come, and others may
+            self._take(*next(self._messages["activation" if task.kind is TaskKind.FORWARD else "gradient"], _NOTHING))
+        if task.kind is TaskKind.FORWARD:
+            self._forward(chunk, units, task, which)
+            return
+        for index in reversed(range(len(units))):
+            unit = units[index]
+            self._replay(task, index, unit, which)
+            waits = {TaskKind.BACKWARD: unit.recording, TaskKind.WEIGHT: None}[task.kind]
+            if waits is None or not waits.kept_input_bytes:
+                self._drop(self._read(chunk, units, task, index, which))
+            if waits is None or not waits.kept_gradient_bytes:
+                self._drop(self._came_back(chunk, units, task, index, which))
+        if chunk.handed_bytes is None and task.kind is TaskKind.BACKWARD:  # what goes back was sent
+            self._drop(self._given(units[0], TaskKind.BACKWARD, task.chunk, 0, task.microbatch, which))
+
+    def _forward(self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, which: int) -> None:
+        for index, unit in enumerate(units):
+            self._replay(task, index, unit, which)
+            if index and not unit.recording.holds_input:
+                self._drop(self._given(units[index - 1], task.kind, task.chunk, index - 1, task.microbatch, which))
+        if not chunk.hands_on:
+            self._drop(self._given(units[-1], task.kind, task.chunk, len(units) - 1, task.microbatch, which))
+
+    def _read(self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, index: int, which: int) -> Iterable[Hashable]:
+        """The storages of what a unit was given to read."""
+        if index:
+            return self._given(units[index - 1], TaskKind.FORWARD, task.chunk, index - 1, task.microbatch, which)
+        if chunk.handed_bytes is None:
+            return [("activation", task.chunk, task.microbatch)]
+        before = self._units[task.chunk - 1]
+        return self._given(before[-1], TaskKind.FORWARD, task.chunk - 1, len(before) - 1, task.microbatch, which)
+
+    def _came_back(
+        self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, index: int, which: int
+    ) -> Iterable[Hashable]:
+        """The storages of the gradient that came back to a unit."""
+        if index < len(units) - 1:
+            return self._given(units[index + 1], TaskKind.BACKWARD, task.chunk, index + 1, task.microbatch, which)
+        if not chunk.hands_on:
+            return [("gradient", task.chunk, task.microbatch)]
+        after = self._units[task.chunk + 1]
+        return self._given(after[0], TaskKind.BACKWARD, task.chunk + 1, 0, task.microbatch, which)
+
+    def _given(
+        self, unit: _Unit, kind: TaskKind, chunk: int, index: int, microbatch: int, which: int
+    ) -> list[Hashable]:
+        """The storages that a unit gave to the next one or to the one before, and does not keep itself."""
+        return [unit.key(number, chunk, index, microbatch) for number in unit.recording.leaving[kind][which]]
+
+    def _replay(self, task: Task, index: int, unit: _Unit, which: int) -> None:
+        for number, size in unit.recording.programs[task.kind][which].memory:
+            key = unit.key(number, task.chunk, index, task.microbatch)
+            if size > 0:
+                self._drop([key])  # one that the microbatch before has left
+                self._take(key, size)
+            else:
+                self._drop([key])
+
+    def _optimize(self, *, first: bool) -> None:
+        """Sum gradients and step."""
+        config = self._run.config
+        for bucket in self._buckets:
+            self._transient(bucket.reduce.memory)
+            self._transient(bucket.across.memory)
+        if config.memory.offload.to == "none":
+            for index, bucket in enumerate(self._buckets) if first else ():
+                single = max(4, bucket.kind.dtype.itemsize)
+                for kind in config.optimizer.update.states:
+                    self._take((kind, index), bucket.stepped_elements * single)
+            for matrix in (True, False):
+                widened = [_widened_bytes(bucket) for bucket in self._buckets if bucket.kind.matrix == matrix]
+                for some in stepped_together(widened):
+                    self._drop([key for place in some for key in self._taken(("widened", place), widened[place])])
+        for bucket in self._buckets:
+            self._transient(bucket.publish.memory)
+
+    def _transient(self, events: MemoryEvents) -> None:
+        for number, size in events:
+            if size > 0:
+                self._take(("transient", number), size)
+            else:
+                self._drop([("transient", number)])
+        self._drop(("transient", number) for number, _ in events)
+
+    def _take(self, key: Hashable, size: int) -> None:
+        if size:
+            assert key not in self._live, f"{key} is there already"
+            self._live[key] = self._allocator.allocate(size)
+
+    def _taken(self, key: Hashable, size: int) -> list[Hashable]:
+        self._take(key, size)
+        return [key]
+
+    def _drop(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
+            if key in self._live:
+                self._allocator.free(self._live.pop(key))
+
+
+class _Unit:
+    """A part's recording. `crossing`: the storages that another microbatch than their own frees, or none does."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.crossing = _crossing(recording)
+
+    def key(self, number: int, chunk: int, index: int, microbatch: int) -> Hashable:
+        return (chunk, index, number) if number in self.crossing else (chunk, index, number, microbatch)
+
+
+def _crossing(recording: Recording) -> frozenset[int]:
+    """A layer's gathered weights are an example: the first microbatch of a step finds none, the last leaves none."""
+    came: dict[int, int] = {}
+    went: dict[int, int] = {}
+    for kind, programs in recording.programs.items():
+        for which, program in enumerate(programs):
+            for number, size in program.memory:
+                (came if size > 0 else went)[number] = which
+            for number in recording.leaving.get(kind, [()] * len(programs))[which]:
+                went[number] = which
+    return frozenset(number for number, which in came.items() if went.get(number) != which)
+
+
+def _widened_bytes(bucket: PlannedBucket) -> int:
+    return bucket.stepped_elements * 4 if bucket.summed_in.itemsize < 4 else 0
