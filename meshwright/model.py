@@ -100,6 +100,11 @@ class Chunk:
         layers = tuple(layer for chunk in chunks for layer in chunk.layers)
         return cls(layers, any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks))
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The parts of the chain that are in it, in the order of the forward pass."""
+        return *([EMBEDDINGS] if self.first else []), *self.layers, *([HEAD] if self.last else [])
+
 
 @dataclass(frozen=True)
 class Costs:

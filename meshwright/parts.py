@@ -126,7 +126,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     recompute_in(config, model, chunks)
     if config.compile == "islands" and mesh.device.type != "meta":
         use_islands(model, compiled_islands())
-    strategy = _build_strategy(config, mesh, model, stages.specs)
+    strategy = _build_strategy(config, mesh, model, stages.specs, chunks)
     use_gradients(model, strategy.gradients)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
@@ -305,7 +305,9 @@ def bucket_bytes(config: Config) -> int:
     return offload.chunk * offload.bucket * DTYPES[config.precision.dtype].itemsize
 
 
-def _build_strategy(config: Config, mesh: Mesh, model: Chain, specs: dict[str, ShardSpec]) -> Strategy:
+def _build_strategy(
+    config: Config, mesh: Mesh, model: Chain, specs: dict[str, ShardSpec], chunks: Sequence[Chunk]
+) -> Strategy:
     sync = config.layout.data.strategy
     if sync.whole:
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
@@ -314,13 +316,20 @@ def _build_strategy(config: Config, mesh: Mesh, model: Chain, specs: dict[str, S
     policy = load_entry(sync.policy)()
     using = {} if policy.replicated else parts_using(config, mesh, model.chunk)
     parts = using if sync.gathers else None
+    own = {name: chunks_using(users, chunks) for name, users in using.items()}
+    by_chunk = own if sync.slices and len(chunks) > 1 else None
     buckets = make_buckets(
-        model.named_parameters(), specs, mesh, bucket_bytes(config), parts, widens=config.widens_gradients
+        model.named_parameters(), specs, mesh, bucket_bytes(config), parts, by_chunk, widens=config.widens_gradients
     )
     strategy = load_entry(sync.synchroniser)(buckets, mesh, policy)
     if not policy.replicated:
-        strategy.follow(model, using)
+        strategy.follow(model, using, chunks)
     return cast(Strategy, strategy)
+
+
+def chunks_using(parts: Sequence[int], chunks: Sequence[Chunk]) -> tuple[int, ...]:
+    """The numbers of the chunks that have one of these parts."""
+    return tuple(number for number, chunk in enumerate(chunks) if not set(parts).isdisjoint(chunk.parts))
 
 
 def parts_using(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, tuple[int, ...]]:

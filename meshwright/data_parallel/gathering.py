@@ -10,7 +10,7 @@ embeddings, a layer, the head. Parameters that two parts use (a tied table) are 
 computed the next one's weights travel: forward the layer behind, backward the layer before. So a rank holds its slices
 and two parts. Where forward turns to backward, and where the next microbatch begins, what is there is kept: of L layers
 on one device a microbatch gathers L and L-1 more, and the first of them is still there for the next microbatch. A stage
-of a pipeline does not know which task comes next, and gathers all of its parts in each.
+of a pipeline does not know which task comes next, and gathers in each all parts of the chunk that it is of.
 
 Autograd keeps weights for the backward pass, as references to memory that is given back and filled again: so a part's
 memory always is the same storage, which is resized. Of embeddings and head only what autograd has kept is gathered
@@ -33,7 +33,7 @@ from torch import Tensor
 from meshwright.data_parallel.policies import Zero1
 from meshwright.data_parallel.sharded import Sharded, allocate, free
 from meshwright.data_parallel.strategy import Policy, RunsParts, make_buckets_equal
-from meshwright.model import EMBEDDINGS, HEAD, Batch, Hidden, Model, Scales
+from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.comm import DONE, Comm, Work, size_bytes
@@ -67,14 +67,17 @@ class Move:
 class Walk:
     """A rank's way through its parts, and which of their buckets are there. Pure: the planner walks it as well.
 
-    `buckets`: by part, in the order of the forward pass. `kept`: of embeddings and head those that their backward
-    passes read. `returns`: the chain is whole, so that its end turns to its backward pass, and that to the next
-    microbatch.
+    `buckets`: by part. `kept`: of embeddings and head those that their backward passes read. `chunks`: those of the
+    chain that the rank holds. A chain that is one chunk turns from its end to its backward pass, and from that to the
+    next microbatch.
     """
 
-    def __init__(self, buckets: Mapping[int, Collection[int]], kept: Mapping[int, set[int]], *, returns: bool) -> None:
-        self.order = sorted(buckets)
-        self._buckets, self._kept, self._returns = buckets, kept, returns
+    def __init__(
+        self, buckets: Mapping[int, Collection[int]], kept: Mapping[int, set[int]], chunks: Sequence[Chunk]
+    ) -> None:
+        self._order = {part: chunk.parts for chunk in chunks for part in chunk.parts}
+        self._buckets, self._kept = buckets, kept
+        self._returns = len(chunks) == 1 and chunks[0].first and chunks[0].last
         self._back_at: int | None = None
         """The part whose backward pass has begun last; None in a forward pass."""
         self._begins = True
@@ -91,25 +94,28 @@ class Walk:
     def forward(self, part: int) -> Move:
         """A part goes forward, in a forward pass or recomputed in a backward pass."""
         fresh, self._begins = self._begins and not self._returns, False
-        index, here = self.order.index(part), self._buckets[part]
-        if self._back_at is not None and part >= self._back_at:
-            return self._back_from(index, here, fresh=False)
-        if index + 1 < len(self.order):
-            return self._moved(here, ahead=self._buckets[self.order[index + 1]], fresh=fresh)
+        order, here = self._order[part], self._buckets[part]
+        index = order.index(part)
+        if self._back_at in order and part >= self._back_at:
+            return self._back_from(part, here, fresh=False)
+        if index + 1 < len(order):
+            return self._moved(here, ahead=self._buckets[order[index + 1]], fresh=fresh)
         turns = index > 0 and self._returns
-        return self._moved(here, stays=self._buckets[self.order[index - 1]] if turns else (), fresh=fresh)
+        return self._moved(here, stays=self._buckets[order[index - 1]] if turns else (), fresh=fresh)
 
     def backward(self, part: int) -> Move:
         """A part's backward pass begins."""
         before, self._back_at = self._back_at, part
-        same = part == before and part == self.order[-1]  # the head's two functions
-        fresh = (before is None or part >= before) and not self._returns and not same
-        return self._back_from(self.order.index(part), self.read_back(part), fresh=fresh)
+        order = self._order[part]
+        same = part == before and part == order[-1]  # the head's two functions
+        fresh = (before not in order or part >= before) and not self._returns and not same
+        return self._back_from(part, self.read_back(part), fresh=fresh)
 
-    def _back_from(self, index: int, here: Collection[int], *, fresh: bool) -> Move:
-        if index:
-            return self._moved(here, ahead=self.read_back(self.order[index - 1]), fresh=fresh)
-        return self._moved(here, stays=self._buckets[self.order[1]] if len(self.order) > 1 else (), fresh=fresh)
+    def _back_from(self, part: int, here: Collection[int], *, fresh: bool) -> Move:
+        order = self._order[part]
+        if index := order.index(part):
+            return self._moved(here, ahead=self.read_back(order[index - 1]), fresh=fresh)
+        return self._moved(here, stays=self._buckets[order[1]] if len(order) > 1 else (), fresh=fresh)
 
     def _moved(
         self, here: Collection[int], *, ahead: Collection[int] = (), stays: Collection[int] = (), fresh: bool
@@ -134,16 +140,16 @@ class Gathering(Sharded):
         super().__init__(buckets, mesh, policy)
         self._index_of = {bucket.values.untyped_storage()._cdata: index for index, bucket in enumerate(buckets)}
         self._kept: dict[int, set[int]] = {}
-        self._walk = Walk(self._of, self._kept, returns=True)
+        self._walk = Walk(self._of, self._kept, ())
         self._pinned: set[int] = set()
         for bucket in buckets:
             free(bucket.values)
 
-    def follow(self, model: RunsParts, using: PartsUsing) -> None:
+    def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
         """Gather what a chain's parts need when it runs them."""
-        super().follow(model, using)
+        super().follow(model, using, chunks)
         self._kept = {part: set() for part in self._of.keys() & {EMBEDDINGS, HEAD}}
-        self._walk = Walk(self._of, self._kept, returns=model.chunk.first and model.chunk.last)
+        self._walk = Walk(self._of, self._kept, chunks)
 
     def make_slot(self, bucket: Bucket, comm: Comm) -> Slot:
         slot = super().make_slot(bucket, comm)
@@ -177,7 +183,7 @@ class Gathering(Sharded):
     def whole_weights(self) -> Iterator[None]:
         """The head's weights stay for what is computed of its input; each other part's come when it runs."""
         self._walk.begin()
-        head = set(self._of[self._walk.order[-1]])
+        head = set(self._of[max(self._of)])
         self._gather(head - self._walk.held)
         self._wait(head)
         self._pinned = head

@@ -74,14 +74,6 @@ def needs_whole_models(config: Config) -> Iterator[Problem]:
         yield Problem(FIELD, sync, rule_text, _others(needs_whole_models))
 
 
-@rule(FIELD, "layout.pipeline.chunks")
-def needs_one_chunk(config: Config) -> Iterator[Problem]:
-    sync, chunks = config.layout.data.sync, config.layout.pipeline.chunks
-    if chunks > 1:
-        rule_text = f"sums buckets in every microbatch, and layout.pipeline.chunks={chunks} fill one at several moments"
-        yield Problem(FIELD, sync, rule_text, _others(needs_one_chunk))
-
-
 @rule(FIELD, "layout.tensor")
 def needs_whole_layers(config: Config) -> Iterator[Problem]:
     sync, tensor = config.layout.data.sync, config.layout.tensor
@@ -170,13 +162,12 @@ RING = Sync("meshwright.data_parallel.policies:Ring")
 ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", cuts_parameters=True, candidate=True)
 ZERO2 = Sync(
     "meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True,
-    cuts_parameters=True, rules=(needs_one_chunk, needs_torch_distributed, shards_are_equal), over_mpi=False,
-    candidate=True,
+    cuts_parameters=True, rules=(needs_torch_distributed, shards_are_equal), over_mpi=False, candidate=True,
 )  # fmt: skip
 ZERO3 = Sync(
     "meshwright.data_parallel.gathering:Zero3", "meshwright.data_parallel.gathering:Gathering", slices=True,
-    gathers=True, cuts_parameters=True, rules=(needs_one_chunk, needs_torch_distributed, shards_are_equal),
-    over_mpi=False, candidate=True,
+    gathers=True, cuts_parameters=True, rules=(needs_torch_distributed, shards_are_equal), over_mpi=False,
+    candidate=True,
 )  # fmt: skip
 FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",

@@ -17,6 +17,10 @@ as soon as their ranks have it; beside stages, whose weight gradients come in an
 Where weight gradients are tasks of their own (W), a parameter whose gradient comes already with B (norms, tables) runs
 ahead of its bucket's others by as many microbatches as messages have made it. What is summed together must not depend
 on that, or two equal runs would round differently: such a bucket adds up in whole, and is summed at the step's end.
+So does a tied table of which one stage holds both ends, each in a chunk of its own.
+
+Each chunk of a stage that has several fills buckets of its own, in the order of the microbatches whatever the others
+do.
 """
 
 from __future__ import annotations
@@ -59,9 +63,10 @@ class Sharded(Synchroniser):
         """Buckets that have left in the step's last microbatch, where their slices may go on to the other groups."""
         self._across: dict[int, Work] = {}
         """Sums of slices over the ranks that hold the same ones."""
-        self._late: set[int] = set()
+        self._late = {index for index, bucket in enumerate(buckets) if len(bucket.chunks) > 1}
         """Buckets that are summed at the step's end."""
-        self._next = 0
+        self._left: defaultdict[int, int] = defaultdict(int)
+        """How many buckets of a microbatch have left, by the chunk of this stage that fills them."""
         self._missing = [self._members(index) for index in range(len(buckets))]
         for bucket in buckets:
             free(bucket.gradients)
@@ -88,16 +93,20 @@ class Sharded(Synchroniser):
         return slices + late + whole_bytes(at_once)
 
     def filled(self, parameter: nn.Parameter) -> None:
-        """A parameter has its gradient of a microbatch. Buckets that are full leave, in their order."""
-        index = self._bucket_of[parameter]
+        """A parameter has its gradient of a microbatch. Buckets of its chunk that are full leave, in their order."""
+        index, chunk = self._bucket_of[parameter], self.gradients.user
         if self.gradients.defers:  # it did not wait for W, as others of its bucket may
             self._late.add(index)
         self._missing[index].discard(parameter)
-        order = [index for index in range(len(self.buckets)) if index not in self._late]
-        while order and not self._missing[order[self._next % len(order)]]:
-            self._leave(order[self._next % len(order)])
-            self._next = (self._next + 1) % len(order)
-            if self._next == 0:
+        order = [
+            index
+            for index, bucket in enumerate(self.buckets)
+            if index not in self._late and bucket.chunks in ((), (chunk,))
+        ]
+        while order and not self._missing[order[self._left[chunk] % len(order)]]:
+            self._leave(order[self._left[chunk] % len(order)])
+            self._left[chunk] = (self._left[chunk] + 1) % len(order)
+            if self._left[chunk] == 0:
                 break
 
     def arrivals(self) -> Iterator[int]:
@@ -106,7 +115,7 @@ class Sharded(Synchroniser):
             if has_gradients or not (self._summed[index] or index in self._under_way):
                 self._leave(index)
         self._collect()
-        self._next = 0
+        self._left.clear()
         for index in range(len(self.buckets)):
             if index not in self._across:
                 self._sum_across(index)

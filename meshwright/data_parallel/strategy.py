@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, LoadRows, Model, Scales
+from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot, gradient_views
 from meshwright.parameters.gradients import Gradients
 from meshwright.ranks.agreement import make_equal, same_everywhere
@@ -57,7 +57,6 @@ class Replicated:
 class RunsParts(Protocol):
     """A chain, which has each of its parts run by `run_part(part, function, *arguments)`."""
 
-    chunk: Chunk
     run_part: Callable[..., Any]
 
 
@@ -187,11 +186,11 @@ class Synchroniser:
         """The parameters of each bucket. What has no elements here (its owner is another rank) gets no gradient."""
         return [{member for member in bucket.parameters if member.numel()} for bucket in self.buckets]
 
-    def follow(self, model: RunsParts, using: PartsUsing) -> None:
-        """Wait for the values of a chain's parts when it runs them. `using`: the parts that use each parameter."""
-        chunk = model.chunk
-        parts = [*([EMBEDDINGS] if chunk.first else []), *chunk.layers, *([HEAD] if chunk.last else [])]
+    def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
+        """Wait for the values of a chain's parts when it runs them. `using`: the parts that use each parameter;
+        `chunks`: those of the chain that this rank holds."""
         readers = [{part for place in bucket.places for part in using[place.name]} for bucket in self.buckets]
+        parts = [part for chunk in chunks for part in chunk.parts]
         self._of = {part: [index for index, those in enumerate(readers) if part in those] for part in parts}
         model.run_part = self.run_part
 

@@ -20,8 +20,7 @@ from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, REPLICATE, Grid
 from meshwright.ranks.mesh import Mesh
 
 PartsUsing = Mapping[str, tuple[int, ...]]
-"""The parts of a chain that use each parameter, by its name: layers by number, -1 the embeddings, the number of layers
-the head."""
+"""The parts of a chain (Chunk.parts), or the chunks of a stage, that use each parameter, by its name."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,7 @@ class Bucket:
     """`values` [n]: the parameters are views of it. `gradients` [n] likewise, perhaps of a wider type (gradient_dtype).
 
     n is padded to the sum axes' size. `parts`: those of the model that use its parameters, where a bucket is a part's.
+    `chunks`: those of the stage that use them, where it has several and sums slices of gradients.
     """
 
     values: Tensor
@@ -99,6 +99,7 @@ class Bucket:
     sum_axes: tuple[str, ...]
     cut_axes: tuple[str, ...]
     parts: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
 
     def members(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its part of `gradients`, in the parameter's shape."""
@@ -149,13 +150,15 @@ class FlatWeights:
 @dataclass(frozen=True)
 class BucketKey:
     """Parameters with equal keys share a bucket: they are summed over the same axes and stored alike. `parts`: those of
-    the model that use them, where each part is gathered by itself."""
+    the model that use them, where each part is gathered by itself. `chunks`: those of the stage, where each fills its
+    own buckets."""
 
     dtype: torch.dtype
     matrix: bool
     sum_axes: tuple[str, ...]
     cut_axes: tuple[str, ...]
     parts: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
 
     def padded(self, num_elements: int, mesh: Mesh) -> int:
         """How long a bucket of so many elements is: each of those that sum it can have an equal part."""
@@ -169,16 +172,19 @@ def arranged(
     mesh: Mesh,
     bucket_bytes: int,
     parts: PartsUsing | None = None,
+    chunks: PartsUsing | None = None,
 ) -> list[tuple[BucketKey, list[str]]]:
     """Which parameters (name, elements on this rank, dtype) share a bucket of about `bucket_bytes`, in order of
-    readiness: the reverse of the given order. `parts`: a bucket is instead what the same parts of the model use."""
+    readiness: the reverse of the given order. `parts`: a bucket is instead what the same parts of the model use.
+    `chunks`: only what the same chunks of the stage use shares a bucket."""
     open_groups: dict[BucketKey, list[str]] = {}
     sizes: dict[BucketKey, int] = {}
     full: list[tuple[BucketKey, list[str]]] = []
     for name, num_elements, dtype in reversed(list(parameters)):
         spec = specs[name]
         users = parts[name] if parts is not None else ()
-        kind = BucketKey(dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes), users)
+        own = chunks[name] if chunks is not None else ()
+        kind = BucketKey(dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes), users, own)
         open_groups.setdefault(kind, []).append(name)
         sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
         if sizes[kind] >= bucket_bytes and parts is None:
@@ -193,16 +199,17 @@ def make_buckets(
     mesh: Mesh,
     bucket_bytes: int,
     parts: PartsUsing | None = None,
+    chunks: PartsUsing | None = None,
     *,
     widens: bool = False,
 ) -> list[Bucket]:
-    """Move the parameters into buckets of about `bucket_bytes`, or by `parts`, in order of readiness. `widens`: as
-    gradient_dtype."""
+    """Move the parameters into buckets of about `bucket_bytes`, or by `parts` and `chunks`, in order of readiness.
+    `widens`: as gradient_dtype."""
     members = dict(parameters)
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
     return [
         _make_bucket(kind, [(name, members[name]) for name in names], specs, mesh, gradient_dtype(kind.dtype, widens))
-        for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts)
+        for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks)
     ]
 
 
@@ -241,4 +248,5 @@ def _make_bucket(
         places.append(Place(name, spec.shape, box, start, stop, is_hidden))
         start = stop
     members = tuple(parameter for _, parameter in group)
-    return Bucket(values, gradients, members, tuple(places), kind.matrix, kind.sum_axes, kind.cut_axes, kind.parts)
+    axes = kind.sum_axes, kind.cut_axes
+    return Bucket(values, gradients, members, tuple(places), kind.matrix, *axes, kind.parts, kind.chunks)

@@ -20,6 +20,7 @@ from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import global_batch
 from tests.harness import build
 from tests.pipeline.test_equality import LOOP, WHOLE, V, pipelined
+from tests.pipeline.test_partition import laid_out
 from tests.tensor.test_equality import ONE_D
 from tests.workers import run_ranks
 
@@ -41,6 +42,7 @@ CASES = {
     "2 stages of 2 ranks, message-driven": (2, "message-driven", ONE_D[0]),
     "2 stages of 2 chunks as a v, a tied table": (2, "message-driven", WHOLE, V),
     "3 stages of 2 chunks as a loop": (3, "message-driven", WHOLE, LOOP),
+    "2 stages of 2 chunks as a v, slices of weights": (2, "message-driven", WHOLE, V, "zero3"),
 }
 
 
@@ -124,8 +126,9 @@ def assert_same_bits(mine: Bits, wanted: Bits) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_order_of_arrival_changes_no_bit(case: tuple[Any, ...]) -> None:
-    stages, schedule, tensor, *placed = case
-    config = pipelined("gpt2", stages, schedule, tensor, placed=placed[0] if placed else None)
+    stages, schedule, tensor, placed, sync = (*case, *(None, "")[len(case) - 3 :])
+    config = pipelined("gpt2", stages, schedule, tensor, 2 if sync else 1, placed)
+    config = laid_out(config, data={"sync": sync}) if sync else config
     ranks = runs_of(with_dropout(config), (None, None, 1, 2, 3, 4))
     for first, *others in ranks:
         for other in others:

@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
     "1-D": (1, "gpipe", ONE_D[0], 1, "allreduce"),
     "2-D": (1, "gpipe", BLOCKS[1], 1, "allreduce"),
     "zero1 x 2 stages": (2, "message-driven", WHOLE, 2, "zero1"),
-    "2 stages of 2 chunks, a v": (2, "message-driven", WHOLE, 2, "zero1", V),
+    "2 stages of 2 chunks, a v": (2, "message-driven", WHOLE, 2, "zero3", V),
     "2 stages of 3 chunks": (2, "1f1b", WHOLE, 1, "allreduce", LOOP_OF_THREE),
     "2 stages, 1-D": (2, "message-driven", ONE_D[0], 1, "allreduce"),
 }

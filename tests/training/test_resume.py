@@ -55,9 +55,10 @@ def test_killed_and_resumed(moment: str, victim: int, corpus: Path, undisturbed:
 
 
 def test_stages_of_several_chunks_killed_and_resumed(corpus: Path, tmp_path: Path) -> None:
-    """In a v one stage holds both ends of the chain; what is under way between chunks is lost, and done again."""
+    """In a v one stage holds both ends of the chain; what is under way between chunks is lost, and done again, slices
+    of gradients among it."""
     pipeline = {"size": 2, "chunks": 2, "placement": "v", "schedule": "message-driven", "limit": 4}
-    layout = {"pipeline": pipeline, "transport": "torch"}
+    layout = {"data": {"size": 2, "sync": "zero2"}, "pipeline": pipeline, "transport": "torch"}
     model = config_for(corpus).model.model_dump() | {"layers": 3}
     config = config_for(corpus, model=model, layout=layout, batch={"global": 8, "micro": 2})
     run(config, tmp_path / "undisturbed")

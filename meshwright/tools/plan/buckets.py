@@ -123,11 +123,13 @@ class Buckets:
         items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in parameters]
         sync = config.layout.data.strategy
         policy = load_entry(sync.policy)()
-        late = {parameter.name for parameter in parameters if parameter.comes_with_b}
+        late = {parameter.name for parameter in parameters if parameter.comes_with_b or len(parameter.chunks) > 1}
         buckets = []
         using = {parameter.name: parameter.parts for parameter in parameters} if sync.gathers else None
         back = {parameter.name: parameter.parts_back for parameter in parameters}
-        for kind, names in arranged(items, specs, mesh, bucket_bytes(config), using):
+        several = sync.slices and config.layout.pipeline.chunks > 1
+        chunks = {parameter.name: parameter.chunks for parameter in parameters} if several else None
+        for kind, names in arranged(items, specs, mesh, bucket_bytes(config), using, chunks):
             num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
             index = mesh.comm(*kind.sum_axes).index  # a root does more than the others
             summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
@@ -257,7 +259,7 @@ def passing_bytes(buckets: Sequence[PlannedBucket]) -> int:
     """Bytes that a backward pass has whole of buckets of which slices are kept: of gradients (Sharded.gradient_bytes),
     and of the weights of two parts (Gathering.weight_bytes)."""
     late = sum(bucket.whole_gradient_bytes for bucket in buckets if bucket.waits)
-    kinds = (replace(bucket.kind, parts=()) for bucket in buckets)
+    kinds = (replace(bucket.kind, parts=(), chunks=()) for bucket in buckets)
     sizes = zip(kinds, buckets, strict=True)
     gradients = whole_bytes((kind, bucket.whole_gradient_bytes) for kind, bucket in sizes if not bucket.waits)
     of: dict[int, list[int]] = {}

@@ -30,6 +30,8 @@ from meshwright.tools.plan.recorder import Program
 from meshwright.tools.plan.recordings import Forms, Parameter, Recording, Recordings, place, splits
 
 Sent = dict[tuple[str, str], Traffic]
+Gathered = Mapping[tuple[TaskKind, int], Sequence[int]]
+"""Buckets by the kind and the chunk of the task that gathers them."""
 _Seconds = Callable[[Program], float]
 
 
@@ -183,8 +185,10 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
             unit = _unit(config, recordings, chunk, forms)
             forms = unit.recording.outgoing
             units.append(unit)
+            number = position // placement.num_stages
             for parameter in unit.parameters:
-                parameters[stage][parameter.name] = used(parameter, parameters[stage].get(parameter.name), chunk)
+                before = parameters[stage].get(parameter.name)
+                parameters[stage][parameter.name] = used(parameter, before, chunk, number)
         plan = ChunkPlan(tuple(units), incoming, () if whole.last else forms)
         if plans and placement.stage_of(position - 1) == stage:
             plan = replace(plan, handed_bytes=plans[-1].units[-1].recording.output_bytes)
@@ -199,13 +203,15 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
     ]
 
 
-def used(parameter: Parameter, before: Parameter | None, chunk: Chunk) -> Parameter:
-    """The parameter with the part of a stage that uses it besides those of `before`; `chunk`: it is in there."""
+def used(parameter: Parameter, before: Parameter | None, chunk: Chunk, number: int) -> Parameter:
+    """The parameter with the part of a stage that uses it besides those of `before`; `chunk`: it is in there. `number`:
+    of the stage's chunk that the part belongs to."""
     layer, _ = split_name(parameter.name)
     part = layer if layer is not None else EMBEDDINGS if chunk.first else HEAD
     parts, parts_back = (before.parts, before.parts_back) if before else ((), ())
     back = (part,) if parameter.read_back else ()
-    return replace(parameter, parts=(*parts, part), parts_back=(*parts_back, *back))
+    chunks = tuple(sorted({*(before.chunks if before else ()), number}))
+    return replace(parameter, parts=(*parts, part), parts_back=(*parts_back, *back), chunks=chunks)
 
 
 def _parts(config: Config, chunk: Chunk) -> list[Chunk]:
@@ -249,7 +255,7 @@ class Composition:
             stage: buckets.of(config, self.rank(stage), stages[stage].parameters, tied) for stage in first.values()
         }
 
-        self._gathers: dict[int, list[dict[TaskKind, list[int]]]] = {}
+        self._gathers: dict[int, list[Gathered]] = {}
 
     def rank(self, stage: int) -> int:
         """The stage's first rank."""
@@ -300,13 +306,13 @@ class Composition:
             for side, cuts in forms.items()
         }
 
-    def gathers(self, stage: int, which: int) -> Mapping[TaskKind, Sequence[int]]:
+    def gathers(self, stage: int, which: int) -> Gathered:
         """The buckets that the tasks of a microbatch at a place of the step gather (data_parallel/gathering.py)."""
         if not self.config.layout.data.strategy.gathers:
             return {}
         like = self.like[stage]
         if like not in self._gathers:
-            groups = [unit_layers(unit) for chunk in self.stages[like].chunks for unit in chunk.units]
+            groups = [[unit_layers(unit) for unit in chunk.units] for chunk in self.stages[like].chunks]
             recomputes = self.config.memory.recompute not in ("none", "selective")
             self._gathers[like] = gathered_buckets(self.buckets[like], groups, len(self.counts), recomputes)
         return self._gathers[like][which]
@@ -329,35 +335,44 @@ def unit_layers(unit: Unit) -> list[int]:
 
 
 def gathered_buckets(
-    buckets: Sequence[PlannedBucket], groups: Sequence[Sequence[int]], places: int, recomputes: bool
-) -> list[dict[TaskKind, list[int]]]:
+    buckets: Sequence[PlannedBucket], groups: Sequence[Sequence[Sequence[int]]], places: int, recomputes: bool
+) -> list[Gathered]:
     """By the microbatch's place, what its tasks gather: the run's own walk, one microbatch after the other.
 
-    `groups`: the layers of each unit, in the order of the forward pass. `recomputes`: each goes forward again.
+    `groups`: the layers of each unit of each chunk, in the order of the forward pass. `recomputes`: each goes forward
+    again.
     """
     parts = sorted({part for bucket in buckets for part in bucket.kind.parts})
     of = {part: [index for index, bucket in enumerate(buckets) if part in bucket.kind.parts] for part in parts}
-    layers = [layer for group in groups for layer in group]
-    ends = [part for part in parts if part not in layers]
-    kept = {part: {index for index in of[part] if part in buckets[index].parts_back} for part in ends}
-    walk = Walk(of, kept, returns=len(ends) == 2)
-    found = []
+    kept = {
+        part: {index for index in of[part] if part in buckets[index].parts_back}
+        for part in (EMBEDDINGS, HEAD)
+        if part in of
+    }
+    layers = [tuple(layer for group in chunk for layer in group) for chunk in groups]
+    last = len(groups) - 1
+    chunks = [
+        Chunk(own, number == 0 and EMBEDDINGS in of, number == last and HEAD in of) for number, own in enumerate(layers)
+    ]
+    walk = Walk(of, kept, chunks)
+    places_gathered: list[Gathered] = []
     for _ in range(places):
-        walk.begin()
-        forward = [index for part in parts for index in walk.forward(part).sent]
-        backward: list[int] = []
-        for group in (
-            [[part] for part in ends if part > max(layers, default=-1)]
-            + [list(group) for group in reversed(groups) if group]
-            + [[part] for part in ends if part < min(layers, default=0)]
-        ):
-            backward += walk.backward(group[-1]).sent
-            if recomputes and group[0] in layers:
-                backward += [index for part in group for index in walk.forward(part).sent]
-            for part in reversed(group[:-1]):
-                backward += walk.backward(part).sent
-        found.append({TaskKind.FORWARD: forward, TaskKind.BACKWARD: backward})
-    return found
+        gathered: dict[tuple[TaskKind, int], list[int]] = {}
+        for number, chunk in enumerate(chunks):
+            walk.begin()
+            gathered[TaskKind.FORWARD, number] = [index for part in chunk.parts for index in walk.forward(part).sent]
+        for number, chunk in reversed(list(enumerate(chunks))):
+            backward = gathered[TaskKind.BACKWARD, number] = []
+            units = [list(group) for group in groups[number] if group]
+            ends = [EMBEDDINGS] * chunk.first, [HEAD] * chunk.last
+            for group in filter(None, (ends[1], *reversed(units), ends[0])):
+                backward += walk.backward(group[-1]).sent
+                if recomputes and group in units:
+                    backward += [index for part in group for index in walk.forward(part).sent]
+                for part in reversed(group[:-1]):
+                    backward += walk.backward(part).sent
+        places_gathered.append(gathered)
+    return places_gathered
 
 
 def include(total: Sent, more: Mapping[tuple[str, str], Traffic], times: int = 1) -> None:

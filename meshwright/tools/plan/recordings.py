@@ -52,7 +52,8 @@ _ALL = 2**60
 class Parameter:
     """A parameter as a rank holds it. `shape`: of the rank's part. `comes_with_b`: its gradient does not wait for W,
     where weight gradients are tasks of their own. `read_back`: autograd keeps it for its part's backward pass. `parts`:
-    those of the chain that use it, and `parts_back` those that read it going backward, once they are composed."""
+    those of the chain that use it, `parts_back` those that read it going backward, and `chunks` those of its stage that
+    use it, once they are composed."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,6 +63,7 @@ class Parameter:
     read_back: bool = True
     parts: tuple[int, ...] = ()
     parts_back: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
 
     @cached_property
     def num_elements(self) -> int:

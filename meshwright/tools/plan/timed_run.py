@@ -74,19 +74,21 @@ class TimedRun(Composition):
         key = self.like[stage], position // self.placement.num_stages, kind, which
         if key not in self.costs:
             cost = self.chunk(position).cost(kind, which, self.seconds)
-            seconds = self.agreement() + cost.seconds + self.moved_beside(stage, kind, which, cost.seconds)
+            seconds = self.agreement() + cost.seconds + self.moved_beside(position, kind, which, cost.seconds)
             self.costs[key] = Cost(seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
         return self.costs[key]
 
-    def moved_beside(self, stage: int, kind: TaskKind, which: int, seconds: float) -> float:
-        """Seconds that a task takes longer as slices travel beside it: weights that are gathered, the first of them
-        before it begins, and gradients that are summed in every microbatch; the step's last has its own account
-        (`sums`)."""
+    def moved_beside(self, position: int, kind: TaskKind, which: int, seconds: float) -> float:
+        """Seconds that a task at a position of the chain takes longer as slices travel beside it: weights that are
+        gathered, the first of them before it begins, and gradients that are summed in every microbatch; the step's last
+        has its own account (`sums`)."""
+        stage, chunk = self.placement.stage_of(position), position // self.placement.num_stages
         buckets = self.buckets[self.like[stage]]
-        gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage, which).get(kind, ())]
+        gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage, which).get((kind, chunk), ())]
         summed = 0.0
         if kind is self.kinds[-1] and which < len(self.counts) - 1:
-            summed = sum(self.seconds(bucket.reduce) for bucket in buckets if bucket.sums > 1)
+            own = [bucket for bucket in buckets if bucket.kind.chunks in ((), (chunk,))]
+            summed = sum(self.seconds(bucket.reduce) for bucket in own if bucket.sums > 1)
         before = sum(gathered) if not self.overlap("gathers") else max(gathered[:1], default=0.0)
         after = 0.0 if self.overlap("sums") else summed
         beside = sum(gathered) + summed - before - after

@@ -14,10 +14,12 @@ import pytest
 from meshwright.config import Config
 from meshwright.pipeline.task import Task
 from meshwright.ranks.grid import PIPE, grid_of_run
+from meshwright.tools.plan.buckets import passing_bytes
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.recordings import place
 from meshwright.tools.plan.timed_run import TimedRun
 from tests.pipeline.test_equality import LOOP, SCHEDULES, V, pipelined
+from tests.pipeline.test_partition import laid_out
 from tests.tensor.test_equality import config_for
 from tests.tools.plan.clusters import FLAT as SWITCH
 from tests.tools.plan.measured import Measured, measured
@@ -55,6 +57,12 @@ def synced(sync: str, data: int = 2, tensor: dict[str, Any] = WHOLE, **changes: 
     return config_for("gpt2", tensor, data, **({"batch": batch(data), "layout": layout} | changes))
 
 
+def sliced(sync: str, data: int, schedule: str = "message-driven", **changes: Any) -> Config:
+    """Two stages of several chunks, each of which fills buckets of its own."""
+    config = pipelined("gpt2", 2, schedule, WHOLE, data, **changes)
+    return laid_out(config, data={"sync": sync, "shard": 2 if data > 2 else None})
+
+
 def summa(tensor: dict[str, Any], form: str, samples: int = 8, microbatches: int = 2) -> Config:
     """A tied table's gradient is planned for, which a whole model has room for: it must be small beside the rest."""
     sizes = {"global": microbatches * samples, "micro": samples}
@@ -88,6 +96,7 @@ FEW = {
     "1-D pipe": [pipelined("gpt2", 3, "1f1b", MEGATRON)],
     "loop": [pipelined("gpt2", 3, "1f1b", WHOLE, placed=LOOP)],
     "v": [pipelined("gpt2", 2, "message-driven", WHOLE, placed=V)],
+    "v of slices": [sliced("zero3", 2, placed=V)],
 }
 """Configs of one grid and the same token axes together; one with stages alone, for mailboxes are opened once."""
 
@@ -126,6 +135,9 @@ MANY = {
     "v of three": [pipelined("gpt2", 2, "message-driven", WHOLE, placed=V | {"chunks": 3})],
     "v gpipe": [pipelined("gpt2", 2, "gpipe", WHOLE, placed=V)],
     "v untied": [pipelined("untied", 2, "message-driven", WHOLE, placed=V)],
+    "v of slices of gradients": [sliced("zero2", 2, placed=V)],
+    "loop of slices": [sliced("zero3", 2, placed=LOOP, schedule="1f1b", memory={"recompute": 1})],
+    "v of shard groups": [sliced("zero2", 4, placed=V, batch={"global": 48, "micro": 3})],
     "v x data 2 x 1-D": [pipelined("gpt2", 2, "message-driven", CUT, 2, placed=V)],
     "loop x data 2 x 2-D": [
         pipelined("gpt2", 2, "1f1b", FLAT, 2, placed=LOOP, batch={"global": 24, "micro": 4}, **GATHER)
@@ -185,10 +197,12 @@ def held(planner: Planner, predicted: Prediction, stage: int, real: Measured) ->
 
 
 def replayed(planner: Planner, config: Config, stage: int, tasks: Sequence[Task]) -> int:
-    """The most bytes that are alive if a stage does these tasks, beside the messages that it waits for."""
+    """The most bytes that are alive if a stage does these tasks, beside the messages that it waits for and the buckets
+    of which it keeps slices."""
     run = TimedRun(planner, config, planner.stages(config))
     plan, live, peak = run.stages[stage], 0, 0
     for task in tasks:
         cost = plan.chunks[task.chunk].cost(task.kind, place(task.microbatch, config.num_microbatches))
         live, peak = live + cost.kept_bytes, max(peak, live + cost.peak_bytes)
-    return peak + run.awaited_bytes(stage) + plan.apart_bytes(config)
+    whole = passing_bytes(run.buckets[run.like[stage]])
+    return peak + run.awaited_bytes(stage) + plan.apart_bytes(config) + whole
