@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from meshwright.config import Config, parse_config
 from meshwright.model import EMBEDDINGS, HEAD, rows_of
 from meshwright.parameters.bucket import Bucket
 from meshwright.ranks.comm import Comm, Later, Work
@@ -15,6 +16,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import config_for, global_batch
 from tests.harness import build, forward_and_backward
+from tests.pipeline.test_equality import WHOLE, V, pipelined
 from tests.workers import run_ranks
 
 MICRO = 2
@@ -171,3 +173,44 @@ def test_the_next_parts_weights_travel_while_a_part_is_computed() -> None:
         last = len(events) - 1 - events[::-1].index("gather (0,)")  # of the backward pass, under layer 1
         assert last > events.index("computed 1")
         assert "have (0,)" not in events[events.index("computed 1") : last]
+
+
+def trace_of_chunks(mesh: Mesh, config: Config) -> tuple[list[str], int, int]:
+    """A step of a stage of two chunks: what it gathers, waits for and computes; the most bytes of weights that are
+    whole at a time, and those of two neighbouring parts."""
+    parts = build(config, mesh)
+    strategy, events, most = parts.strategy, [], 0
+    gather = strategy.gathers.gather
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, sum(bucket.values.untyped_storage().nbytes() for bucket in strategy.buckets))
+
+    def traced(bucket: Bucket, own: Tensor, comm: Comm) -> Work:
+        work = gather(bucket, own, comm)
+        events.append(f"gather {bucket.parts}")
+        look()
+        return Later(lambda: (work.wait(), events.append(f"have {bucket.parts}"))[0])
+
+    strategy.gathers.gather = traced
+    for name, block in parts.model.blocks.items():
+        block.register_forward_hook(lambda *_, name=name: events.append(f"computed {name}"))
+    everyone = rows_of(global_batch(config, 0), slice(0, config.replica_batch))
+    parts.pipeline.train(parts.microbatches(everyone), {"labels": 1.0, "samples": 1.0}, lambda index, chunk: None)
+    strategy.finish()
+    slices = sum(slot.parameter.nbytes for slot in strategy.slots)
+    return events, most, strategy.weight_bytes - slices
+
+
+def test_stages_of_two_chunks_gather_ahead_and_hold_two_parts() -> None:
+    """Six layers in a v of two stages: the first holds layers 0, 1 and 5, the second 2 to 4."""
+    config = pipelined("gpt2", 2, "message-driven", WHOLE, 2, V | {"partition": (2, 2, 1, 1)})
+    tree = config.model_dump(mode="json", by_alias=True)
+    tree["model"]["layers"], tree["layout"]["data"]["sync"] = 6, "zero3"
+    config = parse_config(tree)
+    for rank, (events, most, two) in enumerate(
+        run_ranks(trace_of_chunks, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
+    ):
+        first, ahead = (0, 1) if rank % 2 == 0 else (2, 3)
+        assert events.index(f"gather ({ahead},)") < events.index(f"computed {first}") < events.index(f"have ({ahead},)")
+        assert 0 < most <= two
