@@ -26,9 +26,10 @@ from meshwright.data.sampler import ShuffledSamples
 from meshwright.data.specials import Specials
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import IGNORED, Batch
+from meshwright.models.section import ASKED_SHARE
 from meshwright.parameters.shard import seed_of
 
-ASKED_SHARE, MASK_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
+MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 
 
 class MaskedSamples(ShuffledSamples):

@@ -20,7 +20,7 @@ from meshwright.config import Config
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import Chain, blocks_of
-from meshwright.models.section import Bert, BertTrunk
+from meshwright.models.section import ASKED_SHARE, Bert, BertTrunk
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit
@@ -117,7 +117,7 @@ class BERT(Chain):
         hidden, initial = model.hidden, Initial(0.02)
         self.transform = kit.transform(hidden, hidden, initial)
         self.transform_norm = kit.norm(hidden, model.norm_epsilon)
-        shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, bias=True, rare=True)
+        shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, bias=True, labelled=ASKED_SHARE)
         self.head = kit.head_loss(shape, self.tokens)
         if model.next_sentence:
             self.pooler = kit.transform(hidden, hidden, initial)
@@ -163,11 +163,12 @@ class BERT(Chain):
 
     @staticmethod
     def products(config: Config) -> Costs:
-        """Without the pooler, which sees one token."""
+        """Without the pooler, which sees one token; the head's classes are for the tokens that are asked for."""
         model, sequence = config.model, config.data.lengths.source
         assert isinstance(model, Bert), model
         layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
-        return Costs(0, (layer,) * model.layers, sequence * (model.hidden**2 + model.padded_vocabulary * model.hidden))
+        classes = round(ASKED_SHARE * sequence) * model.padded_vocabulary * model.hidden
+        return Costs(0, (layer,) * model.layers, sequence * model.hidden**2 + classes)
 
     @staticmethod
     def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:

@@ -192,6 +192,10 @@ class Gpt2(TextTransformer):
     tied: bool = True
 
 
+ASKED_SHARE = 0.15
+"""The part of a text's tokens that a masked language model is asked for (Devlin et al., 2018, section 3.1)."""
+
+
 class BertTrunk(TextTransformer):
     """The base of BERTs: all but the head, which is a masked language model's or a task's (tasks/section.py)."""
 

@@ -62,15 +62,15 @@ class Classes:
     """The classes that this rank holds: rows of a table of `vocabulary` real ones, split over `comm`'s ranks.
 
     `smoothing`: the share of a token's target that all real classes have in equal parts. `device_type`: of the logits,
-    which decides how large chunks are. `rare`: few tokens are labelled, as of a masked language model one in seven.
-    `islands`: the two passes, compiled; else they are torch's operations, by slices.
+    which decides how large chunks are. `labelled`: the share of tokens that have labels, of a masked language model one in
+    seven. `islands`: the two passes, compiled; else they are torch's operations, by slices.
     """
 
     vocabulary: int
     comm: Comm
     smoothing: float = 0.0
     device_type: str = "cpu"
-    rare: bool = False
+    labelled: float = 1.0
     islands: Islands | None = None
 
     def held(self, table: Tensor) -> int:
@@ -277,7 +277,7 @@ def chunked_loss(
 ) -> Tensor:
     """`scale` times the sum of the counted tokens' cross entropy; the same on all ranks of the vocabulary's axis.
 
-    h [B·T, H]; weight [V/p, H]; bias [V/p]; labels [B·T], -100 is not counted. The scale goes into the gradients as
+    h [B·T, H]; weight [V/p, H]; bias [V/p]; labels [B·T] or [B, T], -100 is not counted. The scale goes into the gradients as
     they are made, so that half-precision ones do not underflow. `give` takes the table's gradient.
     """
     dtype = autocast_dtype(h)
@@ -285,13 +285,24 @@ def chunked_loss(
         with torch.autocast(h.device.type, enabled=False):
             half = None if bias is None else bias.to(dtype)
             return chunked_loss(h.to(dtype), weight.to(dtype), half, labels, classes, scale, give)
-    counted = labels != IGNORED
-    selects = classes.rare or classes.device_type == "cpu"  # on a GPU the host would wait for the count
-    if selects and labels.device.type != "meta" and 2 * int(counted.sum()) < labels.numel():
-        h, labels = h[counted], labels[counted]
+    h, labels = _selected(h, labels, classes)
     differentiates = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
     loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, give, differentiates)
     return loss
+
+
+def _selected(h: Tensor, labels: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
+    """The counted tokens alone, where they are less than half; of meta tensors as many as a sample has most likely."""
+    flat = labels.flatten()
+    if labels.device.type == "meta":
+        if 2 * classes.labelled >= 1:
+            return h, flat
+        samples, length = labels.numel() // labels.shape[-1], labels.shape[-1]
+        index = flat.new_empty(samples * max(1, round(classes.labelled * length)))
+        return h[index], flat[index]
+    counted = flat != IGNORED
+    selects = 2 * classes.labelled < 1 or classes.device_type == "cpu"  # on a GPU the host would wait for the count
+    return (h[counted], flat[counted]) if selects and 2 * int(counted.sum()) < flat.numel() else (h, flat)
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ from meshwright.tensor.islands import UsesIslands
 class HeadShape:
     """A head as the model asks for it; `padded` rows in the table, `vocabulary` of them real classes.
 
-    `smoothing`: the share of each token's target that all real classes have in equal parts; `rare`: few tokens are
-    labelled (cross_entropy.py).
+    `smoothing`: the share of each token's target that all real classes have in equal parts; `labelled`: the
+    share of tokens that have labels (cross_entropy.py).
     """
 
     hidden: int
@@ -30,7 +30,7 @@ class HeadShape:
     initial: Initial
     bias: bool = False
     smoothing: float = 0.0
-    rare: bool = False
+    labelled: float = 1.0
 
 
 class TableHead(ShardedModule, UsesIslands):
@@ -43,7 +43,7 @@ class TableHead(ShardedModule, UsesIslands):
         one axis or none."""
         super().__init__(mesh)
         comm = mesh.comm(*classes)
-        self.classes = Classes(shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.rare)
+        self.classes = Classes(shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.labelled)
         if tied is None:
             spec = ShardSpec((shape.padded, shape.hidden), table, shape.initial, table=True)
             self.weight = self.declare("weight", spec)
@@ -70,7 +70,7 @@ class TableHead(ShardedModule, UsesIslands):
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
         whole, table = self.operands(h)
         rows, classes = _labelled(whole, labels), replace(self.classes, islands=self.islands)
-        return chunked_loss(rows, table, self.bias, labels.flatten(), classes, scale, self.give)
+        return chunked_loss(rows, table, self.bias, labels, classes, scale, self.give)
 
     @torch.no_grad()
     def num_correct(self, h: Tensor, labels: Tensor) -> int:

@@ -10,8 +10,9 @@ import torch
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.memory.recompute import LiveBytes
-from meshwright.model import Batch
+from meshwright.model import IGNORED, Batch
 from meshwright.models.chain import chain_of
+from meshwright.models.section import ASKED_SHARE, Bert
 from meshwright.optim.states import InPlace
 from meshwright.parts import Parts
 from meshwright.pipeline.task import Task
@@ -63,7 +64,7 @@ def _measured(mesh: Mesh, config: Config) -> Measured:
 
 
 def _step(parts: Parts, live: LiveBytes) -> Counts:
-    """A step of the train loop; what it sent. All tokens count."""
+    """A step of the train loop; what it sent. All tokens count but those that BERT is not asked for."""
     traffic = parts.mesh.ledger.traffic
     traffic.clear()
     with live:
@@ -81,7 +82,11 @@ def _step(parts: Parts, live: LiveBytes) -> Counts:
 
 def _batch(config: Config) -> Batch:
     shapes = chain_of(config).sample_shapes(config)
-    return {name: torch.ones(config.batch.global_, *shape, dtype=torch.long) for name, shape in shapes.items()}
+    rows = {name: torch.ones(config.batch.global_, *shape, dtype=torch.long) for name, shape in shapes.items()}
+    if isinstance(config.model, Bert):
+        length = config.data.lengths.source
+        rows["labels"][:, max(1, round(ASKED_SHARE * length)) :] = IGNORED
+    return rows
 
 
 def _state_bytes(parts: Parts) -> int:
