@@ -39,7 +39,7 @@ def _by_micro(paper: Paper, line: Line) -> Iterator[Config]:
     model = {"layers": int(line["layers"]), "hidden": int(line["hidden"]), "heads": int(line["heads"])}
     layout = {
         "data": {"size": gpus // tensor // stages},
-        "pipeline": {"size": stages, "partition": [model["layers"] // stages] * stages},
+        "pipeline": _interleaved(model["layers"], stages),
         "tensor": _tensor(tensor),
     }
     for micro in MICRO:
@@ -48,6 +48,13 @@ def _by_micro(paper: Paper, line: Line) -> Iterator[Config]:
             yield paper.config({"model": model, "batch": batch, "layout": layout})
         except ConfigError:  # it does not divide a replica's batch
             continue
+
+
+def _interleaved(layers: int, stages: int) -> dict[str, Any]:
+    """As few chunks a stage, of equal numbers of layers, as the paper's interleaved schedule can have."""
+    chunks = min(chunks for chunks in range(2, layers) if layers % (stages * chunks) == 0) if stages > 1 else 1
+    positions = stages * chunks
+    return {"size": stages, "chunks": chunks, "partition": [layers // positions] * positions}
 
 
 def _tensor(size: int) -> dict[str, Any]:

@@ -21,9 +21,9 @@ PER_DEVICE = 4
 def compare(paper: Paper) -> Finding:
     """A row a line; the baseline gives the minutes of a predicted second a sequence, since the novel's length is not
     published."""
-    planner = paper.planner()
     lines = paper.tables["bai_10m"]
-    seconds = [_seconds_per_sequence(paper, line, planner) for line in lines]
+    each, one = paper.planner(), paper.planner(one_process=True, overlapped=frozenset())
+    seconds = [_seconds_per_sequence(paper, line, one if line["processes"] == "1" else each) for line in lines]
     scale = float(lines[0]["minutes"]) / seconds[0]
     rows = [
         Row(

@@ -62,8 +62,8 @@ class Classes:
     """The classes that this rank holds: rows of a table of `vocabulary` real ones, split over `comm`'s ranks.
 
     `smoothing`: the share of a token's target that all real classes have in equal parts. `device_type`: of the logits,
-    which decides how large chunks are. `labelled`: the share of tokens that have labels, of a masked language model one in
-    seven. `islands`: the two passes, compiled; else they are torch's operations, by slices.
+    which decides how large chunks are. `labelled`: the share of tokens that have labels, of a masked language model one
+    in seven. `islands`: the two passes, compiled; else they are torch's operations, by slices.
     """
 
     vocabulary: int
@@ -277,8 +277,8 @@ def chunked_loss(
 ) -> Tensor:
     """`scale` times the sum of the counted tokens' cross entropy; the same on all ranks of the vocabulary's axis.
 
-    h [B·T, H]; weight [V/p, H]; bias [V/p]; labels [B·T] or [B, T], -100 is not counted. The scale goes into the gradients as
-    they are made, so that half-precision ones do not underflow. `give` takes the table's gradient.
+    h [B·T, H]; weight [V/p, H]; bias [V/p]; labels [B·T] or [B, T], -100 is not counted. The scale goes into the
+    gradients as they are made, so that half-precision ones do not underflow. `give` takes the table's gradient.
     """
     dtype = autocast_dtype(h)
     if dtype is not None:

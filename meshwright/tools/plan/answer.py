@@ -76,13 +76,19 @@ def answer(best: Prediction, layout: str, training: Training) -> str:
     return f"{text}."
 
 
-def sureness(cluster: Cluster) -> str:
-    """How far such predictions were from what was measured."""
+def sureness(cluster: Cluster, hidden: int) -> str:
+    """How far such predictions were from what was measured; of models as wide as this one, or not."""
     known, unseen = cluster.checked, f"processes may hold {cluster.device.unseen:.0%} more memory than is predicted"
     if known is None:
         return f"Nobody has compared predictions for {cluster.name} with measured steps; {unseen}."
     kind = "fitted to these rows" if known.fitted else "nothing fitted"
-    met = f"{known.rows} measured rows of {known.of} were met to {known.error:.0%} on average ({kind})"
+    least, most = known.hidden
+    wide = f"at hidden {least:,}" + (f" to {most:,}" if most > least else "")
+    met = f"{known.rows} measured rows of {known.of} {wide} were met to {known.error:.0%} on average ({kind})"
+    if not least <= hidden <= most:
+        met += f", which says little of hidden {hidden:,}" + (
+            ": small kernels are predicted too fast" if hidden < least and cluster.device.kind == "cuda" else ""
+        )
     return f"How sure: {met}; {unseen}."
 
 

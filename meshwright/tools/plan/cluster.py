@@ -130,11 +130,12 @@ class Links(Section):
 
 class KnownError(Section):
     """How far predictions were from measured rows of such a cluster: the mean error in seconds. `fitted`: whether a
-    figure of the cluster was chosen by these very rows."""
+    figure of the cluster was chosen by these very rows. `hidden`: the least and the greatest width of their models."""
 
     rows: Positive
     error: Rate
     of: str
+    hidden: tuple[Positive, Positive]
     fitted: bool = False
 
 

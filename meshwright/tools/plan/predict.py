@@ -84,7 +84,7 @@ class Planner:
     recordings: Recordings = field(init=False)
     buckets: Buckets = field(default_factory=Buckets)
     passes: dict[Hashable, Passes] = field(default_factory=dict)
-    _timers: dict[tuple[int, bool], Timer] = field(default_factory=dict)
+    _timers: dict[tuple[int, bool, int], Timer] = field(default_factory=dict)
     _partitions: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
     _networks: dict[tuple[str, Grid], ClusterNetwork] = field(default_factory=dict)
@@ -116,14 +116,14 @@ class Planner:
             run.most_flops,
         )
 
-    def timer(self, config: Config) -> Timer:
+    def timer(self, config: Config, devices_per_host: int = 1) -> Timer:
         """A rank's pace. On a machine (with `cores`) all ranks share it, elsewhere as many as a node has."""
         ranks = config.layout.world_size
         if self.cluster.cores is None:
             ranks = min(ranks, self.cluster.devices_per_node)
-        key = ranks, config.precision.tf32
+        key = ranks, config.precision.tf32, devices_per_host
         if key not in self._timers:
-            self._timers[key] = Timer(self.cluster, ranks, tf32=config.precision.tf32)
+            self._timers[key] = Timer(self.cluster, ranks, tf32=key[1], devices_per_host=devices_per_host)
         return self._timers[key]
 
     def network(self, config: Config) -> ClusterNetwork:

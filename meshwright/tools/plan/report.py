@@ -71,6 +71,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
         "cluster": job.cluster.name,
         "devices": job.devices,
         "answer": answer(best, layout_text(best.config), result.training),
+        "sure": sureness(job.cluster, best.config.model.hidden),
         "training_seconds": training.seconds(best),
         "dollars": training.dollars(best),
         "changes": {change.what: change.seconds for change in result.changes},
@@ -89,7 +90,7 @@ def render(result: SearchResult) -> None:
     console.print(answer(best, layout_text(best.config), result.training))
     if result.stopped:
         console.print("stopped by Ctrl-C: there may be faster ones among those that were not predicted")
-    console.print(sureness(job.cluster))
+    console.print(sureness(job.cluster, best.config.model.hidden))
     for change in result.changes:
         console.print(f"With {change.what}: {seconds_text(change.seconds)} ({change.seconds / best.seconds - 1:+.0%}).")
     if result.lacking is not None:

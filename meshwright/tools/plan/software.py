@@ -28,6 +28,10 @@ class Software(Section):
     """Whether dropout and the sum with the residual after it are one kernel."""
     optimizer: Literal["fused", "steps"] = "fused"
     """One kernel for many parameters, or STEPS_OF_ADAMW for each, as torch's AdamW stepped tensors before 2.0."""
+    one_process: bool = False
+    """Whether one process drives all devices of a node, as torch's DataParallel does: its threads go forward in turn
+    under the interpreter's lock (backward passes have threads beneath it), and every step makes each replica's
+    parameters anew. Else each device has a process."""
     overlapped: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
 
     def on(self, device: Device) -> Software:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from meshwright.config import Config
@@ -26,10 +27,16 @@ class TimedRun(Composition):
         super().__init__(config, stages, planner.buckets)
         self.cluster, self.known_passes, self.software = planner.cluster, planner.passes, planner.software
         self.network, self.timer = planner.network(config), planner.timer(config)
+        self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
+        self.forward_timer = planner.timer(config, self.devices_per_host)
         self.costs: dict[tuple[int, int, TaskKind, int], Cost] = {}
 
     def seconds(self, program: Program) -> float:
         return self.timer.seconds(program, self.network, self.overlap("layers"))
+
+    def task_seconds(self, kind: TaskKind, program: Program) -> float:
+        timer = self.forward_timer if kind is TaskKind.FORWARD else self.timer
+        return timer.seconds(program, self.network, self.overlap("layers"))
 
     def overlap(self, communication: Communication) -> float:
         """The part of a communication that goes on under computation."""
@@ -73,7 +80,7 @@ class TimedRun(Composition):
         stage = self.placement.stage_of(position)
         key = self.like[stage], position // self.placement.num_stages, kind, which
         if key not in self.costs:
-            cost = self.chunk(position).cost(kind, which, self.seconds)
+            cost = self.chunk(position).cost(kind, which, partial(self.task_seconds, kind))
             seconds = self.agreement() + cost.seconds + self.moved_beside(position, kind, which, cost.seconds)
             self.costs[key] = Cost(seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
         return self.costs[key]
@@ -147,6 +154,8 @@ class TimedRun(Composition):
         rate = device.host_link if config.memory.offload.to == "host" else min(device.host_link, device.disk)
         steps = self.step_seconds(bucket) if bucket.touched_bytes(config) else 0.0
         reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.seconds(bucket.publish)
+        if self.software.one_process:
+            publish += self.devices_per_host * len(bucket.names) * device.issue
         return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate, read)
 
     def step_seconds(self, bucket: PlannedBucket) -> float:

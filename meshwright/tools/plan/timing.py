@@ -52,10 +52,12 @@ Step = Kernels | Start | WaitFor
 
 class Timer:
     """Seconds of a rank's kernels and programs while `ranks_per_node` ranks compute on its node. `slowdown`: how many
-    times as long everything takes as on a core of one's own (Cluster.oversubscription). `tf32`: precision.tf32."""
+    times as long everything takes as on a core of one's own (Cluster.oversubscription). `tf32`: precision.tf32.
+    `devices_per_host`: for how many one host issues kernels in turn."""
 
-    def __init__(self, cluster: Cluster, ranks_per_node: int, *, tf32: bool = False) -> None:
+    def __init__(self, cluster: Cluster, ranks_per_node: int, *, tf32: bool = False, devices_per_host: int = 1) -> None:
         self._cluster = cluster
+        self._issue = devices_per_host * cluster.device.issue
         self._tf32 = tf32
         self._seconds: dict[Kernel, float] = {}
         self._steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
@@ -102,7 +104,7 @@ class Timer:
             lambda start: start.times * network.collective(start.axes, start.verb, start.payload_bytes),
             overlaps,
             self.gain(self.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
-            self._cluster.device.issue,
+            self._issue,
         )
 
     def computing(self, program: Program) -> float:
@@ -128,7 +130,7 @@ class Timer:
         yield row
 
     def _issued(self, kernel: Kernel) -> Kernels:
-        device, issue = self.kernel_seconds(kernel), self._cluster.device.issue
+        device, issue = self.kernel_seconds(kernel), self._issue
         both = issue + device + (kernel.times - 1) * max(issue, device)
         return Kernels(kernel.times * device, kernel.times * issue, both)
 

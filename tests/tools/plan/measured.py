@@ -68,7 +68,7 @@ def _step(parts: Parts, live: LiveBytes) -> Counts:
     traffic = parts.mesh.ledger.traffic
     traffic.clear()
     with live:
-        backward(parts, _batch(parts.config))
+        backward(parts, batch_of(parts.config, parts.config.batch.global_))
         parts.strategy.finish()
         sent = {key: (entry.calls, entry.sent_bytes) for key, entry in traffic.items()}
         parts.optimizer.step(0)
@@ -80,9 +80,10 @@ def _step(parts: Parts, live: LiveBytes) -> Counts:
     return sent
 
 
-def _batch(config: Config) -> Batch:
+def batch_of(config: Config, samples: int) -> Batch:
+    """As many tokens are labelled as are planned for."""
     shapes = chain_of(config).sample_shapes(config)
-    rows = {name: torch.ones(config.batch.global_, *shape, dtype=torch.long) for name, shape in shapes.items()}
+    rows = {name: torch.ones(samples, *shape, dtype=torch.long) for name, shape in shapes.items()}
     if isinstance(config.model, Bert):
         length = config.data.lengths.source
         rows["labels"][:, max(1, round(ASKED_SHARE * length)) :] = IGNORED

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.models.chain import chain_of
 from meshwright.pipeline.trace import read_trace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -22,6 +20,7 @@ from tests.harness import build, counted_step, forward_and_backward
 from tests.pipeline.test_equality import pipelined
 from tests.pipeline.test_partition import laid_out
 from tests.tensor.test_equality import config_for
+from tests.tools.plan.measured import batch_of
 from tests.workers import run_ranks
 
 Counts = dict[tuple[str, str], tuple[int, int]]
@@ -38,12 +37,10 @@ LAYOUTS: list[tuple[dict[str, Any], int]] = [
 
 
 def measured(mesh: Mesh, config: Config) -> Counts:
-    """Calls and bytes of one step, without the optimizer's norm; every token counts, as in a plan."""
+    """Calls and bytes of one step, without the optimizer's norm; as many tokens count as in a plan."""
     parts = build(config, mesh)
-    shapes = chain_of(config).sample_shapes(config)
     for final in (False, True):
-        ones = {name: torch.ones(config.micro, *shape, dtype=torch.long) for name, shape in shapes.items()}
-        batch = rows_of_rank(ones, parts.kit, parts.model.inside)
+        batch = rows_of_rank(batch_of(config, config.micro), parts.kit, parts.model.inside)
         forward_and_backward(parts, batch, dict.fromkeys(parts.model.labels, 1.0), final=final)
     parts.strategy.finish()
     parts.strategy.publish()

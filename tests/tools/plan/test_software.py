@@ -49,3 +49,18 @@ def test_an_optimizer_in_steps_takes_longer_and_nothing_else_does() -> None:
     own, steps = predicted(run()), predicted(run(), Software(optimizer="steps"))
     assert steps.phases[OPTIMIZER] > own.phases[OPTIMIZER]
     assert steps.phases[PIPELINE] == pytest.approx(own.phases[PIPELINE], rel=1e-12)
+
+
+def test_one_process_issues_the_forward_kernels_of_all_devices_in_turn() -> None:
+    """Its host is busy twice as long with the forward passes of two devices; backward passes have threads beneath."""
+    device = NODES.device.model_copy(update={"launch": 1e-7, "issue": 1e-3})
+    hosts = NODES.model_copy(update={"device": device})
+    software = Software(one_process=True)
+    forward, backward = {}, {}
+    for name, one in {"each": OWN_SOFTWARE, "one": software}.items():
+        tasks = Planner(hosts, one).predict(run(data={"size": 2, "sync": "server-gradient"})).timeline.tasks
+        forward[name] = sum(span.seconds for span in tasks if span.category == "forward")
+        backward[name] = sum(span.seconds for span in tasks if span.category == "backward")
+    assert forward["one"] == pytest.approx(2 * forward["each"], rel=0.02)
+    assert backward["one"] == pytest.approx(backward["each"], rel=1e-12)
+    assert predicted(run(), software).seconds == pytest.approx(predicted(run()).seconds, rel=1e-12)
