@@ -83,6 +83,11 @@ class Network(Section):
         return 0
 
     @property
+    def droppable_pairs(self) -> int:
+        """Pairs of each token and an expert, in all layers, that a capacity may drop; none where nothing is."""
+        return 0
+
+    @property
     def stacked_matrices(self) -> str:
         """The field by which one parameter holds several matrices; empty where each is a parameter of its own."""
         return ""

@@ -10,13 +10,21 @@
 | contract | [R, N/tensor]| [n, N/tensor, H]        | [R, H]          | leave         | enter          |
 
 R = B T k rows: a token's row is there once for each expert that it takes, rows are sorted by expert, and an expert's
-rows are one product. None is left out (dropless). `enter` and `leave` are a pair's (boundary.py), where the inner width
-is cut; weights w_e enter as the rows do, since each rank has a part of every expert's output.
+rows are one product. `enter` and `leave` are a pair's (boundary.py), where the inner width is cut; weights w_e enter as
+the rows do, since each rank has a part of every expert's output.
+
+Without a capacity no token is left out (dropless). With one, in training, an expert takes the first C tokens of each
+sequence that choose it, C = ceil(capacity k T / n), and adds nothing to those after (Switch Transformer; Megatron's
+policy `position`). It is counted by sequence, so the value is the same however sequences are dealt to replicas and
+microbatches; and by position, so a token's output depends on no later one, as it would if the likeliest stayed. Shapes
+are then fixed: R = n B C, rows that nobody takes are zeros. Where the context axis cuts sequences, ranks tell each
+other their tokens' experts first (one all-reduce of [B, T, k], forward); a rank has room for min(C, T/context) rows.
 
 Over the expert axis (GShard, arXiv 2006.16668) ranks have different tokens and n/expert experts each, so a row travels
-to the rank that holds its expert, and its output back: two all-to-alls of rows forward, two backward, as many rows as
-the router gives each rank, of which an all-to-all of counts tells beforehand. An expert's gradient is then that of all
-the group's tokens; the spec's cut says that it is summed over the other axes alone.
+to the rank that holds its expert, and its output back: two all-to-alls of rows forward, two backward. Dropless, they
+have as many rows as the router gives each rank, of which an all-to-all of counts tells beforehand; with a capacity all
+have as many, and no counts travel. An expert's gradient is then that of all the group's tokens; the spec's cut says
+that it is summed over the other axes alone.
 
 The balance of a sequence (Switch Transformer, arXiv 2101.03961, equation 4; Mixtral's has no 1/k):
 
@@ -30,11 +38,13 @@ tokens give its part of the sum. A gradient goes through P alone: f counts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -51,7 +61,8 @@ from meshwright.tensor.swiglu import swiglu
 class ExpertsShape:
     """Experts as the model asks for them: `count` of width `inner`, `chosen` a token.
 
-    `renormalises`: the chosen experts' weights add up to 1. `balances`: the balance is computed, too.
+    `renormalises`: the chosen experts' weights add up to 1. `balances`: the balance is computed, too. `capacity`: the
+    most tokens of a sequence that an expert takes in training, in those of an even router; None: all that choose it.
     """
 
     hidden: int
@@ -60,9 +71,15 @@ class ExpertsShape:
     chosen: int
     renormalises: bool
     balances: bool
+    capacity: float | None
     initial: Initial
     last: Initial
     """The first values of the linear that ends in the residual stream."""
+
+    def most_tokens(self, length: int) -> int:
+        """C: the most tokens of a sequence of this length that an expert takes."""
+        assert self.capacity is not None, "experts without a capacity"
+        return min(length, math.ceil(self.capacity * self.chosen * length / self.count))
 
 
 class _Grouped(torch.autograd.Function):
@@ -117,28 +134,69 @@ class Router(ShardedModule):
         return linear(h, self.weight, None, self)
 
 
-class _Sort(torch.autograd.Function):
-    """Row `order[i] // copies` of x as row i: each row is there `copies` times. Backward, copies are added up in their
-    order, so that the sum's bits are the same each time."""
+@dataclass(frozen=True)
+class Dispatch:
+    """Where rows go. Sorted row i is pair pairs[i]'s, of a token and its k-th choice; pair j's is sorted row slots[j].
+
+    `rows`: each expert's sorted rows. `drops`: one behind the last index stands for a row of zeros.
+    """
+
+    pairs: Tensor
+    slots: Tensor
+    copies: int
+    rows: Sequence[int]
+    drops: bool = False
+
+
+class _Gather(torch.autograd.Function):
+    """Row index[i] of x as row i. Backward, back [R, copies] says where each row went, and its copies are added up in
+    their order, so that the sum's bits are the same each time."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.copies = copies
-        return x[order // copies if copies > 1 else order]
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, zeros: bool) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.zeros = zeros
+        return (F.pad(x, (0, 0, 0, 1)) if zeros else x)[index]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        dx = dy[inverse]
-        return dx.unflatten(0, (-1, ctx.copies)).sum(1) if ctx.copies > 1 else dx, None, None, None
+        (back,) = ctx.saved_tensors
+        dx = (F.pad(dy, (0, 0, 0, 1)) if ctx.zeros else dy)[back.flatten()]
+        return dx.unflatten(0, back.shape).sum(1) if back.shape[1] > 1 else dx, None, None, None
 
 
-def sort_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
-    """x [R/copies, H] -> [R, H]."""
-    y: Tensor = _Sort.apply(x, order, inverse, copies)
+def gather_rows(x: Tensor, index: Tensor, back: Tensor, *, zeros: bool = False) -> Tensor:
+    """x [R/copies, H] -> [R', H]. `zeros`: an index one behind the last row is a row of zeros."""
+    y: Tensor = _Gather.apply(x, index, back, zeros)
     return y
+
+
+class _CountDropped(torch.autograd.Function):
+    """x as it is. Backward counts what was dropped: once, also where the forward pass is recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor, layer: Experts) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.layer = layer
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (kept,) = ctx.saved_tensors
+        dropped = (~kept).sum()
+        ctx.layer.dropped = dropped if ctx.layer.dropped is None else ctx.layer.dropped + dropped
+        return dy, None, None
+
+
+def dropped_pairs(model: nn.Module, device: torch.device) -> Tensor:
+    """How many pairs of a token and an expert this rank has dropped since the last call, a scalar on its device."""
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    counts = [layer.dropped for layer in layers if layer.dropped is not None]
+    for layer in layers:
+        layer.dropped = None
+    return torch.stack(counts).sum() if counts else torch.zeros((), device=device)
 
 
 class Experts(nn.Module):
@@ -149,6 +207,7 @@ class Experts(nn.Module):
         self.mesh, self.shape, self.boundary = mesh, shape, boundary
         self.router = Router(mesh, shape.hidden, shape.count, shape.initial)
         self.travels = EXPERT in mesh.grid.names and mesh.size(EXPERT) > 1
+        self.dropped: Tensor | None = None
 
         def cuts(dim: int) -> Placements:
             whose = {EXPERT: Shard(0)} if self.travels else {}
@@ -157,9 +216,9 @@ class Experts(nn.Module):
         self.expand = GroupedLinear(mesh, (shape.count, shape.hidden, 2, shape.inner), cuts(3), shape.initial)
         self.contract = GroupedLinear(mesh, (shape.count, shape.inner, shape.hidden), cuts(1), shape.last)
 
-    def forward(self, h: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         """[B, T, H] -> ([B, T, H],), and where they are balanced each sequence's balance [B], or this rank's part of it
-        where the context axis cuts sequences."""
+        where the context axis cuts sequences. `places`: of the rank's tokens in their sequence, there in training."""
         logits = self.router(h)
         shares = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         weights, ids = shares.topk(self.shape.chosen, -1)
@@ -168,21 +227,58 @@ class Experts(nn.Module):
         weights = weights.to(h.dtype)
         balance = (self._balance(shares, ids),) if self.shape.balances else ()
         if self.boundary is None:
-            return self._computed(h, weights, ids), *balance
+            return self._computed(h, weights, ids, places), *balance
         whole = self._computed(
-            self.boundary.enter(h), self.boundary.enter(weights), self.boundary.start_enter(ids).wait()
+            self.boundary.enter(h), self.boundary.enter(weights), self.boundary.start_enter(ids).wait(), places
         )
         return self.boundary.leave(whole), *balance
 
-    def _computed(self, h: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def _computed(self, h: Tensor, weights: Tensor, ids: Tensor, places: Tensor | None) -> Tensor:
         """The chosen experts' outputs [B, T, H], each times its weight; weights and ids [B, T, k]."""
-        copies = self.shape.chosen
-        order = ids.flatten().argsort(stable=True)
-        inverse = order.argsort()
-        rows = rows_of_experts(ids, self.shape.count)
-        x = sort_rows(h.flatten(0, 1), order, inverse, copies)
-        y = sort_rows((self._elsewhere if self.travels else self._outputs)(x, rows), inverse, order)
+        bounded = self.shape.capacity is not None and self.training
+        if bounded:
+            plan, h = self._bounded(h, ids, places)
+        else:
+            plan = self._dropless(ids)
+        back = plan.slots.view(-1, plan.copies)
+        x = gather_rows(h.flatten(0, 1), plan.pairs // plan.copies, back, zeros=plan.drops)
+        if not self.travels:
+            y = self._outputs(x, plan.rows)
+        else:
+            y = self._elsewhere_evenly(x, plan.rows[0]) if bounded else self._elsewhere(x, plan.rows)
+        y = gather_rows(y, plan.slots, plan.pairs.unsqueeze(1), zeros=plan.drops)
         return (y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(2)
+
+    def _dropless(self, ids: Tensor) -> Dispatch:
+        """All rows, sorted by expert."""
+        order = ids.flatten().argsort(stable=True)
+        return Dispatch(order, order.argsort(), ids.shape[-1], rows_of_experts(ids, self.shape.count))
+
+    def _bounded(self, h: Tensor, ids: Tensor, places: Tensor | None) -> tuple[Dispatch, Tensor]:
+        """Each sequence's first C tokens of each expert; by expert, sequence and position. And h, which tells in the
+        backward pass what was dropped."""
+        (rows, tokens, copies), count = ids.shape, self.shape.count
+        before = earlier_tokens(ids, count)
+        cut = self.mesh.size("context") if "context" in self.mesh.grid.names else 1
+        earlier = before if cut == 1 else self._earlier_of_all(ids, places, tokens * cut)
+        most = self.shape.most_tokens(tokens * cut)
+        room = min(most, tokens)
+        kept = earlier < most
+        sequence = torch.arange(rows, device=ids.device).view(-1, 1, 1)
+        total = count * rows * room
+        slots = torch.where(kept, (ids * rows + sequence) * room + before, total).flatten()
+        pairs = slots.new_full((total + 1,), slots.numel())
+        pairs[slots] = torch.arange(slots.numel(), device=ids.device)
+        plan = Dispatch(pairs[:-1], slots, copies, [rows * room] * count, drops=True)
+        return plan, _CountDropped.apply(h, kept, self)
+
+    def _earlier_of_all(self, ids: Tensor, places: Tensor | None, length: int) -> Tensor:
+        """`earlier_tokens` where each rank of the context axis has some of a sequence's tokens, at these places."""
+        assert places is not None, "tokens of a part of a sequence, at places that nobody has said"
+        whole = ids.new_zeros(ids.shape[0], length, ids.shape[2])
+        whole[:, places] = ids
+        whole = start_all_reduce(whole, self.mesh.comm("context")).wait()
+        return earlier_tokens(whole, self.shape.count)[:, places]
 
     def _outputs(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         """The outputs of this rank's experts, each for so many rows of x [R, H], in order."""
@@ -192,18 +288,26 @@ class Experts(nn.Module):
         """The outputs of all experts for so many rows each, by the ranks that hold them."""
         size, here = self.mesh.size(EXPERT), self.shape.count // self.mesh.size(EXPERT)
         sent = torch.tensor(rows).view(size, here)
+        coming = torch.empty_like(sent)
+        self.mesh.comm(EXPERT).all_to_all(coming, sent)
         if x.device.type == "meta":  # all ranks have as many rows
             coming = sent[self.mesh.index(EXPERT)].expand(size, here)
-        else:
-            coming = torch.empty_like(sent)
-            self.mesh.comm(EXPERT).all_to_all(coming, sent)
         given, taken = sent.sum(1).tolist(), coming.sum(1).tolist()
         # Rows come by rank and in it by expert; an expert's are brought together.
         order = torch.arange(here).repeat(size).repeat_interleave(coming.flatten()).argsort(stable=True)
         order, inverse = order.to(x.device), order.argsort().to(x.device)
-        own = sort_rows(trade_rows(x, given, taken, self.mesh, EXPERT), order, inverse)
-        y = sort_rows(self._outputs(own, coming.sum(0).tolist()), inverse, order)
+        own = gather_rows(trade_rows(x, given, taken, self.mesh, EXPERT), order, inverse.unsqueeze(1))
+        y = gather_rows(self._outputs(own, coming.sum(0).tolist()), inverse, order.unsqueeze(1))
         return trade_rows(y, taken, given, self.mesh, EXPERT)
+
+    def _elsewhere_evenly(self, x: Tensor, rows: int) -> Tensor:
+        """The same where every rank has as many rows of each expert."""
+        size, here = self.mesh.size(EXPERT), self.shape.count // self.mesh.size(EXPERT)
+        pieces = [here * rows] * size
+        own = trade_rows(x, pieces, pieces, self.mesh, EXPERT).view(size, here, rows, -1)
+        y = self._outputs(own.transpose(0, 1).flatten(0, 2), [size * rows] * here)
+        back = y.view(here, size, rows, -1).transpose(0, 1).flatten(0, 2)
+        return trade_rows(back, pieces, pieces, self.mesh, EXPERT)
 
     def _balance(self, shares: Tensor, ids: Tensor) -> Tensor:
         """n Σ_e f_e P_e by sequence; shares [B, T, n], ids [B, T, k]."""
@@ -226,3 +330,9 @@ def rows_of_experts(ids: Tensor, count: int) -> list[int]:
         return [total * (index + 1) // count - total * index // count for index in range(count)]
     rows: list[int] = torch.bincount(ids.flatten(), minlength=count).tolist()
     return rows
+
+
+def earlier_tokens(ids: Tensor, count: int) -> Tensor:
+    """How many earlier tokens of its sequence take each expert that a token takes; ids and result [B, T, k]."""
+    taken = torch.zeros(*ids.shape[:2], count, dtype=ids.dtype, device=ids.device).scatter_(2, ids, 1)
+    return (taken.cumsum(1) - taken).gather(2, ids)

@@ -114,7 +114,8 @@ class Kit(LinearPair, Protocol):
         """A `Head`. `tied`: the token embedding whose weight it shares; None: a weight of its own."""
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
-        """A feed-forward of experts: [B, T, H] -> ([B, T, H],), and each sequence's balance [B] where it is asked for.
+        """A feed-forward of experts: [B, T, H] and the tokens' places [T] in their sequences, there in training, to
+        ([B, T, H],), and each sequence's balance [B] where it is asked for.
         Only where the section of the kit has `holds_experts`."""
 
     def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:

@@ -24,6 +24,7 @@ from meshwright.parts import Parts
 from meshwright.pipeline.span import Span
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.grid import DATA_AXES, PIPE
+from meshwright.tensor.experts import dropped_pairs
 from meshwright.training.checks import (
     REMEDY,
     diagnosed,
@@ -122,6 +123,7 @@ class Trainer:
         check = parts.config.check.every
         record = StepRecord(
             self.step, self.samples, self._counts, parts.optimizer.scaler.scale, started, phases, loss,
+            dropped_pairs(parts.model, parts.mesh.device),
             weight_hashes(parts) if check and (self.step + 1) % check == 0 else loss.new_empty(0, dtype=torch.int64),
             parts.pipeline.done, self._facts(),
         )  # fmt: skip

@@ -79,23 +79,30 @@ def release_free_memory(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of every step of a run. `flops`: the model's; `paper_flops`: as the paper counts them."""
+    """The work of every step of a run. `flops`: the model's; `paper_flops`: as the paper counts them.
+
+    `droppable_pairs`: of a token and an expert, in all layers and on all ranks that have the token; those over a
+    capacity are dropped.
+    """
 
     tokens: int
     flops: float
     paper_flops: float
     peak_flops: float | None
     """One device's."""
+    droppable_pairs: int = 0
 
 
 def work_of(config: Config, device: torch.device) -> StepWork:
     """The work of a step, over all ranks."""
     samples, chain = config.batch.global_, chain_of(config)
+    copies = math.prod(size for _, size in config.layout.tensor.axes)
     return StepWork(
         tokens=samples * chain.tokens_per_sample(config),
         flops=samples * chain.flops_per_sample(config),
         paper_flops=samples * paper_flops(chain.products(config)),
         peak_flops=peak_flops(config.metrics.peak_flops, device, config.precision),
+        droppable_pairs=samples * chain.tokens_per_sample(config) * config.model.droppable_pairs * copies,
     )
 
 
@@ -103,9 +110,12 @@ def metrics_line(step_seconds: float, work: StepWork, reports: Sequence[StepRepo
     """The metrics of a step that are of all ranks' reports, for rank 0. mfu is 'unknown' without a known peak.
 
     sent_bytes: over each axis, and over those sets of axes (`data+depth`) that were used; the sender's that sent most.
+    dropped_share: of pairs of a token and an expert those over the capacity, where there is one.
     """
     sent = {axes: max(report.sent_bytes[index] for report in reports) for index, axes in enumerate(grid.axis_sets)}
     rate = work.flops / step_seconds
+    pairs = work.droppable_pairs
+    dropped = {"dropped_share": sum(report.dropped_pairs for report in reports) / pairs} if pairs else {}
     return {
         "tokens": work.tokens,
         "tokens_per_second": work.tokens / step_seconds,
@@ -122,6 +132,7 @@ def metrics_line(step_seconds: float, work: StepWork, reports: Sequence[StepRepo
             for report in reports
         ],
         "own_seconds": [report.own_seconds for report in reports],
+        **dropped,
     }
 
 

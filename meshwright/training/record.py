@@ -25,9 +25,9 @@ from meshwright.training.step_report import StepReport
 class StepRecord:
     """A step of a rank. `number`: from 0; `samples`, `counts`: its place in the data and its valid labels.
 
-    `loss`: this rank's share, a float64 scalar; `hashes` [copy sets], of the weights that its backward pass has read,
-    int64, or empty where none are compared. Both lie on the device until `fetch`. `facts`: what the host knows for
-    the step report.
+    `loss`: this rank's share, a float64 scalar; `dropped`: pairs of a token and an expert, a scalar; `hashes` [copy
+    sets], of the weights that its backward pass has read, int64, or empty where none are compared. They lie on the
+    device until `fetch`. `facts`: what the host knows for the step report.
     """
 
     number: int
@@ -37,6 +37,7 @@ class StepRecord:
     started_seconds: float
     phases: PhaseClock
     loss: Tensor
+    dropped: Tensor
     hashes: Tensor
     tasks: Sequence[tuple[Task, Moment, Moment]]
     facts: StepReport
@@ -47,8 +48,8 @@ class StepRecord:
     def fetch(self) -> None:
         """Let the device copy its numbers to the host when it has done the step. Waits for nothing."""
         assert self.pending is not None, "the optimizer comes before its norm"
-        self.loss, self.hashes, norm = (
-            x.to("cpu", non_blocking=True) for x in (self.loss, self.hashes, self.pending.norm)
+        self.loss, self.dropped, self.hashes, norm = (
+            x.to("cpu", non_blocking=True) for x in (self.loss, self.dropped, self.hashes, self.pending.norm)
         )
         self.pending = replace(self.pending, norm=norm)
         if self.phases.device.type == "cuda":
@@ -63,7 +64,7 @@ class StepRecord:
         """The rank's report of this step, in which it says what is next as well."""
         return replace(
             self.facts, loss=float(self.loss), hashes=tuple(self.hashes.tolist()), next_counts=next_counts, stop=stop,
-            pipeline_seconds=self.phases.seconds()[PIPELINE],
+            dropped_pairs=float(self.dropped), pipeline_seconds=self.phases.seconds()[PIPELINE],
             task_seconds=sum(end() - start() for _, start, end in self.tasks),
         )  # fmt: skip
 

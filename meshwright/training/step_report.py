@@ -30,7 +30,7 @@ from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mesh import Mesh
 
-_BEFORE_COUNTS = 7
+_BEFORE_COUNTS = 8
 """The numbers of a report that stand before its counts."""
 
 
@@ -39,7 +39,7 @@ class StepReport:
     """One rank's report: its share of the loss and of the next step's valid labels, and how it fares.
 
     `pipeline_seconds`: its forward and backward passes, and the waits between them; `task_seconds`: without the waits.
-    `own_seconds`: since its last report, without its waits for others.
+    `own_seconds`: since its last report, without its waits for others. `dropped_pairs`: of a token and an expert.
     `hashes`: of the weights that it shares with others (checks.py), in the steps in which they are compared.
     """
 
@@ -53,18 +53,21 @@ class StepReport:
     sent_bytes: tuple[int, ...]
     hashes: tuple[int, ...] = ()
     own_seconds: float = 0.0
+    dropped_pairs: float = 0.0
 
     def numbers(self) -> list[float]:
         """All of it as numbers, but for the hashes."""
-        loss, counts, stop, busy, pipeline, tasks, peak, sent, _, own = astuple(self)
-        return [float(number) for number in (loss, stop, busy, pipeline, tasks, own, peak, *counts, *sent)]
+        loss, counts, stop, busy, pipeline, tasks, peak, sent, _, own, dropped = astuple(self)
+        return [float(number) for number in (loss, stop, busy, pipeline, tasks, own, peak, dropped, *counts, *sent)]
 
     @classmethod
     def of(cls, numbers: Sequence[float], num_labels: int) -> StepReport:
         """The report that said `numbers`, without hashes."""
-        loss, stop, busy, pipeline, tasks, own, peak, *rest = numbers
+        loss, stop, busy, pipeline, tasks, own, peak, dropped, *rest = numbers
         counts, sent = list(map(int, rest[:num_labels])), tuple(map(int, rest[num_labels:]))
-        return cls(loss, counts, bool(stop), busy, pipeline, tasks, int(peak), sent, own_seconds=own)
+        return cls(
+            loss, counts, bool(stop), busy, pipeline, tasks, int(peak), sent, own_seconds=own, dropped_pairs=dropped
+        )
 
 
 @dataclass(frozen=True)

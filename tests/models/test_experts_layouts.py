@@ -2,7 +2,7 @@
 among them, to 1e-10.
 
 Labels are masked and unlike from sequence to sequence, so a balance that went by tokens that count, by microbatch or by
-replica would be another number.
+replica would be another number; so would a capacity that went by anything but whole sequences.
 """
 
 from __future__ import annotations
@@ -44,6 +44,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 ONLY_LONG = {"1-D", "ring"}
 
+BOUNDED = MODEL | {"experts": EXPERTS | {"capacity": 0.75}}
+BOUNDED_LAYOUTS = {
+    "1-D, cut": {"tensor": CUT},
+    "ulysses": {"context": ULYSSES},
+    "ring x cut": {"context": RING, "tensor": CUT},
+    "experts x ring x stages": {"data": {"size": 2, "expert": 2}, "pipeline": {"size": 2}, "context": RING},
+    "experts x replicas": {"data": ZERO1 | {"size": 4, "expert": 2}},
+    "experts x slices": {"data": {"size": 4, "expert": 2, "sync": "zero3"}},
+}
+BOUNDED_IN_CI = {"ring x cut", "experts x ring x stages"}
+
 
 def experts(layout: dict[str, Any], **changes: Any) -> Config:
     layout = dict(layout)
@@ -63,6 +74,20 @@ def serial() -> Any:
 )
 def test_equals_serial(name: str) -> None:
     check(run(experts(LAYOUTS[name])), serial())
+
+
+@cache
+def bounded_serial() -> Any:
+    return run(experts({}, model=BOUNDED))[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in BOUNDED_IN_CI else pytest.param(name, marks=pytest.mark.long) for name in BOUNDED_LAYOUTS],
+)
+def test_a_capacity_is_a_sequences(name: str) -> None:
+    check(run(experts(BOUNDED_LAYOUTS[name], model=BOUNDED)), bounded_serial())
+    assert bounded_serial()[0] != serial()[0], "nothing was dropped"
 
 
 @pytest.mark.parametrize("sync", [sync for sync in SYNCS if sync != "server-loss"])

@@ -35,8 +35,8 @@ from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.workers import run_ranks
 
 PEAK = 1e9
-REPORT_BYTES = (11 + 1) * 8
-"""Eleven numbers, and the hash of what replicas hold in common."""
+REPORT_BYTES = (12 + 1) * 8
+"""Twelve numbers, and the hash of what replicas hold in common."""
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def experts_of(model: Llama, kit: Kit) -> nn.Module:
     return kit.experts(
         ExpertsShape(
             model.hidden, model.inner, experts.count, experts.per_token, experts.renormalise, experts.balance > 0,
-            Initial(0.02), last,
+            experts.capacity, Initial(0.02), last,
         )
     )  # fmt: skip
 
@@ -110,15 +110,16 @@ class LlamaBlock(nn.Module):
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(
-        self, hidden: Hidden, rotation: Rotation, cache: KeyValueCache | None = None, seen: Tensor | None = None
-    ) -> Hidden:
+        self, hidden: Hidden, rotation: Rotation, cache: KeyValueCache | None = None, seen: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Hidden:  # fmt: skip
         """([B, T, H],), or with the balances so far ([B, T, H], [B]), to the same."""
         h, *balances = hidden
         h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache, seen))
-        out = self.feed_forward(self.feed_forward_norm(h))
+        normed = self.feed_forward_norm(h)
         if not self.has_experts:
-            return (h + self.dropout(out),)
-        y, *own = out
+            return (h + self.dropout(self.feed_forward(normed)),)
+        y, *own = self.feed_forward(normed, places)
         return h + self.dropout(y), *(total + one for total, one in zip(balances, own, strict=True))
 
 
@@ -154,12 +155,14 @@ class LlamaModel(Decoder):
 
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         """The rotation is computed once, and goes through the layers with the batch."""
-        return super().run_layers(
-            hidden, batch | self._rotation(0, batch["tokens"], batch.get("documents"))._asdict(), chunk
-        )
+        tokens = batch["tokens"]
+        places = self.context.positions(0, tokens.shape[1], tokens.device)
+        rotation = self._rotation(places, batch.get("documents"))
+        return super().run_layers(hidden, batch | rotation._asdict() | {"places": places}, chunk)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        passing: Hidden = block(hidden, Rotation(batch["cosines"], batch["sines"]), None, batch.get("seen"))
+        rotation = Rotation(batch["cosines"], batch["sines"])
+        passing: Hidden = block(hidden, rotation, None, batch.get("seen"), batch["places"])
         return passing
 
     def final_states(self, hidden: Hidden) -> Tensor:
@@ -169,21 +172,21 @@ class LlamaModel(Decoder):
         return loss + hidden[1].sum() * (self.balance * scales[SAMPLES]) if self.balance else loss
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        rotation = self._rotation(cache.num_tokens if cache is not None else 0, tokens)
+        start = cache.num_tokens if cache is not None else 0
+        rotation = self._rotation(self.context.positions(start, tokens.shape[1], tokens.device))
         hidden = self._embedded(tokens)
         for block in self.blocks.values():
             hidden = block(hidden, rotation, cache)
         return self.final_states(hidden)
 
-    def _rotation(self, start: int, tokens: Tensor, documents: Tensor | None = None) -> Rotation:
-        """The rotation of this rank's tokens of every sequence, of which so many came before.
+    def _rotation(self, positions: Tensor, documents: Tensor | None = None) -> Rotation:
+        """The rotation of tokens at these places of every sequence.
 
         documents [B, T]: where in whole sequences each token's document begins; there positions are 0.
         """
-        positions = self.context.positions(start, tokens.shape[1], tokens.device)
-        if documents is not None:
-            positions = positions - documents[:, positions]
-        return rotation_of(self.rope, self.head_width, positions)
+        return rotation_of(
+            self.rope, self.head_width, positions if documents is None else positions - documents[:, positions]
+        )
 
     @staticmethod
     def products(config: Config) -> Costs:

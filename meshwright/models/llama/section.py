@@ -115,13 +115,15 @@ class ExpertsSection(Section):
     """Feed-forwards of `count` experts, each model.feed_forward wide, of which a router gives each token `per_token`.
 
     `renormalise`: the weights of a token's experts add up to 1. `balance`: the coefficient of the loss that keeps
-    experts equally busy (tensor/experts.py): the mean over layers and over the global batch's sequences.
+    experts equally busy (tensor/experts.py): the mean over layers and over the global batch's sequences. `capacity`: in
+    training an expert takes no more tokens of a sequence than so many times an even router's; null: all (dropless).
     """
 
     count: Positive
     per_token: Positive = 2
     renormalise: bool = True
     balance: Annotated[float, Field(ge=0)] = 0.0
+    capacity: AboveZero | None = None
 
 
 @rule("model.experts")
@@ -221,6 +223,11 @@ class Llama(TextTransformer):
     @property
     def num_experts(self) -> int:
         return self.experts.count if self.experts is not None else 0
+
+    @property
+    def droppable_pairs(self) -> int:
+        experts = self.experts
+        return self.layers * experts.per_token if experts is not None and experts.capacity is not None else 0
 
     @property
     def stacked_matrices(self) -> str:

@@ -122,7 +122,7 @@ class ReferenceKit:
 
 
 class _Experts(nn.Module):
-    """Every expert computes every token, and a token adds up those that it takes."""
+    """Every expert computes every token, and a token adds up those that it takes and that have room for it."""
 
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Experts(nn.Module):
         self.expand = Layer(lambda weight, _: weight, sizes, shape.initial)
         self.contract = Layer(lambda weight, _: weight, (shape.count, shape.inner, shape.hidden), shape.last)
 
-    def forward(self, h: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         logits, count = self.router(h), self.shape.count
         shares = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
         weights, ids = shares.topk(self.shape.chosen, -1)
@@ -140,6 +140,8 @@ class _Experts(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         taken = F.one_hot(ids, count).to(weights.dtype)  # [B, T, k, n]
         gates = torch.einsum("btk,btkn->btn", weights, taken).to(h.dtype)
+        if self.shape.capacity is not None and self.training:
+            gates = gates * (taken.sum(2).cumsum(1) <= self.shape.most_tokens(h.shape[1]))
         gate, up = torch.einsum("bth,nhgm->gbtnm", h, self.expand()).unbind(0)
         y = torch.einsum("btnm,nmh,btn->bth", F.silu(gate) * up, self.contract(), gates)
         balance = (taken.sum((1, 2)) * shares.sum(1)).sum(-1) * count / h.shape[1] ** 2
