@@ -10,7 +10,7 @@ Recomputation is not recorded: it adds to a backward pass and takes from what is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -26,7 +26,7 @@ from meshwright.tools.plan.buckets import Memory, Peak, memory_of, passing_bytes
 from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.predict import Planner, Prediction, check
 from meshwright.tools.plan.recordings import Parameter, parameters_in, splits
-from meshwright.tools.plan.timed_parts import TimedPart, TimedParts, strides
+from meshwright.tools.plan.timed_parts import Part, TimedParts, strides
 from meshwright.tools.plan.timed_run import TimedRun
 
 SURE = 0.95
@@ -36,41 +36,29 @@ AGAIN = 0.9
 """The part of a group's forward pass that is recomputed at least: its last layer's is cut short."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A step's seconds, and the memory of the rank that holds most."""
-
-    seconds: float
-    memory: Memory
-
-
 _Shape = tuple[tuple[int, int], ...]
 """A stage: each of its parts by position (`TimedParts.distinct`), and how many it has of it."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A stage's seconds forward, backward, and of weight gradients where they are tasks of their own; the bytes that
-    it keeps of a microbatch, those that are there again while a group is recomputed, and those that it sends on."""
+    """A stage's seconds forward, backward, and of weight gradients where they are tasks of their own; the bytes that it
+    sends on."""
 
     forward: float
     backward: float
     weights: float
-    kept_bytes: float
-    again_bytes: float
     outgoing_bytes: int
 
 
 @dataclass(frozen=True)
 class _Passes:
-    """The pipeline phase: its seconds, those until the last stage's first forward pass is over, those of each stage's
-    last task; of the fullest stage the activations that it keeps, and all that it holds of microbatches at most."""
+    """The pipeline phase: its seconds, those until the last stage's first forward pass is over, and the most of a
+    stage's last task."""
 
     seconds: float
     forward: float
-    last: tuple[float, ...]
-    activation_bytes: float
-    total_bytes: float
+    last: float
 
 
 @dataclass(frozen=True)
@@ -105,21 +93,22 @@ class Estimates:
     def predict(self, config: Config) -> Prediction:
         return self.planner.predict(config)
 
-    def estimate(self, config: Config) -> Estimate:
-        """SURE of about what a step takes and holds."""
+    def estimated_seconds(self, config: Config) -> float:
+        """SURE of about what a step takes."""
         passes, ending = self._passes_of(config), self._ending_of(config)
         sums = config.num_microbatches if config.layout.data.strategy.slices else 1
-        summed = passes.seconds + sums * max(0.0, ending.reduce - ending.overlaps * max(passes.last))
+        summed = passes.seconds + sums * max(0.0, ending.reduce - ending.overlaps * passes.last)
         summed += max(0.0, 2 * config.num_microbatches * ending.gather - ending.publishes * passes.seconds)
         published = max(0.0, ending.publish - ending.publishes * passes.forward)
-        seconds = summed + ending.norm + (0.0 if streams(config) else ending.steps) + published
-        return Estimate(SURE * seconds, self._memory(config, passes))
+        return SURE * (summed + ending.norm + (0.0 if streams(config) else ending.steps) + published)
 
-    def _memory(self, config: Config, passes: _Passes) -> Memory:
-        """SURE of what a step holds, of which temporaries take the room that wider gradients have before and after."""
+    def estimated_memory(self, config: Config) -> Memory:
+        """SURE of what the rank that holds most has in a step, of which temporaries take the room that wider gradients
+        have before and after. The order of axes is no matter."""
         alone, passing = self._alone_memory(config)
-        activations = int(SURE * passes.activation_bytes)
-        most = max(int(SURE * passes.total_bytes) + passing, alone.temporaries)
+        kept, total = self._held_bytes(config)
+        activations = int(SURE * kept)
+        most = max(int(SURE * total) + passing, alone.temporaries)
         return replace(alone, activations=activations, temporaries=most - activations)
 
     def weights_memory(self, config: Config) -> Memory:
@@ -164,26 +153,30 @@ class Estimates:
             weights = [chunk.weights for chunk in chunks]
             limits = [rule_of(config).limit_at(stage, placement, count) for stage in range(placement.num_stages)]
             hops = self._hops(config, [chunk.outgoing_bytes for chunk in chunks[:-1]])
-            kept, total = 0.0, 0.0
-            for stage in {0, placement.stage_of(partition.index(max(partition)))}:
-                own = placement.positions(stage)
-                in_flight = _in_flight(config, stage, placement)
-                keeps = in_flight * sum(chunks[position].kept_bytes for position in own) / placement.num_chunks
-                beside = max(self._message_bytes(config, chunks, position) for position in own)
-                kept = max(kept, keeps)
-                total = max(total, keeps + beside + max(chunks[position].again_bytes for position in own))
             seconds = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
-            self._passes[key] = _Passes(
-                seconds, sum(forward) + sum(hops), tuple(weights if splits(config) else backward),
-                kept, total,
-            )  # fmt: skip
+            self._passes[key] = _Passes(seconds, sum(forward) + sum(hops), max(weights if splits(config) else backward))
         return self._passes[key]
 
-    def _message_bytes(self, config: Config, chunks: Sequence[_Work], position: int) -> int:
+    def _held_bytes(self, config: Config) -> tuple[float, float]:
+        """Of the fullest stage the activations that it keeps, and all that it holds of microbatches at most."""
+        partition, placement = self._partition(config), placement_of(config)
+        parts, shapes = self.parts.untimed(config), self._shapes(config, partition)
+        kept, total = 0.0, 0.0
+        for stage in {0, placement.stage_of(partition.index(max(partition)))}:
+            own = placement.positions(stage)
+            works = [[(parts[place], times) for place, times in shapes[position]] for position in own]
+            in_flight = _in_flight(config, stage, placement)
+            keeps = in_flight * sum(self._kept_bytes(config, work) for work in works) / placement.num_chunks
+            beside = max(self._message_bytes(config, parts, shapes, position) for position in own)
+            kept = max(kept, keeps)
+            total = max(total, keeps + beside + max(self._again_bytes(config, work) for work in works))
+        return kept, total
+
+    def _message_bytes(self, config: Config, parts: Mapping[int, Part], shapes: Sequence[_Shape], position: int) -> int:
         """Bytes of the messages that a chunk waits for from both sides, whose memory is there before they come."""
         ahead = min(AHEAD[self.planner.cluster.device.kind], config.num_microbatches)
-        before = chunks[position - 1].outgoing_bytes if position else 0
-        after = chunks[position].outgoing_bytes if position < len(chunks) - 1 else 0
+        before = parts[shapes[position - 1][-1][0]].outgoing_bytes if position else 0
+        after = parts[shapes[position][-1][0]].outgoing_bytes if position < len(shapes) - 1 else 0
         return ahead * (before + after)
 
     def _shapes(self, config: Config, partition: tuple[int, ...]) -> list[_Shape]:
@@ -208,25 +201,23 @@ class Estimates:
                 times * ((timed.inputs if split else timed.backward) + again * timed.forward) for timed, times in stage
             ),
             sum(times * timed.weights for timed, times in stage) if split else 0.0,
-            self._kept_bytes(config, stage),
-            self._again_bytes(config, stage),
             stage[-1][0].part.outgoing_bytes,
         )
 
-    def _kept_bytes(self, config: Config, stage: Sequence[tuple[TimedPart, int]]) -> float:
+    def _kept_bytes(self, config: Config, stage: Sequence[tuple[Part, int]]) -> float:
         """Bytes that a forward pass keeps on a stage of so many of each part; a recomputed group keeps one input."""
         setting = config.memory.recompute
         if setting == "none":
-            return sum(times * timed.part.kept_bytes for timed, times in stage)
-        layers = [(timed.part, times) for timed, times in stage if timed.part.is_layer]
+            return sum(times * part.kept_bytes for part, times in stage)
+        layers = [(part, times) for part, times in stage if part.is_layer]
         if setting == "selective":
             return self.parts.kept_share(config) * sum(times * part.kept_bytes for part, times in layers)
         num_layers = sum(times for _, times in layers)
         return sum(times * part.outgoing_bytes for part, times in layers) / max(1, recomputed_group(config, num_layers))
 
-    def _again_bytes(self, config: Config, stage: Sequence[tuple[TimedPart, int]]) -> float:
+    def _again_bytes(self, config: Config, stage: Sequence[tuple[Part, int]]) -> float:
         """Bytes that a recomputed group of layers holds again when its backward pass begins."""
-        layers = [(timed.part.kept_bytes, times) for timed, times in stage if timed.part.is_layer]
+        layers = [(part.kept_bytes, times) for part, times in stage if part.is_layer]
         if config.memory.recompute in ("none", "selective") or not layers:
             return 0.0
         return recomputed_group(config, sum(times for _, times in layers)) * min(kept for kept, _ in layers)

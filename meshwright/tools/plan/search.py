@@ -44,6 +44,9 @@ SIMULATED = 80
 ROOMY = 0.5
 """The part of a device's memory under which weights, gradients and states leave room enough to slice no more."""
 
+MORE = 0.5
+"""The part of a device's memory that the search says would be worth having, at most."""
+
 TRIES = 6
 """The most layouts that are predicted until one fits, of a strategy that has none among the fastest."""
 
@@ -53,7 +56,8 @@ class Counts:
     """Numbers of layouts, by what became of them."""
 
     legal: int
-    """Those that were looked at; a family of which no layout can fit counts once."""
+    """Those that were looked at; a family of which no layout can fit counts once, and so do all orders of axes of a
+    layout that does not."""
     too_full: int
     """Weights, gradients and states alone do not fit."""
     unfit: int
@@ -194,19 +198,10 @@ class _Hunt:
 
     def gather(self) -> None:
         """Queue the layouts that may fit, by their estimates."""
-        for number, config in enumerate(legal_layouts(self.job, self.refused, self._enters)):
-            if not self.keep(config.layout):
-                continue
-            self._count(config)
-            weights = self.models.weights_memory(config)
-            if weights.total > self.job.cluster.device.memory:
-                self._is_too_full(config, weights)
-                continue
-            estimate = self.models.estimate(config)
-            if self._fits(config, estimate.memory):
-                self.queue.append((estimate.seconds, number, config))
-            elif self.lacking is None or estimate.seconds < self.lacking[0]:
-                self.lacking = estimate.seconds, config, estimate.memory
+        for number, config in enumerate(legal_layouts(self.job, self.refused, self._enters, self._holds)):
+            if self.keep(config.layout):
+                self._count(config)
+                self.queue.append((self.models.estimated_seconds(config), number, config))
 
     def run(self, top: int) -> None:
         """Predict until nothing in the queue can be among so many of the fastest."""
@@ -279,6 +274,26 @@ class _Hunt:
             return True
         self._count(family)
         self._is_too_full(family, weights)
+        return False
+
+    def _holds(self, config: Config) -> bool:
+        """Whether a layout may fit, in whatever order of axes."""
+        if not self.keep(config.layout):
+            return True
+        weights, device = self.models.weights_memory(config), self.job.cluster.device.memory
+        if weights.total > device:
+            self._count(config)
+            self._is_too_full(config, weights)
+            return False
+        memory = self.models.estimated_memory(config)
+        if memory.total <= device:
+            return True
+        self._count(config)
+        self._fits(config, memory)
+        if memory.total <= (1 + MORE) * device:
+            seconds = self.models.estimated_seconds(config)
+            if self.lacking is None or seconds < self.lacking[0]:
+                self.lacking = seconds, config, memory
         return False
 
     def _roomy(self, family: Config) -> bool:

@@ -77,12 +77,16 @@ class Choice:
 
 
 def legal_layouts(
-    job: SearchJob, refused: dict[str, Problem] | None = None, enters: Callable[[Config], bool] = lambda family: True
+    job: SearchJob,
+    refused: dict[str, Problem] | None = None,
+    enters: Callable[[Config], bool] = lambda family: True,
+    holds: Callable[[Config], bool] = lambda layout: True,
 ) -> Iterator[Config]:
     """All of them. `refused`: is given for each kind of tensor section the first problem that one of its kind has.
     `enters`: whether to go into a family, of which it is given one that might be its least full, with one microbatch a
-    replica."""
-    yield from _chosen(_start(job), 0, job, {} if refused is None else refused, enters)
+    replica. `holds`: whether to go through a layout's orders, on which its memory does not depend."""
+    gates = {FAMILY: enters, len(CHOICES) - 1: holds}
+    yield from _chosen(_start(job), 0, job, {} if refused is None else refused, gates)
 
 
 def fixed_fields(overrides: Iterable[str]) -> frozenset[str]:
@@ -119,6 +123,7 @@ def _start(job: SearchJob) -> Config:
         "layout.ranks_per_node": ranks_per_node(job.cluster, job.devices),
         "layout.pipeline.partition": "auto",
         "layout.pipeline.placement": "loop",
+        "layout.order": "auto",
     }.items():
         if field not in job.fixed:
             config = with_field(config, field, value)
@@ -126,21 +131,22 @@ def _start(job: SearchJob) -> Config:
 
 
 def _chosen(
-    config: Config, index: int, job: SearchJob, refused: dict[str, Problem], enters: Callable[[Config], bool]
+    config: Config, index: int, job: SearchJob, refused: dict[str, Problem], gates: dict[int, Callable[[Config], bool]]
 ) -> Iterator[Config]:
     """Every way to go on from a config whose first `index` choices are made."""
     if index == len(CHOICES):
         yield config
         return
-    one = config.replica_batch
-    if index == FAMILY and one and not enters(with_field(config, "batch.micro", one)):
-        return
+    if index in gates:
+        one = config.replica_batch if index == FAMILY else config.micro
+        if one and not gates[index](with_field(config, "batch.micro", one)):
+            return
     choice = CHOICES[index]
     for value in _allowed(choice, config, job):
         made = with_field(config, choice.field, value)
         problem = next((problem for rule in _rules_after(index) for problem in rule.check(made)), None)
         if problem is None:
-            yield from _chosen(made, index + 1, job, refused, enters)
+            yield from _chosen(made, index + 1, job, refused, gates)
         else:
             refused.setdefault(made.layout.tensor.kind, problem)
 
@@ -306,13 +312,13 @@ CHOICES = (
     Choice("memory.offload.to", lambda config, job: ("none", "host")),
     Choice("layout.data.sync", _syncs),
     Choice("layout.data.shard", _shards),
-    Choice("layout.order", _orders),
     Choice("batch.micro", _micros),
     Choice("layout.pipeline.schedule", _schedules),
     Choice("layout.pipeline.chunks", _chunks),
     Choice("layout.pipeline.placement", _placements),
     Choice("layout.pipeline.limit", _limits),
     Choice("memory.recompute", lambda config, job: ("none", "selective", "auto")),
+    Choice("layout.order", _orders),
 )
 
 FAMILY = 7

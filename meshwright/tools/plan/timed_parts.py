@@ -27,7 +27,7 @@ has other events (a head's chunks), so that only their seconds can be interpolat
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """The embeddings, a layer, or the head, for a microbatch of one size: its programs, the bytes that a forward pass
     keeps, and those that it passes on."""
 
@@ -41,7 +41,7 @@ class _Part:
 class TimedPart:
     """A part's seconds forward, backward, and (`inputs`, `weights`) of the halves of a split backward pass."""
 
-    part: _Part
+    part: Part
     forward: float
     backward: float
     inputs: float
@@ -53,7 +53,7 @@ class TimedParts:
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
-        self._parts: dict[Hashable, dict[int, _Part]] = {}
+        self._parts: dict[Hashable, dict[int, Part]] = {}
         self._timed: dict[Hashable, dict[int, TimedPart]] = {}
         self._kept_shares: dict[Hashable, float] = {}
 
@@ -68,10 +68,10 @@ class TimedParts:
         """By position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
         key = config.layout.layer, config.micro, strides(config)
         if key not in self._timed:
-            self._timed[key] = {place: self._time(config, part) for place, part in self._parts_of(config).items()}
+            self._timed[key] = {place: self._time(config, part) for place, part in self.untimed(config).items()}
         return self._timed[key]
 
-    def _time(self, config: Config, part: _Part) -> TimedPart:
+    def _time(self, config: Config, part: Part) -> TimedPart:
         """The part's seconds at its quickest place in the step. Half of a backward pass's kernels are for weights."""
         timer, network = self.planner.timer(config), self.planner.network(config)
         overlaps = self.planner.software.overlap("layers", network.overlaps)
@@ -87,7 +87,8 @@ class TimedParts:
         weights = sum(times * timer.computing(program) for times, program in mix) / 2
         return TimedPart(part, forward[0], backward[0], seconds(mix, 0.0) - weights, weights)
 
-    def _parts_of(self, config: Config) -> dict[int, _Part]:
+    def untimed(self, config: Config) -> dict[int, Part]:
+        """The same parts, whatever the order of axes."""
         key = config.layout.layer, config.micro
         if key not in self._parts:
             smallest = smallest_micro(config)
@@ -158,7 +159,7 @@ def _kept(recording: Recording) -> int:
     return recording.programs[TaskKind.FORWARD][-1].kept_bytes
 
 
-def _interpolated(small: Recording, large: Recording, share: float, *, is_layer: bool) -> _Part:
+def _interpolated(small: Recording, large: Recording, share: float, *, is_layer: bool) -> Part:
     """A part for a microbatch at `share` of the way from the small recording's to the large one's, or beyond."""
 
     def between(one: float, other: float) -> float:
@@ -171,7 +172,7 @@ def _interpolated(small: Recording, large: Recording, share: float, *, is_layer:
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
     }
     outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
-    return _Part(programs, max(0.0, between(_kept(small), _kept(large))), round(between(*outgoing)), is_layer)
+    return Part(programs, max(0.0, between(_kept(small), _kept(large))), round(between(*outgoing)), is_layer)
 
 
 def _mixed(small: Program, large: Program, share: float) -> _Mix:
