@@ -175,6 +175,9 @@ def plan(
     trace: Annotated[
         Path | None, Option(metavar="FILE.json", help="The fastest one's step for Perfetto, and as a picture.")
     ] = None,
+    page: Annotated[
+        Path | None, Option(metavar="FILE.html", help="The answer as a page, with what time and memory are made of.")
+    ] = None,
     tokens: Annotated[
         str | None, Option(metavar="N", help="Tokens to train on, such as 100B: how long that is.")
     ] = None,
@@ -200,7 +203,9 @@ def plan(
     from meshwright.tools.plan.space import fixed_fields
 
     training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
-    report.check_new(out)
+    report.check_new("--out", out)
+    if page is not None:
+        report.check_new("--page", page)
     models, fixed = Estimates(Planner(described)), fixed_fields(overrides or ())
     with progress() as show:
         plans = search(config, described, devices, top, fixed=fixed, models=models, report=show, partial=True)
@@ -208,6 +213,11 @@ def plan(
     plans = replace(plans, training=training, changes=changes)
     report.write_run(plans.predictions[0], out)
     written = [out] if trace is None else [out, trace, report.write_timeline(plans.predictions[0], trace)]
+    if page is not None:
+        from meshwright.tools.plan.page import write_page
+
+        write_page(plans, page)
+        written.append(page)
     print_result(report, plans, as_json, written)
 
 
@@ -246,7 +256,7 @@ def scale(
         config, described, parse_counts("--devices", devices, "devices", least=1), scale.parse_mode(mode), names, fixed
     )
     if out is not None:
-        report.check_new(out)
+        report.check_new("--out", out)
     with progress() as show:
         scaling = scale.scale(question, scale.searching(described, show))
     print_result(scale, scaling, as_json, [] if out is None else scale.write(scaling, out))

@@ -24,10 +24,10 @@ _WIDTH = 120
 """Columns, where no terminal says how many there are."""
 
 
-def check_new(path: Path) -> None:
+def check_new(option: str, path: Path) -> None:
     """Raises ConfigError where a file is there already: what somebody has planned, or written, is not replaced."""
     if path.exists():
-        raise ConfigError.of("--out", path, "is there already", "another file, or remove it")
+        raise ConfigError.of(option, path, "is there already", "another file, or remove it")
 
 
 def write_run(best: Prediction, path: Path) -> None:
@@ -86,18 +86,9 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
 def render(result: SearchResult) -> None:
     """Print the answer, how sure it is, what would change it; the fastest, and why other strategies lose."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    job, best = result.job, result.predictions[0]
-    console.print(answer(best, layout_text(best.config), result.training))
-    if result.stopped:
-        console.print("stopped by Ctrl-C: there may be faster ones among those that were not predicted")
-    console.print(sureness(job.cluster, best.config.model.hidden))
-    for change in result.changes:
-        console.print(f"With {change.what}: {seconds_text(change.seconds)} ({change.seconds / best.seconds - 1:+.0%}).")
-    if result.lacking is not None:
-        seconds, config, memory = result.lacking
-        more = (memory.total - job.cluster.device.memory) / 1e9
-        about = f"{layout_text(config)} would fit, and take about {seconds_text(seconds)}"
-        console.print(f"With {more:.3g} GB more a device: {about}.")
+    best = result.predictions[0]
+    for sentence in sentences(result):
+        console.print(sentence)
     console.print()
     console.print(_fastest(result))
     console.print(f"memory of the first: {best.fullest.text}")
@@ -105,10 +96,29 @@ def render(result: SearchResult) -> None:
         console.print(_losers(result))
     for kind, problem in result.absent.items():
         console.print(f"no legal layout of kind {kind}: {problem}")
-    console.print(_looked_at(result))
+    console.print(looked_at(result))
 
 
-def _looked_at(result: SearchResult) -> str:
+def sentences(result: SearchResult) -> list[str]:
+    """The answer, how sure it is, and what would change it."""
+    job, best = result.job, result.predictions[0]
+    said = [answer(best, layout_text(best.config), result.training)]
+    if result.stopped:
+        said.append("stopped by Ctrl-C: there may be faster ones among those that were not predicted")
+    said.append(sureness(job.cluster, best.config.model.hidden))
+    for change in result.changes:
+        share = change.seconds / best.seconds - 1
+        told = "as long" if abs(share) < 0.005 else f"{share:+.0%}"
+        said.append(f"With {change.what}: {seconds_text(change.seconds)} ({told}).")
+    if result.lacking is not None:
+        seconds, config, memory = result.lacking
+        more = (memory.total - job.cluster.device.memory) / 1e9
+        about = f"{layout_text(config)} would fit, and take about {seconds_text(seconds)}"
+        said.append(f"With {more:.3g} GB more a device: {about}.")
+    return said
+
+
+def looked_at(result: SearchResult) -> str:
     """How many layouts there were, and what became of them."""
     job, counts = result.job, result.counts
     nodes = result.predictions[0].config.layout.ranks_per_node

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
 
 from meshwright.config import Config, dump_config, load_config, parse_config
 from meshwright.config.schema import Layout
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
 from meshwright.tensor.section import Megatron
+from meshwright.tools.plan.answer import answer
 from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.page import write_page
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.report import as_dict, check_new, render, write_run
-from meshwright.tools.plan.search import ROOMY, SearchResult, search, slicing_less, strategy_of
+from meshwright.tools.plan.search import ROOMY, SearchResult, layout_text, search, slicing_less, strategy_of
 from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
 from tests.tools.plan.clusters import NODES
 
@@ -177,7 +181,20 @@ def test_what_is_written_is_the_run(small: Small, tmp_path: Path) -> None:
     assert dump_config(again) == dump_config(best.config)  # fields without an effect are not written
     assert estimates.predict(again).seconds == best.seconds
     with pytest.raises(ConfigError, match="is there already"):
-        check_new(tmp_path / "deep" / "plan.yaml")
+        check_new("--out", tmp_path / "deep" / "plan.yaml")
+
+
+def test_the_page_has_the_answer_and_the_parts(small: Small, tmp_path: Path) -> None:
+    found, _, _ = small
+    page = tmp_path / "plan.html"
+    write_page(found, page)
+    text, best = page.read_text(), found.predictions[0]
+    assert escape(answer(best, layout_text(best.config), found.training)) in text
+    for part in ("weights", "states", "activations", "optimizer", "a device's memory"):
+        assert part in text, part
+    widths = [float(width) for width in re.findall(r"width: ([\d.]+)%; background", text)]
+    assert all(0 < width <= 100 for width in widths)
+    assert sum(widths[:2]) > 0
 
 
 def test_it_is_shown(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
