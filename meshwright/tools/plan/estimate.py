@@ -158,7 +158,7 @@ class Estimates:
         return self._passes[key]
 
     def _held_bytes(self, config: Config) -> tuple[float, float]:
-        """Of the fullest stage the activations that it keeps, and all that it holds of microbatches at most."""
+        """The activations that the fullest stage keeps, and all that it holds of microbatches at most."""
         partition, placement = self._partition(config), placement_of(config)
         parts, shapes = self.parts.untimed(config), self._shapes(config, partition)
         kept, total = 0.0, 0.0
