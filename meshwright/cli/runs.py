@@ -214,9 +214,9 @@ def plan(
     report.write_run(plans.predictions[0], out)
     written = [out] if trace is None else [out, trace, report.write_timeline(plans.predictions[0], trace)]
     if page is not None:
-        from meshwright.tools.plan.page import write_page
+        from meshwright.tools.plan.page import write_plan_page
 
-        write_page(plans, page)
+        write_plan_page(plans, page)
         written.append(page)
     print_result(report, plans, as_json, written)
 

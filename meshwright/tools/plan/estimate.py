@@ -26,7 +26,7 @@ from meshwright.tools.plan.buckets import Memory, Peak, memory_of, passing_bytes
 from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.predict import Planner, Prediction, check
 from meshwright.tools.plan.recordings import Parameter, parameters_in, splits
-from meshwright.tools.plan.timed_parts import Part, TimedParts, strides
+from meshwright.tools.plan.timed_parts import EstimatedPart, TimedParts, strides
 from meshwright.tools.plan.timed_run import TimedRun
 
 SURE = 0.95
@@ -92,6 +92,9 @@ class Estimates:
 
     def predict(self, config: Config) -> Prediction:
         return self.planner.predict(config)
+
+    def least_memory(self, config: Config) -> Memory:
+        return self.planner.least_memory(config)
 
     def estimated_seconds(self, config: Config) -> float:
         """SURE of about what a step takes."""
@@ -172,7 +175,9 @@ class Estimates:
             total = max(total, keeps + beside + max(self._again_bytes(config, work) for work in works))
         return kept, total
 
-    def _message_bytes(self, config: Config, parts: Mapping[int, Part], shapes: Sequence[_Shape], position: int) -> int:
+    def _message_bytes(
+        self, config: Config, parts: Mapping[int, EstimatedPart], shapes: Sequence[_Shape], position: int
+    ) -> int:
         """Bytes of the messages that a chunk waits for from both sides, whose memory is there before they come."""
         ahead = min(AHEAD[self.planner.cluster.device.kind], config.num_microbatches)
         before = parts[shapes[position - 1][-1][0]].outgoing_bytes if position else 0
@@ -204,7 +209,7 @@ class Estimates:
             stage[-1][0].part.outgoing_bytes,
         )
 
-    def _kept_bytes(self, config: Config, stage: Sequence[tuple[Part, int]]) -> float:
+    def _kept_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
         """Bytes that a forward pass keeps on a stage of so many of each part; a recomputed group keeps one input."""
         setting = config.memory.recompute
         if setting == "none":
@@ -215,7 +220,7 @@ class Estimates:
         num_layers = sum(times for _, times in layers)
         return sum(times * part.outgoing_bytes for part, times in layers) / max(1, recomputed_group(config, num_layers))
 
-    def _again_bytes(self, config: Config, stage: Sequence[tuple[Part, int]]) -> float:
+    def _again_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
         """Bytes that a recomputed group of layers holds again when its backward pass begins."""
         layers = [(part.kept_bytes, times) for part, times in stage if part.is_layer]
         if config.memory.recompute in ("none", "selective") or not layers:

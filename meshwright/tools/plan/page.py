@@ -15,7 +15,7 @@ from meshwright.config import dump_config
 from meshwright.errors import ConfigError
 from meshwright.tools.plan.answer import seconds_text, verdict
 from meshwright.tools.plan.predict import Prediction
-from meshwright.tools.plan.report import looked_at, sentences, why
+from meshwright.tools.plan.report import looked_at, plan_sentences, why
 from meshwright.tools.plan.search import SearchResult, layout_text
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 
@@ -28,7 +28,7 @@ _PARTS = {
 
 
 @dataclass(frozen=True)
-class Bar:
+class StackedBar:
     """A layout's numbers in parts. `widths`: of the picture, in percent; `told`: the parts in words."""
 
     name: str
@@ -39,23 +39,23 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Chart:
+class StackedBars:
     """Bars under one title. `edge`: where a device's memory ends, in percent of the picture."""
 
     title: str
     colours: Mapping[str, str]
-    bars: tuple[Bar, ...]
+    bars: tuple[StackedBar, ...]
     edge: float | None = None
 
 
-def write_page(result: SearchResult, path: Path) -> None:
+def write_plan_page(result: SearchResult, path: Path) -> None:
     """Raises ConfigError where it cannot be written."""
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     best, job = result.predictions[0], result.job
     page = templates.get_template("page.html").render(
         cluster=job.cluster,
         devices=job.devices,
-        said=sentences(result),
+        said=plan_sentences(result),
         charts=(_seconds(result.predictions), _memory(result.predictions)),
         losers=[(loser.strategy, layout_text(loser.config), why(loser, best)) for loser in result.losers],
         run=dump_config(best.config),
@@ -68,17 +68,17 @@ def write_page(result: SearchResult, path: Path) -> None:
         raise ConfigError.of("--page", path, f"cannot be written ({error.strerror})", "a path that can") from error
 
 
-def _seconds(predictions: tuple[Prediction, ...]) -> Chart:
+def _seconds(predictions: tuple[Prediction, ...]) -> StackedBars:
     most, bars = max(one.seconds for one in predictions), []
     for one in predictions:
         idle = one.idle_share * one.phases[PIPELINE]
         parts = {_TASKS: one.phases[PIPELINE] - idle, _IDLE: idle}
         parts |= {_SUMS: one.phases[DATA_PARALLEL], OPTIMIZER: one.phases[OPTIMIZER]}
         bars.append(_bar(one, parts, most, {name: seconds_text(part) for name, part in parts.items()}))
-    return Chart("A step's seconds, by part", _PHASES, tuple(bars))
+    return StackedBars("A step's seconds, by part", _PHASES, tuple(bars))
 
 
-def _memory(predictions: tuple[Prediction, ...]) -> Chart:
+def _memory(predictions: tuple[Prediction, ...]) -> StackedBars:
     device = predictions[0].cluster.device.memory
     bars = []
     for one in predictions:
@@ -86,11 +86,11 @@ def _memory(predictions: tuple[Prediction, ...]) -> Chart:
         told = {name: f"{size / 1e9:.2f} GB" for name, size in parts.items()}
         total, fullness = f"{one.worst_memory / 1e9:.2f} GB", verdict(one.fullest, one.cluster)
         bars.append(_bar(one, parts, device / 0.97, told, total, fullness))
-    return Chart("The fullest device's memory, by part", _PARTS, tuple(bars), 97.0)
+    return StackedBars("The fullest device's memory, by part", _PARTS, tuple(bars), 97.0)
 
 
 def _bar(
     one: Prediction, parts: Mapping[str, float], whole: float, told: Mapping[str, str], total: str = "", note: str = ""
-) -> Bar:
+) -> StackedBar:
     widths = {name: 100 * part / whole for name, part in parts.items() if part}
-    return Bar(layout_text(one.config), widths, told, total or seconds_text(one.seconds), note)
+    return StackedBar(layout_text(one.config), widths, told, total or seconds_text(one.seconds), note)

@@ -88,9 +88,13 @@ class Passes:
         return Passes(self.seconds + max(delays), self.timeline, last, peaks, more)
 
 
-def run_passes(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed) -> Passes:
-    """All microbatches of a step. `costs`: while all stages are at work; `pace`: how much faster fewer of them are."""
-    return _Pipeline(rule_of(config), placement_of(config), config.num_microbatches, costs, latency, pace).run()
+def run_passes(
+    config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed, *, brief: bool = False
+) -> Passes:
+    """All microbatches of a step. `costs`: while all stages are at work; `pace`: how much faster fewer of them are.
+    `brief`: of a long step its first microbatches alone, which hold no more than all."""
+    pipeline = _Pipeline(rule_of(config), placement_of(config), config.num_microbatches, costs, latency, pace)
+    return pipeline.simulated(next(pipeline.lengths())) if brief and pipeline.is_long else pipeline.run()
 
 
 def tasks_of_stages(config: Config, costs: TaskCosts, latency: Latency, some: int) -> list[list[Task]]:
@@ -114,13 +118,17 @@ class _Pipeline:
     ) -> None:
         self.rule, self.placement, self.stages = rule, placement, placement.num_stages
         self.count, self.pace = count, pace
+        self.tasks_of_one = placement.num_positions * len(rule.kinds)
         self.costs = cache(lambda *key: _in_ticks(costs(*key)))
         self.latency = cache(lambda start, end: _ticks(latency(start, end)))
         self.fills = rule.limit_at(0, placement, count) == count * placement.num_chunks
 
+    @property
+    def is_long(self) -> bool:
+        return self.count * self.tasks_of_one > WHOLE_TASKS
+
     def run(self) -> Passes:
-        tasks_of_one = self.placement.num_positions * len(self.rule.kinds)
-        if self.count * tasks_of_one <= WHOLE_TASKS:
+        if not self.is_long:
             return self.simulated(self.count)
         before: tuple[int, Passes] | None = None
         for some in self.lengths():
@@ -132,7 +140,7 @@ class _Pipeline:
                 known = self.line(some, shorter, *before)
             if known is not None:
                 return known.shown()
-            if before is not None and some * tasks_of_one > MOST_TASKS:
+            if before is not None and some * self.tasks_of_one > MOST_TASKS:
                 return self.line(some, shorter, *before).shown()
             before = some, shorter
         raise AssertionError("the last length is the whole step")

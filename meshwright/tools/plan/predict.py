@@ -84,6 +84,7 @@ class Planner:
     recordings: Recordings = field(init=False)
     buckets: Buckets = field(default_factory=Buckets)
     passes: dict[Hashable, Passes] = field(default_factory=dict)
+    _last: tuple[Config, TimedRun] | None = None
     _timers: dict[tuple[int, bool, int], Timer] = field(default_factory=dict)
     _partitions: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
@@ -96,10 +97,8 @@ class Planner:
     def predict(self, config: Config) -> Prediction:
         """Raises ConfigError for what cannot be planned: sync fsdp and server-loss, O1, a partition that is
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
-        check(config)
-        config = self.resolved(config)
-        run = TimedRun(self, config, self.stages(config))
-        passes = run.passes()
+        run = self._run(config)
+        config, passes = run.config, run.passes()
         sums = {stage: run.sums(stage, passes.last[stage].chunk) for stage in run.buckets}
         every = [sums[like] for like in run.like]
         beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
@@ -115,6 +114,19 @@ class Planner:
             passes.idle_share,
             run.most_flops,
         )
+
+    def least_memory(self, config: Config) -> Memory:
+        """The memory of the fullest rank in a step's first microbatches, in a fraction of a prediction's time."""
+        run = self._run(config)
+        return max(run.memory(run.passes(brief=True)), key=lambda memory: memory.total)
+
+    def _run(self, config: Config) -> TimedRun:
+        """The resolved run; the last one is at hand."""
+        if self._last is None or self._last[0] != config:
+            check(config)
+            resolved = self.resolved(config)
+            self._last = config, TimedRun(self, resolved, self.stages(resolved))
+        return self._last[1]
 
     def timer(self, config: Config, devices_per_host: int = 1) -> Timer:
         """A rank's pace. On a machine (with `cores`) all ranks share it, elsewhere as many as a node has."""

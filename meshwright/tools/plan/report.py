@@ -87,7 +87,7 @@ def render(result: SearchResult) -> None:
     """Print the answer, how sure it is, what would change it; the fastest, and why other strategies lose."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     best = result.predictions[0]
-    for sentence in sentences(result):
+    for sentence in plan_sentences(result):
         console.print(sentence)
     console.print()
     console.print(_fastest(result))
@@ -99,7 +99,7 @@ def render(result: SearchResult) -> None:
     console.print(looked_at(result))
 
 
-def sentences(result: SearchResult) -> list[str]:
+def plan_sentences(result: SearchResult) -> list[str]:
     """The answer, how sure it is, and what would change it."""
     job, best = result.job, result.predictions[0]
     said = [answer(best, layout_text(best.config), result.training)]

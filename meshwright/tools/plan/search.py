@@ -44,7 +44,7 @@ SIMULATED = 80
 ROOMY = 0.5
 """The part of a device's memory under which weights, gradients and states leave room enough to slice no more."""
 
-MORE = 0.5
+WORTH_HAVING = 0.5
 """The part of a device's memory that the search says would be worth having, at most."""
 
 TRIES = 6
@@ -246,6 +246,8 @@ class _Hunt:
         self.simulated += 1
         share = min(1.0, self.simulated / SIMULATED)
         self.report(f"{self.legal:,} layouts; predicting number {self.simulated}: {layout_text(config)}", share)
+        if not self._fits(config, self.models.least_memory(config)):
+            return
         prediction = self.models.predict(config)
         if not self._fits(config, prediction.fullest):
             return
@@ -290,7 +292,7 @@ class _Hunt:
             return True
         self._count(config)
         self._fits(config, memory)
-        if memory.total <= (1 + MORE) * device:
+        if memory.total <= (1 + WORTH_HAVING) * device:
             seconds = self.models.estimated_seconds(config)
             if self.lacking is None or seconds < self.lacking[0]:
                 self.lacking = seconds, config, memory

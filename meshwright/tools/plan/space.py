@@ -228,7 +228,8 @@ def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
     nodes = config.layout.ranks_per_node
     seen: set[tuple[int, ...]] = set()
     for order in (tuple(name for name, _ in usual), *map(_joined, permutations(blocks))):
-        together = _together([(name, sizes[name]) for name in order], job.devices if nodes == "auto" else nodes)
+        named = tuple((name, sizes[name]) for name in order)
+        together = _together(named, job.devices if nodes == "auto" else nodes)
         if together not in seen:
             yield "auto" if not seen else tuple(name for name in order if sizes[name] > 1)
         seen.add(together)
@@ -238,7 +239,8 @@ def _joined(blocks: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(name for block in blocks for name in block)
 
 
-def _together(axes: list[tuple[str, int]], unit: int) -> tuple[int, ...]:
+@cache
+def _together(axes: tuple[tuple[str, int], ...], unit: int) -> tuple[int, ...]:
     """Which ranks share a unit, whatever the order: each one's unit, ranks by their coordinates on the axes by name,
     units by the first one in them."""
     strides, stride = {}, 1

@@ -27,7 +27,7 @@ has other events (a head's chunks), so that only their seconds can be interpolat
 
 
 @dataclass(frozen=True)
-class Part:
+class EstimatedPart:
     """The embeddings, a layer, or the head, for a microbatch of one size: its programs, the bytes that a forward pass
     keeps, and those that it passes on."""
 
@@ -41,7 +41,7 @@ class Part:
 class TimedPart:
     """A part's seconds forward, backward, and (`inputs`, `weights`) of the halves of a split backward pass."""
 
-    part: Part
+    part: EstimatedPart
     forward: float
     backward: float
     inputs: float
@@ -53,7 +53,7 @@ class TimedParts:
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
-        self._parts: dict[Hashable, dict[int, Part]] = {}
+        self._parts: dict[Hashable, dict[int, EstimatedPart]] = {}
         self._timed: dict[Hashable, dict[int, TimedPart]] = {}
         self._kept_shares: dict[Hashable, float] = {}
 
@@ -71,7 +71,7 @@ class TimedParts:
             self._timed[key] = {place: self._time(config, part) for place, part in self.untimed(config).items()}
         return self._timed[key]
 
-    def _time(self, config: Config, part: Part) -> TimedPart:
+    def _time(self, config: Config, part: EstimatedPart) -> TimedPart:
         """The part's seconds at its quickest place in the step. Half of a backward pass's kernels are for weights."""
         timer, network = self.planner.timer(config), self.planner.network(config)
         overlaps = self.planner.software.overlap("layers", network.overlaps)
@@ -87,7 +87,7 @@ class TimedParts:
         weights = sum(times * timer.computing(program) for times, program in mix) / 2
         return TimedPart(part, forward[0], backward[0], seconds(mix, 0.0) - weights, weights)
 
-    def untimed(self, config: Config) -> dict[int, Part]:
+    def untimed(self, config: Config) -> dict[int, EstimatedPart]:
         """The same parts, whatever the order of axes."""
         key = config.layout.layer, config.micro
         if key not in self._parts:
@@ -159,7 +159,7 @@ def _kept(recording: Recording) -> int:
     return recording.programs[TaskKind.FORWARD][-1].kept_bytes
 
 
-def _interpolated(small: Recording, large: Recording, share: float, *, is_layer: bool) -> Part:
+def _interpolated(small: Recording, large: Recording, share: float, *, is_layer: bool) -> EstimatedPart:
     """A part for a microbatch at `share` of the way from the small recording's to the large one's, or beyond."""
 
     def between(one: float, other: float) -> float:
@@ -172,7 +172,7 @@ def _interpolated(small: Recording, large: Recording, share: float, *, is_layer:
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
     }
     outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
-    return Part(programs, max(0.0, between(_kept(small), _kept(large))), round(between(*outgoing)), is_layer)
+    return EstimatedPart(programs, max(0.0, between(_kept(small), _kept(large))), round(between(*outgoing)), is_layer)
 
 
 def _mixed(small: Program, large: Program, share: float) -> _Mix:

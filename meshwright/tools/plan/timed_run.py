@@ -61,18 +61,19 @@ class TimedRun(Composition):
         sides = [sizes for sizes in self.messages(stage).values() if sizes]
         return sum(min(most, count * len(sizes)) * max(sizes) for sizes in sides)
 
-    def passes(self) -> Passes:
-        """The pipeline phase, which other ways to sum gradients and to keep states have in common."""
+    def passes(self, *, brief: bool = False) -> Passes:
+        """The pipeline phase, which other ways to sum gradients and to keep states have in common. `brief`: as
+        run_passes has it."""
         config, layout = self.config, self.config.layout
         key = (
             config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
             config.num_microbatches, layout.layer, layout.axes, layout.pipeline, layout.transport,
-            (layout.data, config.memory.offload) if layout.data.strategy.slices else None,
+            (layout.data, config.memory.offload) if layout.data.strategy.slices else None, brief,
         )  # fmt: skip
         if key not in self.known_passes:
             ranks = self.grid.world_size // len(self.stages)
             pace = undisturbed if self.cluster.cores is None else lambda busy: self.timer.gain(busy * ranks)
-            self.known_passes[key] = run_passes(config, self.cost, self.latency, pace)
+            self.known_passes[key] = run_passes(config, self.cost, self.latency, pace, brief=brief)
         return self.known_passes[key]
 
     def cost(self, position: int, kind: TaskKind, which: int) -> Cost:

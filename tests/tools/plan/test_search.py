@@ -20,7 +20,7 @@ from meshwright.tools.plan.answer import answer
 from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
-from meshwright.tools.plan.page import write_page
+from meshwright.tools.plan.page import write_plan_page
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.report import as_dict, check_new, render, write_run
 from meshwright.tools.plan.search import ROOMY, SearchResult, layout_text, search, slicing_less, strategy_of
@@ -73,6 +73,9 @@ class MadeUp:
 
     def estimated_seconds(self, config: Config) -> float:
         return self.seconds(config) * (0.7 + 0.25 * self.drawn(config, "estimate"))
+
+    def least_memory(self, config: Config) -> Memory:
+        return memory_of(int((0.95 + 0.05 * self.drawn(config, "memory")) * self.bytes(config)))
 
     def predict(self, config: Config) -> Prediction:
         self.predicted.append(config)
@@ -187,7 +190,7 @@ def test_what_is_written_is_the_run(small: Small, tmp_path: Path) -> None:
 def test_the_page_has_the_answer_and_the_parts(small: Small, tmp_path: Path) -> None:
     found, _, _ = small
     page = tmp_path / "plan.html"
-    write_page(found, page)
+    write_plan_page(found, page)
     text, best = page.read_text(), found.predictions[0]
     assert escape(answer(best, layout_text(best.config), found.training)) in text
     for part in ("weights", "states", "activations", "optimizer", "a device's memory"):
