@@ -4,8 +4,11 @@
 |---------------------------|-------------------------------------------------------------|----------------------|
 | the memory of its weights | parameters in buckets, with gradients and states: of a      | it does not fit      |
 |                           | whole family at once (space.py)                             |                      |
-| an estimate of its step   | recordings at two sizes of microbatch, scaled (estimate.py) | it does not fit      |
-| its prediction            | recordings of its own, and the simulated step (predict.py)  | it does not fit, or  |
+| an estimate of its memory | recordings at two sizes of microbatch, scaled (estimate.py) | it does not fit      |
+| an estimate of its step,  | the same, on the links between its ranks                    |                      |
+| in each order of axes     |                                                             |                      |
+| its memory                | recordings of its own, its first microbatches simulated     | it does not fit      |
+| its prediction            | the whole step (predict.py)                                 | it does not fit, or  |
 |                           |                                                             | the top K are faster |
 
 Layouts are predicted in the order of their estimates, SIMULATED at most. When the next estimate is not below the K-th

@@ -1,0 +1,65 @@
+"""Nothing better is left out: ten small spaces, each searched and predicted whole, with the planner's own models.
+
+Without recomputation, offload and slices for memory that is not needed, which the search leaves out on purpose.
+
+python -m pytest --long tests/tools/plan/test_whole_spaces.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.config import parse_config
+from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.predict import Planner
+from meshwright.tools.plan.search import ROOMY, search, slicing_less
+from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
+
+GPT = {"layers": 2, "hidden": 64, "heads": 4, "positions": 64, "vocabulary": 512, "dropout": 0.0}
+SIZES = {"layers": 2, "hidden": 64, "heads": 4, "vocabulary": 512}
+LLAMA = SIZES | {"family": "llama", "key_value_heads": 2, "feed_forward": 128, "positions": 64}
+BERT = SIZES | {"family": "bert", "positions": 64}
+WIDE = GPT | {"hidden": 512, "heads": 8, "layers": 4}
+FLAT, DATA = "layout.tensor.kind=none", "layout.pipeline.size=1"
+NO_MEMORY = ("memory.offload.to=none", "memory.recompute=none")
+
+SPACES: dict[str, tuple[dict[str, Any], str, int, tuple[str, ...]]] = {
+    "gpt2, data": (GPT, "dgx-a100", 2, (FLAT, DATA, *NO_MEMORY)),
+    "gpt2, stages": (GPT, "hal", 2, (FLAT, "layout.pipeline.schedule=1f1b", *NO_MEMORY)),
+    "gpt2, 1-D": (
+        GPT,
+        "dgx-h100",
+        4,
+        ("layout.tensor={kind: megatron, size: 2}", "layout.pipeline.schedule=1f1b", *NO_MEMORY),
+    ),
+    "gpt2, 2-D": (GPT, "summit", 8, (DATA, "layout.tensor={kind: tesseract, q: 2, d: 1}", *NO_MEMORY)),
+    "gpt2, any kind": (GPT, "dgx-a100", 2, (DATA, *NO_MEMORY)),
+    "gpt2, 4 devices": (GPT, "hal", 4, (FLAT, "layout.pipeline.schedule=axonn", *NO_MEMORY)),
+    "gpt2, wide": (WIDE, "lassen", 2, (FLAT, "layout.pipeline.schedule=1f1b", *NO_MEMORY)),
+    "gpt2, message-driven": (GPT, "dgx-a100", 2, (FLAT, "layout.pipeline.schedule=message-driven", *NO_MEMORY)),
+    "llama": (LLAMA, "dgx-h100", 2, (DATA, *NO_MEMORY)),
+    "bert": (BERT, "dgx-a100", 2, (DATA, *NO_MEMORY)),
+}
+IN_CI = ("gpt2, data", "bert")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.long) for name in SPACES]
+)
+def test_the_search_leaves_nothing_better_out(name: str) -> None:
+    model, where, devices, words = SPACES[name]
+    run = parse_config({"model": model, "data": {"sequence": 64}, "batch": {"global": 8}}, words)
+    cluster, fixed = load_cluster(where), fixed_fields(words)
+    models = Estimates(Planner(cluster))
+    found = [one.seconds for one in search(run, cluster, devices, fixed=fixed, models=models).predictions]
+    roomy = ROOMY * cluster.device.memory
+    predictions = [
+        models.predict(config)
+        for config in legal_layouts(SearchJob(run, cluster, devices, fixed))
+        if not any(models.weights_memory(less).total <= roomy for less in slicing_less(config))
+    ]
+    whole = sorted(one.seconds for one in predictions if one.fits)
+    assert found == pytest.approx(whole[:5], rel=1e-9)
