@@ -20,9 +20,9 @@ def backward_seconds(prediction: Prediction) -> float:
 
 
 def total_memory_bytes(prediction: Prediction) -> int:
-    """On all devices, without what the framework holds: what torch's allocator counts."""
+    """Tensors on all devices: what torch's allocator counts as allocated."""
     ranks_of_a_stage = prediction.config.layout.world_size // len(prediction.memory)
-    return ranks_of_a_stage * sum(memory.total - memory.framework for memory in prediction.memory)
+    return ranks_of_a_stage * sum(memory.allocated for memory in prediction.memory)
 
 
 def paper_flops(config: Config) -> float:

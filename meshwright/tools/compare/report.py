@@ -26,7 +26,7 @@ from meshwright.tools.report import table_console
 from meshwright.tools.report.comparison import Bar, Panel, draw_comparison
 from meshwright.training.phases import PHASES
 
-BESIDE = ("activations", "temporaries", "framework")
+BESIDE = ("activations", "temporaries", "context", "cached", "communicators")
 """Parts of a predicted memory that no rank can tell apart."""
 
 
@@ -73,7 +73,7 @@ def times_table(comparison: Comparison) -> Table:
         error = "-" if row.error is None else f"{row.error:+.1%}"
         cells += [milliseconds(row.predicted.seconds) if row.predicted else "-", error] * predicted
         cells += [f"{row.seconds / comparison.fastest.seconds:.2f}", megabytes(row.peak_bytes)]
-        cells += [megabytes(row.predicted.worst_memory) if row.predicted else "-"] * predicted
+        cells += [megabytes(row.predicted.measured_memory) if row.predicted else "-"] * predicted
         table.add(row, *cells, _agreement(comparison, row))
     return table
 
@@ -226,7 +226,7 @@ def draw(comparison: Comparison, picture: Path) -> None:
         low, high = row.quartiles
         predicted = row.predicted
         steps[row.name] = Bar(1e3 * row.seconds, 1e3 * predicted.seconds if predicted else None, 1e3 * low, 1e3 * high)
-        memory[row.name] = Bar(row.peak_bytes / 1e6, predicted.worst_memory / 1e6 if predicted else None)
+        memory[row.name] = Bar(row.peak_bytes / 1e6, predicted.measured_memory / 1e6 if predicted else None)
         pair = row.sent_in_all
         sent[row.name] = Bar(pair.measured / 1e6, pair.predicted / 1e6 if pair.predicted is not None else None)
     panels = [
@@ -296,7 +296,7 @@ def _prediction_dict(predicted: Prediction) -> dict[str, Any]:
         "seconds": predicted.seconds,
         "phases": predicted.phases,
         "stages": [{"memory": asdict(memory), "sent": sent_by_axis(traffic)} for memory, traffic in stages],
-        "peak_bytes": predicted.worst_memory,
+        "peak_bytes": predicted.measured_memory,
     }
 
 

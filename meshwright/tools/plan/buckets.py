@@ -2,15 +2,17 @@
 
 The programs are the data-parallel policies' own (data_parallel/), run on buckets of meta tensors.
 
-| part        | bytes                                                                                             |
-|-------------|---------------------------------------------------------------------------------------------------|
-| weights     | the buckets' values, with their padding                                                           |
-| gradients   | as much, or slices; in float32 where several microbatches of half-precision ones are added up     |
-| states      | float32 masters of half-precision weights, and moments; with offload the two half-buckets instead |
-| activations | the most that microbatches in flight keep                                                         |
-| temporaries | needed by tasks beside that at the fullest moment, buckets among it of which only slices are      |
-|             | kept; or the optimizer's float32 gradients                                                        |
-| framework   | what the cluster says that libraries hold                                                         |
+| part          | bytes                                                                                             |
+|---------------|---------------------------------------------------------------------------------------------------|
+| weights       | the buckets' values, with their padding                                                           |
+| gradients     | as much, or slices; in float32 where several microbatches of half-precision ones are added up     |
+| states        | float32 masters of half-precision weights, and moments; with offload the two half-buckets instead |
+| activations   | the most that microbatches in flight keep                                                         |
+| temporaries   | needed by tasks beside that at the fullest moment, buckets among it of which only slices are      |
+|               | kept; or the optimizer's float32 gradients                                                        |
+| context       | what the cluster says that a process holds before its first tensor, and libraries' workspaces     |
+| cached        | the allocator's beyond tensors: segments in pieces, memory that was freed (process.py)            |
+| communicators | buffers of NCCL                                                                                   |
 """
 
 from __future__ import annotations
@@ -215,21 +217,23 @@ class Memory:
     states: int
     activations: int
     temporaries: int
-    framework: int
+    context: int
+    cached: int = 0
+    communicators: int = 0
 
     @property
     def total(self) -> int:
-        return self.allocated + self.framework
+        return self.reserved + self.context + self.communicators
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the allocator holds."""
+        return self.allocated + self.cached
 
     @property
     def allocated(self) -> int:
         """Bytes of tensors at the fullest moment."""
         return self.weights + self.gradients + self.states + self.activations + self.temporaries
-
-    @property
-    def fixed(self) -> int:
-        """Bytes that a run holds before its first forward pass, once the optimizer has its states."""
-        return self.weights + self.gradients + self.states + self.framework
 
     @property
     def text(self) -> str:
@@ -244,14 +248,14 @@ def streams(config: Config) -> bool:
     return config.memory.offload.to != "none" and not waits
 
 
-def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, framework_bytes: int) -> Memory:
+def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, context_bytes: int) -> Memory:
     """The memory of a rank with these buckets, whose tasks hold so much at most."""
     weights = sum(bucket.size_bytes for bucket in buckets)
     gradients = sum(bucket.gradient_bytes for bucket in buckets)
     most = max(peak.total_bytes + passing_bytes(buckets), _widened_bytes(config, buckets))
     activations = min(peak.activation_bytes, most)
     return Memory(
-        weights, gradients, state_bytes(config, slots_of(buckets)), activations, most - activations, framework_bytes
+        weights, gradients, state_bytes(config, slots_of(buckets)), activations, most - activations, context_bytes
     )
 
 

@@ -55,9 +55,11 @@ class Device(Section):
     kind: Literal["cpu", "cuda"]
     memory: Size
     reserved: Annotated[int, Field(ge=0)] = 0
-    """Bytes that the framework and its libraries hold on a device, whatever the run."""
-    unseen: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """The share that processes were measured to hold beyond what is predicted: an allocator's segments, workspaces."""
+    """Bytes that a process holds before its first tensor: its context on a GPU; interpreter and libraries on a CPU."""
+    workspaces: Annotated[int, Field(ge=0)] = 0
+    """Bytes of libraries' workspaces, whatever the run."""
+    unseen: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The share that a process may hold beyond what is predicted: a layout within it of the device's memory is tight."""
     peak: dict[Multiplies, Rate]
     efficiency: Curve
     attention: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -69,6 +71,11 @@ class Device(Section):
     """Bytes a second between the device's memory and the host's, each way."""
     disk: Rate = 1e9
     """Bytes a second of a node's disk."""
+
+    @property
+    def context(self) -> int:
+        """Bytes that every process holds on the device."""
+        return self.reserved + self.workspaces
 
     def peak_of(self, dtype: str, *, tf32: bool) -> float | None:
         """The flops a second of products in a dtype; `tf32`: float32 ones may run in TF32 (precision.tf32)."""
@@ -112,11 +119,12 @@ class Measured(Section):
 class Links(Section):
     """`levels`: innermost first. `measured`: where there is any of a verb, it is taken for what it was timed with; what
     goes beyond it, and other verbs, by the levels. `overlaps`: the part of a collective that goes on while its rank
-    computes."""
+    computes. `channels`: of a communicator of NCCL, each of which has buffers (process.py); 0: it needs none."""
 
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]
     measured: tuple[Measured, ...] = ()
     overlaps: Annotated[float, Field(ge=0, le=1)] = 1.0
+    channels: Annotated[int, Field(ge=0)] = 0
 
     @field_validator("levels")
     @classmethod

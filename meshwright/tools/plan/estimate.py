@@ -131,10 +131,10 @@ class Estimates:
             parameters, device = self._fullest_stage(usual), self.planner.cluster.device
             weights = 0 if layout.data.strategy.gathers else sum(each.weight_bytes for each in parameters)
             gradients = 0 if layout.data.strategy.slices else sum(each.gradient_bytes(usual) for each in parameters)
-            memory, passing = Memory(weights, gradients, 0, 0, 0, device.reserved), 0
+            memory, passing = Memory(weights, gradients, 0, 0, 0, device.context), 0
             if memory.total <= device.memory:  # else nobody needs to know of buckets
                 buckets = self.planner.buckets.of(usual, 0, parameters, set())
-                memory, passing = memory_of(usual, buckets, Peak(0, 0), device.reserved), passing_bytes(buckets)
+                memory, passing = memory_of(usual, buckets, Peak(0, 0), device.context), passing_bytes(buckets)
             self._weights[key] = memory, passing
         return self._weights[key]
 

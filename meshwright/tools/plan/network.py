@@ -195,7 +195,8 @@ class _Group:
 
 
 class ClusterNetwork:
-    """Seconds of a job's collectives on a cluster. `overlaps`: the part of one that goes on under computation.
+    """Seconds of a job's collectives on a cluster. `overlaps`: the part of one that goes on under computation;
+    `channels`: those of a communicator.
 
     Measured times (`Links.measured`) go before models, for groups of neighbours (`Shape.close`). Between numbers of
     ranks, and between payloads, they follow straight lines over logarithms; beyond the largest payload its
@@ -209,7 +210,7 @@ class ClusterNetwork:
             rule = f"has no links in the cluster {cluster.name}"
             raise ConfigError.of("backend", backend, rule, ", ".join(cluster.links))
         links = cluster.links[backend]
-        self.overlaps = links.overlaps
+        self.overlaps, self.channels = links.overlaps, links.channels
         self._cluster, self._grid, self._tiers = cluster, grid, Tiers(links.levels)
         self._tiers.check(grid.world_size)
         self._measured: dict[tuple[str, int], Curve] = {
@@ -226,10 +227,17 @@ class ClusterNetwork:
         axes do the same. `payload_bytes`: of the whole tensor, as in ledger.py."""
         key = (axes, verb, payload_bytes)
         if key not in self._seconds:
-            if axes not in self._shapes:
-                self._shapes[axes] = self._tiers.shapes(self._grid, axes.split("+"))
-            self._seconds[key] = max(self._group(shape, verb, payload_bytes) for shape in self._shapes[axes])
+            self._seconds[key] = max(self._group(shape, verb, payload_bytes) for shape in self._shapes_of(axes))
         return self._seconds[key]
+
+    def ranks(self, axes: str) -> int:
+        """The number of ranks in a group over `axes`."""
+        return max(shape.size for shape in self._shapes_of(axes))
+
+    def _shapes_of(self, axes: str) -> list[_Shape]:
+        if axes not in self._shapes:
+            self._shapes[axes] = self._tiers.shapes(self._grid, axes.split("+"))
+        return self._shapes[axes]
 
     def message(self, sender: int, receiver: int, payload_bytes: int) -> float:
         """Seconds of a pipeline's message, while all who share links with the sender send as far along the pipe."""

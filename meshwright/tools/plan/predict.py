@@ -34,6 +34,7 @@ from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.compose import Composition, StagePlan, compose_stages
 from meshwright.tools.plan.network import ClusterNetwork
 from meshwright.tools.plan.passes import Passes
+from meshwright.tools.plan.process import held_by_processes
 from meshwright.tools.plan.recordings import Recordings
 from meshwright.tools.plan.software import OWN_SOFTWARE, Software
 from meshwright.tools.plan.step import finish
@@ -71,6 +72,11 @@ class Prediction:
         return self.fullest.total
 
     @property
+    def measured_memory(self) -> int:
+        """The part of `worst_memory` that a run measures: on a GPU what torch has allocated (training/metrics.py)."""
+        return self.fullest.allocated if self.cluster.device.kind == "cuda" else self.worst_memory
+
+    @property
     def fits(self) -> bool:
         return self.worst_memory <= self.cluster.device.memory
 
@@ -102,14 +108,15 @@ class Planner:
         sums = {stage: run.sums(stage, passes.last[stage].chunk) for stage in run.buckets}
         every = [sums[like] for like in run.like]
         beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
+        sent = tuple(run.traffic(stage) for stage in range(len(run.stages)))
         step = finish(passes, every, run.norm(), streams=streams(config), **beside)
         return Prediction(
             config,
             self.cluster,
             step.seconds,
             step.phases,
-            run.memory(passes),
-            tuple(run.traffic(stage) for stage in range(len(run.stages))),
+            held_by_processes(run, run.memory(passes), sent),
+            sent,
             step.timeline,
             passes.idle_share,
             run.most_flops,
@@ -152,7 +159,7 @@ class Planner:
     def resolved(self, config: Config) -> Config:
         """The config as a run resolves it on a machine like the cluster, where each rank has a device's memory."""
         device = self.cluster.device
-        machine = Machine(cores=self.cluster.cores or 1, memory=device.memory - device.reserved, shared=False)
+        machine = Machine(cores=self.cluster.cores or 1, memory=device.memory - device.context, shared=False)
         return resolve_layout(config, machine, self).config
 
     def partition(self, config: Config) -> tuple[int, ...]:

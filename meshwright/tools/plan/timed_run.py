@@ -49,7 +49,7 @@ class TimedRun(Composition):
                 self.config,
                 self.buckets[self.like[stage]],
                 peak.beside(self.awaited_bytes(stage) + plan.apart_bytes(self.config)),
-                self.cluster.device.reserved,
+                self.cluster.device.context,
             )
             for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True))
         )

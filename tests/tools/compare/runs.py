@@ -39,7 +39,7 @@ def run(seconds: Sequence[float], losses: Sequence[float], ranks: Sequence[RankF
 
 def predicted(seconds: float, *stages: tuple[int, dict[str, int]]) -> Prediction:
     """A prediction. `stages`: the bytes of a stage's weights, and those that it sends by axis."""
-    memory = tuple(Memory(w, w, 2 * w, activations=5, temporaries=1, framework=500) for w, _ in stages)
+    memory = tuple(Memory(w, w, 2 * w, activations=5, temporaries=1, context=500) for w, _ in stages)
     traffic = tuple({(axis, "send"): Traffic(1, size) for axis, size in sent.items()} for _, sent in stages)
     phases = {"pipeline": seconds, "data_parallel": 0.0, "optimizer": 0.0}
     here = load_cluster("two-cores")

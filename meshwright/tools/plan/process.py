@@ -1,0 +1,85 @@
+"""What a rank's process holds of its device's memory beyond tensors: cached memory, context, communicators' buffers.
+
+NCCL gives each communicator buffers, for every channel and neighbour that it sends through; a process group of torch
+has a communicator of its own. A channel's bytes after two facts: on four A100 joined by NVLink (24 channels) a group of
+two took 544 MiB and a larger one 688 MiB (github.com/NVIDIA/nccl, issue 964), rings and trees together; between two
+ranks that send to each other directly, a channel takes 10 MiB to receive and 2 MiB to send (issue 1685).
+
+| communicators of a rank                  | buffers of                                            |
+|------------------------------------------|-------------------------------------------------------|
+| one for each set of axes that it used    | rings and trees; under direct verbs every other rank  |
+| the world's: norm, step report           | rings and trees                                       |
+| two for each neighbour stage             | rings and trees of two (they are born by a sum); one  |
+|                                          | neighbour                                             |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from meshwright.pipeline.pipeline import sides_of
+from meshwright.ranks.grid import PIPE
+from meshwright.ranks.ledger import MESSAGE, Traffic
+from meshwright.ranks.mailbox import AHEAD
+from meshwright.tools.plan.allocator import Allocator, CachingAllocator, OutOfDeviceMemory
+from meshwright.tools.plan.buckets import Memory
+from meshwright.tools.plan.passes import tasks_of_stages
+from meshwright.tools.plan.replay import Footprint, StageReplay
+from meshwright.tools.plan.timed_run import TimedRun
+
+MIB = 2**20
+PAIR_CHANNEL, GROUP_CHANNEL = 544 * MIB // 24, 688 * MIB // 24
+DIRECT_CHANNEL = 12 * MIB
+"""Bytes of a channel: rings and trees of two ranks, and of more; a rank that is sent to directly."""
+
+DIRECT = frozenset(("all_to_all", "gather", "scatter", "send"))
+"""Verbs in which each rank sends to each other one, or to one."""
+
+
+def held_by_processes(
+    run: TimedRun, memory: Sequence[Memory], sent: Sequence[Mapping[tuple[str, str], Traffic]]
+) -> tuple[Memory, ...]:
+    """The memory of each stage's first rank with what its process holds beyond tensors. The fullest one's allocations
+    are replayed; the others' allocators are taken to hold as much more, in proportion."""
+    channels = run.network.channels
+    memory = [
+        replace(own, communicators=channels and channels * channel_bytes(run, stage, sent[stage]))
+        for stage, own in enumerate(memory)
+    ]
+    fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
+    room = run.cluster.device.memory - memory[fullest].context - memory[fullest].communicators
+    if run.cluster.device.kind != "cuda" or memory[fullest].allocated > room:
+        return tuple(memory)
+    try:
+        footprint = replayed(run, fullest, CachingAllocator(room))
+    except OutOfDeviceMemory:
+        footprint = replayed(run, fullest, CachingAllocator())
+    share = footprint.reserved / footprint.allocated - 1
+    return tuple(replace(own, cached=round(share * own.allocated)) for own in memory)
+
+
+def replayed(run: TimedRun, stage: int, allocator: Allocator) -> Footprint:
+    """A stage's memory in steps of few microbatches. Raises OutOfDeviceMemory."""
+    count = run.config.num_microbatches
+    some = min(count, run.placement.num_positions + 3)
+    tasks = tasks_of_stages(run.config, run.cost, run.latency, some)[stage]
+    return StageReplay(run, stage, AHEAD[run.cluster.device.kind], allocator).run(tasks, some)
+
+
+def channel_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str], Traffic]) -> int:
+    """Bytes of a channel of each of a rank's communicators together."""
+    world = "+".join(run.grid.names)
+    verbs: dict[str, set[str]] = {world: set()}
+    for axes, verb in sent:
+        verbs.setdefault(axes, set()).add(verb)
+    total = 0
+    for axes, used in verbs.items():
+        ranks = run.network.ranks(axes)
+        if axes == PIPE and MESSAGE in used:
+            total += 2 * len(sides_of(stage, run.placement)) * (PAIR_CHANNEL + DIRECT_CHANNEL)
+            used -= {MESSAGE}
+        if ranks > 1 and (used or axes == world):
+            total += PAIR_CHANNEL if ranks == 2 else GROUP_CHANNEL
+            total += (ranks - 1) * DIRECT_CHANNEL * bool(used & DIRECT)
+    return total
