@@ -50,6 +50,7 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
             "kind": kind,
             "memory": memory,
             "reserved": int(points["reserved"][0][0]),
+            "staged": int(points["staged"][0][0]),
             "peak": peaks | {curve: rounded(peak)},
             "efficiency": efficiency,
             "attention": rounded(min(1.0, statistics.mean(attention))) if attention else None,

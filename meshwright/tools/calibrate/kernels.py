@@ -12,6 +12,7 @@ memory and their clock, GPUs their host.
 | host link | bytes                                 | a copy between the device's memory and the host's               |
 | disk      | bytes, written and read               | a file written, made durable, and read from the disk            |
 | reserved  | bytes of a rank without tensors       | (none)                                                          |
+| staged    | bytes more when it has planned stages | (none)                                                          |
 
 Special and random kernels are timed out of autograd: `tiny` is such a call of a few elements. Products are so large,
 or so many in a batch, that their launch does not show.
@@ -30,8 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from meshwright.config import parse_config
 from meshwright.machine import forget_cached, peak_resident_bytes
-from meshwright.parts import DTYPES
+from meshwright.parts import DTYPES, plan_stages
+from meshwright.stage_costs import first_ranks
 from meshwright.tools.calibrate.timing import CallTimer, Effort, Points
 
 BATCH_FLOPS = {"cpu": 2**22, "cuda": 2**32}
@@ -63,6 +66,7 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
         "launch": [(1, _chain_seconds(timer, 4))],
         "tiny": [(1, timer.seconds(lambda: tiny + tiny))],
         "reserved": [(_reserved_bytes(device), 0.0)],
+        "staged": [(_staged_bytes() if device.type == "cpu" else 0, 0.0)],
         f"product {curve}": [(side, _product_seconds(timer, side, DTYPES[curve])) for side in effort.sides],
     }
     for name, dtype in DTYPES.items():  # none is left out: a slow prediction helps more than a refusal
@@ -176,3 +180,14 @@ def _reserved_bytes(device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         return total - free - torch.cuda.memory_reserved(device)
     return peak_resident_bytes()
+
+
+def _staged_bytes() -> int:
+    """Bytes by which a rank grows when it plans the stages of a small pipeline. Before anything was freed that might
+    take them in."""
+    sizes = {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 512}
+    layout = {"pipeline": {"size": 2, "partition": [1, 1]}}
+    config = parse_config({"model": sizes, "data": {"sequence": 16}, "batch": {"global": 2}, "layout": layout})
+    before = peak_resident_bytes()
+    plan_stages(config, first_ranks(config)[0])
+    return peak_resident_bytes() - before

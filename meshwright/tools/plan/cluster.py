@@ -58,8 +58,11 @@ class Device(Section):
     """Bytes that a process holds before its first tensor: its context on a GPU; interpreter and libraries on a CPU."""
     workspaces: Annotated[int, Field(ge=0)] = 0
     """Bytes of libraries' workspaces, whatever the run."""
+    staged: Annotated[int, Field(ge=0)] = 0
+    """Bytes more that a pipeline's rank holds on a CPU: to plan its stages it runs meta tensors, which torch does in
+    Python, with modules of its compiler."""
     unseen: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """The share that a process may hold beyond what is predicted: a layout within it of the device's memory is tight."""
+    """The share that a process may hold beyond what is predicted, within which of `memory` a layout is tight."""
     peak: dict[Multiplies, Rate]
     efficiency: Curve
     attention: Annotated[float, Field(gt=0, le=1)] | None = None

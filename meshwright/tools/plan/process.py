@@ -1,4 +1,4 @@
-"""What a rank's process holds of its device's memory beyond tensors: cached memory, context, communicators' buffers.
+"""A process's memory on its device beyond tensors: what its allocator caches, its context, communicators' buffers.
 
 NCCL gives each communicator buffers, for every channel and neighbour that it sends through; a process group of torch
 has a communicator of its own. A channel's bytes after two facts: on four A100 joined by NVLink (24 channels) a group of
@@ -22,7 +22,7 @@ from meshwright.pipeline.pipeline import sides_of
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.ledger import MESSAGE, Traffic
 from meshwright.ranks.mailbox import AHEAD
-from meshwright.tools.plan.allocator import Allocator, CachingAllocator, OutOfDeviceMemory
+from meshwright.tools.plan.allocator import Allocator, CachingAllocator, Heap, OutOfDeviceMemory
 from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.passes import tasks_of_stages
 from meshwright.tools.plan.replay import Footprint, StageReplay
@@ -42,17 +42,21 @@ def held_by_processes(
 ) -> tuple[Memory, ...]:
     """The memory of each stage's first rank with what its process holds beyond tensors. The fullest one's allocations
     are replayed; the others' allocators are taken to hold as much more, in proportion."""
-    channels = run.network.channels
+    channels, device = run.network.channels, run.cluster.device
     memory = [
-        replace(own, communicators=channels and channels * channel_bytes(run, stage, sent[stage]))
+        replace(
+            own,
+            context=own.context + device.staged * (len(memory) > 1),
+            communicators=channels and channels * channel_bytes(run, stage, sent[stage]),
+        )
         for stage, own in enumerate(memory)
     ]
     fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
-    room = run.cluster.device.memory - memory[fullest].context - memory[fullest].communicators
-    if run.cluster.device.kind != "cuda" or memory[fullest].allocated > room:
+    room = device.memory - memory[fullest].context - memory[fullest].communicators
+    if memory[fullest].allocated > room:
         return tuple(memory)
     try:
-        footprint = replayed(run, fullest, CachingAllocator(room))
+        footprint = replayed(run, fullest, Heap() if device.kind == "cpu" else CachingAllocator(room))
     except OutOfDeviceMemory:
         footprint = replayed(run, fullest, CachingAllocator())
     share = footprint.reserved / footprint.allocated - 1

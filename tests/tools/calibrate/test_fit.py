@@ -50,6 +50,7 @@ def device_points() -> dict[str, Points]:
         "launch": [(1, LAUNCH)],
         "tiny": [(1, TINY)],
         "reserved": [(3e8, 0.0)],
+        "staged": [(8e7, 0.0)],
         "product float32": [(side, 2 * side**3 / (PEAK * part)) for side, part in EFFICIENCY.items()],
         "product float64": [(256, 2 * 256**3 / 2.5e10)],
         "product bf16": [(1024, 2 * 1024**3 / (0.8 * 1e11))],

@@ -104,11 +104,11 @@ def test_sections_that_are_missing_or_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_cluster(str(path))
     level = "a section with the keys joins, latency, bandwidth, device_bandwidth, kind"
-    links = "a section with the keys levels, measured, overlaps"
+    links = "a section with the keys levels, measured, overlaps, channels"
     name, device, torch, mpi = str(caught.value).split("\n")
     assert name == "name=3 is not a text; valid: a text"
     assert device.startswith(
-        "device=nothing is missing; valid: a section with the keys kind, memory, reserved, unseen, peak,"
+        "device=nothing is missing; valid: a section with the keys kind, memory, reserved, workspaces, staged,"
     )
     assert torch == f"links.torch=3 is not a section; valid: {links}"
     assert mpi == f"links.mpi.levels.0=1 is not a section; valid: {level}"
