@@ -20,7 +20,7 @@ from meshwright.machine import Machine, keep_freed_memory
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
 from meshwright.parts import Parts, build
-from meshwright.ranks.grid import Grid
+from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh, open_mesh
 from meshwright.training.step import train_step
 
@@ -68,6 +68,8 @@ def configured(name: str, transport: str, options: dict[str, Option]) -> Contend
 def train(place: Place, *, waits: bool = False, **options: Option) -> Iterator[Step]:
     """Train steps of a model as the train loop takes them: the same parts, in order. `waits`: see contender."""
     config = reference_config(options)
+    assert config.threads != "auto", "a worker's threads"
+    torch.set_num_threads(config.threads)
     with open_layout(config) as mesh:
         yield steps_of(build(resolve_layout(config, Machine.here()).config, mesh), waits=waits)
 
@@ -78,7 +80,7 @@ def open_layout(config: Config) -> Iterator[Mesh]:
     layout, device = config.layout, torch.device("cpu")
     keep_freed_memory()
     environment = read_environment()
-    with open_mesh(Grid(layout.axes), environment, layout.transport, device, rendezvous(), layout.token_axes) as mesh:
+    with open_mesh(grid_of_run(config), environment, layout.transport, device, rendezvous(), layout.token_axes) as mesh:
         yield mesh
 
 

@@ -47,7 +47,11 @@ from meshwright.tensor.islands import Islands
 from meshwright.tensor.linear import autocast_dtype, write_product
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
-"""A chunk's float32 logits [C, V]. 256 rows at V = 8192: fewer make slower products, more gain nothing."""
+"""A chunk's float32 logits [C, V]."""
+
+CHUNK_ROWS = {"cpu": 256, "cuda": 1}
+"""The least rows of a chunk: 8 MiB at V = 8192. Each chunk reads and writes all of dW [V, H], so that of few rows this
+is what takes the time: 13 chunks of 40 rows at V = 49152 took 1.2 times the step of 2."""
 
 SLICE_BYTES = {"cpu": 2**19, "cuda": 256 * 2**20}
 """The part of a chunk that is worked on element by element at a time: a CPU core's cache, all of it on a GPU."""
@@ -96,29 +100,32 @@ class Classes:
 
     def chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
         """Rows of h whose logits are there at a time; the same on every rank, with classes or without."""
-        return self.alike(_ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type]), h)
+        return self.alike(self._chunks(h, table), h)
+
+    def _chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
+        return _ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], CHUNK_ROWS[self.device_type])
 
     def adds_in(self, h: Tensor, table: Tensor) -> torch.dtype:
         """The dtype in which chunks' gradients of the table are added: at least float32, but for a chunk alone, whose
         product is rounded once. Half precision would lose what is less than the last bit of the sum so far."""
-        first = next(_ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type]), None)
+        first = next(self._chunks(h, table), None)
         return _wide(h) if first is not None and first.stop < h.shape[0] else h.dtype
 
     def exchanges(self, chunk: slice, h: Tensor, table: Tensor) -> Iterator[slice]:
         """Rows of a chunk whose statistics travel together: alone in the world, those that are still in the cache."""
-        by_slices = self.comm.size == 1 and self.islands is None
-        most_bytes = (SLICE_BYTES if by_slices else CHUNK_BYTES)[self.device_type]
-        return self.alike(_ranges(chunk.start, chunk.stop, table.shape[0], most_bytes), h)
+        if self.comm.size > 1 or self.islands is not None:
+            return iter([chunk])
+        return self.alike(_ranges(chunk.start, chunk.stop, table.shape[0], SLICE_BYTES[self.device_type]), h)
 
     def slices(self, logits: Tensor) -> list[slice]:
         """Rows of logits that are worked on element by element at a time. Nothing is sent between them."""
         return list(_ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[self.device_type]))
 
 
-def _ranges(start: int, stop: int, row_elements: int, most_bytes: int) -> Iterator[slice]:
-    """start..stop in runs of rows whose float32 elements fill `most_bytes`; where they are many, by the tiles of a
-    product, of which rows are an inner dim in the table's gradient."""
-    rows = max(1, most_bytes // (4 * max(1, row_elements)))
+def _ranges(start: int, stop: int, row_elements: int, most_bytes: int, least: int = 1) -> Iterator[slice]:
+    """start..stop in runs of rows whose float32 elements fill `most_bytes`, or of `least` rows; where they are many, by
+    the tiles of a product, of which rows are an inner dim in the table's gradient."""
+    rows = max(least, most_bytes // (4 * max(1, row_elements)))
     rows -= rows % next(tile for tile in (128, 8, 1) if tile <= rows)
     for first in range(start, stop, rows):
         yield slice(first, min(first + rows, stop))

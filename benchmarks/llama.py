@@ -1,0 +1,99 @@
+"""A model that people train, SmolLM2-135M's shape: one step of ours beside transformers' and torch's own.
+
+    python -m benchmarks.llama [--only serial bf16 zero3 tensor pipe] [--layers N] [--rows N] [--tokens N]
+                               [--rounds N] [--steps N] [--json FILE]
+
+| question     | ours                              | beside                                                            |
+|--------------|-----------------------------------|-------------------------------------------------------------------|
+| serial, bf16 | one device, two threads           | transformers in Trainer's loop; torchtitan's model in plain torch |
+| zero3        | zero3 over 2 ranks of one thread  | FSDP2                                                             |
+| tensor       | 1-D over 2 ranks                  | DTensor                                                           |
+| pipe         | message-driven over 2 stages      | torch.distributed.pipelining, 1F1B                                |
+
+Targets: at most 0.90 of the better of the others in each. 9 and 3 heads do not fall into two parts: `tensor` has 8 and
+4, of 72; it and `pipe` are untied, since torch's DTensor and pipelines tie no tables. Partitions of `pipe` are by
+products: the head weighs as much as eight layers. On one device norms are clipped, by all; over ranks by none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from benchmarks import ours
+from benchmarks.contender import Contender, Option
+from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, show, write_json
+from benchmarks.llama_model import Sizes, options_of
+
+QUESTIONS = ("serial", "bf16", "zero3", "tensor", "pipe")
+HEAD_IN_LAYERS = 8
+THREADS = 2
+
+
+def theirs(name: str, factory: str, sizes: Sizes, ranks: int = 1, **options: Option) -> Contender:
+    return Contender(name, f"benchmarks.llama_model:{factory}", asdict(sizes) | options, ranks)
+
+
+def mine(name: str, sizes: Sizes, options: dict[str, Option], transport: str = "torch") -> Contender:
+    return ours.configured(f"meshwright {name}", transport, options_of(sizes) | options)
+
+
+def partition_of(layers: int) -> tuple[int, int]:
+    """Layers of two stages of about equal work, the head on the second."""
+    first = min(layers - 1, (layers + HEAD_IN_LAYERS) // 2)
+    return first, layers - first
+
+
+def contenders(question: str, sizes: Sizes) -> tuple[list[Contender], list[Contender]]:
+    """What ours is compared with, and ours."""
+    if question in ("serial", "bf16"):
+        sizes, dtype = replace(sizes, clip=1.0), "bf16" if question == "bf16" else "float32"
+        half: dict[str, Option] = {"precision.level": "O1", "precision.dtype": "bf16"} if question == "bf16" else {}
+        others = [
+            theirs("transformers, Trainer's loop", "transformers", sizes, dtype=dtype, threads=THREADS),
+            theirs("torchtitan's model", "torchtitan", sizes, dtype=dtype, threads=THREADS),
+        ]
+        return others, [mine(dtype, sizes, {"threads": THREADS} | half)]
+    if question == "zero3":
+        options: dict[str, Option] = {"layout.data.sync": "zero3", "layout.data.size": 2}
+        return [theirs("FSDP2", "fsdp2", sizes, 2)], [mine("zero3", sizes, options)]
+    if question == "tensor":
+        even = replace(sizes, heads=8, key_value_heads=4, tied=False)
+        options = {"layout.tensor.kind": "megatron", "layout.tensor.size": 2}
+        return [theirs("DTensor", "dtensor", even, 2)], [mine("1-D", even, options)]
+    untied, (first, second) = replace(sizes, tied=False), partition_of(sizes.layers)
+    options = {
+        "layout.pipeline.size": 2, "layout.pipeline.schedule": "message-driven",
+        "layout.pipeline.partition": f"[{first}, {second}]", "batch.micro": 1,
+    }  # fmt: skip
+    other = theirs("torch 1F1B", "pipeline", untied, 2, partition=f"{first}+{second}", microbatches=sizes.rows)
+    return [other], [mine("message-driven", untied, options)]
+
+
+def measure(question: str, sizes: Sizes, plan: Plan) -> tuple[list[Result], list[str]]:
+    """All of a question in turns, and the names of what ours is compared with."""
+    others, own = contenders(question, sizes)
+    results = interleave([*others, *own], plan)
+    baselines = [contender.name for contender in others]
+    show(f"{question}: {sizes.layers} layers, {sizes.rows} x {sizes.tokens} tokens", results, baselines)
+    return results, baselines
+
+
+def main() -> None:
+    parser = plan_arguments("SmolLM2-135M's step beside transformers', torchtitan's and torch's parallelism.")
+    parser.set_defaults(rounds=3, steps=1)
+    parser.add_argument("--only", nargs="+", choices=QUESTIONS, default=list(QUESTIONS), help="which questions")
+    parser.add_argument("--layers", type=int, default=Sizes.layers)
+    parser.add_argument("--rows", type=int, default=Sizes.rows, help="sequences in the global batch")
+    parser.add_argument("--tokens", type=int, default=Sizes.tokens, help="of a sequence")
+    arguments = parser.parse_args()
+    sizes = Sizes(layers=arguments.layers, rows=arguments.rows, tokens=arguments.tokens)
+    plan = Plan(arguments.rounds, arguments.steps, warmup=1)
+    tables = {}
+    for question in arguments.only:
+        results, baselines = measure(question, sizes, plan)
+        tables[question] = as_json(results, baselines)
+    write_json(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()
