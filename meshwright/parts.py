@@ -319,7 +319,14 @@ def _build_strategy(
     own = {name: chunks_using(users, chunks) for name, users in using.items()}
     by_chunk = own if sync.slices and len(chunks) > 1 else None
     buckets = make_buckets(
-        model.named_parameters(), specs, mesh, bucket_bytes(config), parts, by_chunk, widens=config.widens_gradients
+        model.named_parameters(),
+        specs,
+        mesh,
+        bucket_bytes(config),
+        parts,
+        by_chunk,
+        widens=config.widens_gradients,
+        shares=sync.over_mpi,
     )
     strategy = load_entry(sync.synchroniser)(buckets, mesh, policy)
     if not policy.replicated:

@@ -202,15 +202,20 @@ def make_buckets(
     chunks: PartsUsing | None = None,
     *,
     widens: bool = False,
+    shares: bool = False,
 ) -> list[Bucket]:
     """Move the parameters into buckets of about `bucket_bytes`, or by `parts` and `chunks`, in order of readiness.
-    `widens`: as gradient_dtype."""
+    `widens`: as gradient_dtype. `shares`: gradients lie where all ranks that sum them can read them, if they share a
+    node."""
     members = dict(parameters)
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
-    return [
-        _make_bucket(kind, [(name, members[name]) for name in names], specs, mesh, gradient_dtype(kind.dtype, widens))
-        for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks)
-    ]
+    buckets = []
+    for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks):
+        group, dtype = [(name, members[name]) for name in names], gradient_dtype(kind.dtype, widens)
+        padded = kind.padded(sum(parameter.numel() for _, parameter in group), mesh)
+        comm = mesh.comm(*(kind.sum_axes if shares else ()))
+        buckets.append(_make_bucket(kind, group, specs, mesh, comm.zeros(padded, dtype, mesh.device)))
+    return buckets
 
 
 def gradient_views(buckets: Iterable[Bucket]) -> dict[nn.Parameter, Tensor]:
@@ -232,17 +237,15 @@ def _make_bucket(
     group: list[tuple[str, nn.Parameter]],
     specs: dict[str, ShardSpec],
     mesh: Mesh,
-    gradients_in: torch.dtype,
+    gradients: Tensor,
 ) -> Bucket:
-    padded = kind.padded(sum(parameter.numel() for _, parameter in group), mesh)
-    values = torch.zeros(padded, dtype=kind.dtype, device=mesh.device)
-    gradients = torch.zeros_like(values, dtype=gradients_in)
+    values = torch.zeros_like(gradients, dtype=kind.dtype)
     places, start = [], 0
     for name, parameter in group:
         stop = start + parameter.numel()
         values[start:stop].view(parameter.shape).copy_(parameter.detach())
         parameter.data = values[start:stop].view(parameter.shape)
-        parameter.grad_dtype = gradients_in
+        parameter.grad_dtype = gradients.dtype
         spec, box = specs[name], specs[name].box(mesh.grid, mesh.rank)
         is_hidden = spec.matrix and not spec.table and box.lengths == spec.shape
         places.append(Place(name, spec.shape, box, start, stop, is_hidden))

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from meshwright.ranks.flight_recorder import Call, FlightRecorder
@@ -91,6 +92,11 @@ class Comm(ABC):
         self.group = group
         self.axis, self.ranks, self.index, self.ledger = group.axis, group.ranks, group.index, group.ledger
         self.size = len(group.ranks)
+
+    def zeros(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory [count] that will be summed over the group: where its members share memory, all can read it. Called by
+        all members together."""
+        return torch.zeros(count, dtype=dtype, device=device)
 
     def all_reduce(self, x: Tensor, *, wait: bool = True) -> Work:
         """Sum x over the group, in place."""

@@ -2,12 +2,13 @@
 
 An MPI library makes progress only inside its calls: a verb posted under the backward pass would not move before it is
 waited for. So every verb runs, in its blocking form, when it is waited for: blocking in a bucket's hook would make all
-ranks wait for the slowest several times a step. Before a large one the ranks assemble asleep, where MPI would spin and
-take the core from a rank that still computes. (MPI moves host memory only: GPU-aware MPI was never at hand.)
+ranks wait for the slowest several times a step. (MPI moves host memory only: GPU-aware MPI was never at hand.)
 
-Large sums of more than two ranks go as an all-to-all of the pieces, a sum by each rank in rank order, and an
-all-gather: the bytes of a bandwidth-optimal all-reduce, in less time than Open MPI's (benchmarks/transports.py). MPI
-knows no half-precision sums: these go so at all sizes, added in float32; so does a half-precision reduce.
+Ranks of one node share a window (window_comm.py), in which they sum and through which they move what they all have a
+part in. Between nodes the verbs are MPI's own, which know what lies on a node (Open MPI's `han`). Before a large one
+the ranks assemble asleep, where MPI would spin and take the core from a rank that still computes. MPI knows no
+half-precision sums: these go as an all-to-all of the pieces, a sum by each rank in rank order, in float32, and an
+all-gather: the bytes of a bandwidth-optimal all-reduce.
 
 The mailbox posts Irecv ahead, sends with Isend, and tests the oldest of each, so that each poll also moves what is
 under way. While it waits the rank naps between two tests, for the same reason.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from meshwright.environment import Environment
 from meshwright.errors import LaunchError
+from meshwright.machine import usable_cores
 from meshwright.ranks.board import Board, FolderBoard
 from meshwright.ranks.comm import (
     NAP_SECONDS,
@@ -40,11 +43,14 @@ from meshwright.ranks.comm import (
     size_bytes,
 )
 from meshwright.ranks.mailbox import Mailbox, Packet, PolledMailbox, Side, SoloMailbox, header_of
-
-HALF = (torch.float16, torch.bfloat16)
+from meshwright.ranks.window import Window, open_window
+from meshwright.ranks.window_comm import HALF, WindowComm, add_up
 
 LARGE_BYTES = 2**20
-"""From here on a sum goes by pieces, and the ranks assemble asleep before a verb."""
+"""From here on the ranks assemble asleep before a verb."""
+
+TEXT_BYTES = 256
+"""What members tell each other while they open a window is no longer."""
 
 MAILBOX_TAG = 2**14
 """Added to a group's tag: beyond every set of axes, and MPI promises tags up to 32767."""
@@ -92,12 +98,11 @@ class MpiComm(RecordedComm):
             time.sleep(NAP_SECONDS)
 
     def _all_reduce(self, x: Tensor) -> Work:
-        if x.dtype in HALF or (size_bytes(x) >= LARGE_BYTES and self.size > 2):
+        if x.dtype in HALF:
             return self._later(x, lambda: self._sum_by_pieces(x.view(-1)))
         return self._later(x, lambda: self.comm.Allreduce(self.in_place, x.detach().numpy()))
 
     def _sum_by_pieces(self, x: Tensor) -> None:
-        """All-to-all of the pieces, each rank sums its own, all-gather. MPI's reduce-scatter was slower than this."""
         whole = x
         if x.numel() % self.size:
             whole = x.new_zeros(-(-x.numel() // self.size) * self.size)
@@ -108,10 +113,10 @@ class MpiComm(RecordedComm):
             x.copy_(whole[: x.numel()])
 
     def _sum_own_piece(self, part: Tensor, x: Tensor) -> None:
+        """MPI's reduce-scatter was slower than this."""
         pieces = torch.empty_like(x)
         self.comm.Alltoall(raw(x), raw(pieces))
-        wide = torch.float32 if x.dtype in HALF else x.dtype
-        part.view(-1).copy_(pieces.view(self.size, -1).sum(0, dtype=wide))
+        add_up(list(pieces.view(self.size, -1)), part.view(-1))
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
         return self._later(x, lambda: self._sum_own_piece(part, x))
@@ -163,6 +168,14 @@ class MpiComm(RecordedComm):
         self.comm.Send(raw(x), dest=to)
 
 
+class MpiWindowComm(WindowComm, MpiComm):
+    """Ranks of one node: MPI carries what two of them send each other."""
+
+    def __init__(self, group: RankGroup, comm: Any, window: Window) -> None:
+        MpiComm.__init__(self, group, comm)
+        self.window, self._shared = window, []
+
+
 class MpiMailbox(PolledMailbox):
     """`comm` is an mpi4py communicator of the axis's own, of its ranks in order."""
 
@@ -190,11 +203,18 @@ class MpiMailbox(PolledMailbox):
         self.comm.Free()
 
 
+@dataclass(frozen=True)
 class MpiTransport:
-    """MPI's world, of which the members of a group alone make a communicator."""
+    """MPI's world, of which the members of a group alone make a communicator. `spins`: each rank here has a core."""
+
+    spins: bool
 
     def comm(self, group: RankGroup) -> Comm:
-        return MpiComm(group, _communicator(group.ranks, group.tag)) if len(group.ranks) > 1 else SoloComm(group)
+        if len(group.ranks) == 1:
+            return SoloComm(group)
+        comm = _communicator(group.ranks, group.tag)
+        window = open_window(group, lambda text: _texts(text, comm), comm.Iprobe, spins=self.spins)
+        return MpiComm(group, comm) if window is None else MpiWindowComm(group, comm, window)
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         if len(group.ranks) == 1:
@@ -218,6 +238,16 @@ def _communicator(ranks: tuple[int, ...], tag: int) -> Any:
     return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks), tag)
 
 
+def _texts(text: str, comm: Any) -> list[str]:
+    """Every member's text, in order; the ledger knows nothing of it."""
+    row = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    content = text.encode()[:TEXT_BYTES]
+    row[: len(content)] = torch.frombuffer(bytearray(content.ljust(1)), dtype=torch.uint8)[: len(content)]
+    rows = row.new_empty(comm.Get_size(), TEXT_BYTES)
+    comm.Allgather(raw(row), raw(rows))
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
+
+
 def open_mpi(environment: Environment) -> MpiTransport:
     """Start MPI. Raises LaunchError where the launcher's ranks are none of MPI's, as under an srun without --mpi."""
     from mpi4py import MPI
@@ -227,4 +257,4 @@ def open_mpi(environment: Environment) -> MpiTransport:
         text = f"rank {environment.rank} finds {came} ranks in MPI's world, where its launcher started"
         rule = "start the ranks by mpirun or `srun --mpi=pmix`, or set layout.transport=torch"
         raise LaunchError(f"{text} {environment.world_size}: {rule}")
-    return MpiTransport()
+    return MpiTransport(spins=environment.local_world_size <= usable_cores())

@@ -1,0 +1,215 @@
+"""A window: memory that the ranks of one node share, and a meeting of those ranks that costs one sleep.
+
+Each member makes memory without a name (memfd) and opens the others' through /proc. So nothing can stay behind in
+/dev/shm, however a rank ends, and a container's small /dev/shm (Docker's has 64 MB) is no limit: pages that were never
+written take no memory, all others count as the rank's that wrote them.
+
+    semaphores, one for each member | slot 0 | slot 1
+
+A member writes into its own slot, meets the others, and reads theirs. The next collective takes the other slot: whoever
+has come to that one's meeting has read the first, so that two slots take the place of a second meeting.
+
+A meeting is a semaphore from each member to each: the kernel wakes who waits, where MPI spins and takes the core from a
+rank that still computes. Only where every rank has a core of its own a rank looks for some microseconds before it
+sleeps. A rank that sleeps lets its library make progress between whiles, and looks whether those it waits for live.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import LaunchError, LostRankError
+from meshwright.ranks.comm import RankGroup
+
+SLOT_BYTES = 4 * 2**20
+"""What a member can show the others at once; larger payloads go in pieces."""
+_SEMAPHORE_BYTES = 64
+"""A cache line for each: glibc's take 32."""
+_PAGE = mmap.PAGESIZE
+
+_SPIN_SECONDS = 5e-5
+_NAP_SECONDS = 5e-4
+"""How long a rank sleeps before its library may make progress: a message that it has sent may need that."""
+_LOOK_SECONDS = 1.0
+"""Between two looks whether the ranks that are waited for live."""
+
+Exchange = Callable[[str], list[str]]
+"""Every member's text, in order, of all members who call it together."""
+
+
+class _Time(ctypes.Structure):
+    """C's struct timespec."""
+
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+@cache
+def _libc() -> Any:
+    library = ctypes.CDLL(None)
+    for name in ("sem_post", "sem_trywait"):
+        getattr(library, name).argtypes = [ctypes.c_void_p]
+    library.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+    library.sem_timedwait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Time)]
+    return library
+
+
+class Window:
+    """`memory`: every member's, in order, as bytes; `processes`: their ids. `progress`: called now and then while the
+    rank sleeps. `spins`: every rank of the node has a core. Made by all members together."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        memory: Sequence[Tensor],
+        processes: Sequence[int],
+        exchange: Exchange,
+        progress: Callable[[], object],
+        *,
+        spins: bool,
+    ) -> None:
+        self.index, self.size, self._ranks = group.index, len(group.ranks), group.ranks
+        self._processes, self._exchange, self._progress, self._spins = processes, exchange, progress, spins
+        self._libc, self._memory = _libc(), memory  # which keeps the addresses below alive
+        own, me = memory[self.index].data_ptr(), self.index
+        others = [(me + step) % self.size for step in range(1, self.size)]
+        self._to = [memory[other].data_ptr() + me * _SEMAPHORE_BYTES for other in others]
+        self._from = [(own + other * _SEMAPHORE_BYTES, other) for other in others]
+        for semaphore, _ in self._from:
+            self._libc.sem_init(semaphore, 1, 0)
+        exchange("")  # from here on others may post them
+        start = _slots_start(self.size)
+        self._slots = [
+            [part[start + turn * SLOT_BYTES : start + (turn + 1) * SLOT_BYTES] for part in memory] for turn in (0, 1)
+        ]
+        self._views: dict[torch.dtype, list[list[Tensor]]] = {}
+        self._turn = 0
+
+    def share(self, num_bytes: int) -> list[Tensor]:
+        """More memory of every member's that all can read, of zeros. Called by all members together."""
+        shared = _share(num_bytes, self._ranks, self._exchange)
+        assert shared is not None, "a window's ranks have parted"
+        return shared[0]
+
+    def slots(self, dtype: torch.dtype) -> list[Tensor]:
+        """Every member's slot of the next collective, as numbers of this type."""
+        if dtype not in self._views:
+            self._views[dtype] = [[slot.view(dtype) for slot in slots] for slots in self._slots]
+        self._turn = 1 - self._turn
+        return self._views[dtype][self._turn]
+
+    def meet(self) -> None:
+        """Return when every member has come here; what they wrote before can then be read. Raises LostRankError where
+        one of them is gone."""
+        for semaphore in self._to:
+            self._libc.sem_post(semaphore)
+        for semaphore, member in self._from:
+            if self._libc.sem_trywait(semaphore):
+                self._wait(semaphore, member)
+
+    def _wait(self, semaphore: int, member: int) -> None:
+        until = time.monotonic() + _SPIN_SECONDS
+        while self._spins and time.monotonic() < until:
+            if not self._libc.sem_trywait(semaphore):
+                return
+        look = time.monotonic() + _LOOK_SECONDS
+        while self._libc.sem_timedwait(semaphore, _after(_NAP_SECONDS)):
+            self._progress()
+            if time.monotonic() > look:
+                self._require_alive(member)
+                look = time.monotonic() + _LOOK_SECONDS
+
+    def _require_alive(self, member: int) -> None:
+        if not _is_alive(self._processes[member]):
+            who = f"rank {self._ranks[member]} on {socket.gethostname()}"
+            raise LostRankError(
+                f"lost {who}: its process is gone; the message of the rank that left first has the cause"
+            )
+
+
+def _after(seconds: float) -> Any:
+    """The time of day after so many seconds, as sem_timedwait takes it."""
+    end = time.time_ns() + int(seconds * 1e9)
+    return ctypes.byref(_Time(*divmod(end, 10**9)))
+
+
+def _is_alive(process: int) -> bool:
+    """Whether the process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _slots_start(size: int) -> int:
+    return -(-size * _SEMAPHORE_BYTES // _PAGE) * _PAGE
+
+
+def _node() -> str:
+    """What two processes have in common that can open each other's memory: machine, host's name, process numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def open_window(group: RankGroup, exchange: Exchange, progress: Callable[[], object], *, spins: bool) -> Window | None:
+    """The group's window, which its members open together; None where they are on several nodes, or not on Linux.
+
+    Raises LaunchError on every member where one is refused such memory.
+    """
+    shared = _share(_slots_start(len(group.ranks)) + 2 * SLOT_BYTES, group.ranks, exchange)
+    return None if shared is None else Window(group, *shared, exchange, progress, spins=spins)
+
+
+def _share(size: int, ranks: Sequence[int], exchange: Exchange) -> tuple[list[Tensor], list[int]] | None:
+    """So much memory of each rank's, and their process ids; None where they are on several nodes."""
+    own, node = _own_memory(size) if sys.platform == "linux" else (-1, "")
+    try:
+        notes = [json.loads(text) for text in exchange(json.dumps([node, os.getpid(), own]))]
+        if not node or any(other != node for other, _, _ in notes):
+            return None
+        processes = [process for _, process, _ in notes]
+        memory, problem = _opened([(process, file) for _, process, file in notes], size)
+        for rank, text in zip(ranks, exchange(problem), strict=True):
+            if text:
+                rule = "the ranks of a node sum in memory that they share; let them, or set layout.transport=torch"
+                raise LaunchError(f"rank {rank} on {socket.gethostname()} is refused another rank's {text}: {rule}")
+    finally:
+        if own >= 0:
+            os.close(own)  # the mappings live on
+    return memory, processes
+
+
+def _own_memory(size: int) -> tuple[int, str]:
+    """A file without a name, and the node that it lies on."""
+    try:
+        own = os.memfd_create("meshwright")
+        os.ftruncate(own, size)
+    except OSError as error:
+        rule = "set layout.transport=torch"
+        raise LaunchError(f"no memory can be made that ranks share ({error.strerror}): {rule}") from error
+    return own, _node()
+
+
+def _opened(places: Sequence[tuple[int, int]], size: int) -> tuple[list[Tensor], str]:
+    """The memory of (process, file) each, and what was refused, if anything was."""
+    memory: list[Tensor] = []
+    for process, number in places:
+        try:
+            file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+        except OSError as error:
+            return memory, f"memory (process {process}, {error.strerror})"
+        memory.append(torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8))
+        os.close(file)
+    return memory, ""
