@@ -50,7 +50,7 @@ LARGE_BYTES = 2**20
 """From here on the ranks assemble asleep before a verb."""
 
 TEXT_BYTES = 256
-"""What members tell each other while they open a window is no longer."""
+"""The longest text that members tell each other while they open a window."""
 
 MAILBOX_TAG = 2**14
 """Added to a group's tag: beyond every set of axes, and MPI promises tags up to 32767."""

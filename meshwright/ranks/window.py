@@ -35,7 +35,7 @@ from meshwright.errors import LaunchError, LostRankError
 from meshwright.ranks.comm import RankGroup
 
 SLOT_BYTES = 4 * 2**20
-"""What a member can show the others at once; larger payloads go in pieces."""
+"""The most that a member shows the others at once; larger payloads go in pieces."""
 _SEMAPHORE_BYTES = 64
 """A cache line for each: glibc's take 32."""
 _PAGE = mmap.PAGESIZE
@@ -158,7 +158,7 @@ def _slots_start(size: int) -> int:
 
 
 def _node() -> str:
-    """What two processes have in common that can open each other's memory: machine, host's name, process numbers."""
+    """The boot, host name and process numbers that processes have in common which can open each other's memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
 
