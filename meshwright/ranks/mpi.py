@@ -43,7 +43,7 @@ from meshwright.ranks.comm import (
     size_bytes,
 )
 from meshwright.ranks.mailbox import Mailbox, Packet, PolledMailbox, Side, SoloMailbox, header_of
-from meshwright.ranks.window import Window, open_window
+from meshwright.ranks.window import SharedWindow, open_window
 from meshwright.ranks.window_comm import HALF, WindowComm, add_up
 
 LARGE_BYTES = 2**20
@@ -171,7 +171,7 @@ class MpiComm(RecordedComm):
 class MpiWindowComm(WindowComm, MpiComm):
     """Ranks of one node: MPI carries what two of them send each other."""
 
-    def __init__(self, group: RankGroup, comm: Any, window: Window) -> None:
+    def __init__(self, group: RankGroup, comm: Any, window: SharedWindow) -> None:
         MpiComm.__init__(self, group, comm)
         self.window, self._shared = window, []
 

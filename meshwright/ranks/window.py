@@ -46,7 +46,7 @@ _NAP_SECONDS = 5e-4
 _LOOK_SECONDS = 1.0
 """Between two looks whether the ranks that are waited for live."""
 
-Exchange = Callable[[str], list[str]]
+ExchangeTexts = Callable[[str], list[str]]
 """Every member's text, in order, of all members who call it together."""
 
 
@@ -66,7 +66,7 @@ def _libc() -> Any:
     return library
 
 
-class Window:
+class SharedWindow:
     """`memory`: every member's, in order, as bytes; `processes`: their ids. `progress`: called now and then while the
     rank sleeps. `spins`: every rank of the node has a core. Made by all members together."""
 
@@ -75,7 +75,7 @@ class Window:
         group: RankGroup,
         memory: Sequence[Tensor],
         processes: Sequence[int],
-        exchange: Exchange,
+        exchange: ExchangeTexts,
         progress: Callable[[], object],
         *,
         spins: bool,
@@ -163,16 +163,18 @@ def _node() -> str:
     return f"{boot} {socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def open_window(group: RankGroup, exchange: Exchange, progress: Callable[[], object], *, spins: bool) -> Window | None:
+def open_window(
+    group: RankGroup, exchange: ExchangeTexts, progress: Callable[[], object], *, spins: bool
+) -> SharedWindow | None:
     """The group's window, which its members open together; None where they are on several nodes, or not on Linux.
 
     Raises LaunchError on every member where one is refused such memory.
     """
     shared = _share(_slots_start(len(group.ranks)) + 2 * SLOT_BYTES, group.ranks, exchange)
-    return None if shared is None else Window(group, *shared, exchange, progress, spins=spins)
+    return None if shared is None else SharedWindow(group, *shared, exchange, progress, spins=spins)
 
 
-def _share(size: int, ranks: Sequence[int], exchange: Exchange) -> tuple[list[Tensor], list[int]] | None:
+def _share(size: int, ranks: Sequence[int], exchange: ExchangeTexts) -> tuple[list[Tensor], list[int]] | None:
     """So much memory of each rank's, and their process ids; None where they are on several nodes."""
     own, node = _own_memory(size) if sys.platform == "linux" else (-1, "")
     try:

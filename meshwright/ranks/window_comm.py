@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from meshwright.ranks.comm import Later, PieceSizes, RecordedComm, Work, size_bytes
-from meshwright.ranks.window import SLOT_BYTES, Window
+from meshwright.ranks.window import SLOT_BYTES, SharedWindow
 
 HALF = (torch.float16, torch.bfloat16)
 
 SMALL_BYTES = 2**16
 """Up to here each rank adds up all for itself: a meeting costs more than the sum."""
 
-BLOCK = 2**14
+ADDED_AT_ONCE = 2**14
 """Elements that are added up at once: what is added to stays in a core's cache."""
 
 
@@ -38,7 +38,7 @@ class WindowComm(RecordedComm):
     """`window`: of this very group. A subclass has the verbs that are left, over its own transport."""
 
     begins_when_waited_for = True
-    window: Window
+    window: SharedWindow
     _shared: list[tuple[Tensor, list[Tensor]]]
     """Tensors of this rank's that lie in shared memory, with every member's."""
 
@@ -192,9 +192,9 @@ class WindowComm(RecordedComm):
 def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
     """Fill `out` with the sum of the parts, from first to last. One of the parts may be `out` itself."""
     wide = torch.float32 if out.dtype in HALF else out.dtype
-    for start in range(0, out.numel(), BLOCK):
-        first, second, *rest = (part[start : start + BLOCK] for part in parts)
+    for start in range(0, out.numel(), ADDED_AT_ONCE):
+        first, second, *rest = (part[start : start + ADDED_AT_ONCE] for part in parts)
         total = torch.add(first.to(wide), second)
         for part in rest:
             total += part
-        out[start : start + BLOCK] = total
+        out[start : start + ADDED_AT_ONCE] = total

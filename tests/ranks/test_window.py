@@ -24,7 +24,7 @@ from meshwright.machine import find_mpiexec
 from meshwright.ranks.comm import RankGroup, Work
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
-from meshwright.ranks.window import SLOT_BYTES, Exchange, Window, open_window
+from meshwright.ranks.window import SLOT_BYTES, ExchangeTexts, SharedWindow, open_window
 from meshwright.ranks.window_comm import SMALL_BYTES, WindowComm
 
 SIZES = (1, 5, SMALL_BYTES // 4, SMALL_BYTES // 4 + 3, SLOT_BYTES // 4 * 2 + 7)
@@ -34,7 +34,7 @@ SIZES = (1, 5, SMALL_BYTES // 4, SMALL_BYTES // 4 + 3, SLOT_BYTES // 4 * 2 + 7)
 class ThreadComm(WindowComm):
     """A member that sends nobody anything by itself."""
 
-    def __init__(self, group: RankGroup, window: Window) -> None:
+    def __init__(self, group: RankGroup, window: SharedWindow) -> None:
         super().__init__(group)
         self.window, self._shared = window, []
 
@@ -48,7 +48,7 @@ class ThreadComm(WindowComm):
         raise NotImplementedError
 
 
-def on_threads(size: int, body: Callable[[RankGroup, Exchange], Any]) -> list[Any]:
+def on_threads(size: int, body: Callable[[RankGroup, ExchangeTexts], Any]) -> list[Any]:
     """body(group, exchange) as each of `size` members."""
     barrier, texts = threading.Barrier(size, timeout=60), [""] * size
 
@@ -66,7 +66,7 @@ def on_threads(size: int, body: Callable[[RankGroup, Exchange], Any]) -> list[An
         return [future.result(60) for future in [pool.submit(member, index) for index in range(size)]]
 
 
-def opened(group: RankGroup, exchange: Exchange) -> Window:
+def opened(group: RankGroup, exchange: ExchangeTexts) -> SharedWindow:
     window = open_window(group, exchange, lambda: None, spins=False)
     assert window is not None
     return window
@@ -76,7 +76,7 @@ def values(index: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(count, generator=torch.Generator().manual_seed(100 * index + count)).to(dtype)
 
 
-def sums(group: RankGroup, exchange: Exchange) -> dict[str, Tensor]:
+def sums(group: RankGroup, exchange: ExchangeTexts) -> dict[str, Tensor]:
     comm = ThreadComm(group, opened(group, exchange))
     results: dict[str, Tensor] = {}
     for count in SIZES:
@@ -118,7 +118,7 @@ def test_a_member_that_is_gone_is_named() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
 
-    def body(group: RankGroup, exchange: Exchange) -> None:
+    def body(group: RankGroup, exchange: ExchangeTexts) -> None:
         window = opened(group, exchange)
         window._processes = (os.getpid(), gone.pid)  # the second member is that process, and never comes
         if group.index == 0:
@@ -129,7 +129,7 @@ def test_a_member_that_is_gone_is_named() -> None:
 
 
 def test_ranks_of_two_nodes_have_no_window() -> None:
-    def body(group: RankGroup, exchange: Exchange) -> Window | None:
+    def body(group: RankGroup, exchange: ExchangeTexts) -> SharedWindow | None:
         def elsewhere(text: str) -> list[str]:
             node, *rest = json.loads(text)
             return exchange(json.dumps([f"{node} {group.index}", *rest]))
@@ -140,7 +140,7 @@ def test_ranks_of_two_nodes_have_no_window() -> None:
 
 
 def test_memory_that_is_refused_is_said_by_all() -> None:
-    def body(group: RankGroup, exchange: Exchange) -> None:
+    def body(group: RankGroup, exchange: ExchangeTexts) -> None:
         def closed(text: str) -> list[str]:
             notes = exchange(text)
             if group.index == 1 and text.startswith("["):
