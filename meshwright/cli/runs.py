@@ -182,6 +182,9 @@ def plan(
         str | None, Option(metavar="N", help="Tokens to train on, such as 100B: how long that is.")
     ] = None,
     price: Annotated[float | None, Option(min=0, help="Dollars a device and hour: what --tokens cost.")] = None,
+    imbalance: Annotated[
+        float, Option(metavar="X", help="Rows of the busiest rank's experts in those of an even router.")
+    ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Find the layouts of a run that are the fastest on a cluster, of all that are legal and fit.
@@ -200,13 +203,15 @@ def plan(
     from meshwright.tools.plan.estimate import Estimates
     from meshwright.tools.plan.predict import Planner
     from meshwright.tools.plan.search import search
+    from meshwright.tools.plan.software import software_of
     from meshwright.tools.plan.space import fixed_fields
 
     training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
     report.check_new("--out", out)
     if page is not None:
         report.check_new("--page", page)
-    models, fixed = Estimates(Planner(described)), fixed_fields(overrides or ())
+    software = software_of(config, imbalance)
+    models, fixed = Estimates(Planner(described, software)), fixed_fields(overrides or ())
     with progress() as show:
         plans = search(config, described, devices, top, fixed=fixed, models=models, report=show, partial=True)
         changes = answer.changes(plans.predictions[0], models)

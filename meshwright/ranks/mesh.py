@@ -68,6 +68,7 @@ class Mesh:
     """`token_axes`: the axes that split the batch's tokens, over which gradients of uncut parameters are summed.
 
     `stands_for`: of a plan, the type of the devices that it is for. `ranks_here`: those that share this node's memory.
+    `imbalance`: of a plan, rows that this rank's experts get in those that an even router would give them.
     """
 
     grid: Grid
@@ -77,6 +78,7 @@ class Mesh:
     token_axes: tuple[str, ...] = ("data",)
     stands_for: str = "cpu"
     ranks_here: int = 1
+    imbalance: float = 1.0
     ledger: Ledger = field(default_factory=Ledger)
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
     timeout: Timeout = DEFAULT_TIMEOUT

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ranks.board import Board, FolderBoard
-from meshwright.ranks.comm import DONE, Comm, RankGroup, SoloComm, Work, size_bytes
+from meshwright.ranks.comm import DONE, Comm, PieceSizes, RankGroup, SoloComm, Work, size_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import MESSAGE
 from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, SoloMailbox, both_sides, neighbours_of
@@ -49,6 +49,11 @@ class LedgerComm(SoloComm):
 
     def _begun(self, verb: str, payload_bytes: int, root: int | None) -> Work:
         return self._observer(self.axis, verb, payload_bytes, root) if self.size > 1 else DONE
+
+    def all_to_all(self, out: Tensor, x: Tensor, *, pieces: PieceSizes | None = None, wait: bool = True) -> Work:
+        """A rank that gets more rows than it sends (imbalance) is as long at it as if it sent them."""
+        payload = max(size_bytes(out), size_bytes(x))
+        return self._collective("all_to_all", payload, lambda: self._all_to_all(out, x, pieces), wait)
 
     def _receive(self, x: Tensor, source: int) -> None:
         return None
@@ -129,10 +134,15 @@ class LedgerTransport:
 
 
 def planned_mesh(
-    grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", observer: Observer = unobserved
-) -> Mesh:
+    grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", observer: Observer = unobserved,
+    imbalance: float = 1.0,
+) -> Mesh:  # fmt: skip
     """A rank's mesh of a job that does not run: its tensors are meta tensors, its comms only write the ledger.
 
-    `stands_for`: the type of device that it is planned for. `observer`: is told of every collective.
+    `stands_for`: the type of device that it is planned for. `observer`: is told of every collective. `imbalance`: as
+    Mesh has it.
     """
-    return Mesh(grid, rank, torch.device("meta"), LedgerTransport(observer), token_axes, stands_for, grid.world_size)
+    transport = LedgerTransport(observer)
+    return Mesh(
+        grid, rank, torch.device("meta"), transport, token_axes, stands_for, grid.world_size, imbalance=imbalance
+    )

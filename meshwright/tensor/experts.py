@@ -290,8 +290,8 @@ class Experts(nn.Module):
         sent = torch.tensor(rows).view(size, here)
         coming = torch.empty_like(sent)
         self.mesh.comm(EXPERT).all_to_all(coming, sent)
-        if x.device.type == "meta":  # all ranks have as many rows
-            coming = sent[self.mesh.index(EXPERT)].expand(size, here)
+        if x.device.type == "meta":  # all ranks send as many rows, and this one is the busiest
+            coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * self.mesh.imbalance).ceil().long()
         given, taken = sent.sum(1).tolist(), coming.sum(1).tolist()
         # Rows come by rank and in it by expert; an expert's are brought together.
         order = torch.arange(here).repeat(size).repeat_interleave(coming.flatten()).argsort(stable=True)

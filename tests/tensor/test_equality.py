@@ -25,6 +25,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "llama", "positions": 12, "vocabulary": 300, "heads": 8, "key_value_heads": 2, "head_width": 6,
         "feed_forward": 40, "head_norms": True, "biases": ["query-key-value"],
     },
+    "experts": {
+        "family": "llama", "positions": 12, "vocabulary": 300, "feed_forward": 16,
+        "experts": {"count": 4, "per_token": 2, "capacity": 1.0, "balance": 0.1},
+    },
     "bert": {"family": "bert", "positions": 12, "vocabulary": 300},
     "megatron-bert": {"family": "bert", "positions": 12, "vocabulary": 300, "norm_order": "megatron"},
     "vit": {"family": "vit", "image": 6, "patch": 2, "channels": 1, "classes": 10},

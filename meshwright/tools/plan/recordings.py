@@ -163,7 +163,7 @@ class Recordings:
             software = self._software
             recorder = Recorder(fuses_dropout=software.fuses_dropout)
             on_device = AsOnDevice(self._kind, software.attention or "torch", gelu_in_steps=software.gelu == "steps")
-            self._recorded[key] = _record(config, recorder, on_device, chunk, incoming)
+            self._recorded[key] = _record(config, recorder, on_device, chunk, incoming, software.imbalance)
         return self._recorded[key].moved(further)
 
 
@@ -218,12 +218,14 @@ def _moved(name: str, layers: int) -> str:
     return name if layer is None else f"blocks.{layer + layers}.{inner}"
 
 
-def _record(config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms) -> Recording:
+def _record(
+    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, imbalance: float
+) -> Recording:
     """Run a part's tasks for each place of a microbatch."""
     layout = config.layout
     alone = (PIPE,) if layout.data.strategy.unplanned else (*REPLICA_AXES, PIPE)
     grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes), config.copies)
-    mesh = planned_mesh(grid, 0, layout.token_axes, on_device.device_type, recorder.started)
+    mesh = planned_mesh(grid, 0, layout.token_axes, on_device.device_type, recorder.started, imbalance)
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, chunk)
     recompute_in(config, model, (chunk,))

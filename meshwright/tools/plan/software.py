@@ -6,8 +6,12 @@ after what the paper or its code says.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from meshwright.config import Config
+from meshwright.errors import ConfigError
 from meshwright.on_device import Attention
 from meshwright.section import Section
 from meshwright.tools.plan.cluster import Device
@@ -32,6 +36,9 @@ class Software(Section):
     """Whether one process drives all devices of a node, as torch's DataParallel does: its threads go forward in turn
     under the interpreter's lock (backward passes have threads beneath it), and every step makes each replica's
     parameters anew. Else each device has a process."""
+    imbalance: Annotated[float, Field(ge=1)] = 1.0
+    """Rows of the busiest rank of an expert group in those that an even router would give it; the others wait for it.
+    What a router does is known of a run, not of its config. A capacity makes it 1."""
     overlapped: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
 
     def on(self, device: Device) -> Software:
@@ -49,3 +56,17 @@ STEPS_OF_ADAMW, STEPPED_BYTES = 9, 88
 moment's decay and sum 8 + 12, root, bias correction and epsilon 8 each, the quotient 16."""
 
 OWN_SOFTWARE = Software()
+
+
+def software_of(config: Config, imbalance: float) -> Software:
+    """Our own, with a run's imbalance of experts. Raises ConfigError where that is no factor or has no effect."""
+    if imbalance == 1:
+        return OWN_SOFTWARE
+    if not imbalance > 1:
+        raise ConfigError.of("--imbalance", imbalance, "is the busiest rank's share of an even one", "1 or more")
+    if not config.model.num_experts:
+        raise ConfigError.of("--imbalance", imbalance, "has no effect on a model without experts", "1")
+    if config.model.droppable_pairs:
+        rule = "has no effect with model.experts.capacity, which gives all ranks as many rows"
+        raise ConfigError.of("--imbalance", imbalance, rule, "1, or model.experts.capacity=null")
+    return OWN_SOFTWARE.model_copy(update={"imbalance": imbalance})

@@ -10,6 +10,7 @@
 | layout.data.sync           | allreduce; zero1 where gradients are summed at all; there zero2 as well, and without   |
 |                            | stages zero3, where those before it fill much of the memory (search.py)                |
 | layout.data.shard          | null; of slices over more than a node the most of a rank's neighbours that share one   |
+| layout.data.expert         | 1; of a model with experts the most of a rank's neighbours, and the most of all        |
 | layout.order               | orders of data, pipe and the tensor section's axes that put others together on a node  |
 | batch.micro                | divisors of a replica's samples                                                        |
 | layout.pipeline.schedule   | all four; without stages the run's                                                     |
@@ -19,7 +20,7 @@
 
 A layout is legal where the config's own rules say so (config/rules.py); there are no others here. A rule is asked as
 soon as the last of the fields that it reads is chosen, so that what it refuses is not gone into. Nor is a family of
-layouts whose weights do not fit: those that differ only in what is chosen after layout.data.shard.
+layouts whose weights do not fit: those that differ only in what is chosen after layout.data.expert.
 
 Fields that the user has fixed keep their values.
 """
@@ -124,6 +125,7 @@ def _start(job: SearchJob) -> Config:
         "layout.pipeline.partition": "auto",
         "layout.pipeline.placement": "loop",
         "layout.order": "auto",
+        "layout.data.expert": 1,
     }.items():
         if field not in job.fixed:
             config = with_field(config, field, value)
@@ -299,11 +301,23 @@ def _shards(config: Config, job: SearchJob) -> tuple[int | None, ...]:
     layout = config.layout
     if not layout.data.strategy.slices:
         return (None,)
-    inner = math.prod(size for _, size in (*layout.context.axes, *layout.tensor.axes)) * layout.pipeline.size
-    nodes = layout.ranks_per_node
-    here = (job.devices if nodes == "auto" else nodes) // inner
-    shard = max((size for size in divisors(layout.data.size) if size <= here), default=1)
+    shard = max((size for size in divisors(layout.data.size) if size <= _replicas_of_node(config, job)), default=1)
     return (None, shard) if 1 < shard < layout.data.size else (None,)
+
+
+def _experts(config: Config, job: SearchJob) -> list[int]:
+    """Experts on every rank; held by the replicas of a node, so that rows stay there; and held by as many as can."""
+    data = config.layout.data
+    sizes = divisors(math.gcd(data.shard or data.size, config.model.num_experts or 1))
+    here = max((size for size in sizes if size <= _replicas_of_node(config, job)), default=1)
+    return sorted({1, here, sizes[-1]})
+
+
+def _replicas_of_node(config: Config, job: SearchJob) -> int:
+    """How many replicas a node has."""
+    layout = config.layout
+    nodes = layout.ranks_per_node
+    return (job.devices if nodes == "auto" else nodes) // (_tensor_size(layout) * layout.pipeline.size)
 
 
 CHOICES = (
@@ -314,6 +328,7 @@ CHOICES = (
     Choice("memory.offload.to", lambda config, job: ("none", "host")),
     Choice("layout.data.sync", _syncs),
     Choice("layout.data.shard", _shards),
+    Choice("layout.data.expert", _experts),
     Choice("batch.micro", _micros),
     Choice("layout.pipeline.schedule", _schedules),
     Choice("layout.pipeline.chunks", _chunks),
@@ -323,5 +338,5 @@ CHOICES = (
     Choice("layout.order", _orders),
 )
 
-FAMILY = 7
+FAMILY = 8
 """The choices that a family of layouts has in common: all that its weights, gradients and states hang on."""

@@ -89,6 +89,10 @@ FEW = {
         )
         for sync in ("zero1", "zero3")
     ],
+    "experts": [
+        config_for("experts", WHOLE, 2, layout={"data": {"size": 2, "expert": 2, "sync": sync, "bucket": 8192}})
+        for sync in ("zero1", "zero3")
+    ],
     "2-D": [summa(FLAT, form) for form in ("gather", "stream")],
     "2.5-D": [summa(DEEP, "gather")],
     "sub-graphs": [synced("allreduce", 1, tensor) for tensor in (SUBGRAPHS[0], SUBGRAPHS[-1])],

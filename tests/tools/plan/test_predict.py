@@ -11,6 +11,7 @@ from meshwright.errors import ConfigError
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.tools.plan.cluster import Cluster, Device, Level, Links
 from meshwright.tools.plan.predict import Planner, Prediction
+from meshwright.tools.plan.software import software_of
 from tests.harness import counted_step
 
 DEVICE = Device(
@@ -83,10 +84,36 @@ def test_experts_have_equal_shares() -> None:
     data = {"size": 4, "expert": 2, "sync": "zero1"}
     config = config_for({}, {}, "none", model=model, layout={"data": data, "pipeline": {"size": 2}})
     check_whole_run(config)
+    counts = 4 * 8 // 2  # bytes of the counts that say how many rows follow
     elsewhere = 32 // 4 * 16 * 2 // 2  # rows of two experts a token, of which this rank has half
     traffic = predicted(config).traffic
     sent_bytes = sum(part["expert", "all_to_all"].sent_bytes for part in traffic)
-    assert sent_bytes == 3 * 4 * elsewhere * 32 * 4  # layers, all-to-alls, rows, hidden width, bytes
+    rows_bytes = 4 * elsewhere * 32 * 4  # all-to-alls, rows, hidden width, bytes
+    assert sent_bytes == 3 * (rows_bytes + counts * config.num_microbatches)  # layers
+
+
+def test_an_imbalance_makes_the_busiest_rank_the_slowest() -> None:
+    """Its rows take memory and time, where ranks hold different experts, and nowhere else; a capacity has none."""
+    model = {
+        "family": "llama", "layers": 2, "hidden": 32, "heads": 4, "feed_forward": 64, "positions": 16,
+        "vocabulary": 512, "experts": {"count": 4, "per_token": 2},
+    }  # fmt: skip
+
+    def made(expert: int, imbalance: float) -> Prediction:
+        config = config_for({}, {}, "none", model=model, layout={"data": {"size": 4, "expert": expert}})
+        return Planner(CLUSTER, software_of(config, imbalance)).predict(config)
+
+    even, busy = made(2, 1.0), made(2, 1.5)
+    assert busy.seconds > even.seconds
+    assert even.fullest.activations < busy.fullest.activations < 1.5 * even.fullest.activations
+    assert made(1, 1.5).seconds == made(1, 1.0).seconds
+    bounded = config_for({}, {}, "none", model=model | {"experts": model["experts"] | {"capacity": 1.0}})
+    for config, message in [
+        (bounded, "--imbalance=1.5 has no effect with model.experts.capacity"),
+        (config_for({}, {}, "none"), "--imbalance=1.5 has no effect on a model without experts"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            software_of(config, 1.5)
 
 
 def check_whole_run(config: Config) -> None:

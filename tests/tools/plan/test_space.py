@@ -123,6 +123,20 @@ def together(config: Config) -> set[frozenset[tuple[tuple[str, int], ...]]]:
     return {frozenset(places[rank : rank + 2]) for rank in range(0, grid.world_size, 2)}
 
 
+def test_experts_are_held_by_ranks_of_a_node_or_by_as_many_as_can() -> None:
+    model = {
+        "family": "llama", "layers": 1, "hidden": 32, "heads": 4, "feed_forward": 32, "positions": 32,
+        "vocabulary": 300, "experts": {"count": 4},
+    }  # fmt: skip
+    fixed = ("memory.recompute", "memory.offload.to", "batch.micro", "layout.pipeline.size", "layout.order")
+    tree = TREE | {"batch": {"global": 8, "micro": 1}, "layout": {"data": {"size": 4}}}
+    found = list(legal_layouts(job_of(4, tree | {"model": model}, fixed)))
+    assert all(not broken_rules(config) for config in found)
+    sizes = {(config.layout.data.size, config.layout.data.expert) for config in found}
+    assert sizes == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)}
+    assert {config.layout.data.expert for config in legal_layouts(job_of(4, tree, fixed))} == {1}
+
+
 @pytest.mark.parametrize("devices, tree", [(4, TREE), (2, TREE | HALF), pytest.param(6, TREE, marks=pytest.mark.long)])
 def test_the_space_is_the_legal_set(devices: int, tree: dict[str, Any]) -> None:
     run = parse_config(tree)
