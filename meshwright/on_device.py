@@ -31,10 +31,14 @@ Attention = Literal["fused", "fused-softmax", "steps", "torch"]
 class AsOnDevice(TorchFunctionMode):
     """While entered, F.scaled_dot_product_attention is the `attention` of a device of that type (a fused kernel where
     it fits, as the function would choose), dropout on a GPU is one kernel, and on a CPU GELU is our own.
-    `gelu_in_steps`: kernel by kernel, as a program of torch's operators has it."""
+    `gelu_in_steps`: kernel by kernel, as a program of torch's operators has it; `heads_apart`: each attended by kernels
+    of its own."""
 
-    def __init__(self, device_type: str, attention: Attention, *, gelu_in_steps: bool = False) -> None:
+    def __init__(
+        self, device_type: str, attention: Attention, *, gelu_in_steps: bool = False, heads_apart: bool = False
+    ) -> None:
         super().__init__()
+        self.heads_apart = heads_apart
         self.device_type, self.attention, self.gelu_in_steps = device_type, attention, gelu_in_steps
 
     def __torch_function__(
@@ -64,6 +68,12 @@ class AsOnDevice(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
+        if self.heads_apart and query.shape[1] > 1:
+            assert not enable_gqa, "a published program's heads have keys of their own"
+            heads = (x.split(1, 1) for x in (query, key, value))
+            return torch.cat(
+                [self._attend(*head, attn_mask, dropout_p, is_causal, scale) for head in zip(*heads, strict=True)], 1
+            )
         if enable_gqa and (self.attention != "fused" or self.device_type != "cpu"):
             # These take a key a query; FlashAttention, which a GPU has, would not ask for it.
             groups = query.shape[1] // key.shape[1]

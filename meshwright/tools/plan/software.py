@@ -26,6 +26,8 @@ class Software(Section):
     sends between its own products."""
 
     attention: Attention | None = None
+    heads: Literal["together", "apart"] = "together"
+    """Whether one kernel works on all heads, or each head has its own."""
     gelu: Literal["fused", "steps"] = "fused"
     """A kernel of its own, which torch has of GPT-2's since 1.12, or eight."""
     fuses_dropout: bool = False

@@ -64,3 +64,14 @@ def test_one_process_issues_the_forward_kernels_of_all_devices_in_turn() -> None
     assert forward["one"] == pytest.approx(2 * forward["each"], rel=0.02)
     assert backward["one"] == pytest.approx(backward["each"], rel=1e-12)
     assert predicted(run(), software).seconds == pytest.approx(predicted(run()).seconds, rel=1e-12)
+
+
+def test_heads_that_are_kernels_of_their_own_issue_as_many() -> None:
+    """Their products are the same; where the host is slow it issues those of each head."""
+    device = NODES.device.model_copy(update={"issue": 1e-3, "launch": 1e-7})
+    hosts = NODES.model_copy(update={"device": device})
+    together, apart = (
+        Planner(hosts, Software(attention="steps", heads=heads)).predict(run()) for heads in ("together", "apart")
+    )
+    assert apart.flops == together.flops
+    assert apart.phases[PIPELINE] > 1.3 * together.phases[PIPELINE]
