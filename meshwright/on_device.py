@@ -70,10 +70,8 @@ class AsOnDevice(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         if self.heads_apart and query.shape[1] > 1:
             assert not enable_gqa, "a published program's heads have keys of their own"
-            heads = (x.split(1, 1) for x in (query, key, value))
-            return torch.cat(
-                [self._attend(*head, attn_mask, dropout_p, is_causal, scale) for head in zip(*heads, strict=True)], 1
-            )
+            heads = zip(*(x.split(1, 1) for x in (query, key, value)), strict=True)
+            return torch.cat([self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale) for q, k, v in heads], 1)
         if enable_gqa and (self.attention != "fused" or self.device_type != "cpu"):
             # These take a key a query; FlashAttention, which a GPU has, would not ask for it.
             groups = query.shape[1] // key.shape[1]
