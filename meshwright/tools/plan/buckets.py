@@ -236,6 +236,13 @@ class Memory:
         return self.weights + self.gradients + self.states + self.activations + self.temporaries
 
     @property
+    def held_text(self) -> str:
+        """`allocated 5.00 GB, reserved 5.31 GB, ...`: what its process holds, by who asked for it."""
+        sizes = {"allocated": self.allocated, "reserved": self.reserved, "context": self.context}
+        sizes |= {"communicators": self.communicators} if self.communicators else {}
+        return ", ".join(f"{part} {size / 1e9:.2f} GB" for part, size in sizes.items())
+
+    @property
     def text(self) -> str:
         """`weights 1.20 GB, gradients 1.20 GB, ...`: the parts that there are."""
         return ", ".join(f"{part} {size / 1e9:.2f} GB" for part, size in asdict(self).items() if size)

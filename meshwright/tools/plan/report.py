@@ -92,6 +92,7 @@ def render(result: SearchResult) -> None:
     console.print()
     console.print(_fastest(result))
     console.print(f"memory of the first: {best.fullest.text}")
+    console.print(f"as its process holds it: {best.fullest.held_text}")
     if result.losers:
         console.print(_losers(result))
     for kind, problem in result.absent.items():
