@@ -9,8 +9,9 @@ from random import Random
 
 import pytest
 
-from meshwright.config import load_config
+from meshwright.config import Config, load_config
 from meshwright.config.load import parse_run
+from meshwright.errors import ConfigError
 from tests.fuzz.__main__ import COVERING, FOUND, HERE
 from tests.fuzz.axes import AXES, Case, read_cases, tree_of
 from tests.fuzz.check import mistakes
@@ -41,6 +42,31 @@ def test_equals_one_device(case: Case) -> None:
 @numbered(MORE)
 def test_more_equal_one_device(case: Case) -> None:
     assert mistakes(parse_run(tree_of(case))) == []
+
+
+def with_experts(random: Random) -> tuple[Case, Config]:
+    """A drawn run of Llama whose feed-forwards are experts. In float64 alone a router chooses and a capacity drops: a
+    choice jumps where rounding moves it (check.py)."""
+    drawing = Drawing(random)
+    for case, _ in drawing.cases():
+        if case["data"] == 1:
+            continue
+        tree = tree_of(case | {"model": "llama"})
+        exact = case["precision"] == "float64"
+        chosen = {"per_token": 2, "capacity": random.choice((None, 0.75))} if exact else {"per_token": 6}
+        tree["model"] |= {"experts": {"count": 6, "balance": 0.3, **chosen}, "biases": [], "feed_forward": 12}
+        tree["layout"]["data"]["expert"] = random.choice((1, 2, 2, 3))
+        try:
+            return case, parse_run(tree)
+        except ConfigError:
+            continue
+    raise AssertionError("draws do not end")
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 60))])
+def test_drawn_experts_equal_one_device(seed: int) -> None:
+    case, config = with_experts(Random(f"experts/{seed}"))
+    assert mistakes(config) == [], (case, config.model.experts, config.layout.data)
 
 
 def test_the_fixed_set_has_the_pairs_of_all_others() -> None:
