@@ -22,8 +22,8 @@ TRIES = 40
 RARE = 3000
 """Runs that are drawn for pairs that the fixed set lacks still."""
 
-MOST_ALONE = 14
-"""Pairs that two cases have alone, up to which they are tried as one."""
+BESIDE = 4
+"""Times that another value is changed, too, where a case may not take a pair over."""
 
 Pair = tuple[tuple[str, Value], tuple[str, Value]]
 """Two axes' values."""
@@ -103,9 +103,10 @@ def covering(seed: int, kept: Sequence[Case] = (), tries: int = 8, climbs: int =
     """Few legal cases that have every pair of values that any drawn case has.
 
     Each is the best of some that are drawn around a pair that is missing, and then changed, a value or two at a time,
-    as long as that covers more. At last two become one where they can. A pair with which `tries` draws find no legal
-    case counts as impossible. `kept`: cases that come first, where they are still legal; of axes that they do not know
-    they have no value, and only pairs with a value that none of them has are looked for.
+    as long as that covers more. At last a case goes where others can take its pairs over, and the rest become cheaper.
+    A pair with which `tries` draws find no legal case counts as impossible. `kept`: cases that come first, where they
+    are still legal; of axes that they do not know they have no value, and only pairs with a value that none of them has
+    are looked for.
     """
     drawing = Drawing(Random(seed))
     cases = [case for case in kept if drawing.is_legal(case)]
@@ -126,7 +127,10 @@ def covering(seed: int, kept: Sequence[Case] = (), tries: int = 8, climbs: int =
         if not pairs_of(case) <= have:
             cases.append(case)
             have |= pairs_of(case)
-    return merged(cases, drawing)
+    arrangement = Arrangement(cases, drawing)
+    arrangement.spread()
+    arrangement.cheapen()
+    return list(arrangement.cases.values())
 
 
 def _climbed(case: Case, pair: Pair, missing: Mapping[Pair, None], drawing: Drawing, climbs: int) -> Case:
@@ -140,46 +144,73 @@ def _climbed(case: Case, pair: Pair, missing: Mapping[Pair, None], drawing: Draw
     return case
 
 
-def merged(cases: Sequence[Case], drawing: Drawing) -> list[Case]:
-    """Fewer cases that have all their pairs: two become one where a legal case has all that none of the others has."""
-    left, number = dict(enumerate(cases)), len(cases)
-    pairs = {index: pairs_of(case) for index, case in left.items()}
-    holders = Counter(pair for own in pairs.values() for pair in own)
-    tried: set[tuple[int, int]] = set()
-    goes_on = True
-    while goes_on:
-        goes_on = False
-        alone = {index: sum(holders[pair] == 1 for pair in own) for index, own in pairs.items()}
-        for one, other in combinations(sorted(left, key=lambda index: alone[index]), 2):
-            if alone[one] + alone[other] > MOST_ALONE or (one, other) in tried:
-                continue
-            tried.add((one, other))
-            both = Counter([*pairs[one], *pairs[other]])
-            joint = _joint(left[one], left[other], {pair for pair in both if holders[pair] == both[pair]}, drawing)
-            if joint is not None:
-                for index in (one, other):
-                    holders.subtract(pairs.pop(index))
-                    del left[index]
-                left[number], pairs[number] = joint, pairs_of(joint)
-                holders.update(pairs[number])
-                number, goes_on = number + 1, True
-                break
-    return list(left.values())
+class Arrangement:
+    """Cases that have every pair, changed as long as none is lost."""
+
+    def __init__(self, cases: Sequence[Case], drawing: Drawing) -> None:
+        self.cases, self.drawing = dict(enumerate(cases)), drawing
+        self.holders = Counter(pair for case in cases for pair in pairs_of(case))
+        """How many cases have a pair."""
+
+    def spread(self) -> None:
+        """Take out each case whose pairs the others can have: that with the fewest of its own first."""
+        alone = {index: sum(self.holders[pair] == 1 for pair in pairs_of(case)) for index, case in self.cases.items()}
+        for index in sorted(alone, key=lambda index: alone[index]):
+            before, holders = dict(self.cases), self.holders.copy()
+            pairs = pairs_of(self.cases.pop(index))
+            self.holders.subtract(pairs)
+            if not all(self.holders[pair] or self._placed(pair) for pair in sorted(pairs, key=repr)):
+                self.cases, self.holders = before, holders
+
+    def cheapen(self, tries: int = 200) -> None:
+        """Give each case values with which it costs less, one to three at a time."""
+        for index in self.cases:
+            for _ in range(tries):
+                other = self.cases[index] | self._drawn(self.drawing.random.choice((1, 2, 3)))
+                if cost(other) < cost(self.cases[index]):
+                    self._replaced(index, other)
+
+    def _placed(self, pair: Pair) -> bool:
+        """Whether a case took the pair over and lost nothing by it: the cheapest that can."""
+        values = dict(pair)
+        for index in sorted(self.cases, key=lambda index: cost(self.cases[index] | values)):
+            case = self.cases[index]
+            if self._keeps_all(case, case | values):
+                beside = [{}, *(self._drawn(1) for _ in range(BESIDE))]
+                if any(self._replaced(index, case | more | values) for more in beside):
+                    return True
+        return False
+
+    def _drawn(self, number: int) -> Case:
+        """Values of some axes."""
+        random = self.drawing.random
+        return {axis: random.choice(AXES[axis]) for axis in random.sample(list(AXES), number)}
+
+    def _keeps_all(self, case: Case, other: Case) -> bool:
+        """Whether another case has every pair that only this one has."""
+        changed = {axis for axis in AXES if case[axis] != other[axis]}
+        return all(
+            self.holders[one, two] > 1
+            for one, two in combinations(case.items(), 2)
+            if one[0] in changed or two[0] in changed
+        )
+
+    def _replaced(self, index: int, other: Case) -> bool:
+        """Whether another case could take this one's place: it is legal, and no pair is lost."""
+        case = self.cases[index]
+        if not self._keeps_all(case, other) or not self.drawing.is_legal(other):
+            return False
+        self.holders.subtract(pairs_of(case))
+        self.holders.update(pairs_of(other))
+        self.cases[index] = other
+        return True
 
 
-def _joint(one: Case, other: Case, needed: set[Pair], drawing: Drawing) -> Case | None:
-    """A legal case with these pairs, of two cases that have them."""
-    values: dict[str, Value] = {}
-    for axis, value in (item for pair in needed for item in pair):
-        if values.setdefault(axis, value) != value:
-            return None
-    near = next((case for case in (one | values, other | values) if drawing.is_legal(case)), None)
-    if near is not None:
-        return near
-    found = drawing.case(values)
-    return None if found is None else found[0]
+def cost(case: Case) -> float:
+    """What it takes to run a case: its ranks, and the products of a real vocabulary."""
+    return (12 + world_size(case)) * (4 if case["vocabulary"] == "real" else 1)
 
 
 def _worth(case: Case, missing: Mapping[Pair, None]) -> float:
-    """How many missing pairs it covers; ranks cost time."""
-    return len(pairs_of(case) & missing.keys()) / (12 + world_size(case))
+    """How many missing pairs it covers for its cost."""
+    return len(pairs_of(case) & missing.keys()) / cost(case)
