@@ -58,11 +58,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that are marked long wait for --long."""
+    """Tests that are marked long wait for --long, and so do combinations off a diagonal."""
     if not config.getoption("--long"):
+        off = off_diagonals(items)
         for item in items:
-            if item.get_closest_marker("long"):
+            if item.get_closest_marker("long") or item.nodeid in off:
                 item.add_marker(pytest.mark.skip(reason="long: runs with --long (make test-long)"))
+
+
+def off_diagonals(items: list[pytest.Item]) -> set[str]:
+    """The ids of combinations that a diagonal leaves out.
+
+    It has the longest parameter's values in order, beside the others' in turn; the second one begins one value later.
+    """
+    off = set()
+    for item in items:
+        marker = item.get_closest_marker("diagonal")
+        if marker is not None and isinstance(item, pytest.Function):
+            sizes = [len(of_parameter.args[1]) for of_parameter in item.iter_markers("parametrize")]
+            number, place = next(iter(item.callspec.indices.values())), []
+            for size in reversed(sizes):  # the first varies slowest
+                number, index = divmod(number, size)
+                place.insert(0, index)
+            kept = [
+                [(index + (shift if size < max(sizes) else 0)) % size for size in sizes]
+                for index in range(max(sizes))
+                for shift in range((*marker.args, 1)[0])
+            ]
+            off |= set() if place in kept else {item.nodeid}
+    return off
 
 
 @pytest.fixture(scope="session")

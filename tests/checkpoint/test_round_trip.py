@@ -53,6 +53,7 @@ def serial() -> list[float]:
     return legs("allreduce", 1, None, None, range(LAST))[0][0]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("sync", SYNCS)
 def test_another_layout_goes_on(sync: str, size: int, serial: list[float], tmp_path: Path) -> None:
@@ -76,6 +77,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("sync", ["allreduce", "zero1", "fsdp"])
 def test_resumed_run_is_the_run(sync: str, changes: dict[str, object], tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_equals_serial(kind: str, model: str, size: int) -> None:
     check(run(config_for(model, {"size": size, "kind": kind})), serial(model))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("tensor", [ONE_D, CUT, BLOCKS, BLOCKS | {"d": 2}], ids=["1-D", "cut", "2-D", "2.5-D"])
 @pytest.mark.parametrize("model", ["gpt2", "bert"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,6 +70,7 @@ def test_equals_serial_with_tensor_parallelism(kind: str, model: str, tensor: di
     check(run(config_for(model, {"size": 2, "kind": kind}, layout={"tensor": tensor})), serial(model))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("branch", ["attention-core", "attention", "block"])
 @pytest.mark.parametrize("common", ["all", "one"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,6 +79,7 @@ def test_equals_serial_with_subgraphs(kind: str, common: str, branch: str) -> No
     check(run(config_for("bert", {"size": 2, "kind": kind}, layout={"tensor": tensor})), serial("bert"))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "axonn", "message-driven"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_serial_with_stages(kind: str, schedule: str) -> None:
@@ -91,6 +94,7 @@ def test_equals_serial_with_every_sync(sync: str) -> None:
     check(run(config_for("gpt2", {"size": 2}, layout=layout, batch={"global": 8, "micro": 2})), serial("gpt2"))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("recompute", ["auto", "selective", 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_serial_with_recomputation(kind: str, recompute: str | int) -> None:

@@ -158,14 +158,21 @@ def serial() -> tuple[list[float], dict[str, dict[tuple[int, ...], torch.Tensor]
     return run_ranks(train, Grid((("data", 1),)), config_for("allreduce", 1))[0]
 
 
-@pytest.mark.parametrize(
-    "sync, size, shard",
-    [*((sync, size, None) for sync in SYNCS for size in (2, 3, 4)), ("zero2", 4, 2), ("zero3", 4, 2), ("zero3", 4, 1)],
-)
-def test_equals_serial(sync: str, size: int, shard: int | None, serial: tuple) -> None:
-    layout = {"data": {"size": size, "sync": sync, "bucket": 8192, "shard": shard}}
-    batch = {} if shard is None else {"batch": {"global": 12, "micro": 3 // shard}}  # one microbatch, or three
-    config = config_for(sync, size, layout=layout, **batch)
+@pytest.mark.diagonal
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("sync", SYNCS)
+def test_equals_serial(sync: str, size: int, serial: tuple) -> None:
+    check(config_for(sync, size), serial)
+
+
+@pytest.mark.parametrize("sync, shard", [("zero2", 2), ("zero3", 2), ("zero3", 1)])
+def test_equals_serial_in_shard_groups(sync: str, shard: int, serial: tuple) -> None:
+    layout = {"data": {"size": 4, "sync": sync, "bucket": 8192, "shard": shard}}
+    check(config_for(sync, 4, layout=layout, batch={"global": 12, "micro": 3 // shard}), serial)  # of one, or three
+
+
+def check(config: Config, serial: tuple) -> None:
+    """The config's run against one device's."""
     results = run_ranks(train, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
     serial_losses, serial_gradients = serial
     for losses, _ in results:

@@ -66,6 +66,7 @@ OTHERS = {("bert-choice", "branches"), ("bert-choice", "branches, one")}
 OTHERS |= {(family, kind) for family in FAMILIES[1:] for kind in ("ulysses", "ring")}
 """Layouts that a family is refused beside."""
 ONLY_LONG = {(family, name) for family in FAMILIES for name in ("2.5-D", "zero3", "branches", "ring")}
+ONLY_LONG |= {(family, name) for family in FAMILIES[1:] for name in ("1-D", "cut x stages", "branches, one")}
 
 
 UNFELT = "blocks.1.feed_forward_norm.bias"

@@ -42,7 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts x chunks": {"data": {"size": 2, "expert": 2}, "pipeline": {"size": 2, "chunks": 2, "schedule": "1f1b"}},
     "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
 }
-ONLY_LONG = {"1-D", "ring"}
+ONLY_LONG = {"1-D", "ring", "experts x slices", "experts x stages x ring", "experts"}
 
 BOUNDED = MODEL | {"experts": EXPERTS | {"capacity": 0.75}}
 BOUNDED_LAYOUTS = {

@@ -36,7 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stages x 2-D": {"pipeline": {"size": 2, "schedule": "message-driven"}, "tensor": BLOCKS},
     "fsdp": {"data": {"size": 2, "sync": "fsdp"}},
 }
-ONLY_LONG = {"1-D of 4, cut", "2.5-D", "branches", "ring of 4 x replicas", "stages x 2-D"}
+ONLY_LONG = {"1-D of 4, cut", "2.5-D", "branches", "ring of 4 x replicas", "stages x 2-D", "ulysses x 1-D", "1-D"}
 """Layouts whose parts others show."""
 
 

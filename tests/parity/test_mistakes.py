@@ -20,8 +20,7 @@ from tests.workers import run_ranks
 
 CASES = {name: (setting, mistake) for name, setting, mistake in settings()}
 TENSOR = (("tp", 2),)
-FEW = ["g-missing@blocks.0.attention.out", "f-missing@blocks.1.feed_forward.up", "same-slice", "sequence-no-norms",
-       "clip-local", "dropout", "right-17", "right-20", "right-22"]  # fmt: skip
+FEW = ["g-missing@blocks.0.attention.out", "same-slice", "sequence-no-norms", "clip-local", "dropout", "right-17"]
 MANY = {
     axes: [name for name, (setting, _) in CASES.items() if setting.axes == axes] for axes in (TENSOR, (("data", 2),))
 }
@@ -47,7 +46,7 @@ def test_some_on_two_tensor_ranks(tmp_path: Path) -> None:
 
 def test_copies_in_half_precision_have_equal_bits(tmp_path: Path) -> None:
     """A norm that lacks the other rank's part moves gradients by less than bf16 rounds."""
-    check_cases(["clip-local", "right-14", "right-20"], TENSOR, "bf16", tmp_path)
+    check_cases(["clip-local", "right-20"], TENSOR, "bf16", tmp_path)
 
 
 def one_rank_forgets(mesh: Mesh, folder: Path) -> None:

@@ -40,6 +40,7 @@ def serial(model: str, **changes: Any) -> Any:
     return run(pipelined(model, 1, "gpipe", WHOLE, **changes))[0]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_equals_serial(stages: int, schedule: str) -> None:
@@ -75,6 +76,7 @@ def test_with_data_parallelism(schedule: str) -> None:
     check(run(pipelined("gpt2", 2, schedule, WHOLE, 2)), serial("gpt2"))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("schedule", ["1f1b", "message-driven"])
 @pytest.mark.parametrize("tensor", [ONE_D[0], SEQUENCE[0], BLOCKS[1]], ids=["1-D", "1-D cut", "2-D"])
 def test_with_tensor_kits(tensor: dict[str, Any], schedule: str) -> None:

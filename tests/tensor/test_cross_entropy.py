@@ -248,6 +248,7 @@ def unsplit_loss(mesh: Mesh, vocabulary: int, padded: int) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, leaves), (logits.argmax(1) == labels).sum()]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("chunk_elements", [30, 107, 10**6])
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_split_over_ranks(split: tuple[int, int, int], chunk_elements: int) -> None:

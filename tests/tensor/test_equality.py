@@ -109,8 +109,16 @@ def label(case: tuple[str, dict[str, Any], int, int]) -> str:
     return "-".join(map(str, (model, *tensor.values(), f"x{data}", f"{steps} steps")))
 
 
+def is_alike(case: tuple[str, dict[str, Any], int, int]) -> bool:
+    """Whether a case waits for --long: GPT-2 on one replica has every layout, the others show what is theirs."""
+    model, tensor, data, _ = case
+    return case in ONLY_LONG or ((model, data) != ("gpt2", 1) and tensor not in FEW)
+
+
 @pytest.mark.parametrize(
-    "case", [*CASES, *[pytest.param(case, marks=pytest.mark.long) for case in ONLY_LONG]], ids=label
+    "case",
+    [pytest.param(case, marks=pytest.mark.long if is_alike(case) else ()) for case in [*CASES, *ONLY_LONG]],
+    ids=label,
 )
 def test_equals_serial(case: tuple[str, dict[str, Any], int, int], request: pytest.FixtureRequest) -> None:
     model, tensor, data, steps = case

@@ -26,6 +26,7 @@ def float32() -> list[float]:
     return losses({"kind": "none"}, "O0", "float32")
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(
     "tensor",

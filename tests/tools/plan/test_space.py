@@ -69,7 +69,7 @@ def everything(run: Config, devices: int) -> Iterator[Config]:
         shared = [(sync, 2) for sync in syncs[2:] if here]
         for (sync, shard), micro, recompute, to in product(
             [*((sync, None) for sync in syncs), *shared],
-            range(1, 13), ("none", "selective", "auto"), ("none", "host"),
+            range(1, run.batch.global_ + 1), ("none", "selective", "auto"), ("none", "host"),
         ):  # fmt: skip
             cut = {"size": data, "sync": sync, "shard": shard}
             tree["layout"] |= {"data": cut, "order": "auto"}
@@ -137,7 +137,14 @@ def test_experts_are_held_by_ranks_of_a_node_or_by_as_many_as_can() -> None:
     assert {config.layout.data.expert for config in legal_layouts(job_of(4, tree, fixed))} == {1}
 
 
-@pytest.mark.parametrize("devices, tree", [(4, TREE), (2, TREE | HALF), pytest.param(6, TREE, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "devices, tree",
+    [
+        (4, TREE | {"batch": {"global": 4}}),
+        (2, TREE | HALF),
+        *(pytest.param(devices, TREE, marks=pytest.mark.long) for devices in (4, 6)),
+    ],
+)
 def test_the_space_is_the_legal_set(devices: int, tree: dict[str, Any]) -> None:
     run = parse_config(tree)
     fixed = ("memory.recompute", "memory.offload.to") if devices > 2 else ()

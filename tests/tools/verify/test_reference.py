@@ -126,6 +126,7 @@ def test_every_optimizer_and_schedule(name: str, decay: str, tmp_path: Path) -> 
 PRECISIONS = [("O0", "float32"), ("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("level,dtype", PRECISIONS)
 @pytest.mark.parametrize("model", ["gpt2", "t5", "resnext"])
 def test_every_precision(model: str, level: str, dtype: str, tmp_path: Path) -> None:
