@@ -119,6 +119,7 @@ def test_a_task_from_a_pretrained_bert(tmp_path: Path, task: str) -> None:
         "model": {"from": str(tmp_path / "hf"), "family": family, "dropout": 0.0, "vocabulary_multiple": 4},
         "data": {"source": str(source), "sequence": 96, "validation": 0.3},
         "batch": {"global": 4, "micro": 2},
+        "layout": {"transport": "torch"},
         "precision": {"level": "O0", "dtype": "float64"},
         "metrics": {"sinks": []},
         "device": "cpu",
@@ -127,7 +128,7 @@ def test_a_task_from_a_pretrained_bert(tmp_path: Path, task: str) -> None:
     config = parse_run(tree)
     assert (config.model.family, config.data.tokenizer) == (family, str(tmp_path / "hf" / "tokenizer.json"))
     train(config, tmp_path / "one", resume=False)
-    train(parse_run(tree | {"layout": layout}), tmp_path / "many", resume=False)
+    train(parse_run(tree | {"layout": layout | {"transport": "torch"}}), tmp_path / "many", resume=False)
     losses = [[line["loss"] for line in lines_of(tmp_path / run)] for run in ("one", "many")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)
     assert 0.1 < losses[0][0] < 20

@@ -32,6 +32,7 @@ def config_of(hf: Path | str, corpus: Path, *words: str, **model: Any) -> Config
         "model": {"from": str(hf)} | model,
         "data": {"source": str(corpus), "sequence": 12},
         "batch": {"global": 4, "micro": 2},
+        "layout": {"transport": "torch"},  # forked ranks import nothing anew; each of MPI's imports torch
         "precision": {"level": "O0", "dtype": "float64"},
         "metrics": {"sinks": []},
         "device": "cpu",
@@ -51,7 +52,7 @@ def test_a_run_starts_from_them_on_every_layout(tmp_path: Path, corpus: Path) ->
         first = F.cross_entropy(theirs(batch["tokens"]).logits.flatten(0, 1), batch["labels"].flatten())
     losses = [line["loss"] for line in lines_of(tmp_path / "one")]
     assert losses[0] == pytest.approx(float(first), rel=1e-5)
-    layout = "layout={tensor: {kind: megatron, size: 2}, pipeline: {size: 2}}"
+    layout = "layout={tensor: {kind: megatron, size: 2}, pipeline: {size: 2}, transport: torch}"
     train(config_of(tmp_path / "hf", corpus, layout, vocabulary_multiple=128), tmp_path / "four", resume=False)
     assert [line["loss"] for line in lines_of(tmp_path / "four")] == pytest.approx(losses, rel=1e-10)
     kept = load_config(tmp_path / "one" / "config.yaml")

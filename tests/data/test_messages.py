@@ -218,6 +218,7 @@ def test_fine_tuning_from_weights(tmp_path: Path) -> None:
         "batch": {"global": 4, "micro": 2},
         "precision": {"level": "O0", "dtype": "float64"},
         "metrics": {"sinks": []},
+        "layout": {"transport": "torch"},  # forked ranks import nothing anew
         "device": "cpu",
         "steps": 2,
     }
@@ -236,6 +237,6 @@ def test_fine_tuning_from_weights(tmp_path: Path) -> None:
                 count += int((labels != IGNORED).sum())
     losses = [line["loss"] for line in lines_of(tmp_path / "one")]
     assert losses[0] == pytest.approx(total / count, rel=1e-5)
-    layout = "layout={context: {size: 2, kind: ring}, pipeline: {size: 2}}"
+    layout = "layout={context: {size: 2, kind: ring}, pipeline: {size: 2}, transport: torch}"
     train(parse_run(tree, [layout]), tmp_path / "four", resume=False)
     assert [line["loss"] for line in lines_of(tmp_path / "four")] == pytest.approx(losses, rel=1e-10)
