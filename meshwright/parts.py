@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.context.context import WHOLE_SEQUENCES, Context
@@ -28,7 +29,7 @@ from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace, StatesFactory
 from meshwright.parameters.bucket import make_buckets
 from meshwright.parameters.gradients import Gradients
-from meshwright.parameters.shard import ShardSpec, initialise, shard_specs, use_gradients
+from meshwright.parameters.shard import ShardSpec, draw, initialise, shard_specs, use_gradients
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.pipeline import Pipeline, message_forms
 from meshwright.pipeline.placement import ChunkPlacement
@@ -121,7 +122,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
         use_flash_attention(mesh.device)
     stages = plan_stages(config, mesh)
     chunks = stages.of(mesh.index(PIPE))
-    kit = build_kit(config, mesh)
+    kit = build_kit(config, replace(mesh, empty=not config.layout.data.strategy.whole))
     model = build_model(config, kit, mesh, Chunk.union(chunks))
     recompute_in(config, model, chunks)
     if config.compile == "islands" and mesh.device.type != "meta":
@@ -318,16 +319,19 @@ def _build_strategy(
     parts = using if sync.gathers else None
     own = {name: chunks_using(users, chunks) for name, users in using.items()}
     by_chunk = own if sync.slices and len(chunks) > 1 else None
+
+    def fill(name: str, out: Tensor) -> nn.Parameter:
+        draw(out, name, specs[name], mesh, config.seed)
+        parameter = nn.Parameter(out.new_empty(0))
+        parameter.data = out
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, parameter)
+        return parameter
+
     buckets = make_buckets(
-        model.named_parameters(),
-        specs,
-        mesh,
-        bucket_bytes(config),
-        parts,
-        by_chunk,
-        widens=config.widens_gradients,
-        shares=sync.over_mpi,
-    )
+        model.named_parameters(), specs, mesh, bucket_bytes(config), parts, by_chunk,
+        widens=config.widens_gradients, shares=sync.over_mpi, fill=None if mesh.device.type == "meta" else fill,
+    )  # fmt: skip
     strategy = load_entry(sync.synchroniser)(buckets, mesh, policy)
     if not policy.replicated:
         strategy.follow(model, using, chunks)

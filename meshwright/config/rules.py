@@ -109,7 +109,9 @@ def chunks_have_layers(config: Config) -> Iterator[Problem]:
     size, chunks, layers = config.layout.pipeline.size, config.layout.pipeline.chunks, config.model.num_blocks
     if size <= layers + 2 < size * chunks:
         can_fill = f"on {size} stages is more than the model's {layers} layers, the embedding and the head can fill"
-        yield Problem("layout.pipeline.chunks", chunks, can_fill, f"1 to {(layers + 2) // size}")
+        yield Problem(
+            "layout.pipeline.chunks", chunks, can_fill, "1" if 2 * size > layers + 2 else f"1 to {(layers + 2) // size}"
+        )
 
 
 @rule("layout.pipeline")

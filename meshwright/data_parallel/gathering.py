@@ -22,7 +22,7 @@ more than without recomputation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -132,18 +132,25 @@ class Walk:
 class Gathering(Sharded):
     """Holds slices of the weights, and those of two parts of the model whole."""
 
-    def __init__(self, buckets: list[Bucket], mesh: Mesh, policy: Policy) -> None:
+    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy) -> None:
         assert isinstance(policy, Zero3), f"{policy} does not gather"
         self.gathers = policy
-        # Compared before they are cut: afterwards only other shards' replicas hold the same.
-        self._differing = [] if mesh.device.type == "meta" else make_buckets_equal(buckets, mesh)
+        self._differing: list[str] = []
+        self._index_of: dict[int, int] = {}
+        """Buckets by the storage of their values."""
         super().__init__(buckets, mesh, policy)
-        self._index_of = {bucket.values.untyped_storage()._cdata: index for index, bucket in enumerate(buckets)}
         self._kept: dict[int, set[int]] = {}
         self._walk = Walk(self._of, self._kept, ())
         self._pinned: set[int] = set()
-        for bucket in buckets:
-            free(bucket.values)
+
+    def take(self, bucket: Bucket) -> None:
+        """Cut a bucket to this rank's slice of it. Its replicas are compared before: afterwards only those of other
+        shard groups hold the same."""
+        if self.mesh.device.type != "meta":
+            self._differing += make_buckets_equal([bucket], self.mesh)
+        self._index_of[bucket.values.untyped_storage()._cdata] = len(self.buckets)
+        super().take(bucket)
+        free(bucket.values)
 
     def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
         """Gather what a chain's parts need when it runs them."""

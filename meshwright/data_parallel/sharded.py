@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from meshwright.data_parallel.policies import Zero1
 from meshwright.data_parallel.strategy import Policy, Synchroniser, ended
-from meshwright.parameters.bucket import Bucket, Slot, gradient_views, slice_axes
+from meshwright.parameters.bucket import Bucket, Slot, slice_axes
 from meshwright.parameters.gradients import Gradients
 from meshwright.ranks.comm import Comm, Work, size_bytes
 from meshwright.ranks.grid import PIPE
@@ -52,24 +52,26 @@ class Sharded(Synchroniser):
 
     every_microbatch = True
 
-    def __init__(self, buckets: list[Bucket], mesh: Mesh, policy: Policy) -> None:
+    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy) -> None:
         super().__init__(buckets, mesh, policy)
-        outer = [[axis for axis in bucket.sum_axes if axis not in slice_axes(bucket.sum_axes)] for bucket in buckets]
-        self._copies = [mesh.comm(*axes) for axes in outer]
-        self._summed = [False] * len(buckets)
+        summed = [bucket.sum_axes for bucket in self.buckets]
+        self._copies = [mesh.comm(*(axis for axis in axes if axis not in slice_axes(axes))) for axes in summed]
+        self._summed = [False] * len(self.buckets)
         """Whether a bucket's slice holds a sum of this step."""
         self._under_way: dict[int, Work] = {}
         self._complete: set[int] = set()
         """Buckets that have left in the step's last microbatch, where their slices may go on to the other groups."""
         self._across: dict[int, Work] = {}
         """Sums of slices over the ranks that hold the same ones."""
-        self._late = {index for index, bucket in enumerate(buckets) if len(bucket.chunks) > 1}
+        self._late = {index for index, bucket in enumerate(self.buckets) if len(bucket.chunks) > 1}
         """Buckets that are summed at the step's end."""
         self._left: defaultdict[int, int] = defaultdict(int)
         """How many buckets of a microbatch have left, by the chunk of this stage that fills them."""
-        self._missing = [self._members(index) for index in range(len(buckets))]
-        for bucket in buckets:
-            free(bucket.gradients)
+        self._missing = [self._members(index) for index in range(len(self.buckets))]
+
+    def take(self, bucket: Bucket) -> None:
+        super().take(bucket)
+        free(bucket.gradients)
 
     def make_comm(self, bucket: Bucket) -> Comm:
         return self.mesh.comm(*slice_axes(bucket.sum_axes))
@@ -81,7 +83,7 @@ class Sharded(Synchroniser):
         return slot
 
     def make_gradients(self) -> Gradients:
-        return Gradients(gradient_views(self.buckets), self.filled, self._begin)
+        return Gradients(self._views, self.filled, self._begin)
 
     @property
     def gradient_bytes(self) -> int:

@@ -7,14 +7,14 @@ travel under the next forward pass: each part of the model then waits for its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot, gradient_views
+from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
 from meshwright.parameters.gradients import Gradients
 from meshwright.ranks.agreement import make_equal, same_everywhere
 from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes
@@ -124,12 +124,16 @@ class Synchroniser:
 
     every_microbatch = False
 
-    def __init__(self, buckets: list[Bucket], mesh: Mesh, policy: Policy) -> None:
-        self.buckets = buckets
+    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy) -> None:
+        """`buckets`: taken one after the other, so that one that is not kept whole is given back before the next."""
         self.mesh = mesh
         self.policy = policy
-        self.comms = [self.make_comm(bucket) for bucket in buckets]
-        self._slots = [self.make_slot(bucket, comm) for bucket, comm in zip(buckets, self.comms, strict=True)]
+        self.buckets: list[Bucket] = []
+        self.comms: list[Comm] = []
+        self._slots: list[Slot] = []
+        self._views: dict[nn.Parameter, Tensor] = {}
+        for bucket in buckets:
+            self.take(bucket)
         self._missing = self._all_members()
         self._works: list[Work] = []
         self._final = False
@@ -137,10 +141,19 @@ class Synchroniser:
         """Buckets whose values are on their way."""
         self._of: dict[int, list[int]] = {}
         """The buckets that each part of the model reads."""
-        self._bucket_of = {parameter: index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
+        numbered = enumerate(self.buckets)
+        self._bucket_of = {parameter: index for index, bucket in numbered for parameter in bucket.parameters}
         self.gradients = self.make_gradients()
         for parameter in self._bucket_of:
             parameter.grad = None
+
+    def take(self, bucket: Bucket) -> None:
+        """Add a bucket: the ranks that sum it, and the part of it that this rank's optimizer steps."""
+        comm = self.make_comm(bucket)
+        self.buckets.append(bucket)
+        self.comms.append(comm)
+        self._slots.append(self.make_slot(bucket, comm))
+        self._views |= bucket.members()
 
     def make_comm(self, bucket: Bucket) -> Comm:
         """The ranks over which the policy sums and publishes a bucket."""
@@ -153,7 +166,7 @@ class Synchroniser:
 
     def make_gradients(self) -> Gradients:
         """Where the model's layers add their gradients up."""
-        return Gradients(gradient_views(self.buckets), self.filled)
+        return Gradients(self._views, self.filled)
 
     @property
     def weight_bytes(self) -> int:

@@ -138,6 +138,10 @@ def other_axes(grid: Grid, axes: Collection[str], shared: Iterable[str]) -> tupl
     return tuple(axis for axis in (*grid.names, *shared) if axis != PIPE and axis not in axes)
 
 
+Fill = Callable[[str, Tensor], nn.Parameter]
+"""fill(name, out): the model's parameter, whose initial values have been written into out."""
+
+
 @dataclass(frozen=True)
 class FlatWeights:
     """Weights as a rank computes with them: `values` [n], what lies where in them, and whose ranks hold the same."""
@@ -203,19 +207,21 @@ def make_buckets(
     *,
     widens: bool = False,
     shares: bool = False,
-) -> list[Bucket]:
+    fill: Fill | None = None,
+) -> Iterator[Bucket]:
     """Move the parameters into buckets of about `bucket_bytes`, or by `parts` and `chunks`, in order of readiness.
     `widens`: as gradient_dtype. `shares`: gradients lie where all ranks that sum them can read them, if they share a
-    node."""
+    node. `fill`: gives those that are meta tensors (Mesh.empty) their values.
+
+    A bucket is made when it is asked for, so that whoever keeps a slice of each never holds all of them.
+    """
     members = dict(parameters)
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
-    buckets = []
     for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks):
         group, dtype = [(name, members[name]) for name in names], gradient_dtype(kind.dtype, widens)
         padded = kind.padded(sum(parameter.numel() for _, parameter in group), mesh)
         comm = mesh.comm(*(kind.sum_axes if shares else ()))
-        buckets.append(_make_bucket(kind, group, specs, mesh, comm.zeros(padded, dtype, mesh.device)))
-    return buckets
+        yield _make_bucket(kind, group, specs, mesh, comm.zeros(padded, dtype, mesh.device), fill)
 
 
 def gradient_views(buckets: Iterable[Bucket]) -> dict[nn.Parameter, Tensor]:
@@ -238,18 +244,24 @@ def _make_bucket(
     specs: dict[str, ShardSpec],
     mesh: Mesh,
     gradients: Tensor,
+    fill: Fill | None,
 ) -> Bucket:
     values = torch.zeros_like(gradients, dtype=kind.dtype)
-    places, start = [], 0
-    for name, parameter in group:
-        stop = start + parameter.numel()
-        values[start:stop].view(parameter.shape).copy_(parameter.detach())
-        parameter.data = values[start:stop].view(parameter.shape)
+    places, members, start = [], [], 0
+    for name, declared in group:
+        stop = start + declared.numel()
+        view = values[start:stop].view(declared.shape)
+        if fill is not None and declared.is_meta:
+            parameter = fill(name, view)
+        else:
+            parameter = declared
+            view.copy_(parameter.detach())
+            parameter.data = view
+        members.append(parameter)
         parameter.grad_dtype = gradients.dtype
         spec, box = specs[name], specs[name].box(mesh.grid, mesh.rank)
         is_hidden = spec.matrix and not spec.table and box.lengths == spec.shape
         places.append(Place(name, spec.shape, box, start, stop, is_hidden))
         start = stop
-    members = tuple(parameter for _, parameter in group)
     axes = kind.sum_axes, kind.cut_axes
-    return Bucket(values, gradients, members, tuple(places), kind.matrix, *axes, kind.parts, kind.chunks)
+    return Bucket(values, gradients, tuple(members), tuple(places), kind.matrix, *axes, kind.parts, kind.chunks)

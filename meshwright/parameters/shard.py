@@ -170,7 +170,7 @@ class ShardedModule(nn.Module):
     def declare(self, name: str, spec: ShardSpec) -> nn.Parameter:
         """Register a parameter of this rank's shape, without values: `initialise` fills it."""
         box = spec.box(self.mesh.grid, self.mesh.rank)
-        parameter = nn.Parameter(torch.empty(box.lengths, device=self.mesh.device))
+        parameter = nn.Parameter(torch.empty(box.lengths, device=self.mesh.parameter_device))
         self.register_parameter(name, parameter)
         self.specs[name] = spec
         return parameter
@@ -227,30 +227,32 @@ def num_parameters(specs: Sequence[ShardSpec]) -> int:
 
 
 def initialise(model: nn.Module, mesh: Mesh, seed: int) -> None:
-    """Fill every parameter with its part of the global tensor that its name and the seed give.
+    """Fill every parameter with its part of the global tensor that its name and the seed give. A meta tensor has no
+    values: where one is given memory, `draw` fills it."""
+    specs = shard_specs(model)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            draw(parameter, name, specs[name], mesh, seed)
+
+
+@torch.no_grad()
+def draw(out: Tensor, name: str, spec: ShardSpec, mesh: Mesh, seed: int) -> None:
+    """Fill this rank's part of a parameter, of any dtype; one without initial values stays as it is.
 
     Drawn in blocks of whole rows, each from a generator of its own, so that a rank draws only the rows it holds
     a part of and no rank ever holds a whole embedding. Float32 draws whatever the run's precision.
     """
-    specs = shard_specs(model)
-    if mesh.device.type == "meta":
-        return  # shapes have no values
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            spec = specs[name]
-            if parameter.numel() == 0:
-                continue  # its owner is another rank
-            initial = spec.initial
-            if initial is None:
-                continue
-            if initial.std == 0:
-                parameter.fill_(initial.mean)
-                continue
-            box = spec.box(mesh.grid, mesh.rank)
-            for block, values in _blocks(spec.shape, initial, box, f"{seed}/{name}"):
-                part = block.intersection(box)
-                assert part is not None, f"{block} was drawn for {box}"
-                parameter[part.within(box).slices] = values[part.within(block).slices].to(parameter)
+    initial = spec.initial
+    if initial is None or out.numel() == 0:  # the owner of nothing is another rank
+        return
+    if initial.std == 0:
+        out.fill_(initial.mean)
+        return
+    box = spec.box(mesh.grid, mesh.rank)
+    for block, values in _blocks(spec.shape, initial, box, f"{seed}/{name}"):
+        part = block.intersection(box)
+        assert part is not None, f"{block} was drawn for {box}"
+        out[part.within(box).slices] = values[part.within(block).slices].to(out)
 
 
 def first_values(name: str, spec: ShardSpec, seed: int) -> Tensor:

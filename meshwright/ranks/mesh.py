@@ -69,6 +69,7 @@ class Mesh:
 
     `stands_for`: of a plan, the type of the devices that it is for. `ranks_here`: those that share this node's memory.
     `imbalance`: of a plan, rows that this rank's experts get in those that an even router would give them.
+    `empty`: layers declare their parameters as meta tensors, which get memory and values in buckets (bucket.py).
     """
 
     grid: Grid
@@ -79,6 +80,7 @@ class Mesh:
     stands_for: str = "cpu"
     ranks_here: int = 1
     imbalance: float = 1.0
+    empty: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
     timeout: Timeout = DEFAULT_TIMEOUT
@@ -120,6 +122,11 @@ class Mesh:
     def device_type(self) -> str:
         """cpu or cuda, also of a plan, whose tensors are meta tensors."""
         return self.stands_for if self.device.type == "meta" else self.device.type
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """Where layers declare their parameters."""
+        return torch.device("meta") if self.empty else self.device
 
     @property
     def world(self) -> Comm:

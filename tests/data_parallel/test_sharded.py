@@ -3,17 +3,23 @@ next part's weights travel while a part is computed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
 from meshwright.model import EMBEDDINGS, HEAD, rows_of
-from meshwright.parameters.bucket import Bucket
+from meshwright.parameters.bucket import Bucket, make_buckets
+from meshwright.parameters.shard import Box
+from meshwright.parts import build_model
 from meshwright.ranks.comm import Comm, Later, Work
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.tensor.serial import SerialKit
 from tests.data_parallel.test_equality import config_for, global_batch
 from tests.harness import build, forward_and_backward
 from tests.pipeline.test_equality import WHOLE, V, pipelined
@@ -214,3 +220,41 @@ def test_stages_of_two_chunks_gather_ahead_and_hold_two_parts() -> None:
         first, ahead = (0, 1) if rank % 2 == 0 else (2, 3)
         assert events.index(f"gather ({ahead},)") < events.index(f"computed {first}") < events.index(f"have ({ahead},)")
         assert 0 < most <= two
+
+
+def first_slices(mesh: Mesh, config: Config) -> list[tuple[str, Box, Tensor]]:
+    """This rank's slices of the initial weights, of buckets of which no two were whole at a time."""
+    taken: list[Bucket] = []
+
+    def one_by_one(*arguments: Any, **options: Any) -> Iterator[Bucket]:
+        for bucket in make_buckets(*arguments, **options):
+            whole = [other for other in taken if other.values.untyped_storage().nbytes()]
+            assert not whole
+            assert not any(other.gradients.untyped_storage().nbytes() for other in taken)
+            taken.append(bucket)
+            yield bucket
+
+    with mock.patch("meshwright.parts.make_buckets", one_by_one):
+        slots = build(config, mesh).strategy.slots
+    assert len(taken) > 3
+    return [
+        (place.name, place.box, slot.parameter.detach()[place.start : place.stop])
+        for slot in slots
+        for place in slot.places
+    ]
+
+
+@pytest.mark.parametrize("level, dtype", [("O0", "float64"), ("O2", "bf16")])
+def test_zero3_draws_and_cuts_one_bucket_after_the_other(level: str, dtype: str) -> None:
+    """The values are those of a whole model, to the bit, and every element is on one rank."""
+    config = config_for("zero3", 2, precision={"level": level, "dtype": dtype})
+    serial = build_model(config, SerialKit(alone := solo_mesh(torch.device("cpu"))), alone)
+    whole = {name: parameter.detach() for name, parameter in serial.named_parameters()}
+    counted = dict.fromkeys(whole, 0)
+    for rank in run_ranks(first_slices, Grid((("data", 2),)), config):
+        for name, box, values in rank:
+            part = whole[name][box.slices]
+            assert values.dtype == part.dtype
+            assert torch.equal(values.view(part.shape), part), name
+            counted[name] += values.numel()
+    assert counted == {name: parameter.numel() for name, parameter in whole.items()}

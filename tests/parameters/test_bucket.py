@@ -42,7 +42,7 @@ def buckets_of(
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.bfloat16()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return model, make_buckets(model.named_parameters(), shard_specs(model), mesh, bucket_bytes), before
+    return model, list(make_buckets(model.named_parameters(), shard_specs(model), mesh, bucket_bytes)), before
 
 
 def names(bucket: Bucket) -> list[str]:

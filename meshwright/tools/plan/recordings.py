@@ -233,7 +233,7 @@ def _record(
     model = build_model(config, kit, mesh, chunk)
     recompute_in(config, model, (chunk,))
     specs = shard_specs(model)
-    buckets = make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients)
+    buckets = list(make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients))
     names = {parameter: name for name, parameter in model.named_parameters()}
     with_b: set[str] = set()
 

@@ -107,7 +107,7 @@ def run_for_real(config: Config) -> list[Ran]:
     for chunk in CHUNKS:
         kit, recorder = build_kit(config, mesh), Recorder()
         model = build_model(config, kit, mesh, chunk)
-        buckets = make_buckets(model.named_parameters(), shard_specs(model), mesh, 2**30)
+        buckets = list(make_buckets(model.named_parameters(), shard_specs(model), mesh, 2**30))
         memory = Gradients(gradient_views(buckets))
         use_gradients(model, memory)
         stage, scales = Stage(model, memory), dict.fromkeys(model.labels, 1.0)
