@@ -6,6 +6,7 @@
 | 1F1B (PipeDream-Flush, Narayanan et al. 2021) | the same | whole | p - i | c p + p - 2 i - 1 |
 | AxoNN (Singh and Bhatele 2022, algorithm 2) | on the message that came first | whole | p | |
 | message-driven (ours) | B, else F below the limit, else W | B and W | 2p, or what memory allows | 2 c p, or the same |
+| the same, a v of c = 2 with memory for little more than 2p | ZB-V's F and B, W in each wait | | | 2p to 5p/2 |
 | ZB-V (Qi et al. 2024, section 6) | in an order of its own, whatever came first | B and W | | 2p, c = 2, as a v |
 | forward only | F | none | 1 | 1 |
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from meshwright.pipeline.placement import ChunkPlacement, Shape
 from meshwright.pipeline.task import Counters, Task, TaskKind, View
@@ -32,8 +34,8 @@ Limit = Callable[[int, int, int], int]
 ChunkedLimit = Callable[[int, ChunkPlacement, int], int]
 """limit(stage, placement, num_microbatches): the same for stages of several chunks, each of which counts its own."""
 
-TaskOrder = Callable[[int, ChunkPlacement, int], tuple[Task, ...]]
-"""order(stage, placement, num_microbatches): all tasks of a stage."""
+TaskOrder = Callable[[int, ChunkPlacement, int, int], tuple[Task, ...]]
+"""order(stage, placement, num_microbatches, limit): all tasks of a stage."""
 
 
 def forward_first(view: View) -> Task | None:
@@ -80,9 +82,19 @@ def message_driven(view: View) -> Task | None:
     """Ours: the backward pass first, since a neighbour waits for it; then forward; weight gradients, which nobody
     waits for, fill every wait. Weight gradients also make room: a stage at its limit runs them before it sleeps.
 
-    Of several chunks the deepest comes first: what it does is the nearest to its end, and makes room soonest.
+    Of several chunks the deepest comes first: what it does is the nearest to its end, and makes room soonest. Where
+    memory is so scarce that each place must be filled with what will soon be free again, the view has an order
+    (`scarce_order`): F and B keep to it, and only weight gradients fill the waits.
     """
     deepest_first = range(len(view.chunks) - 1, -1, -1)
+    if view.order:
+        done = view.forwards + view.backwards
+        rest = islice(view.order, done, None)  # all of the order's F and B that are done stand before
+        task = next(task for task in rest if view.chunks[task.chunk].num_done(task.kind) <= task.microbatch)
+        if view.ready(task.kind, task.chunk):
+            return task
+        waiting = (chunk for chunk in deepest_first if view.ready(TaskKind.WEIGHT, chunk))
+        return next((view.next(TaskKind.WEIGHT, chunk) for chunk in waiting), None)
     for kind in (TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.WEIGHT):
         for chunk in deepest_first:
             if view.ready(kind, chunk) and (kind is not TaskKind.FORWARD or _leaves_room(view, chunk)):
@@ -140,7 +152,7 @@ class ScheduleRule:
     """The one of them that a planner tries; None: it tries one chunk."""
     chunked_limit: ChunkedLimit = lambda stage, placement, num_microbatches: num_microbatches * placement.num_chunks
     order: TaskOrder | None = None
-    """The order of tasks, where it is written down as a whole (`in_order`)."""
+    """The order of tasks, where it is written down as a whole; of no tasks where the schedule is free."""
 
     @property
     def splits(self) -> bool:
@@ -157,7 +169,7 @@ class ScheduleRule:
         """A stage before its first task."""
         placement = placement or ChunkPlacement(num_stages)
         limit = self.limit_at(stage, placement, num_microbatches)
-        order = () if self.order is None else self.order(stage, placement, num_microbatches)
+        order = () if self.order is None else self.order(stage, placement, num_microbatches, limit)
         counts = (Counters(),) * placement.num_chunks
         return View(stage, placement, num_microbatches, limit, self.kinds, counts, order=order)
 
@@ -178,8 +190,9 @@ def interleaved_limit(stage: int, placement: ChunkPlacement, num_microbatches: i
     return min(2 * (stages - stage - 1) + (chunks - 1) * largest + 1, num_microbatches * chunks)
 
 
-def zb_v_order(stage: int, placement: ChunkPlacement, num_microbatches: int) -> tuple[Task, ...]:
+def zb_v_order(stage: int, placement: ChunkPlacement, num_microbatches: int, limit: int) -> tuple[Task, ...]:
     """ZB-V's tasks (Qi et al., arXiv 2401.10241, section 6): at most 2 p microbatches in flight, W fills the end.
+    `limit`: at least that, and no matter beyond.
 
     Written for 2 p - 1 microbatches or more; with fewer, the tasks of those that are missing are left out.
     """
@@ -216,6 +229,14 @@ def zb_v_order(stage: int, placement: ChunkPlacement, num_microbatches: int) -> 
     return tuple(task for task in order if task.microbatch < num_microbatches)
 
 
+def scarce_order(stage: int, placement: ChunkPlacement, num_microbatches: int, limit: int) -> tuple[Task, ...]:
+    """ZB-V's order on a v of two chunks, where memory is that of 2 p to 5/2 p microbatches and these are 2 p - 1 or
+    more. With more memory, or fewer microbatches, a stage that takes what is there is faster by the clock."""
+    p = placement.num_stages
+    fits = placement.shape == "v" and placement.num_chunks == 2 and 2 * p <= limit < 5 * p / 2
+    return zb_v_order(stage, placement, num_microbatches, limit) if fits and num_microbatches >= 2 * p - 1 else ()
+
+
 WHOLE = (TaskKind.FORWARD, TaskKind.BACKWARD)
 SPLIT = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT)
 
@@ -232,7 +253,7 @@ MESSAGE_DRIVEN = ScheduleRule(
     message_driven, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages,
     held=lambda stage, num_stages, limit: limit if stage == 0 else min(limit, num_stages - stage), by_memory=True,
     shapes=("loop", "v"), tried_shape="v",
-    chunked_limit=lambda stage, placement, num_microbatches: 2 * placement.num_positions,
+    chunked_limit=lambda stage, placement, num_microbatches: 2 * placement.num_positions, order=scarce_order,
 )  # fmt: skip
 ZB_V = ScheduleRule(
     in_order, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages, fixed=True,

@@ -87,7 +87,7 @@ class View:
     `limit`: the most microbatches in flight here, each counted once for every chunk that holds it. `kinds`: what each
     microbatch goes through, in order: F, B, W; F, B where the backward pass is not split; F in an evaluation. `chunks`:
     the counters of each chunk. `arrivals`: the messages that no task has taken yet, in the order in which they came.
-    `order`: all tasks, where the schedule has an order that nothing changes.
+    `order`: all tasks, where the schedule keeps to an order.
     """
 
     stage: int

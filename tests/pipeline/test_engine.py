@@ -134,7 +134,7 @@ def test_no_stage_begins_below_a_limit_of_one() -> None:
 
 
 @given(
-    rule=st.sampled_from(sorted(RULES)),
+    rule=st.sampled_from([*sorted(RULES), "scarce"]),
     num_stages=st.integers(1, 5),
     num_chunks=st.integers(1, 3),
     shape=st.sampled_from(["loop", "v"]),
@@ -145,10 +145,10 @@ def test_any_order_of_arrival(
     rule: str, num_stages: int, num_chunks: int, shape: Shape, num_microbatches: int, seed: int
 ) -> None:
     """No clock: stages take turns at random, and messages of a link arrive in any order, many at once or one by one."""
-    chosen, draw = RULES[rule], random.Random(seed)
+    chosen, draw = RULES.get(rule, MESSAGE_DRIVEN.limited(2 * num_stages)), random.Random(seed)
     if "limit" in rule:
         chosen = chosen.limited(num_chunks)  # the least with which every chunk can begin
-    if rule == "zb-v":
+    if rule in ("zb-v", "scarce"):
         num_chunks, shape = 2, "v"
     placement = ChunkPlacement(num_stages, num_chunks if shape in chosen.shapes else 1, shape)
     processes = [
