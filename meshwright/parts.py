@@ -29,7 +29,7 @@ from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace, StatesFactory
 from meshwright.parameters.bucket import make_buckets
 from meshwright.parameters.gradients import Gradients
-from meshwright.parameters.shard import ShardSpec, draw, initialise, shard_specs, use_gradients
+from meshwright.parameters.shard import ShardSpec, draw_values, initialise, shard_specs, use_gradients
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.pipeline import Pipeline, message_forms
 from meshwright.pipeline.placement import ChunkPlacement
@@ -321,7 +321,7 @@ def _build_strategy(
     by_chunk = own if sync.slices and len(chunks) > 1 else None
 
     def fill(name: str, out: Tensor) -> nn.Parameter:
-        draw(out, name, specs[name], mesh, config.seed)
+        draw_values(out, name, specs[name], mesh, config.seed)
         parameter = nn.Parameter(out.new_empty(0))
         parameter.data = out
         owner, _, own = name.rpartition(".")

@@ -228,15 +228,15 @@ def num_parameters(specs: Sequence[ShardSpec]) -> int:
 
 def initialise(model: nn.Module, mesh: Mesh, seed: int) -> None:
     """Fill every parameter with its part of the global tensor that its name and the seed give. A meta tensor has no
-    values: where one is given memory, `draw` fills it."""
+    values: where one is given memory, `draw_values` fills it."""
     specs = shard_specs(model)
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
-            draw(parameter, name, specs[name], mesh, seed)
+            draw_values(parameter, name, specs[name], mesh, seed)
 
 
 @torch.no_grad()
-def draw(out: Tensor, name: str, spec: ShardSpec, mesh: Mesh, seed: int) -> None:
+def draw_values(out: Tensor, name: str, spec: ShardSpec, mesh: Mesh, seed: int) -> None:
     """Fill this rank's part of a parameter, of any dtype; one without initial values stays as it is.
 
     Drawn in blocks of whole rows, each from a generator of its own, so that a rank draws only the rows it holds
