@@ -301,13 +301,13 @@ def chunked_loss(
 def _selected(h: Tensor, labels: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
     """The counted tokens alone, where they are less than half; of meta tensors as many as a sample has most likely."""
     flat = labels.flatten()
+    counted = flat != IGNORED
     if labels.device.type == "meta":
         if 2 * classes.labelled >= 1:
             return h, flat
         samples, length = labels.numel() // labels.shape[-1], labels.shape[-1]
         index = flat.new_empty(samples * max(1, round(classes.labelled * length)))
         return h[index], flat[index]
-    counted = flat != IGNORED
     selects = 2 * classes.labelled < 1 or classes.device_type == "cpu"  # on a GPU the host would wait for the count
     return (h[counted], flat[counted]) if selects and 2 * int(counted.sum()) < flat.numel() else (h, flat)
 
