@@ -29,7 +29,6 @@ from meshwright.data_parallel.strategy import Policy
 from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
-from meshwright.optim.states import stepped_together
 from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, slice_axes
 from meshwright.parts import bucket_bytes
 from meshwright.ranks.grid import grid_of_run
@@ -38,6 +37,7 @@ from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
 from meshwright.tools.plan.recorder import Program, Recorder
 from meshwright.tools.plan.recordings import Parameter
+from meshwright.tools.plan.software import Software
 
 
 @dataclass(frozen=True)
@@ -255,11 +255,13 @@ def streams(config: Config) -> bool:
     return config.memory.offload.to != "none" and not waits
 
 
-def memory_of(config: Config, buckets: Sequence[PlannedBucket], peak: Peak, context_bytes: int) -> Memory:
+def memory_of(
+    config: Config, buckets: Sequence[PlannedBucket], peak: Peak, context_bytes: int, software: Software
+) -> Memory:
     """The memory of a rank with these buckets, whose tasks hold so much at most."""
     weights = sum(bucket.size_bytes for bucket in buckets)
     gradients = sum(bucket.gradient_bytes for bucket in buckets)
-    most = max(peak.total_bytes + passing_bytes(buckets), _widened_bytes(config, buckets))
+    most = max(peak.total_bytes + passing_bytes(buckets), _widened_bytes(config, buckets, software))
     activations = min(peak.activation_bytes, most)
     return Memory(
         weights, gradients, state_bytes(config, slots_of(buckets)), activations, most - activations, context_bytes
@@ -285,7 +287,7 @@ def slots_of(buckets: Sequence[PlannedBucket]) -> list[tuple[int, torch.dtype]]:
     return [(bucket.stepped_elements, bucket.kind.dtype) for bucket in buckets]
 
 
-def _widened_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
+def _widened_bytes(config: Config, buckets: Sequence[PlannedBucket], software: Software) -> int:
     """Float32 gradients of half-precision ones, which states in place make of those that they step together."""
     if config.memory.offload.to != "none":
         return 0
@@ -293,5 +295,5 @@ def _widened_bytes(config: Config, buckets: Sequence[PlannedBucket]) -> int:
     for matrix in (True, False):
         own = [bucket for bucket in buckets if bucket.kind.matrix == matrix]
         sizes = [bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0 for bucket in own]
-        most = max([most, *(sum(sizes[index] for index in some) for some in stepped_together(sizes))])
+        most = max([most, *(sum(sizes[index] for index in some) for some in software.stepped_together(sizes))])
     return most

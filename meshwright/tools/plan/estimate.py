@@ -134,7 +134,8 @@ class Estimates:
             memory, passing = Memory(weights, gradients, 0, 0, 0, device.context), 0
             if memory.total <= device.memory:  # else nobody needs to know of buckets
                 buckets = self.planner.buckets.of(usual, 0, parameters, set())
-                memory, passing = memory_of(usual, buckets, Peak(0, 0), device.context), passing_bytes(buckets)
+                memory = memory_of(usual, buckets, Peak(0, 0), device.context, self.planner.software)
+                passing = passing_bytes(buckets)
             self._weights[key] = memory, passing
         return self._weights[key]
 

@@ -68,7 +68,7 @@ def replayed(run: TimedRun, stage: int, allocator: Allocator) -> Footprint:
     count = run.config.num_microbatches
     some = min(count, run.placement.num_positions + 3)
     tasks = tasks_of_stages(run.config, run.cost, run.latency, some)[stage]
-    return StageReplay(run, stage, AHEAD[run.cluster.device.kind], allocator).run(tasks, some)
+    return StageReplay(run, stage, AHEAD[run.cluster.device.kind], allocator, run.software).run(tasks, some)
 
 
 def channel_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str], Traffic]) -> int:

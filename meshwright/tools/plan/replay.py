@@ -20,13 +20,13 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.memory.offload import state_bytes
-from meshwright.optim.states import stepped_together
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.tools.plan.allocator import Allocator, MemoryBlock
 from meshwright.tools.plan.buckets import PlannedBucket, passing_bytes, slots_of
 from meshwright.tools.plan.compose import ChunkPlan, Composition
 from meshwright.tools.plan.recorder import MemoryEvents
 from meshwright.tools.plan.recordings import Recording, place
+from meshwright.tools.plan.software import Software
 
 REPLAYED_STEPS = 2
 
@@ -44,8 +44,8 @@ class Footprint:
 class StageReplay:
     """The memory of a stage's first rank. `ahead`: messages of a side that have memory before they come."""
 
-    def __init__(self, run: Composition, stage: int, ahead: int, allocator: Allocator) -> None:
-        self._run, self._ahead = run, ahead
+    def __init__(self, run: Composition, stage: int, ahead: int, allocator: Allocator, software: Software) -> None:
+        self._run, self._ahead, self._software = run, ahead, software
         self._plan, self._buckets = run.stages[stage], run.buckets[run.like[stage]]
         self._messages: dict[str, Iterator[tuple[Hashable, int]]] = {}
         self._allocator = allocator
@@ -173,7 +173,7 @@ class StageReplay:
                     self._take((kind, index), bucket.stepped_elements * single)
             for matrix in (True, False):
                 widened = [_widened_bytes(bucket) for bucket in self._buckets if bucket.kind.matrix == matrix]
-                for some in stepped_together(widened):
+                for some in self._software.stepped_together(widened):
                     self._drop([key for place in some for key in self._taken(("widened", place), widened[place])])
         for bucket in self._buckets:
             self._transient(bucket.publish.memory)

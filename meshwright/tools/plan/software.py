@@ -6,6 +6,7 @@ after what the paper or its code says.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from pydantic import Field
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.on_device import Attention
+from meshwright.optim.states import stepped_together
 from meshwright.section import Section
 from meshwright.tools.plan.cluster import Device
 
@@ -34,6 +36,8 @@ class Software(Section):
     """Whether dropout and the sum with the residual after it are one kernel."""
     optimizer: Literal["fused", "steps"] = "fused"
     """One kernel for many parameters, or STEPS_OF_ADAMW for each, as torch's AdamW stepped tensors before 2.0."""
+    widening: Literal["parts", "whole"] = "parts"
+    """Whether an optimizer on the device has float32 copies of some half-precision gradients at a time, or of all."""
     one_process: bool = False
     """Whether one process drives all devices of a node, as torch's DataParallel does: its threads go forward in turn
     under the interpreter's lock (backward passes have threads beneath it), and every step makes each replica's
@@ -47,6 +51,10 @@ class Software(Section):
         """This software with the attention that it has on a device."""
         attention = self.attention or ("torch" if device.attention is None else "fused")
         return self.model_copy(update={"attention": attention})
+
+    def stepped_together(self, widened_bytes: Sequence[int]) -> Iterable[list[int]]:
+        """The indices of slots whose gradients are widened at a time, given the bytes that each is widened to."""
+        return [list(range(len(widened_bytes)))] if self.widening == "whole" else stepped_together(widened_bytes)
 
     def overlap(self, communication: Communication, share: float) -> float:
         """The part of a communication that goes on under computation, where links let `share` of it do so."""

@@ -50,6 +50,7 @@ class TimedRun(Composition):
                 self.buckets[self.like[stage]],
                 peak.beside(self.awaited_bytes(stage) + plan.apart_bytes(self.config)),
                 self.cluster.device.context,
+                self.software,
             )
             for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True))
         )

@@ -12,6 +12,7 @@ from meshwright.tools.plan.allocator import Allocator, CachingAllocator, Heap, M
 from meshwright.tools.plan.passes import tasks_of_stages
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.replay import Footprint, StageReplay
+from meshwright.tools.plan.software import OWN_SOFTWARE
 from meshwright.tools.plan.timed_run import TimedRun
 from tests.pipeline.test_equality import LOOP, V, pipelined
 from tests.tools.plan.test_counts import CPU, CUT, FLAT, HALVES, MEGATRON, OFFLOADED, WHOLE, summa, synced
@@ -62,5 +63,6 @@ def held(config: Config, make: Any) -> tuple[Prediction, list[Footprint]]:
     some = min(prediction.config.num_microbatches, len(run.stages) + 3)
     tasks = tasks_of_stages(prediction.config, run.cost, run.latency, some)
     return prediction, [
-        StageReplay(run, stage, AHEAD["cpu"], make()).run(tasks[stage], some) for stage in range(len(run.stages))
+        StageReplay(run, stage, AHEAD["cpu"], make(), OWN_SOFTWARE).run(tasks[stage], some)
+        for stage in range(len(run.stages))
     ]

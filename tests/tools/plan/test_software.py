@@ -75,3 +75,18 @@ def test_heads_that_are_kernels_of_their_own_issue_as_many() -> None:
     )
     assert apart.flops == together.flops
     assert apart.phases[PIPELINE] > 1.3 * together.phases[PIPELINE]
+
+
+def test_gradients_that_are_widened_at_once_take_memory_and_no_time() -> None:
+    """A float16 model's float32 gradients: 4 bytes a parameter, more than a part of 256 MiB and a microbatch take."""
+    config = parse_config({
+        "model": {"layers": 2, "hidden": 4096, "heads": 8, "positions": 128, "vocabulary": 512},
+        "data": {"sequence": 128},
+        "batch": {"global": 1, "micro": 1},
+        "precision": {"level": "O2", "dtype": "fp16", "accumulate": "stored"},
+    })  # fmt: skip
+    parts, whole = predicted(config), predicted(config, Software(widening="whole"))
+    assert parts.memory[0].temporaries < 2**29
+    num_parameters = parts.memory[0].gradients / 2
+    assert whole.memory[0].temporaries + whole.memory[0].activations == pytest.approx(4 * num_parameters, rel=0.01)
+    assert whole.seconds == parts.seconds
