@@ -62,7 +62,7 @@ def _libc() -> Any:
     for name in ("sem_post", "sem_trywait"):
         getattr(library, name).argtypes = [ctypes.c_void_p]
     library.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
-    library.sem_timedwait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Time)]
+    library.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Time)]
     return library
 
 
@@ -125,7 +125,7 @@ class SharedWindow:
             if not self._libc.sem_trywait(semaphore):
                 return
         look = time.monotonic() + _LOOK_SECONDS
-        while self._libc.sem_timedwait(semaphore, _after(_NAP_SECONDS)):
+        while self._libc.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, _after(_NAP_SECONDS)):
             self._progress()
             if time.monotonic() > look:
                 self._require_alive(member)
@@ -140,9 +140,14 @@ class SharedWindow:
 
 
 def _after(seconds: float) -> Any:
-    """The time of day after so many seconds, as sem_timedwait takes it."""
-    end = time.time_ns() + int(seconds * 1e9)
+    """The monotonic clock after so many seconds: a calendar that is set back would keep a rank asleep."""
+    end = time.monotonic_ns() + int(seconds * 1e9)
     return ctypes.byref(_Time(*divmod(end, 10**9)))
+
+
+def _is_possible() -> bool:
+    """Whether there are memory without a name and semaphores that wait by the monotonic clock (glibc 2.30)."""
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "sem_clockwait")
 
 
 def _is_alive(process: int) -> bool:
@@ -166,7 +171,8 @@ def _node() -> str:
 def open_window(
     group: RankGroup, exchange: ExchangeTexts, progress: Callable[[], object], *, spins: bool
 ) -> SharedWindow | None:
-    """The group's window, which its members open together; None where they are on several nodes, or not on Linux.
+    """The group's window, which its members open together; None where they are on several nodes, or where
+    there is no Linux with glibc 2.30 or newer.
 
     Raises LaunchError on every member where one is refused such memory.
     """
@@ -176,7 +182,7 @@ def open_window(
 
 def _share(size: int, ranks: Sequence[int], exchange: ExchangeTexts) -> tuple[list[Tensor], list[int]] | None:
     """So much memory of each rank's, and their process ids; None where they are on several nodes."""
-    own, node = _own_memory(size) if sys.platform == "linux" else (-1, "")
+    own, node = _own_memory(size) if _is_possible() else (-1, "")
     try:
         notes = [json.loads(text) for text in exchange(json.dumps([node, os.getpid(), own]))]
         if not node or any(other != node for other, _, _ in notes):

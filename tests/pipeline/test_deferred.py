@@ -116,7 +116,7 @@ def both_ways(mesh: Mesh, configs: dict[str, Config]) -> dict[tuple[str, int], P
 def check(results: dict[tuple[str, int], Pair], tolerance: float) -> None:
     """One microbatch: the same bits. Two, or a table that look-up and head share: summed in another order."""
     for (name, number), (at_once, deferred) in results.items():
-        assert deferred.num_works >= 8 * number, f"{name}: little was deferred"
+        assert deferred.num_works >= len(deferred.gradients) / 2 * number, f"{name}: little was deferred"
         for parameter, wanted in at_once.gradients.items():
             mine = deferred.gradients[parameter]
             if number == 1 and parameter != "tokens.weight":
@@ -129,7 +129,8 @@ def check(results: dict[tuple[str, int], Pair], tolerance: float) -> None:
 @pytest.mark.parametrize("kit", KITS)
 def test_later_is_the_same(kit: str) -> None:
     tensor, summa = KITS[kit]
-    configs = {model: config_for(model, tensor, memory={"summa": summa}) for model in MODELS}
+    models = [model for model in MODELS if (model, tensor["kind"]) != ("experts", "tesseract")]  # refused
+    configs = {model: config_for(model, tensor, memory={"summa": summa}) for model in models}
     first = next(iter(configs.values()))
     for results in run_ranks(both_ways, Grid(first.layout.axes), configs, token_axes=first.layout.token_axes):
         check(results, 1e-12)

@@ -108,7 +108,7 @@ def test_ends_weigh(begin: float, end: float, partition: tuple[int, ...]) -> Non
 
 def test_a_gpus_optimizer_weighs_more_beside_its_products() -> None:
     """A table costs no product and is all work on parameters; few tokens a step, so that it shows."""
-    model = {"layers": 8, "hidden": 64, "heads": 4, "positions": 32, "vocabulary": 20_000, "tied": False}
+    model = {"layers": 8, "hidden": 64, "heads": 4, "positions": 32, "vocabulary": 6_000, "tied": False}
     tree = {"model": model, "data": {"sequence": 32}, "batch": {"global": 8, "micro": 4}, "steps": 1}
     cuts = {
         device: resolved(parse_config(tree | {"layout": {"pipeline": {"size": 2}}, "device": device}))
