@@ -56,10 +56,12 @@ def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class SteppedProgram:
-    """A parallel program as `parallel` was told of it. `share`: this rank's part of a global batch; `gradients`:
-    whether `.grad` has them; `halves`: one step may be taken in two halves of the samples."""
+    """A parallel program as `parallel` was told of it. `weights`: this rank's, by the reference's names where it has
+    these; `share`: this rank's part of a global batch; `gradients`: whether `.grad` has them; `halves`: one step may be
+    taken in two halves of the samples."""
 
     model: nn.Module
+    weights: Callable[[], dict[str, Tensor]]
     loss: Loss
     step: Callable[[Any, Any], Any] | None
     optimizer: torch.optim.Optimizer | None
@@ -181,6 +183,7 @@ class ParityJob:
         load: bool = False,
         part: Callable[[str], tuple[str, tuple[slice, ...]]] | None = None,
         gradients: bool = True,
+        weights: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         """The same training by the parallel program; call it on every rank, once.
 
@@ -192,20 +195,28 @@ class ParityJob:
         attributes say which they are; without it the model must have them already, and what it does not have is a
         finding. `part(name)`: the reference's parameter that this rank's `name` is a part of, and its slices.
         `gradients`: whether `.grad` holds the whole gradient when the optimizer steps; see also `keep_gradients`.
+        `weights()`: what this rank holds of the weights between steps, by names of its own, where the model's
+        parameters are not that: slices of flat memory, as ZeRO 3 has them while weights are not gathered.
         """
         whole, recipe = self._known
         self.compared = True
         known = frozenset(name for name, _ in whole.named_modules())
         wholes = {name: p.detach() for name, p in whole.named_parameters()}
         axes = {axis: (self.index(axis), size) for axis, size in self.axes.items()}
-        parts, lost = locate(model, wholes, self._constants, known, load, part, axes)
+
+        def held() -> dict[str, Tensor]:
+            named = dict(model.named_parameters() if weights is None else weights())
+            names = clean_names(list(named), known)
+            return {names[raw]: x for raw, x in named.items()}
+
+        parts, lost = locate(held(), wholes, self._constants, load, part, axes)
         share = batch or (lambda everything: everything)
         if step is None and recipe.clip is not None:
             raise ParityError("job.reference(clip=...) needs job.parallel(step=...), which clips as the program does")
         with without_dropout(whole), torch.random.fork_rng(devices=[]):
             halves = step is None and may_accumulate(whole, recipe, recipe.global_batch(HALVED_STEP))
         optimizer = None if step is not None else recipe.optimizer(list(model.parameters()))
-        program = SteppedProgram(model, loss or recipe.loss, step, optimizer, share, gradients, halves)
+        program = SteppedProgram(model, held, loss or recipe.loss, step, optimizer, share, gradients, halves)
         recording = StepRecording()
         with without_dropout(model) as drops:
             for number in range(1, COMPARED_STEPS + 1):
@@ -232,17 +243,15 @@ class ParityJob:
     def keep_gradients(self, named: Mapping[str, Tensor]) -> None:
         """Inside of `step`: this rank's whole gradients by its parameters' names, where they are not in `.grad` when
         the optimizer steps."""
-        self._given |= {name: local_of(x).clone() for name, x in named.items()}
+        known = frozenset(name for name, _ in self._known[0].named_modules())
+        names = clean_names(list(named), known)
+        self._given |= {names[raw]: local_of(x).clone() for raw, x in named.items()}
 
     def _step(self, program: SteppedProgram, recording: StepRecording, number: int) -> None:
         """One step of the parallel program, traced where it is the first or the one with dropout."""
         recipe, model = self._known[1], program.model
         batch = program.share(recipe.global_batch(1 if number == DROPOUT_STEP else number))
-        names = clean_names(
-            [n for n, _ in model.named_parameters()], frozenset(n for n, _ in self._known[0].named_modules())
-        )
-        parameters = {names[name]: p for name, p in model.named_parameters()}
-
+        parameters = program.weights()
         kept, optimizers = not program.gradients, set[torch.optim.Optimizer]()
 
         def keep_gradients(stepped: torch.optim.Optimizer | None = None) -> None:
@@ -268,10 +277,10 @@ class ParityJob:
         if number in (1, DROPOUT_STEP):
             recording.trace = trace
         if self._given:
-            keep(recording, "gradient", number, {names[name]: x for name, x in self._given.items()})
+            keep(recording, "gradient", number, self._given)
             self._given.clear()
         self._losses.append(None if value is None else float(local_of(torch.as_tensor(value))))
-        keep(recording, "weight", number, {n: local_of(p) for n, p in parameters.items()})
+        keep(recording, "weight", number, {n: local_of(p) for n, p in program.weights().items()})
         keep_states(recording, number, optimizers, parameters)
 
     def _rows_of(self, key: str, own: Tensor, recipe: ReferenceRecipe) -> dict[str, Any] | None:

@@ -9,37 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.parity.parts import PADDING, Part, box_part, find_part, is_constant
-from meshwright.parity.trace import clean_names
 from meshwright.ranks.dtensor import box_of, local_of, write_local
 
 PartOf = Callable[[str], tuple[str, tuple[slice, ...]]]
 
 
 def locate(
-    model: nn.Module,
+    parameters: Mapping[str, Tensor],
     wholes: Mapping[str, Tensor],
     constants: Mapping[str, float],
-    known: frozenset[str],
     load: bool,
     part: PartOf | None,
     places: Mapping[str, tuple[int, int]],
 ) -> tuple[dict[str, Part], dict[str, str]]:
-    """The part of each parameter, under the reference's name; and the parameters that are none, with their shapes.
+    """The part of each parameter, and the parameters that are none, with their shapes.
 
-    `constants`: parameters of the reference that were spread, and their value before. `known`: its modules' names.
-    `load`: write the reference's values instead of looking for the parameter's own. `places`: this rank's index and the
+    `constants`: parameters of the reference that were spread, and their value before. `load`: write the reference's values instead of looking for the parameter's own. `places`: this rank's index and the
     size of every axis, outermost first.
     """
-    parameters = dict(model.named_parameters())
-    names = clean_names(list(parameters), known)
     parts: dict[str, Part] = {}
     lost: dict[str, str] = {}
-    for raw in sorted(parameters, key=lambda raw: parameters[raw].ndim < 2):  # weights before the biases beside them
-        name, local = names[raw], local_of(parameters[raw])
-        stated = _stated(name, parameters[raw], wholes, part, parts, places)
+    for name in sorted(parameters, key=lambda name: parameters[name].ndim < 2):  # weights before the biases beside them
+        local = local_of(parameters[name])
+        stated = _stated(name, parameters[name], wholes, part, parts, places)
         found = None
         if not load:
             found = _confirmed(stated, local, wholes) or _found(name, local, wholes)
@@ -47,7 +42,7 @@ def locate(
             before = constants.get(stated.name)
             fresh = before is not None and is_constant(local) and float(local.flatten()[0]) == before
             if load or fresh:
-                write_local(parameters[raw], stated.take(wholes[stated.name]))
+                write_local(parameters[name], stated.take(wholes[stated.name]))
                 found = stated
         if found is None:
             lost[name] = f"shape {tuple(local.shape)}"

@@ -19,23 +19,23 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.reference import Reference
 from meshwright.training.step import train_step
-from tests.data_parallel.test_equality import BATCHES
+from tests.data_parallel.test_equality import BATCHES, SYNCS
 from tests.harness import build
 from tests.tensor.test_equality import CASES, MODELS, label
 from tests.workers import run_ranks
 
-NOT_EVERYWHERE = ("zero1", "zero2", "fsdp", "server-loss", "server-gradient")
-"""Under these a rank has no whole gradients: slices of flat memory, or those of its own samples beside the server's.
-Their outputs, losses and weights are compared. (Under zero3 not even weights, whose memory is given back.)"""
+IN_SLOTS = ("zero1", "zero2", "zero3", "fsdp", "server-loss", "server-gradient")
+"""Under these a rank steps slices of flat memory, all of it, or nothing: so its slots are what is compared, and what it
+computes with by the outputs and losses. Under the others its parameters and their gradients are."""
 
 
-def config_for(model: str, layout: dict[str, Any], layers: int = 2) -> Config:
+def config_for(model: str, layout: dict[str, Any], layers: int = 2, micro: int = 12) -> Config:
     """A run of Adam without decay, so that torch's takes the same step from the parameters alone."""
     shape = {"layers": layers, "hidden": 24, "heads": 12, "vocabulary_multiple": 12, "dropout": 0.0}
     tree = {
         "model": shape | MODELS[model],
         "data": {"source": "digits"} if model == "vit" else {"sequence": 12},
-        "batch": {"global": 24, "micro": 12},
+        "batch": {"global": 24, "micro": micro},
         "layout": layout,
         "precision": {"level": "O0", "dtype": "float64"},
         "optimizer": {"lr": 1e-2, "clip": None, "weight_decay": 0.0},
@@ -64,22 +64,34 @@ def check_layout(job: ParityJob, mesh: Mesh, config: Config) -> None:
     job.reference(serial, loss=loss_of, batch=batch_of, optimizer=adam)
     parts = build(config, mesh)
 
-    def box(name: str) -> tuple[str, tuple[slice, ...]]:
-        own = parts.specs[name].box(mesh.grid, mesh.rank)
-        return name, tuple(slice(o, o + n) for o, n in zip(own.offsets, own.lengths, strict=True))
+    sliced = config.layout.data.sync in IN_SLOTS
 
-    def keep() -> None:
-        if config.layout.data.sync not in NOT_EVERYWHERE:
-            job.keep_gradients({
-                place.name: slot.parameter.grad[place.start : place.stop].view(place.box.lengths)
-                for slot in parts.strategy.slots for place in slot.places
-            })  # fmt: skip
+    def slot_places(gradients: bool = False) -> dict[str, torch.Tensor]:
+        kept = {}
+        for slot in parts.strategy.slots:
+            flat = slot.parameter.grad if gradients else slot.parameter.detach()
+            for place in slot.places:
+                offsets = ".".join(map(str, place.box.offsets))
+                kept[f"{place.name}@{offsets}" if sliced else place.name] = flat[place.start : place.stop].view(
+                    place.box.lengths
+                )
+        return kept
+
+    def box(name: str) -> tuple[str, tuple[slice, ...]]:
+        name, _, offsets = name.partition("@")
+        own = parts.specs[name].box(mesh.grid, mesh.rank)
+        starts, sizes = own.offsets, own.lengths
+        if offsets:
+            starts = tuple(map(int, offsets.split(".")))
+            sizes = slot_places()[f"{name}@{offsets}"].shape
+        return name, tuple(slice(o, o + n) for o, n in zip(starts, sizes, strict=True))
 
     def step(model: nn.Module, batch: Batch) -> float:
-        return train_step(parts, batch, observe=keep).loss
+        parts.strategy.publish()  # parity has written the reference's norms and biases where slots are
+        return train_step(parts, batch, observe=lambda: job.keep_gradients(slot_places(gradients=True))).loss
 
-    placed = None if config.layout.data.sync == "fsdp" else box  # torch's own tensors say it themselves
-    job.parallel(parts.model, step=step, part=placed, gradients=False)
+    weights = slot_places if sliced else None
+    job.parallel(parts.model, step=step, part=box, gradients=False, weights=weights)
 
 
 def layout_rank(mesh: Mesh, config: Config, folder: Path) -> None:
@@ -101,12 +113,15 @@ FEW = {
     "gpt2-blocks-x2": config_for("gpt2", {"tensor": BLOCKS, "data": {"size": 2, "bucket": 8192}}),
     "t5-chunks": config_for("t5", {"pipeline": {"size": 2, "schedule": "1f1b"}}),
     "llama-ring": config_for("llama", {"context": {"size": 2, "kind": "ring"}}),
+    "gpt2-zero3": config_for("gpt2", {"data": {"size": 2, "sync": "zero3", "bucket": 8192}}, micro=3),
 }
 MANY = {
     **{label(case): config_for(case[0], {"tensor": case[1], "data": {"size": case[2], "bucket": 8192}})
        for case in CASES},
-    **{f"gpt2-{sync}": config_for("gpt2", {"data": {"size": 2, "sync": sync, "bucket": 8192}})
-       for sync in ("rooted", "allreduce", "ring", *NOT_EVERYWHERE)},
+    **{f"gpt2-{sync}-x{size}": config_for("gpt2", {"data": {"size": size, "sync": sync, "bucket": 8192}}, micro=6 // size)
+       for sync in SYNCS for size in (2, 3)},
+    **{f"gpt2-{sync}-groups-of-{shard}": config_for("gpt2", {"data": {"size": 4, "sync": sync, "shard": shard}}, micro=3)
+       for sync, shard in (("zero2", 2), ("zero3", 2), ("zero3", 1))},
     **{f"{model}-subgraph": config_for(model, {"tensor": {"kind": "subgraph", "size": 2}})
        for model in ("gpt2", "vit", "transformer", "t5")},
     **{f"{model}-{kind}": config_for(model, {"context": {"size": 2, "kind": kind}})
@@ -126,5 +141,4 @@ def test_a_layout_is_equal_to_plain_torch(name: str, tmp_path: Path) -> None:
                    if (e := vars(line)[kind]) is not None and not e.explained]  # fmt: skip
     assert unexplained == []
     kinds = {row.kind for row in result.rows}
-    assert kinds >= {"loss", "weight"}
-    assert ("gradient" in kinds) == (config.layout.data.sync not in NOT_EVERYWHERE)
+    assert kinds >= {"loss", "gradient", "weight"}
