@@ -27,8 +27,9 @@ def locate(
 ) -> tuple[dict[str, Part], dict[str, str]]:
     """The part of each parameter, and the parameters that are none, with their shapes.
 
-    `constants`: parameters of the reference that were spread, and their value before. `load`: write the reference's values instead of looking for the parameter's own. `places`: this rank's index and the
-    size of every axis, outermost first.
+    `constants`: parameters of the reference that were spread, and their value before. `load`: write the reference's
+    values instead of looking for the parameter's own. `places`: this rank's index and the size of every axis, outermost
+    first.
     """
     parts: dict[str, Part] = {}
     lost: dict[str, str] = {}

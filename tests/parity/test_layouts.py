@@ -19,9 +19,19 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.reference import Reference
 from meshwright.training.step import train_step
+from tests.context.test_equality import KINDS
+from tests.context.test_equality import config_for as in_context
 from tests.data_parallel.test_equality import BATCHES, SYNCS
 from tests.harness import build
-from tests.tensor.test_equality import CASES, MODELS, label
+from tests.models.test_experts_layouts import LAYOUTS as EXPERTS
+from tests.models.test_experts_layouts import experts
+from tests.models.test_llama_layouts import LAYOUTS as LLAMAS
+from tests.models.test_llama_layouts import llama
+from tests.pipeline.test_equality import CHUNKED, SCHEDULES, WHOLE, pipelined
+from tests.subgraph.test_equality import CASES as SUBGRAPHS
+from tests.subgraph.test_equality import subgraph as branches
+from tests.tensor.test_equality import CASES, MODELS
+from tests.tensor.test_equality import config_for as tensor_config
 from tests.workers import run_ranks
 
 IN_SLOTS = ("zero1", "zero2", "zero3", "fsdp", "server-loss", "server-gradient")
@@ -30,7 +40,6 @@ computes with by the outputs and losses. Under the others its parameters and the
 
 
 def config_for(model: str, layout: dict[str, Any], layers: int = 2, micro: int = 12) -> Config:
-    """A run of Adam without decay, so that torch's takes the same step from the parameters alone."""
     shape = {"layers": layers, "hidden": 24, "heads": 12, "vocabulary_multiple": 12, "dropout": 0.0}
     tree = {
         "model": shape | MODELS[model],
@@ -38,10 +47,24 @@ def config_for(model: str, layout: dict[str, Any], layers: int = 2, micro: int =
         "batch": {"global": 24, "micro": micro},
         "layout": layout,
         "precision": {"level": "O0", "dtype": "float64"},
-        "optimizer": {"lr": 1e-2, "clip": None, "weight_decay": 0.0},
         "steps": 8,
     }
     return parse_config(tree)
+
+
+def compared(config: Config) -> Config:
+    """The run with Adam without decay, so that torch's takes the same step from the parameters alone."""
+    tree = config.model_dump(mode="json", by_alias=True)
+    return parse_config(tree | {"optimizer": {"lr": 1e-2, "clip": None, "weight_decay": 0.0}})
+
+
+def layout_name(config: Config) -> str:
+    """What the layout of a run sets, in words."""
+    words = [config.model.family]
+    for section, tree in config.layout.model_dump(mode="json", exclude_defaults=True).items():
+        fields = tree.items() if isinstance(tree, dict) else [("", tree)]
+        words += [section, *(f"{key}={value}" for key, value in fields if key != "bucket")]
+    return " ".join(words)
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
@@ -115,26 +138,50 @@ FEW = {
     "llama-ring": config_for("llama", {"context": {"size": 2, "kind": "ring"}}),
     "gpt2-zero3": config_for("gpt2", {"data": {"size": 2, "sync": "zero3", "bucket": 8192}}, micro=3),
 }
-MANY = {
-    **{label(case): config_for(case[0], {"tensor": case[1], "data": {"size": case[2], "bucket": 8192}})
-       for case in CASES},
-    **{f"gpt2-{sync}-x{size}": config_for("gpt2", {"data": {"size": size, "sync": sync, "bucket": 8192}}, micro=6 // size)
-       for sync in SYNCS for size in (2, 3)},
-    **{f"gpt2-{sync}-groups-of-{shard}": config_for("gpt2", {"data": {"size": 4, "sync": sync, "shard": shard}}, micro=3)
-       for sync, shard in (("zero2", 2), ("zero3", 2), ("zero3", 1))},
-    **{f"{model}-subgraph": config_for(model, {"tensor": {"kind": "subgraph", "size": 2}})
-       for model in ("gpt2", "vit", "transformer", "t5")},
-    **{f"{model}-{kind}": config_for(model, {"context": {"size": 2, "kind": kind}})
-       for model in ("gpt2", "bert") for kind in ("ulysses", "ring")},
-    **{f"gpt2-{schedule}": config_for("gpt2", {"pipeline": {"size": 2, "schedule": schedule}, "tensor": SEQUENCE})
-       for schedule in ("gpipe", "1f1b", "axonn", "message-driven")},
-    "gpt2-placed-as-v": config_for("gpt2", {"pipeline": {"size": 2, "chunks": 2, "placement": "v"}}, layers=4),
-}  # fmt: skip
+PIPELINES = [
+    *[pipelined("gpt2", stages, schedule, WHOLE) for stages in (2, 3, 4) for schedule in SCHEDULES],
+    *[pipelined("gpt2", 2, schedule, WHOLE, 2) for schedule in SCHEDULES],
+    *[pipelined(model, 2, "message-driven", WHOLE) for model in ("untied", "bert", "megatron-bert", "vit")],
+    *[pipelined("gpt2", 2, schedule, tensor) for schedule in SCHEDULES for tensor in (MEGATRON, SEQUENCE, BLOCKS)],
+    *[pipelined("gpt2", stages, schedule, WHOLE, placed=placed) for stages, schedule, placed in CHUNKED],
+    pipelined("gpt2", 2, "message-driven", branches(2, "all", "block"), 2, batch={"global": 24, "micro": 6}),
+]
+CONTEXTS = [
+    in_context(model, {"size": size, "kind": kind}, layout={"tensor": tensor})
+    for kind in KINDS
+    for model, size, tensor in [
+        *[("gpt2", size, WHOLE) for size in (2, 3, 4)],
+        *[(model, 3, WHOLE) for model in ("untied", "bert", "megatron-bert")],
+        *[(model, 2, tensor) for model in ("gpt2", "bert") for tensor in (MEGATRON, SEQUENCE, BLOCKS)],
+    ]
+]
+SLICED = [
+    *[config_for("gpt2", {"data": {"size": size, "sync": sync, "bucket": 8192}}, micro=6 // size)
+      for sync in SYNCS for size in (2, 3)],
+    *[config_for("gpt2", {"data": {"size": 4, "sync": sync, "shard": shard}}, micro=3)
+      for sync, shard in (("zero2", 2), ("zero3", 2), ("zero3", 1))],
+]  # fmt: skip
+ROOMS = {
+    "tensor": [tensor_config(model, tensor, data) for model, tensor, data, _ in CASES],
+    "subgraph": [
+        *[tensor_config(model, branches(*tensor), data) for model, *tensor, data in SUBGRAPHS],
+        *[config_for(model, {"tensor": branches(2, "all")}) for model in ("transformer", "t5")],
+    ],
+    "data": SLICED,
+    "pipeline": PIPELINES,
+    "context": CONTEXTS,
+    "llama": [llama(layout) for layout in LLAMAS.values()],
+    "experts": [experts(layout) for layout in EXPERTS.values()],
+}
+"""The layouts of the rooms' equality tests."""
+
+MANY = {f"{room}-{index} {layout_name(config)}": config
+        for room, configs in ROOMS.items() for index, config in enumerate(configs)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.long) for name in MANY)])
 def test_a_layout_is_equal_to_plain_torch(name: str, tmp_path: Path) -> None:
-    config = (FEW | MANY)[name]
+    config = compared((FEW | MANY)[name])
     result = result_of(config, tmp_path)
     assert result.holds, result.verdict
     unexplained = [(line.name, kind) for line in result.modules for kind in ("output", "gradient")

@@ -47,20 +47,20 @@ def test_equals_serial(stages: int, schedule: str) -> None:
     check(run(pipelined("gpt2", stages, schedule, WHOLE)), serial("gpt2"))
 
 
-@pytest.mark.parametrize(
-    "stages, schedule, placed",
-    [
-        (2, "1f1b", LOOP),
-        (2, "1f1b", LOOP_OF_THREE),
-        (3, "1f1b", LOOP),
-        (2, "message-driven", LOOP_OF_THREE),
-        (3, "message-driven", LOOP),
-        (2, "message-driven", V),
-        (3, "message-driven", V),
-        (2, "message-driven", V | {"chunks": 3}),
-        (2, "gpipe", V),
-    ],
-)
+CHUNKED: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "1f1b", LOOP),
+    (2, "1f1b", LOOP_OF_THREE),
+    (3, "1f1b", LOOP),
+    (2, "message-driven", LOOP_OF_THREE),
+    (3, "message-driven", LOOP),
+    (2, "message-driven", V),
+    (3, "message-driven", V),
+    (2, "message-driven", V | {"chunks": 3}),
+    (2, "gpipe", V),
+]
+
+
+@pytest.mark.parametrize("stages, schedule, placed", CHUNKED)
 def test_chunks_equal_serial(stages: int, schedule: str, placed: dict[str, Any]) -> None:
     """Loops and lines of stages that hold several chunks; in a v one stage holds both copies of the tied table."""
     check(run(pipelined("gpt2", stages, schedule, WHOLE, placed=placed)), serial("gpt2"))
