@@ -168,6 +168,8 @@ def _sum_error(
     errors = []
     for group in groups_over(coordinates, axes):
         terms = [locals_[rank] for rank in group if rank in locals_]
+        if not terms:
+            continue  # a stage of a pipeline that has not the module
         if len(terms) < len(group) or len({x.shape for x in terms}) > 1:
             return None
         total = torch.stack(terms).sum(0)
@@ -177,4 +179,4 @@ def _sum_error(
         size = float(torch.linalg.vector_norm(total))
         larger = sum(float(torch.linalg.vector_norm(x)) for x in terms) / size if size else 1.0
         errors.append(found.error / max(1.0, larger))
-    return max(errors)
+    return max(errors, default=None)
