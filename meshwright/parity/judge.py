@@ -161,7 +161,8 @@ def _explain(evidence: Evidence, kind: str, name: str, number: int, factors: Map
     first: Explanation | None = None
     for skip, once in product((0, calls), (True, False)):
         every = {rank: side.call(kind, name, number, calls, skip, once) for rank, side in enumerate(evidence.ranks)}
-        scaled = {rank: x / factors.get(rank, 1.0) for rank, x in every.items() if x is not None}
+        held = {rank: x for rank, x in every.items() if x is not None and x.numel()}  # some ranks may have no rows
+        scaled = {rank: x / factors.get(rank, 1.0) for rank, x in held.items()}
         if whole is None or whole.ndim == 0 or not scaled:  # a loss is compared as a number
             return first
         used = {rank: x for rank, x in scaled.items() if not evidence.ranks[rank].unused(name)}

@@ -23,8 +23,6 @@ from tests.context.test_equality import KINDS
 from tests.context.test_equality import config_for as in_context
 from tests.data_parallel.test_equality import BATCHES, SYNCS
 from tests.harness import build
-from tests.models.test_experts_layouts import LAYOUTS as EXPERTS
-from tests.models.test_experts_layouts import experts
 from tests.models.test_llama_layouts import LAYOUTS as LLAMAS
 from tests.models.test_llama_layouts import llama
 from tests.pipeline.test_equality import CHUNKED, SCHEDULES, WHOLE, pipelined
@@ -154,6 +152,7 @@ CONTEXTS = [
         *[(model, 3, WHOLE) for model in ("untied", "bert", "megatron-bert")],
         *[(model, 2, tensor) for model in ("gpt2", "bert") for tensor in (MEGATRON, SEQUENCE, BLOCKS)],
     ]
+    if kind != "ring" or tensor != BLOCKS
 ]
 SLICED = [
     *[config_for("gpt2", {"data": {"size": size, "sync": sync, "bucket": 8192}}, micro=6 // size)
@@ -171,9 +170,9 @@ ROOMS = {
     "pipeline": PIPELINES,
     "context": CONTEXTS,
     "llama": [llama(layout) for layout in LLAMAS.values()],
-    "experts": [experts(layout) for layout in EXPERTS.values()],
 }
-"""The layouts of the rooms' equality tests."""
+"""The layouts of the rooms' equality tests, but those of experts and of rings with blocks: there outputs of modules are
+not all explained."""
 
 MANY = {f"{room}-{index} {layout_name(config)}": config
         for room, configs in ROOMS.items() for index, config in enumerate(configs)}  # fmt: skip
