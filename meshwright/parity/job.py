@@ -200,14 +200,11 @@ class ParityJob:
         """
         whole, recipe = self._known
         self.compared = True
-        known = frozenset(name for name, _ in whole.named_modules())
         wholes = {name: p.detach() for name, p in whole.named_parameters()}
         axes = {axis: (self.index(axis), size) for axis, size in self.axes.items()}
 
         def held() -> dict[str, Tensor]:
-            named = dict(model.named_parameters() if weights is None else weights())
-            names = clean_names(list(named), known)
-            return {names[raw]: x for raw, x in named.items()}
+            return self._by_reference_names(dict(model.named_parameters()) if weights is None else weights())
 
         parts, lost = locate(held(), wholes, self._constants, load, part, axes)
         share = batch or (lambda everything: everything)
@@ -243,9 +240,12 @@ class ParityJob:
     def keep_gradients(self, named: Mapping[str, Tensor]) -> None:
         """Inside of `step`: this rank's whole gradients by its parameters' names, where they are not in `.grad` when
         the optimizer steps."""
-        known = frozenset(name for name, _ in self._known[0].named_modules())
-        names = clean_names(list(named), known)
-        self._given |= {names[raw]: local_of(x).clone() for raw, x in named.items()}
+        self._given |= {name: local_of(x).clone() for name, x in self._by_reference_names(named).items()}
+
+    def _by_reference_names(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors under the names that the reference has for them: without the words of wrappers."""
+        names = clean_names(list(named), frozenset(name for name, _ in self._known[0].named_modules()))
+        return {names[raw]: x for raw, x in named.items()}
 
     def _step(self, program: SteppedProgram, recording: StepRecording, number: int) -> None:
         """One step of the parallel program, traced where it is the first or the one with dropout."""
