@@ -26,9 +26,8 @@ def check(job: parity.Job, batch: object = None, **grid: int) -> None:
     for block in model.blocks:
         for name in ("q", "k", "v", "up", "out", "down"):
             whole = getattr(block, name)
-            cut = Linear(
-                whole.in_features, whole.out_features, transpose=name in ("out", "down"), expert_mode=True
-            )  # else: tensors on CUDA
+            rows = name in ("out", "down")
+            cut = Linear(whole.in_features, whole.out_features, transpose=rows, expert_mode=True)  # else it needs CUDA
             cut.load_state_dict(whole.state_dict())
             setattr(block, name, cut)
     tensor_parallel = grid.get("G_intra_r", 1) > 1
@@ -36,12 +35,11 @@ def check(job: parity.Job, batch: object = None, **grid: int) -> None:
               for name, m in model.named_modules() if isinstance(m, Linear) and tensor_parallel}  # fmt: skip
 
     def shaped(gradients: bool = False) -> dict[str, Tensor]:
-        named = {name: p.grad if gradients else p for name, p in model.named_parameters()}
-        return {name: x.view(shapes.get(name, x.shape)) for name, x in named.items()}
+        named = model.named_parameters()
+        return {name: (p.grad if gradients else p).view(shapes.get(name, p.shape)) for name, p in named}
 
     def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        loss = loss_of(model, batch)
-        loss.backward()
+        (loss := loss_of(model, batch)).backward()
         sync_gradients(model, mean=True, expert_mode=True)
         job.keep_gradients(shaped(gradients=True))
         torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -226,11 +226,7 @@ class ParityJob:
             recording.tensors |= {("dropout", call, name): x for (kind, name, call), x
                                   in recording.trace.tensors.items() if kind == "output"}  # fmt: skip
         own = share(recipe.global_batch(1))
-        alone = {}
-        if batch is not None:
-            with without_dropout(whole), torch.random.fork_rng(devices=[]):
-                alone = _alone(whole, recipe, own)
-        keep(recording, LOCAL, 1, alone)
+        keep(recording, LOCAL, 1, {} if batch is None else _alone(whole, recipe, own))
         rows = {key: self._rows_of(key, x, recipe) for key, x in _tensors_by_key(own).items()}
         places = {axis: self.index(axis) for axis in self.axes}
         known_parts = {name: p.as_json() for name, p in parts.items()}
@@ -293,7 +289,8 @@ class ParityJob:
 def _alone(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> dict[str, Tensor]:
     """The gradient of this rank's share alone; nothing where the reference's loss cannot take it."""
     try:
-        return gradient_alone(model, recipe, batch)
+        with without_dropout(model), torch.random.fork_rng(devices=[]):
+            return gradient_alone(model, recipe, batch)
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError):  # a share in a form that only the program reads
         return {}
 
