@@ -60,11 +60,12 @@ quickstart: $(RUNNABLE)
 	@echo "  $(BIN)/meshwright generate $(OUT) --prompt 'MUSICAL SYMBOL' --temperature 0.8 --seed 2   another sample"
 	@echo "  $(BIN)/meshwright doctor                                                        what this machine can run"
 
+# Tests start many processes: where bytecode is not kept, each of them compiles the package again.
 test: $(TESTABLE)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-long: $(TESTABLE)
-	$(BIN)/python -m pytest --long $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --long $(PYTEST_ARGS)
 
 # The quick checks first; then the tests by the README's own command, so that there is one list of them.
 check: $(TESTABLE)
