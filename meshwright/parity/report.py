@@ -43,8 +43,16 @@ def _result_dict(result: ParityResult) -> dict[str, Any]:
 
 
 def worst_row(rows: Sequence[Row]) -> Row:
-    """The row that is furthest off for what it may be. Not-a-number is further than any number."""
-    return max(rows, key=lambda row: (row.error != row.error, row.error / (row.allowed or 1.0)))
+    """The row that is furthest off for what it may be. Not-a-number is further than any number.
+
+    A right row that may be off by all of itself is rounding alone, as the gradient of a key's bias, which no softmax
+    feels: it stands for its kind only where there is no other.
+    """
+
+    def rank(row: Row) -> tuple[bool, bool, bool, float]:
+        return not row.holds, row.error != row.error, row.allowed < 1, row.error / (row.allowed or 1.0)
+
+    return max(rows, key=rank)
 
 
 def render(results: Sequence[ParityResult]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from importlib import metadata
@@ -12,6 +13,8 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.parity.check import collect, grid_of
+from meshwright.parity.compare import Row
+from meshwright.parity.report import worst_row
 
 ROOT = Path(__file__).resolve().parents[2]
 DDP = ROOT / "examples/parity/ddp.py"
@@ -51,3 +54,13 @@ def test_mistakes_are_said_before_any_process_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ranks=3 cannot be cut into axes .*; valid: a multiple of 2"):
         grid_of(3, {"tp": 2})
     assert grid_of(4, {"tp": 2}) == (("data", 2), ("tp", 2))
+
+
+def test_rounding_alone_stands_for_no_kind() -> None:
+    """The gradient of a key's bias is rounding, and may be off by all of itself; a wrong row comes before any other."""
+    bias, weight = Row("gradient", "k.bias", 1.5, 12.0), Row("gradient", "k.weight", 1e-16, 2e-15)
+    assert worst_row([bias, weight]) == weight
+    assert worst_row([bias]) == bias
+    wrong, lost = Row("gradient", "v.weight", 1e-3, 2e-15), Row("gradient", "q.weight", math.nan, 2e-15)
+    assert worst_row([bias, weight, wrong]) == wrong
+    assert worst_row([wrong, lost, weight]) == lost
