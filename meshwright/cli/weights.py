@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from meshwright.cli.app import (
     print_result,
     progress,
 )  # fmt: skip
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, DataError
 
 
 @data_app.command("prepare")
@@ -198,11 +199,16 @@ def convert_export(checkpoint: CheckpointFolder, out: NewFolder, as_json: AsJson
 
     Example: meshwright convert export out/first --out first-hf
     """
+    from meshwright.checkpoint import Checkpoint
     from meshwright.convert import export_folder
 
     with progress() as show:
         folder = export_folder(checkpoint, out, show)
     print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
+    try:
+        Checkpoint(folder).config.data.chat_template()
+    except DataError as error:
+        print(f"the run's chat template is not in it, since it cannot be read any more: {error}", file=sys.stderr)
 
 
 app.add_typer(data_app, name="data")

@@ -11,7 +11,8 @@ Both ways go tensor by tensor, into files of at most SHARD_BYTES (or one larger 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+import json
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -44,9 +45,10 @@ from meshwright.convert.gpt2 import Gpt2Family
 from meshwright.convert.llama import LlamaFamily
 from meshwright.convert.t5 import T5Family
 from meshwright.convert.vit import VitFamily
+from meshwright.data.chat import SETTINGS, TEMPLATE
 from meshwright.data.files import ShowProgress, folder_lock, silent, staged_folder
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, DataError
 from meshwright.parameters.shard import Box, first_values, shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.section import shown
@@ -295,6 +297,7 @@ def export_folder(path: Path, out: Path, report: ShowProgress = silent, shard_by
     tokenizer_file = checkpoint.file(TOKENIZER_FILE)
     tokenizer = None if tokenizer_file is None else tokenizer_file.read_text(encoding="utf-8")
     texts = family.files(model, tokenizer, checkpoint.dtype_of(pairs[0].name))
+    texts |= _chat_files(checkpoint.config, texts)
 
     def read() -> Iterator[tuple[str, Tensor]]:
         for index, pair in enumerate(pairs):
@@ -306,6 +309,20 @@ def export_folder(path: Path, out: Path, report: ShowProgress = silent, shard_by
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     return checkpoint.folder
+
+
+def _chat_files(config: Config, texts: Mapping[str, str]) -> dict[str, str]:
+    """A chat template that a run on dialogues has, and tokenizer_config.json with the special tokens that it names.
+
+    The template lies where the run read it; nothing where that is gone, as on another machine, which the command tells.
+    """
+    try:
+        template = config.data.chat_template()
+    except DataError:
+        return {}
+    if template is None or SETTINGS not in texts:
+        return {}
+    return {TEMPLATE: template.text, SETTINGS: as_text(json.loads(texts[SETTINGS]) | template.tokens)}
 
 
 def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> None:

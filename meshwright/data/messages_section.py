@@ -12,6 +12,7 @@ from meshwright.section import Rule, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
+    from meshwright.data.chat import ChatTemplate
     from meshwright.data.corpus import Corpus
     from meshwright.data.packed import PackedCorpus
     from meshwright.data.split import Split
@@ -54,6 +55,11 @@ class MessagesData(TokenSection):
     @property
     def separate(self) -> bool:
         return True
+
+    def chat_template(self) -> ChatTemplate:
+        from meshwright.data.chat import template_of
+
+        return template_of(self.tokenizer, self.template)
 
     @classmethod
     def claims(cls, data: Mapping[str, Any]) -> bool:

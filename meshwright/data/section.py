@@ -32,6 +32,7 @@ from meshwright.section import Positive, Rule, Section, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
+    from meshwright.data.chat import ChatTemplate
     from meshwright.data.corpus import Corpus
     from meshwright.data.dataset import Opened
     from meshwright.data.files import ShowProgress
@@ -84,6 +85,10 @@ class DataSection(Section):
     source: str = STDLIB
     validation: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
     """The share of the documents (of each class's images) that is held out."""
+
+    def chat_template(self) -> ChatTemplate | None:
+        """The template that samples are rendered by, if any. Raises DataError where it cannot be read any more."""
+        return None
 
     @classmethod
     def claims(cls, data: Mapping[str, Any]) -> bool:

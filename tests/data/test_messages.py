@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from meshwright.config import Config, parse_run
+from meshwright.convert import export_folder
 from meshwright.data.chat import ChatTemplate, template_of
 from meshwright.data.messages import flagged
 from meshwright.data.packed import IDS, SAID
@@ -235,6 +236,11 @@ def test_fine_tuning_from_weights(tmp_path: Path) -> None:
                 with torch.no_grad():
                     total += float(F.cross_entropy(theirs(tokens[None]).logits[0], labels, reduction="sum"))
                 count += int((labels != IGNORED).sum())
+    export_folder(tmp_path / "one", tmp_path / "out")
+    there, here = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("hf", "out"))
+    said = [{"role": "user", "content": "how many ranks?"}, {"role": "assistant", "content": "two"}]
+    assert here.apply_chat_template(said) == there.apply_chat_template(said)
+    assert here.apply_chat_template(said, tokenize=False) == there.apply_chat_template(said, tokenize=False) != ""
     losses = [line["loss"] for line in lines_of(tmp_path / "one")]
     assert losses[0] == pytest.approx(total / count, rel=1e-5)
     layout = "layout={context: {size: 2, kind: ring}, pipeline: {size: 2}, transport: torch}"
