@@ -93,7 +93,7 @@ def hugging_face(place: Place, fused: bool = False) -> Iterator[Step]:
 @contextmanager
 def ddp(place: Place, fused: bool = True, bucket_view: bool = True) -> Iterator[Step]:
     """The plain model under DistributedDataParallel over gloo, with its default buckets of 25 MB."""
-    with _gloo(place):
+    with gloo(place):
         model = DistributedDataParallel(_plain_model(), gradient_as_bucket_view=bucket_view)
         yield _loop(model, _adamw(model, fused), place)
 
@@ -104,7 +104,7 @@ def fsdp2(place: Place, fused: bool = True, reshard: bool = True) -> Iterator[St
 
     `reshard`: free a block's weights after its forward pass (torch's default), or keep them for the backward.
     """
-    with _gloo(place):
+    with gloo(place):
         model = _plain_model()
         for block in model.blocks:
             fully_shard(block, reshard_after_forward=reshard)
@@ -118,7 +118,7 @@ def _plain_model() -> PlainGPT:
 
 
 @contextmanager
-def _gloo(place: Place) -> Iterator[None]:
+def gloo(place: Place) -> Iterator[None]:
     """A process group over the worker's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
     dist.init_process_group("gloo", rank=place.rank, world_size=place.ranks)
     try:

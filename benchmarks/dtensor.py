@@ -51,7 +51,7 @@ def train(place: Place, sequence_parallel: bool = False) -> Iterator[Step]:
     dist.init_process_group("gloo", rank=place.rank, world_size=place.ranks)
     try:
         model = parallel_model(REFERENCE, place.ranks, sequence_parallel)
-        optimizer = _fused_adamw(model)
+        optimizer = fused_adamw(model)
         count = 0
 
         def step() -> float:
@@ -118,7 +118,7 @@ def _sequence_plan() -> dict[str, ParallelStyle]:
     }
 
 
-def _fused_adamw(model: nn.Module) -> torch.optim.AdamW:
+def fused_adamw(model: nn.Module) -> torch.optim.AdamW:
     """Weight decay on matrices only. A fused step takes DTensors or plain tensors, so each has groups of its own."""
     groups = [
         {"params": [p for p in model.parameters() if isinstance(p, DTensor) == cut and (p.dim() > 1) == matrix]}

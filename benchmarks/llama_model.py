@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
+from benchmarks.baselines import gloo
 from benchmarks.contender import Option, Place, Step
-from benchmarks.reference import REFERENCE
+from benchmarks.dtensor import fused_adamw
 
 THETA, EPSILON = 100000.0, 1e-5
 
@@ -125,21 +125,9 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(wide.flatten(0, 1), labels.flatten())
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Weight decay on matrices; a fused step takes DTensors or plain tensors, so each has groups of its own."""
-    groups = [
-        {"params": [p for p in model.parameters() if isinstance(p, DTensor) == cut and (p.dim() > 1) == matrix]}
-        | {"weight_decay": REFERENCE.weight_decay if matrix else 0.0}
-        for cut in (True, False)
-        for matrix in (True, False)
-    ]
-    filled = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(filled, lr=REFERENCE.learning_rate, betas=REFERENCE.betas, fused=True)
-
-
 def _loop(sizes: Sizes, model: nn.Module, backward: Callable[[Tensor, Tensor], float], rows: slice) -> Step:
     """A training loop's step. `backward`: the loss of tokens and labels, after its backward pass."""
-    optimizer, count = adamw(model), 0
+    optimizer, count = fused_adamw(model), 0
 
     def step() -> float:
         nonlocal count
@@ -210,7 +198,7 @@ def transformers(place: Place, dtype: str, threads: int, **sizes: Any) -> Iterat
 def fsdp2(place: Place, **sizes: Any) -> Iterator[Step]:
     """The plain model under fully_shard: each block, then the root with its table."""
     own = Sizes(**sizes)
-    with _gloo(place):
+    with gloo(place):
         torch.manual_seed(0)
         model = PlainLlama(own)
         for layer in model.layers.values():
@@ -230,7 +218,7 @@ def fsdp2(place: Place, **sizes: Any) -> Iterator[Step]:
 def dtensor(place: Place, **sizes: Any) -> Iterator[Step]:
     """The plain model under parallelize_module; every rank sees the whole batch."""
     own = Sizes(**sizes)
-    with _gloo(place):
+    with gloo(place):
         torch.manual_seed(0)
         model = parallel_model(own, place.ranks)
 
@@ -260,7 +248,7 @@ def pipeline(place: Place, partition: str, microbatches: int, **sizes: Any) -> I
     own = Sizes(**sizes)
     counts = [int(layers) for layers in partition.split("+")]
     start = sum(counts[: place.rank])
-    with _gloo(place):
+    with gloo(place):
         torch.manual_seed(place.rank)
         chunk = PlainLlama(own, range(start, start + counts[place.rank]))
         stage = PipelineStage(chunk, place.rank, place.ranks, torch.device("cpu"))
@@ -276,16 +264,6 @@ def pipeline(place: Place, partition: str, microbatches: int, **sizes: Any) -> I
             return sum(loss.item() for loss in losses)
 
         yield _loop(own, chunk, backward, slice(None))
-
-
-@contextmanager
-def _gloo(place: Place) -> Iterator[None]:
-    """A process group over the worker's RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
-    dist.init_process_group("gloo", rank=place.rank, world_size=place.ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def options_of(sizes: Sizes) -> dict[str, Option]:
