@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def commands(target: str) -> list[str]:
     """The commands that make would run for a target, without those that install."""
     shown = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [line for line in shown.stdout.splitlines() if line.startswith(".venv/bin/") and " -m pip " not in line]
+    return [line for line in shown.stdout.splitlines() if ".venv/bin/" in line and " -m pip " not in line]
 
 
 def test_ci_checks_format_lint_types_and_then_tests() -> None:
