@@ -7,7 +7,8 @@
 | bert-choice | BertForMultipleChoice                         | classifier      |
 
 From BertForPreTraining or BertForMaskedLM the trunk is taken, with the pooler where there is one; the head is drawn
-from the run's seed. Their biases of spans' and choices' scores change no softmax: ours have none, and zeros go out.
+from the run's seed. Their biases of spans' and choices' scores, and of the norm before spans' scores, change no
+softmax: ours have none, and zeros go out.
 """
 
 from __future__ import annotations
@@ -95,6 +96,15 @@ class BertSpansFamily(BertTaskFamily):
 
     name, section, network = "bert-spans", BertSpans, SpansBERT
     architecture, head = "ForQuestionAnswering", ("spans", "qa_outputs")
+
+    def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
+        layer = f"blocks.{model.layers - 1}.feed_forward_norm" if model.norm_order == "original" else "norm"
+        if name != f"{layer}.weight":
+            return super().pair(name, shape, model, names, rows)
+        return TensorPair(
+            name, shape, {f"{names[layer]}.{kind}": shape for kind in ("weight", "bias")},
+            lambda weight, bias: weight, lambda weight: [weight, torch.zeros_like(weight)],
+        )  # fmt: skip
 
 
 class BertChoiceFamily(BertTaskFamily):

@@ -60,12 +60,13 @@ class BertFeedForward(nn.Module):
 class BertBlock(nn.Module):
     """Attention and feed-forward, each with its norm behind the sum (original) or at its input (megatron)."""
 
-    def __init__(self, model: BertTrunk, kit: Kit) -> None:
+    def __init__(self, model: BertTrunk, kit: Kit, *, last_bias: bool = True) -> None:
+        """`last_bias`: whether the feed-forward's norm, the block's last in the original order, has a bias."""
         super().__init__()
         self.norm_first = model.norm_order == "megatron"
         self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
         self.attention = BertAttention(model, kit)
-        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon, bias=last_bias)
         self.feed_forward = BertFeedForward(model, kit)
         self.dropout = nn.Dropout(model.dropout)
 
@@ -87,6 +88,8 @@ class BERT(Chain):
     inside = ("mask",)
     ties: ClassVar[bool] = True
     """Whether the head's table is the embeddings'."""
+    last_norm_bias: ClassVar[bool] = True
+    """Whether the norm that the heads read from has a bias."""
 
     def __init__(self, model: BertTrunk, kit: Kit, chunk: Chunk | None = None) -> None:
         chunk = chunk or Chunk.whole(model.layers)
@@ -100,8 +103,9 @@ class BERT(Chain):
             self.segments = kit.embedding(model.padded(NUM_SEGMENTS), hidden, initial)
             self.dropout = nn.Dropout(model.dropout)
         if chunk.last if self.norm_first else chunk.first:  # on the last hidden states, or on the embeddings
-            self.norm = kit.norm(hidden, model.norm_epsilon)
-        self.blocks = blocks_of(chunk, lambda _: BertBlock(model, kit))
+            self.norm = kit.norm(hidden, model.norm_epsilon, bias=self.last_norm_bias or not self.norm_first)
+        bare = None if self.last_norm_bias or self.norm_first else model.layers - 1  # the block that ends in that norm
+        self.blocks = blocks_of(chunk, lambda layer: BertBlock(model, kit, last_bias=layer != bare))
         self.name_labels(model)
         if chunk.last:
             self.make_heads(model, kit)

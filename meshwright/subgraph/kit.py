@@ -101,8 +101,8 @@ class SubgraphKit:
     def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
         return self._common(SerialPatches(self.mesh, inputs, hidden, initial), lambda layer: AbsentTable(layer, 2))
 
-    def norm(self, hidden: int, epsilon: float) -> nn.Module:
-        return self._common(SerialNorm(self.mesh, hidden, epsilon), AbsentNorm)
+    def norm(self, hidden: int, epsilon: float, *, bias: bool = True) -> nn.Module:
+        return self._common(SerialNorm(self.mesh, hidden, epsilon, bias=bias), AbsentNorm)
 
     def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
         return self._common(RmsNorm(self.mesh, hidden, epsilon), AbsentNorm)

@@ -79,8 +79,9 @@ class Kit(LinearPair, Protocol):
     def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
         """Rows of numbers, whole on every rank and without a gradient: [B, T, inputs] -> [B, T, H]; no bias."""
 
-    def norm(self, hidden: int, epsilon: float) -> nn.Module:
-        """Layer norm over H: [B, T, H] -> [B, T, H]."""
+    def norm(self, hidden: int, epsilon: float, *, bias: bool = True) -> nn.Module:
+        """Layer norm over H: [B, T, H] -> [B, T, H]. Without a bias where nothing behind it feels one: its gradient
+        would be rounding alone, which Adam makes steps of."""
 
     def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
         """x / rms(x) times a weight, over H (Zhang and Sennrich, arXiv 1910.07467): [B, T, H] -> [B, T, H]."""

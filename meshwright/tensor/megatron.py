@@ -109,8 +109,8 @@ class MegatronKit:
     def branches(self) -> LinearPair:
         return self
 
-    def norm(self, hidden: int, epsilon: float) -> nn.Module:
-        return SerialNorm(self.mesh, hidden, epsilon)
+    def norm(self, hidden: int, epsilon: float, *, bias: bool = True) -> nn.Module:
+        return SerialNorm(self.mesh, hidden, epsilon, bias=bias)
 
     def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
         return RmsNorm(self.mesh, hidden, epsilon)

@@ -55,15 +55,17 @@ class SerialPatches(ShardedModule):
 class SerialNorm(ShardedModule):
     """Layer norm in float32 or better, whatever the precision of its input; the output has the input's."""
 
-    def __init__(self, mesh: Mesh, hidden: int, epsilon: float) -> None:
+    def __init__(self, mesh: Mesh, hidden: int, epsilon: float, *, bias: bool = True) -> None:
         super().__init__(mesh)
         self.epsilon = epsilon
         self.weight = self.declare("weight", ShardSpec((hidden,), initial=ONES, matrix=False, full_precision=True))
-        self.bias = self.declare("bias", ShardSpec((hidden,), initial=ZEROS, matrix=False, full_precision=True))
+        spec = ShardSpec((hidden,), initial=ZEROS, matrix=False, full_precision=True)
+        self.bias = self.declare("bias", spec) if bias else None
 
     def forward(self, h: Tensor) -> Tensor:
-        x, weight, bias = kernel_operands(h, self.mesh.device_type, self.weight, self.bias)
-        return F.layer_norm(x, weight.shape, weight, bias, self.epsilon).to(h.dtype)
+        biases = () if self.bias is None else (self.bias,)
+        x, weight, *cast = kernel_operands(h, self.mesh.device_type, self.weight, *biases)
+        return F.layer_norm(x, weight.shape, weight, cast[0] if cast else None, self.epsilon).to(h.dtype)
 
 
 class SerialLinear(ShardedModule):
@@ -108,8 +110,8 @@ class SerialKit:
     def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
         return SerialPatches(self.mesh, inputs, hidden, initial)
 
-    def norm(self, hidden: int, epsilon: float) -> nn.Module:
-        return SerialNorm(self.mesh, hidden, epsilon)
+    def norm(self, hidden: int, epsilon: float, *, bias: bool = True) -> nn.Module:
+        return SerialNorm(self.mesh, hidden, epsilon, bias=bias)
 
     def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
         return RmsNorm(self.mesh, hidden, epsilon)

@@ -140,15 +140,17 @@ class TesseractEmbedding(ShardedModule):
 class TesseractNorm(ShardedModule):
     """Layer norm over a hidden dim that is cut over col; in float32 or better."""
 
-    def __init__(self, mesh: Mesh, hidden: int, epsilon: float) -> None:
+    def __init__(self, mesh: Mesh, hidden: int, epsilon: float, *, bias: bool = True) -> None:
         super().__init__(mesh)
         self.hidden, self.epsilon = hidden, epsilon
         placements = {"col": Shard(0)}
         self.weight = self.declare("weight", ShardSpec((hidden,), placements, ONES, matrix=False, full_precision=True))
-        self.bias = self.declare("bias", ShardSpec((hidden,), placements, ZEROS, matrix=False, full_precision=True))
+        spec = ShardSpec((hidden,), placements, ZEROS, matrix=False, full_precision=True)
+        self.bias = self.declare("bias", spec) if bias else None
 
     def forward(self, h: Tensor) -> Tensor:
-        return split_layer_norm(h, self.weight, self.bias, self.hidden, self.epsilon, self.mesh.comm("col"))
+        bias = torch.zeros_like(self.weight) if self.bias is None else self.bias
+        return split_layer_norm(h, self.weight, bias, self.hidden, self.epsilon, self.mesh.comm("col"))
 
 
 class TesseractScores(ShardedModule):
@@ -232,8 +234,8 @@ class TesseractKit:
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         return TesseractEmbedding(self.mesh, num_rows, hidden, initial)
 
-    def norm(self, hidden: int, epsilon: float) -> nn.Module:
-        return TesseractNorm(self.mesh, hidden, epsilon)
+    def norm(self, hidden: int, epsilon: float, *, bias: bool = True) -> nn.Module:
+        return TesseractNorm(self.mesh, hidden, epsilon, bias=bias)
 
     @property
     def branches(self) -> LinearPair:

@@ -77,9 +77,14 @@ class PairsBERT(TaskBERT):
 
 
 class SpansBERT(TaskBERT):
-    """The beginning and the end of an answer; the loss is half the sum of both means, as SQuAD's published ones."""
+    """The beginning and the end of an answer; the loss is half the sum of both means, as SQuAD's published ones.
+
+    The last norm has no bias, as `scores` has none: it would give all tokens' scores the same addend, which no softmax
+    over tokens feels. Its gradient would be rounding alone, other rounding in each layout, and Adam would step by it.
+    """
 
     labels = ("start", "end")
+    last_norm_bias = False
 
     def make_heads(self, model: BertTrunk, kit: Kit) -> None:
         self.spans = kit.scores(model.hidden, len(self.labels), _INITIAL)

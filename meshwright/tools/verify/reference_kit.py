@@ -71,8 +71,8 @@ class ReferenceKit:
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return _linear(inner, (hidden,), initial, bias)
 
-    def norm(self, hidden: int, epsilon: float) -> nn.Module:
-        return _norm(lambda x, weight, bias: F.layer_norm(x, (hidden,), weight, bias, epsilon), hidden)
+    def norm(self, hidden: int, epsilon: float, *, bias: bool = True) -> nn.Module:
+        return _norm(lambda x, weight, shift: F.layer_norm(x, (hidden,), weight, shift, epsilon), hidden, bias=bias)
 
     def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
         return _norm(lambda x, weight, _: F.rms_norm(x, (hidden,), weight, epsilon), hidden, bias=False)
