@@ -39,7 +39,7 @@ from meshwright.model import Batch, rows_of
 from meshwright.parameters.bucket import Place, Slot
 from meshwright.parity.compare import relative_error, zero_tensors
 from meshwright.parts import Parts
-from meshwright.ranks.grid import Grid
+from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.outcome import Outcome, reference_run
 from meshwright.tools.verify.reference import Reference
@@ -184,7 +184,7 @@ def mistakes(config: Config, plant: Plant | None = None) -> list[str]:
     config = resolved(config)
     results = run_ranks(
         train,
-        Grid(config.layout.axes),
+        grid_of_run(config),
         config,
         plant,
         token_axes=config.layout.token_axes,

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch, rows_of
-from meshwright.ranks.grid import Grid
+from meshwright.ranks.grid import Grid, grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.job import Verdict, compare_runs, leave_layout, leave_reference, one_device
 from tests.data_parallel.test_equality import BATCHES
@@ -114,8 +114,8 @@ def reference_rank(mesh: Mesh, train: Drawn, folder: Path, steps: int, plant: Pl
 def run_layout(train: Drawn, folder: Path, steps: int, plant: Plant | None = None) -> Path:
     """The ranks of the layout, forked; `folder` with what they leave."""
     folder.mkdir()
-    layout = train.config.layout
-    run_ranks(layout_rank, Grid(layout.axes), train, folder, steps, plant, token_axes=layout.token_axes)
+    config = train.config
+    run_ranks(layout_rank, grid_of_run(config), train, folder, steps, plant, token_axes=config.layout.token_axes)
     return folder
 
 
