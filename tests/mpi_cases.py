@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from meshwright.config import parse_config
 from meshwright.config.schema import Layout
 from tests.mpi_workers import Case
@@ -39,18 +43,30 @@ PIPELINES: dict[int, dict[str, tuple[int, int, str, dict[str, object]]]] = {
 }
 """Pipelines by world size: replicas, stages, schedule, tensor layout."""
 
+EXPERTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"experts-2": {"data": {"size": 2, "expert": 2}}},
+    3: {"experts-3": {"data": {"size": 3, "expert": 3}}},
+    4: {
+        "experts-2-zero1": {"data": {"size": 4, "expert": 2, "sync": "zero1", "bucket": 8192}},
+        "experts-2-ring": {"data": {"size": 2, "expert": 2}, "context": {"size": 2, "kind": "ring"}},
+    },
+}
+"""Layouts of experts by world size; more than two ranks run with --long."""
+
+OF_EXPERTS = {"family": "llama", "feed_forward": 12, "experts": {"count": 6}}
+
 ORDERED = {"order": ["branch", "data"], "data": {"size": 2}, "tensor": {"kind": "subgraph", "size": 2}}
 """Axes in an order of their own."""
 
 
-def laid_out(**layout: object) -> Layout:
+def laid_out(*, model: Mapping[str, object] = MappingProxyType({}), **layout: object) -> Layout:
     """The layout of a model that every kit can cut."""
-    model = {"heads": 12, "vocabulary_multiple": 12, "positions": 12}
-    return parse_config({"layout": layout, "model": model, "data": {"sequence": 12}}).layout
+    shape = {"heads": 12, "vocabulary_multiple": 12, "positions": 12, **model}
+    return parse_config({"layout": layout, "model": shape, "data": {"sequence": 12}}).layout
 
 
-def cases(num_ranks: int) -> list[Case]:
-    """All cases of a world size."""
+def cases(num_ranks: int, *, long: bool) -> list[Case]:
+    """All cases of a world size; `long`: those that wait for --long, too."""
     data = (("data", num_ranks),)
     listed = [Case("verbs", "tests.comm_cases:run_verbs", (), data)]
     if num_ranks == 4:
@@ -78,6 +94,9 @@ def cases(num_ranks: int) -> list[Case]:
         layout = parse_config({"layout": ORDERED}).layout
         listed.append(Case("branch-data", "tests.test_order:train_for_files", ("branch-data",), layout.axes,
                            layout.token_axes))  # fmt: skip
+    for name, layout in EXPERTS[num_ranks].items() if long or num_ranks == 2 else ():
+        of_experts, function = laid_out(model=OF_EXPERTS, **layout), "tests.models.test_experts_layouts:train_for_files"
+        listed.append(Case(name, function, (layout,), of_experts.axes, of_experts.token_axes))
     for name, (data, stages, schedule, tensor) in PIPELINES[num_ranks].items():
         layout = laid_out(data={"size": data}, pipeline={"size": stages}, tensor=tensor)
         function = "tests.pipeline.test_equality_mpi:train_for_files"

@@ -26,6 +26,25 @@ from tests.workers import with_stages
 Answer = tuple[Any, dict[str, torch.Tensor]]
 """A case's result: facts that survive JSON, and tensors by name."""
 
+Held = dict[str, dict[tuple[int, ...], torch.Tensor]]
+"""A rank's parts of tensors, by name and offsets."""
+
+
+def flat(held: Held) -> dict[str, torch.Tensor]:
+    """The parts as a file holds them: `name@offset,offset`."""
+    return {
+        f"{name}@{','.join(map(str, offsets))}": part for name, parts in held.items() for offsets, part in parts.items()
+    }
+
+
+def unflat(tensors: Mapping[str, torch.Tensor]) -> Held:
+    """The parts of `flat`, by name and offsets again."""
+    held: Held = {}
+    for label, part in tensors.items():
+        name, _, offsets = label.partition("@")
+        held.setdefault(name, {})[tuple(map(int, offsets.split(",")))] = part
+    return held
+
 
 @dataclass(frozen=True)
 class Case:

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.config import Config, parse_config
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import train
-from tests.mpi_workers import Answer
+from tests.mpi_workers import Answer, flat, unflat
 from tests.tensor.test_equality import check, run
 
 SUBGRAPH = {"kind": "subgraph", "size": 2}
@@ -68,22 +68,10 @@ def test_equals_serial(order: str) -> None:
 
 
 def train_for_files(mesh: Mesh, order: str) -> tuple[list[float], dict[str, Tensor]]:
-    """`train`, its gradients flat: `name@offset,offset`."""
     losses, gradients = train(mesh, config_for(order))
-    return losses, {
-        f"{name}@{','.join(map(str, offsets))}": part
-        for name, held in gradients.items()
-        for offsets, part in held.items()
-    }
+    return losses, flat(gradients)
 
 
 def test_equals_serial_over_mpi(mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
     """Branch outermost, data 2."""
-    results = []
-    for losses, flat in mpi(4)["branch-data"]:
-        gradients: dict[str, dict[tuple[int, ...], Tensor]] = {}
-        for label, part in flat.items():
-            name, _, offsets = label.partition("@")
-            gradients.setdefault(name, {})[tuple(map(int, offsets.split(",")))] = part
-        results.append((losses, gradients))
-    check(results, serial())
+    check([(losses, unflat(parts)) for losses, parts in mpi(4)["branch-data"]], serial())

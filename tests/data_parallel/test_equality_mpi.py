@@ -10,9 +10,9 @@ from torch import Tensor
 
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import config_for, train
+from tests.data_parallel.test_equality import assembled, config_for, train
 from tests.mpi_cases import SIZES, SYNCS
-from tests.mpi_workers import Answer
+from tests.mpi_workers import Answer, flat, unflat
 from tests.workers import run_ranks
 
 STEPS = 8
@@ -20,14 +20,8 @@ STEPS = 8
 
 
 def train_for_files(mesh: Mesh, sync: str, size: int) -> tuple[list[float], dict[str, Tensor]]:
-    """`train`, its gradients flat: `name@offset,offset`."""
     losses, gradients = train(mesh, config_for(sync, size, steps=STEPS))
-    flat = {
-        f"{name}@{','.join(map(str, offsets))}": part
-        for name, held in gradients.items()
-        for offsets, part in held.items()
-    }
-    return losses, flat
+    return losses, flat(gradients)
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +41,7 @@ def test_equals_serial_over_mpi(
     assert {"tokens.weight", "positions.weight", "norm.bias"} <= serial_gradients.keys()
     for name, held in serial_gradients.items():
         (expected,) = held.values()
-        actual = torch.full_like(expected, torch.nan)
-        for _, flat in answers:
-            for label, part in flat.items():
-                owner, _, offsets = label.partition("@")
-                if owner == name:
-                    starts = map(int, offsets.split(","))
-                    actual[tuple(slice(o, o + n) for o, n in zip(starts, part.shape, strict=True))] = part
+        parts = [unflat(gradients).get(name, {}) for _, gradients in answers]
+        actual = assembled(parts, expected.shape)
         error = (actual - expected).norm() / expected.norm()
         assert error <= 1e-12, f"{name}: {error}"

@@ -7,16 +7,21 @@ replica would be another number; so would a capacity that went by anything but w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
+from meshwright.ranks.mesh import Mesh
 from tests.context.test_equality import CUT, ONE_D, config_for
-from tests.data_parallel.test_equality import SYNCS
+from tests.data_parallel.test_equality import SYNCS, train
+from tests.mpi_cases import EXPERTS as OVER_MPI
+from tests.mpi_workers import Answer, flat, unflat
 from tests.tensor.test_equality import MODELS, check, run
 
 RING, ULYSSES = ({"size": 2, "kind": kind} for kind in ("ring", "ulysses"))
@@ -88,6 +93,24 @@ def bounded_serial() -> Any:
 def test_a_capacity_is_a_sequences(name: str) -> None:
     check(run(experts(BOUNDED_LAYOUTS[name], model=BOUNDED)), bounded_serial())
     assert bounded_serial()[0] != serial()[0], "nothing was dropped"
+
+
+def train_for_files(mesh: Mesh, layout: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Of two ranks no expert has a capacity, and rows travel by the counts of the router; of more they have one."""
+    losses, gradients = train(mesh, experts(layout, model=MODEL if mesh.grid.world_size == 2 else BOUNDED))
+    return losses, flat(gradients)
+
+
+@pytest.mark.parametrize(
+    "size, name",
+    [
+        pytest.param(size, name, marks=pytest.mark.long if size > 2 else ())
+        for size, layouts in OVER_MPI.items()
+        for name in layouts
+    ],
+)
+def test_equals_serial_over_mpi(size: int, name: str, mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
+    check([(losses, unflat(parts)) for losses, parts in mpi(size)[name]], serial() if size == 2 else bounded_serial())
 
 
 @pytest.mark.parametrize("sync", [sync for sync in SYNCS if sync != "server-loss"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import train
 from tests.mpi_cases import PIPELINES
-from tests.mpi_workers import Answer
+from tests.mpi_workers import Answer, flat, unflat
 from tests.pipeline.test_equality import pipelined, serial
 from tests.tensor.test_equality import check
 
@@ -19,24 +19,10 @@ from tests.tensor.test_equality import check
 def train_for_files(
     mesh: Mesh, data: int, stages: int, schedule: str, tensor: dict[str, Any]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """`train`, its gradients flat: `name@offset,offset`."""
     losses, gradients = train(mesh, pipelined("gpt2", stages, schedule, tensor, data))
-    return losses, {
-        f"{name}@{','.join(map(str, offsets))}": part
-        for name, held in gradients.items()
-        for offsets, part in held.items()
-    }
-
-
-def unflat(flat: dict[str, Tensor]) -> dict[str, dict[tuple[int, ...], Tensor]]:
-    """A rank's gradients by name and offsets, as `train` gave them."""
-    gradients: dict[str, dict[tuple[int, ...], Tensor]] = {}
-    for label, part in flat.items():
-        name, _, offsets = label.partition("@")
-        gradients.setdefault(name, {})[tuple(map(int, offsets.split(",")))] = part
-    return gradients
+    return losses, flat(gradients)
 
 
 @pytest.mark.parametrize("size, name", [(size, name) for size, layouts in PIPELINES.items() for name in layouts])
 def test_equals_serial_over_mpi(size: int, name: str, mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
-    check([(losses, unflat(flat)) for losses, flat in mpi(size)[name]], serial("gpt2"))
+    check([(losses, unflat(parts)) for losses, parts in mpi(size)[name]], serial("gpt2"))
