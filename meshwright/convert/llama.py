@@ -76,6 +76,8 @@ _COUNTS = ("num_local_experts", "num_experts")
 """Where the number of experts is, one or both."""
 _WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
 """Settings of those with experts, as `_ELSEWHERE` has them."""
+_SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
+"""Where an expert is that every token takes beside its own, as Qwen2-MoE and DeepSeek have it: ours has none."""
 _GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 """Those whose key-value heads are not as many as the queries' where nothing is said."""
 _READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe"), "mlp_bias": ("llama",)}
@@ -159,6 +161,8 @@ class LlamaFamily(Family):
         values, kind = settings.values, settings.values["model_type"]
         for key, ours in _ELSEWHERE.items():
             settings.only(key, ours)
+        for key in _SHARED:
+            settings.only(key, None, 0)
         self._refuse_windows(settings)
         if kind in _GROUPED and values.get("num_key_value_heads") is None:
             raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")

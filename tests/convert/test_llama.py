@@ -150,6 +150,13 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("mixtral", {"sliding_window": 16}, r"sliding_window=16 is not supported; valid: null, or max_position_emb.*=32"),
     ("qwen3-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported; valid: \[\]"),
     ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; valid: 1"),
+    (
+        "qwen3-moe",
+        {"shared_expert_intermediate_size": 24},
+        "shared_expert_intermediate_size=24 is not supported; valid: null, 0",
+    ),
+    ("mixtral", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported; valid: null, 0"),
+    ("qwen3-moe", {"model_type": "qwen2_moe"}, "model_type=qwen2_moe is not supported; valid: gpt2, llama, qwen2"),
     ("llama", {"num_experts": 8}, "num_experts=8 is not supported; valid: null"),
     ("mistral", {"sliding_window": 16}, r"sliding_window=16 is not supported; valid: null, or max_position_emb.*=32"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=true is not supported; valid: false"),

@@ -141,6 +141,43 @@ def test_slices_killed_and_resumed(corpus: Path, tmp_path: Path) -> None:
         assert (first / shard).read_bytes() == (second / shard).read_bytes(), shard
 
 
+EXPERTS = {
+    "family": "llama", "layers": 2, "hidden": 16, "heads": 2, "feed_forward": 12, "positions": 16, "vocabulary": 300,
+    "vocabulary_multiple": 8, "experts": {"count": 4, "per_token": 2, "balance": 0.1, "capacity": 0.75},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "data, level",
+    [
+        ({"size": 2, "expert": 2}, "O0"),
+        *(
+            pytest.param(data, level, marks=pytest.mark.long)
+            for data in ({"size": 4, "expert": 2, "sync": "zero1"}, {"size": 4, "expert": 2, "sync": "zero3"})
+            for level in ("O0", "O2")
+        ),
+    ],
+)
+def test_experts_killed_and_resumed(data: dict[str, object], level: str, corpus: Path, tmp_path: Path) -> None:
+    """Ranks hold different experts: losses and every file of the last checkpoint to the letter."""
+    precision = {"level": level, "dtype": "float64" if level == "O0" else "bf16"}
+    settings = {"model": EXPERTS, "batch": {"global": 8, "micro": 2}, "precision": precision}
+    config = config_for(corpus, **settings, layout={"data": data, "transport": "torch"})
+    expected = run(config, tmp_path / "undisturbed")
+    failure = run_as("killed", config, tmp_path / "resumed", moment="backward", victim=1)
+    assert "rank 1 was killed by signal 9 (SIGKILL)" in failure
+    run(config, tmp_path / "resumed", resume=True)
+    assert losses_of(tmp_path / "resumed") == losses_of(expected)
+    assert [line["dropped_share"] for line in lines_of(expected)] == [
+        line["dropped_share"] for line in lines_of(tmp_path / "resumed")
+    ]
+    first, second = ((tmp_path / out / "checkpoints" / "step-8") for out in ("undisturbed", "resumed"))
+    shards = sorted(path.name for path in first.glob("*.safetensors"))
+    assert len(shards) > 1
+    for shard in shards:
+        assert (first / shard).read_bytes() == (second / shard).read_bytes(), shard
+
+
 MOVES: list[tuple[dict[str, object], int]] = [
     ({"data": {"size": 2, "sync": "zero1"}}, 2),
     ({"data": {"size": 3, "sync": "zero3"}}, 4),
@@ -151,17 +188,27 @@ MOVES: list[tuple[dict[str, object], int]] = [
     ({"data": {"size": 2, "sync": "zero3"}}, 9),
 ]
 
+MOVES_OF_EXPERTS: list[tuple[dict[str, object], int]] = [
+    ({"data": {"size": 2, "expert": 2}}, 3),
+    ({"data": {"size": 1}}, 5),
+    ({"data": {"size": 4, "expert": 2, "sync": "zero3"}}, 7),
+    ({"data": {"size": 4, "expert": 4}}, 9),
+]
 
-def test_resume_by_another_layout(corpus: Path, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(
+    "moves", [MOVES, pytest.param(MOVES_OF_EXPERTS, marks=pytest.mark.long)], ids=["plain", "experts"]
+)
+def test_resume_by_another_layout(moves: list[tuple[dict[str, object], int]], corpus: Path, tmp_path: Path) -> None:
     """Each move with another sync or kit: the losses of one run. (No dropout: its masks are the replicas' own.)"""
-    model = config_for(corpus).model.model_dump() | {"dropout": 0.0}
+    model = EXPERTS if moves is MOVES_OF_EXPERTS else config_for(corpus).model.model_dump() | {"dropout": 0.0}
     plain = {"model": model, "batch": {"global": 12}, "checkpoint": {"every": 0}}
 
     def laid_out(layout: dict[str, object], steps: int) -> Config:
         return config_for(corpus, **plain, layout=layout | {"transport": "torch"}, steps=steps)
 
     run(laid_out({"data": {"size": 1}}, 9), tmp_path / "serial")
-    for layout, steps in MOVES:
+    for layout, steps in moves:
         run(laid_out(layout, steps), tmp_path / "parallel", resume=True)
     expected, actual = lines_of(tmp_path / "serial"), lines_of(tmp_path / "parallel")
     assert [line["step"] for line in actual] == list(range(1, 10))
