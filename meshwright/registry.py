@@ -44,7 +44,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "subgraph": "meshwright.subgraph.section:Subgraph",
     },
     "data": {
-        "text": "meshwright.data.section:TextData",
+        "text": "meshwright.data.text_section:TextData",
         "masked": "meshwright.data.kinds_section:MaskedData",
         "pairs": "meshwright.data.pairs_section:PairData",
         "spans": "meshwright.data.kinds_section:SpanData",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from meshwright.cli.app import (
     DeviceOption,
     LengthPenalty,
     NewFolder,
+    Overrides,
     app,
     convert_app,
     data_app,
@@ -29,11 +31,16 @@ from meshwright.errors import ConfigError, DataError
 @data_app.command("prepare")
 def data_prepare(
     out: NewFolder,
+    run: Annotated[
+        Path | None, Argument(metavar="RUN.yaml", help="A run whose data is prepared, of any kind.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
     source: Annotated[
-        str, Option(help="stdlib, unicode, a text/json/jsonl/csv/parquet file, a folder of these, hub:OWNER/NAME.")
-    ] = "stdlib",
-    tokenizer: Annotated[str, Option(help="bytes, bpe:SIZE, or a tokenizer.json file.")] = "bytes",
-    validation: Annotated[float, Option(help="The share of the text that is held out.")] = 0.05,
+        str | None,
+        Option(help="stdlib (if not given), unicode, a text/json/jsonl/csv/parquet file, a folder, hub:OWNER/NAME."),
+    ] = None,
+    tokenizer: Annotated[str | None, Option(help="bytes (if not given), bpe:SIZE, or a tokenizer.json file.")] = None,
+    validation: Annotated[float | None, Option(help="The share of the text that is held out; 0.05.")] = None,
     pairs: Annotated[bool, Option(help="Pairs of texts: a tsv or jsonl file, two files, or stdlib's.")] = False,
     target: Annotated[str | None, Option(metavar="FILE", help="The second file of pairs, line by line.")] = None,
     languages: Annotated[
@@ -44,18 +51,28 @@ def data_prepare(
     """Tokenize a corpus into packed files that runs read. The same corpus gives the same bytes.
 
     Example: meshwright data prepare --source wiki.train.txt --tokenizer bpe:8192 --out data/wiki
+
+    Of dialogues and tasks, as a run reads them: meshwright data prepare chat.yaml --out data/chat
     """
+    if run is not None:
+        given = {"source": source, "tokenizer": tokenizer, "validation": validation, "pairs": pairs or None}
+        for name, value in (given | {"target": target, "languages": languages}).items():
+            if value is not None:
+                raise ConfigError.of(f"--{name}", value, "is the run file's to say", f"data.{name}=... behind RUN.yaml")
+        _prepare_run(run, overrides or (), out, as_json)
+        return
     from meshwright.data.corpus import text_corpus
     from meshwright.data.packing import pack
     from meshwright.data.pairs import pair_corpus
     from meshwright.data.pairs_section import PairData
+    from meshwright.data.section import STDLIB
 
     with progress() as show:
         if pairs or target is not None or languages is not None:
-            texts = pair_corpus(PairData(kind="pairs", source=source, target=target, languages=languages))
+            texts = pair_corpus(PairData(kind="pairs", source=source or STDLIB, target=target, languages=languages))
         else:
-            texts = text_corpus(source)
-        corpus = pack(texts, tokenizer, out, validation, show)
+            texts = text_corpus(source or STDLIB)
+        corpus = pack(texts, tokenizer or "bytes", out, 0.05 if validation is None else validation, show)
     if as_json:
         print(json.dumps(corpus.header.model_dump()))
         return
@@ -65,6 +82,20 @@ def data_prepare(
         count = f"{facts.documents // 2:,} pairs" if paired else f"{facts.documents:,} documents"
         print(f"{split}: {facts.tokens:,} tokens, {count}, {facts.words:,} words")
     print(f"{out}: vocabulary {corpus.tokenizer.vocabulary_size}; train on it with data.source={out}")
+
+
+def _prepare_run(run: Path, overrides: Sequence[str], out: Path, as_json: bool) -> None:
+    """Prepare what a run reads, once, for runs that then name `out` as their source."""
+    from meshwright.config.load import parse_run, read_run
+
+    config = parse_run(read_run(run).tree, overrides)
+    with progress() as show:
+        folder = config.data.pack(config, out, show)
+        notes = config.data.open(config, folder).notes
+    if as_json:
+        print(json.dumps({"out": str(out), "kind": config.data.kind, "notes": notes}))
+        return
+    print("\n".join((*notes, f"{out}: {config.data.kind}; train on it with data.source={out}")))
 
 
 @app.command()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, model_validator
 
 from meshwright.config.kinds import with_kind
-from meshwright.data.section import DataSection, TextData
+from meshwright.data.section import DataSection
 from meshwright.models.section import Gpt2, Network
 from meshwright.ranks.section import TransportName
 from meshwright.registry import entries
@@ -392,7 +392,7 @@ class Config(Section):
     weights: str | None = None
     """The Hugging Face folder, or name of one, whose weights the run starts from; null: it draws its own. A run file
     says `model: {from: ...}`, which gives the model's fields and the tokenizer as well."""
-    data: Data = TextData()
+    data: Data = entries("data")["text"]()
     batch: BatchSection = BatchSection()
     layout: Layout = Layout()
     precision: Precision = Precision()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from meshwright.data.section import DIGITS, SENTINELS, DataSection, Lengths, MixedSection, source_exists
+from meshwright.data.section import DIGITS, SENTINELS, DataSection, Lengths, source_exists
+from meshwright.data.text_section import MixedSection
 from meshwright.environment import cache_folder
 from meshwright.models.section import Bert, ImageNetwork
 from meshwright.section import Rule

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from meshwright.data.section import DIGITS, PREPARED, STDLIB, UNICODE, TokenSection, documents_are_kept_apart
+from meshwright.data.section import DIGITS, PREPARED, STDLIB, UNICODE, TokenSection
+from meshwright.data.text_section import documents_are_kept_apart
 from meshwright.errors import DataError, Problem
 from meshwright.section import Rule, rule
 

@@ -24,8 +24,8 @@ from meshwright.data.files import DAMAGE_REMEDY, ShowProgress, folder_lock, stag
 from meshwright.data.packed import TOKENIZER, PackedCorpus, is_prepared, open_packed
 from meshwright.data.packing import corpus_for
 from meshwright.data.sampler import Permutation, ShuffledSamples
-from meshwright.data.section import BLOCK, MIXTURE, MixedSection, shares_of
 from meshwright.data.split import plan_split, split_records
+from meshwright.data.text_section import BLOCK, MIXTURE, MixedSection, shares_of
 from meshwright.data.tokenizer import BPE_PREFIX, make_tokenizer
 from meshwright.errors import DataError
 

@@ -89,7 +89,7 @@ def corpus_for(data: TokenSection, cache: Path, progress: ShowProgress = silent)
         if packed.header.kind != data.packs:
             prepared = f"was prepared of {packed.header.kind}, and {data.packs} are wanted"
             raise DataError(f"data.source={data.source}: {prepared}")
-        _check_agrees(packed, data)
+        check_agrees(data, packed.header.tokenizer, packed.tokenizer, packed.header.validation_share)
     else:
         corpus, kind = data.corpus(), tokenizer_kind(data.tokenizer)
         tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
@@ -200,27 +200,28 @@ def _reuse(out: Path, source: str, tokenizer: str, validation: float, plan: Spli
     header = packed.header
     if header.corpus_sha256 != plan.corpus_sha256:
         raise DataError(f"{out}: holds the tokens of another corpus ({header.source}), not of {source}; {remedy}")
-    if not _same_tokenizer(packed, tokenizer):
+    if not _same_tokenizer(tokenizer, header.tokenizer, packed.tokenizer):
         raise DataError(f"{out}: was prepared with tokenizer {header.tokenizer}, not {tokenizer}; {remedy}")
     if header.validation_share != validation:
         raise DataError(f"{out}: holds out a share of {header.validation_share}, not {validation}; {remedy}")
     return packed
 
 
-def _same_tokenizer(packed: PackedCorpus, tokenizer: str) -> bool:
-    kind = tokenizer_kind(tokenizer)
-    if kind != "file":
-        return packed.header.tokenizer == kind
-    return load_tokenizer(Path(tokenizer).expanduser()).to_json() == packed.tokenizer.to_json()
+def _same_tokenizer(asked: str, kind: str, tokenizer: Tokenizer) -> bool:
+    """Whether a config asks for the tokenizer that a folder was prepared with; `kind`: what was asked for then."""
+    if tokenizer_kind(asked) != "file":
+        return kind == tokenizer_kind(asked)
+    return load_tokenizer(Path(asked).expanduser()).to_json() == tokenizer.to_json()
 
 
-def _check_agrees(packed: PackedCorpus, data: TokenSection) -> None:
-    """A prepared folder has its own tokenizer and share: a config that names others would have no effect."""
-    header, again = packed.header, "or prepare it again"
+def check_agrees(data: TokenSection, kind: str, tokenizer: Tokenizer, share: float) -> None:
+    """Raise DataError where a config names another tokenizer or share than a prepared folder has: it would have no
+    effect. `kind`: the tokenizer that was asked for when the folder was prepared."""
+    again = "or prepare it again"
     defaults = {name: field.default for name, field in TokenSection.model_fields.items()}
-    if data.tokenizer != defaults["tokenizer"] and not _same_tokenizer(packed, data.tokenizer):
-        wanted = f"data.tokenizer={data.tokenizer}: {data.source} was prepared with {header.tokenizer}"
+    if data.tokenizer != defaults["tokenizer"] and not _same_tokenizer(data.tokenizer, kind, tokenizer):
+        wanted = f"data.tokenizer={data.tokenizer}: {data.source} was prepared with {kind}"
         raise DataError(f"{wanted}; leave data.tokenizer out, {again}")
-    if data.validation != defaults["validation"] and data.validation != header.validation_share:
-        wanted = f"data.validation={data.validation}: {data.source} was prepared with {header.validation_share}"
+    if data.validation != defaults["validation"] and data.validation != share:
+        wanted = f"data.validation={data.validation}: {data.source} was prepared with {share}"
         raise DataError(f"{wanted}; leave data.validation out, {again}")

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshwright.data.corpus import source_identity
-from meshwright.data.files import ShowProgress, check_once, file_sha256, folder_lock, staged_folder
+from meshwright.data.files import DAMAGE_REMEDY, ShowProgress, check_once, file_sha256, folder_lock, staged_folder
 from meshwright.data.packed import TOKENIZER
+from meshwright.data.packing import check_agrees
 from meshwright.data.sampler import ShuffledSamples
 from meshwright.data.specials import Specials, specials_of
 from meshwright.data.split import SPLITS, Split
@@ -34,7 +35,7 @@ from meshwright.data.task_files import (
     squad_questions,
 )
 from meshwright.data.tasks_section import RaceData, SentencePairData, SquadData, TaskSection
-from meshwright.data.tokenizer import Tokenizer, make_tokenizer, tokenizer_kind
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.tasks.section import BertChoice, BertPairs
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from meshwright.config import Config
     from meshwright.model import Batch
 
-_FORMAT = 1
+_FORMAT = 2
 _HEADER = "task.json"
 LONGEST_QUESTION, LONGEST_CHOICE = 64, 128
 _ARRAYS = ("tokens", "ends", "answers")
@@ -159,30 +160,85 @@ def texts_of(config: Config, data: TaskSection) -> Iterator[str]:
 
 def task_folder(config: Config, data: TaskSection, cache: Path, progress: ShowProgress) -> Path:
     """The prepared folder that a config asks for, made once in `cache`. Raises DataError, ConfigError."""
-    kind = tokenizer_kind(data.tokenizer)
-    tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
-    sources = [source_identity(source) for source in (data.source, data.held_out) if source is not None]
-    fields = data.model_dump(exclude={"source", "held_out", "tokenizer"})
-    facts = [_FORMAT, sources, tokenizer, fields, config.model.model_dump(include={"classes", "choices"})]
-    out = cache / f"task-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]}"
+    prepared = Path(data.source).expanduser()
+    if (prepared / _HEADER).is_file():
+        _check_prepared(config, data, prepared)
+        out = prepared
+    else:
+        kind = tokenizer_kind(data.tokenizer)
+        tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
+        sources = [source_identity(source) for source in (data.source, data.held_out) if source is not None]
+        facts = [_FORMAT, sources, tokenizer, data.validation, _fields(config, data)]
+        out = cache / f"task-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]}"
+        if not (out / _HEADER).is_file():
+            _pack(config, data, out, progress)
+    check_once(out, json.loads((out / _HEADER).read_text())["sha256"], {}, cache)
+    return out
+
+
+def pack_task(config: Config, data: TaskSection, out: Path, progress: ShowProgress) -> Path:
+    """Prepare `out`, which may not hold anything yet. Raises DataError, ConfigError."""
+    if out.exists() and (out.is_file() or any(out.iterdir())):
+        raise DataError(f"{out}: exists and is not empty; give another folder, or remove it")
+    if (Path(data.source).expanduser() / _HEADER).is_file():
+        raise DataError(f"{data.source}: is a prepared folder already; name it as data.source of a run")
+    _pack(config, data, out, progress)
+    return out
+
+
+def _pack(config: Config, data: TaskSection, out: Path, progress: ShowProgress) -> None:
     try:
         with folder_lock(out, progress):
-            if not (out / _HEADER).is_file():
+            if not (out / _HEADER).is_file():  # another process may have been here
                 with staged_folder(out) as folder:
                     _write(folder, config, data, progress)
     except OSError as error:  # no right to write there, a full disk
         raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}") from error
-    check_once(out, json.loads((out / _HEADER).read_text())["sha256"], {}, cache)
-    return out
+
+
+def _fields(config: Config, data: TaskSection) -> dict[str, object]:
+    """The fields of a run that a prepared folder depends on, besides its sources, tokenizer and share."""
+    of_data = data.model_dump(exclude={"source", "held_out", "tokenizer", "validation"})
+    of_model = config.model.model_dump(include={"classes", "choices"})
+    return {f"data.{name}": value for name, value in of_data.items()} | {
+        f"model.{name}": value for name, value in of_model.items()
+    }
+
+
+def _check_prepared(config: Config, data: TaskSection, folder: Path) -> None:
+    """Raise ConfigError or DataError where a folder was prepared by other fields than a run's."""
+    try:
+        header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
+        if header["format"] != _FORMAT:
+            raise DataError(f"{folder}: has format {header['format']}, this version reads {_FORMAT}; {DAMAGE_REMEDY}")
+        missing = [name for name in header["sha256"] if not (folder / name).is_file()]
+        fields, kind, share, size = (header[key] for key in ("fields", "tokenizer", "validation_share", "vocabulary"))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise DataError(f"{folder / _HEADER}: is damaged ({error!r:.80}); {DAMAGE_REMEDY}") from error
+    if missing:
+        raise DataError(f"{folder / missing[0]}: is missing; {DAMAGE_REMEDY}")
+    for field, value in _fields(config, data).items():
+        if fields.get(field) != value:
+            rule = f"is not what {data.source} was prepared with"
+            raise ConfigError.of(field, value, rule, f"{fields.get(field)}, or prepare it again")
+    if data.held_out is not None:
+        rule = f"has no effect: {data.source} was prepared with what is held out"
+        raise ConfigError.of("data.held_out", data.held_out, rule, "leave it out, or prepare it again")
+    check_agrees(data, kind, load_tokenizer(folder / TOKENIZER), share)
+    _check_vocabulary(config, size)
+
+
+def _check_vocabulary(config: Config, size: int) -> None:
+    if size > config.model.num_tokens:
+        rule = f"is smaller than the {size} tokens of data.tokenizer with BERT's"
+        raise ConfigError.of("model.vocabulary", config.model.num_tokens, rule, f"{size} or more")
 
 
 def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgress) -> None:
     """Write the tokenizer, both splits and the header that describes them, which comes last."""
     tokenizer = make_tokenizer(data.tokenizer, texts_of(config, data), progress)
     specials = specials_of(tokenizer)
-    if specials.vocabulary_size > config.model.num_tokens:
-        rule = f"is smaller than the {specials.vocabulary_size} tokens of data.tokenizer with BERT's"
-        raise ConfigError.of("model.vocabulary", config.model.num_tokens, rule, f"{specials.vocabulary_size} or more")
+    _check_vocabulary(config, specials.vocabulary_size)
     tokenizer.save(folder / TOKENIZER)
     splits: dict[Split, list[TaskExample]] = {"train": [], "validation": []}
     for source, split in ((data.source, "train"), (data.held_out, "validation")):
@@ -198,7 +254,10 @@ def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgre
     files = sorted(path.name for path in folder.iterdir())
     header = {
         "format": _FORMAT,
-        "padding": specials.padding,
+        "fields": _fields(config, data),
+        "tokenizer": tokenizer_kind(data.tokenizer),
+        "vocabulary": specials.vocabulary_size,
+        "validation_share": data.validation,
         "samples": {name: len(some) for name, some in splits.items()},
         "sha256": {name: file_sha256(folder / name) for name in files},
     }

@@ -49,6 +49,11 @@ class TaskSection(TokenSection):
         self.open(config, folder)
         return folder
 
+    def pack(self, config: Config, out: Path, progress: ShowProgress) -> Path:
+        from meshwright.data.tasks import pack_task
+
+        return pack_task(config, self, out, progress)
+
     def open(self, config: Config, folder: Path) -> Opened:
         from meshwright.data.dataset import open_splits
         from meshwright.data.packed import TOKENIZER
@@ -65,7 +70,7 @@ class SentencePairData(TaskSection):
 
     kind: Literal["sentence-pairs"]
     gives: ClassVar[str] = "classified pairs"
-    source_forms: ClassVar[str] = "a tsv file with MNLI's or QQP's columns"
+    source_forms: ClassVar[str] = "a tsv file with MNLI's or QQP's columns, a prepared folder"
 
 
 class SquadData(TaskSection):
@@ -73,7 +78,7 @@ class SquadData(TaskSection):
 
     kind: Literal["squad"]
     gives: ClassVar[str] = "answered passages"
-    source_forms: ClassVar[str] = "a json file of SQuAD, version 1.1 or 2.0"
+    source_forms: ClassVar[str] = "a json file of SQuAD, version 1.1 or 2.0, a prepared folder"
     stride: Positive = 128
     """Tokens between the windows over a passage that is too long for one."""
 
@@ -83,5 +88,5 @@ class RaceData(TaskSection):
 
     kind: Literal["race"]
     gives: ClassVar[str] = "answered choices"
-    source_forms: ClassVar[str] = "a folder of RACE's txt files"
+    source_forms: ClassVar[str] = "a folder of RACE's txt files, a prepared folder"
     reads_folders_alone: ClassVar[bool] = True

@@ -15,7 +15,7 @@ from meshwright.data import files
 from meshwright.data.files import REGION_BYTES, FileSum, check_file, check_once
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.packing import corpus_for, prepare
-from meshwright.data.section import TextData
+from meshwright.data.text_section import TextData
 from meshwright.errors import DataError
 
 

@@ -204,6 +204,21 @@ def test_a_run_without_a_template_is_refused(tmp_path: Path) -> None:
         parse_run({"model": {"family": "bert"}, "data": {"kind": "messages", "source": str(source)}})
 
 
+def test_dialogues_are_prepared_once_for_many_runs(tmp_path: Path) -> None:
+    """With the tokenizer and the template gone, and for other lengths of windows."""
+    source, path = make_dialogues(tmp_path), make_tokenizer(tmp_path / "tokenizer")
+    given, out = config_for(tmp_path, source, path), tmp_path / "prepared"
+    given.data.pack(given, out, lambda *_: None)
+    read = config_for(tmp_path, out, path)
+    batches = [opened(config).train.samples(0, 6) for config in (given, read)]
+    assert all(torch.equal(batches[0][key], batches[1][key]) for key in batches[0])
+    path.unlink()
+    alone = config_for(tmp_path, out, Path("bytes"), sequence=48)
+    assert (alone.data.kind, opened(alone).train.samples(0, 1)["tokens"].shape) == ("messages", (1, 48))
+    with pytest.raises(ConfigError, match=r"data.template=t has no effect: data.source=.* was prepared by another"):
+        config_for(tmp_path, out, Path("bytes"), template="t")
+
+
 def test_fine_tuning_from_weights(tmp_path: Path) -> None:
     """`model.from` with its tokenizer and template: the first loss is transformers' own on the same dialogues, each
     alone, over the assistant's tokens; two layouts train alike."""

@@ -15,7 +15,7 @@ from meshwright.config import Config, dump_config, parse_config, parse_run
 from meshwright.data.files import silent
 from meshwright.data.mixture import MixedSamples, open_mixture
 from meshwright.data.sampler import ShuffledSamples
-from meshwright.data.section import BLOCK, shares_of
+from meshwright.data.text_section import BLOCK, shares_of
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import Batch
 

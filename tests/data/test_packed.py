@@ -17,8 +17,8 @@ from meshwright.data.corpus import documents, text_corpus
 from meshwright.data.files import silent
 from meshwright.data.packed import PackedCorpus, open_packed
 from meshwright.data.packing import corpus_for, prepare
-from meshwright.data.section import TextData
 from meshwright.data.split import plan_split, split_records
+from meshwright.data.text_section import TextData
 from meshwright.data.tokenizer import train_bpe
 from meshwright.errors import ConfigError, DataError
 
@@ -185,7 +185,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_done(source: str, tmp_path: 
 
 def test_processes_that_prepare_the_same_folder_agree(source: str, tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
-    code = "import sys; from pathlib import Path; from meshwright.data.section import TextData\n"
+    code = "import sys; from pathlib import Path; from meshwright.data.text_section import TextData\n"
     code += "from meshwright.data.packing import corpus_for\n"
     code += "corpus_for(TextData(source=sys.argv[1], tokenizer='bpe:300'), Path(sys.argv[2]))"
     command = [sys.executable, "-c", code, source, str(tmp_path / "cache")]

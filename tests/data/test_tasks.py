@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from meshwright.cli.weights import data_prepare
 from meshwright.config import Config, parse_run
 from meshwright.data.specials import specials_of
 from meshwright.data.task_files import race_questions, squad_questions
@@ -162,3 +164,59 @@ def test_the_form_is_told_by_the_columns(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.held_out=nowhere is no such file or folder"):
         config_for("bert-spans", make_squad(tmp_path / "b.json"), held_out="nowhere")
     assert squad_paragraph(1)["qas"][0]["answers"][0]["text"] == "green"
+
+
+SHAPES = {"bert-pairs": {"sequence": 64}, "bert-spans": {"sequence": 96, "stride": 32}, "bert-choice": {"sequence": 80}}
+
+
+@pytest.mark.parametrize("family", MAKE)
+def test_a_task_is_prepared_once_for_many_runs(tmp_path: Path, family: str, capsys: pytest.CaptureFixture) -> None:
+    name, make = MAKE[family]
+    source, out = make(tmp_path / name), tmp_path / "prepared"
+    given = config_for(family, source, **SHAPES[family])
+    run = tmp_path / "run.yaml"
+    run.write_text(given.model_dump_json(by_alias=True, include={"model", "data", "batch"}))
+    data_prepare(out, run, ["validation.every=0"])
+    assert f"{out}: {given.data.kind}; train on it with data.source={out}" in capsys.readouterr().out
+    read = config_for(family, out, **SHAPES[family])
+    batches = [opened(config).train.samples(0, 6) for config in (given, read)]
+    assert all(torch.equal(batches[0][key], batches[1][key]) for key in batches[0])
+    sums = {path.name: path.read_bytes() for path in out.iterdir()}
+    data_prepare(tmp_path / "again", run, ["validation.every=0"])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()} == sums
+    with pytest.raises(DataError, match=r"prepared: exists and is not empty"):
+        data_prepare(out, run)
+    with pytest.raises(ConfigError, match=r"--source=x is the run file's to say; valid: data.source=... behind RUN"):
+        data_prepare(tmp_path / "new", run, source="x")
+
+
+def test_a_prepared_task_is_not_read_with_another_meaning(tmp_path: Path) -> None:
+    given, out = config_for("bert-spans", make_squad(tmp_path / "a.json")), tmp_path / "prepared"
+    given.data.pack(given, out, lambda *_: None)
+    for more, message in (
+        (
+            {"sequence": 64},
+            r"data.sequence=64 is not what .*prepared was prepared with; valid: 96, or",
+        ),
+        ({"held_out": str(tmp_path / "a.json")}, r"data.held_out=.* has no effect: .*prepared was prepared with what"),
+        ({"tokenizer": "bpe:270"}, r"data.tokenizer=bpe:270: .*prepared was prepared with bytes; leave data.tokenizer"),
+        ({"validation": 0.4}, r"data.validation=0.4: .*prepared was prepared with 0.3; leave data.validation out"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            opened(config_for("bert-spans", out, **more))
+    with pytest.raises(ConfigError, match=r"data.kind=sentence-pairs is not what .* prepared with; valid: squad"):
+        opened(config_for("bert-pairs", out))
+    larger = config_for("bert-spans", tmp_path / "a.json", tokenizer="bpe:270")
+    larger.data.pack(larger, tmp_path / "larger", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"model.vocabulary=261 is smaller than the 274 tokens"):
+        opened(config_for("bert-spans", tmp_path / "larger", "model.vocabulary=261"))
+    damaged = out / "train-answers.npy"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    with pytest.raises(DataError, match=r"train-answers.npy: .*"):
+        opened(config_for("bert-spans", out))
+    damaged.unlink()
+    with pytest.raises(DataError, match=r"train-answers.npy: is missing"):
+        opened(config_for("bert-spans", out))
+    (out / "task.json").write_text("{}")
+    with pytest.raises(DataError, match=r"task.json: is damaged \(KeyError\('format'\)\)"):
+        opened(config_for("bert-spans", out))

@@ -10,7 +10,7 @@ from meshwright.checkpoint import CheckpointWriter, pieces_of
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.config import Config
 from meshwright.config.schema import OptimizerSection, Precision
-from meshwright.data.section import TextData
+from meshwright.data.text_section import TextData
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 from meshwright.models.section import Gpt2
 from meshwright.parts import Parts

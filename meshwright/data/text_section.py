@@ -1,0 +1,164 @@
+"""The data sections of text: windows of tokens; the base of the kinds whose samples may be a mixture. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from meshwright.data.section import TokenSection
+from meshwright.environment import cache_folder
+from meshwright.errors import ConfigError, Problem
+from meshwright.registry import entries
+from meshwright.section import Rule, rule
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+    from meshwright.data.dataset import Opened
+    from meshwright.data.files import ShowProgress
+    from meshwright.data.packed import PackedCorpus
+    from meshwright.data.split import Split
+    from meshwright.model import Samples
+
+BLOCK = 1000
+"""Samples of which each source of a mixture has an exact share."""
+MIXTURE = "mixture.json"
+
+
+def parse_weights(value: object) -> object:
+    """`{a.txt: 3, b.txt: 1}` -> ((a.txt, 3), (b.txt, 1)): a config is a key of tables, which a mapping cannot be in."""
+    return tuple(value.items()) if isinstance(value, Mapping) else value
+
+
+def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
+    """Whole shares of BLOCK in the ratio of the weights: rounded down, what is left to the largest remainders."""
+    exact = [BLOCK * weight / sum(weights.values()) for weight in weights.values()]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda index: (shares[index] - exact[index], index))
+    for index in by_remainder[: BLOCK - sum(shares)]:
+        shares[index] += 1
+    return tuple(shares)
+
+
+@rule("data.mixture")
+def every_source_has_a_share(config: Config) -> Iterator[Problem]:
+    data = config.data
+    assert isinstance(data, MixedSection), data
+    for source, share in zip(data.weights, shares_of(data.weights) if data.mixture else (), strict=True):
+        if not share:
+            rule_text = f"is less than 1/{BLOCK} of the weights' sum, the least share of a source"
+            yield Problem(f"data.mixture.{source}", data.weights[source], rule_text, "a larger weight, or leave it out")
+
+
+class MixedSection(TokenSection):
+    """Base of the kinds whose samples may come from several sources: `mixture` is the weight of each."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, every_source_has_a_share)
+    reads_hub: ClassVar[bool] = True
+
+    mixture: Annotated[tuple[tuple[str, Annotated[float, Field(gt=0)]], ...], BeforeValidator(parse_weights)] = ()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each source of a mixture."""
+        return dict(self.mixture)
+
+    def __hash__(self) -> int:
+        """A dict has no hash, and a plan remembers by sections."""
+        return hash(self.model_dump_json())
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(self.weights) or (self.source,)
+
+    @property
+    def mixed(self) -> bool:
+        return bool(self.mixture)
+
+    def prepare(self, config: Config, progress: ShowProgress) -> Path:
+        if not self.mixture:
+            return super().prepare(config, progress)
+        from meshwright.data.mixture import mixture_for, open_mixture
+
+        folder = mixture_for(self, cache_folder(), progress)
+        open_mixture(folder)[0].packed.check_vocabulary(config.model.num_tokens)
+        self.open(config, folder)
+        return folder
+
+    def pack(self, config: Config, out: Path, progress: ShowProgress) -> Path:
+        if self.mixture:
+            rule_text = "is several sources, which are packed one by one"
+            raise ConfigError.of("data.mixture", ", ".join(self.weights), rule_text, "prepare each by data.source")
+        return super().pack(config, out, progress)
+
+    def open(self, config: Config, folder: Path) -> Opened:
+        if not self.mixture:
+            return super().open(config, folder)
+        from meshwright.data.dataset import open_splits
+        from meshwright.data.mixture import MixedSamples, open_mixture
+        from meshwright.data.sampler import ShuffledSamples
+
+        parts = open_mixture(folder)
+        seen = config.steps * config.batch.global_ / BLOCK
+
+        def samples(split: Split) -> tuple[Samples, str]:
+            each: list[ShuffledSamples] = []
+            for part in parts:
+                of_part, _ = self.samples(config, part.packed, split)
+                assert isinstance(of_part, ShuffledSamples), of_part
+                each.append(of_part)
+            epochs = [seen * part.share / len(of_part) for part, of_part in zip(parts, each, strict=True)]
+            told = ", ".join(
+                f"{part.packed.header.source} {part.share * 100 / BLOCK:g} % ({passes:.2g} epochs)"
+                for part, passes in zip(parts, epochs, strict=True)
+            )
+            mixed = MixedSamples(each, [part.share for part in parts], config.seed)
+            return mixed, told if split == "train" else ""
+
+        return open_splits(config, samples, parts[0].packed.tokenizer.to_json())
+
+    def contents(self, folder: Path) -> object:
+        if not self.mixture:
+            return super().contents(folder)
+        parts = json.loads((folder / MIXTURE).read_text(encoding="utf-8"))["parts"]
+        return [[part["share"], part["sha256"]] for part in parts]
+
+
+@rule("data.documents", "data.kind", "model.family", "layout.context")
+def documents_are_kept_apart(config: Config) -> Iterator[Problem]:
+    context, family = config.layout.context, config.model.family
+    if not config.data.separate:
+        return
+    if not config.model.separates:
+        names = [name for name, model in entries("models").items() if model.separates]
+        valid = f"model.family={', '.join(names)}"
+        yield Problem("model.family", family, "attends over all of a sample, and its documents are separate", valid)
+    if context.size > 1 and not context.strategy.documents:
+        names = [name for name, kind in entries("contexts").items() if kind.documents]
+        rule_text = "attends over all of a sample, and its documents are separate"
+        yield Problem("layout.context.kind", context.kind, rule_text, ", ".join(names))
+
+
+class TextData(MixedSection):
+    """Windows of tokens, each labelled with the one that follows."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (*MixedSection.rules, documents_are_kept_apart)
+
+    kind: Literal["text"] = "text"
+    gives: ClassVar[str] = "tokens"
+    documents: Literal["joined", "separate"] = "joined"
+    """joined: a token sees all before it in its window; separate: those of its own document, where positions restart.
+    """
+
+    @property
+    def separate(self) -> bool:
+        return self.documents == "separate"
+
+    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+        from meshwright.data.sampler import TokenBatches
+
+        end = packed.header.end if self.separate else None
+        return TokenBatches(packed, split, self.sequence, config.seed, end), ""
