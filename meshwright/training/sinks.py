@@ -7,6 +7,8 @@
 | mlflow      | a run of experiment | OUT/mlflow.db: `mlflow ui --backend-store-uri`| is found by a tag            |
 | trackio     | a run of a project  | trackio's own folder, as always               | has the same name            |
 
+wandb 0.31, mlflow 3.17 and trackio 0.43 are held by tests/training/test_sinks.py where they are installed.
+
 One is added by a `Sink` and its line in the registry. A tracker that cannot begin ends the run before its first step;
 one that fails later is given up with a warning, since the run and metrics.jsonl do not need it.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,3 +86,33 @@ def test_the_harness_model(tmp_path: Path) -> None:
     assert len(model.loglikelihood_rolling([SimpleNamespace(args=("b cat",))])) == 1
     options = {"until": ["t"], "max_gen_toks": 8}
     assert model.generate_until([SimpleNamespace(args=("b", options))]) == [" ca"]
+
+
+def test_the_harness_measures_a_local_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lm_eval.simple_evaluate` itself, offline, on a task of three questions of which the model knows two."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    from meshwright.tools.harness import CheckpointLM
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    asked = [("see b", ["at", "cat"], 1), ("b", ["cat", "dog"], 0), ("see b", ["dog", "cat"], 0)]
+    rows = [json.dumps({"asked": text, "choices": choices, "right": right}) for text, choices, right in asked]
+    (tmp_path / "asked.jsonl").write_text("\n".join(rows))
+    (tmp_path / "ours.yaml").write_text(
+        f"""task: ours
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path / "asked.jsonl"}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: asked
+doc_to_choice: choices
+doc_to_target: right
+metric_list: [{{metric: acc}}]
+"""
+    )
+    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    model = CheckpointLM(rigged_checkpoint(tmp_path / "run", FOLLOWS), "cpu")
+    told = lm_eval.simple_evaluate(model=model, tasks=["ours"], task_manager=tasks, bootstrap_iters=0)
+    assert told["results"]["ours"]["acc,none"] == pytest.approx(2 / 3)
