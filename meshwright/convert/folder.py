@@ -25,6 +25,7 @@ AnyTransformer = TypeVar("AnyTransformer", bound=Transformer)
 _FILE = re.compile(r"\w[\w.-]{0,99}")
 """A name without separators: nothing outside of the folder can be meant."""
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
+_POINTER = b"version https://git-lfs"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -53,7 +54,7 @@ class Settings:
         self.path = path
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{path.parent} is no Hugging Face folder: it has no {path.name}") from error
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -109,7 +110,8 @@ class Source:
     def __init__(self, folder: Path, full_name: Callable[[str], str]) -> None:
         """Raises CheckpointError where the folder holds no safetensors, or its index does not fit."""
         self.folder = folder
-        files = _indexed(folder) if (folder / INDEX).is_file() else _single(folder)
+        indexed = (folder / INDEX).is_file() and not (folder / SINGLE).is_file()  # as transformers chooses
+        files = _indexed(folder) if indexed else _single(folder)
         self._places = {full_name(stored): (path, stored) for stored, path in files.items()}
         if len(self._places) != len(files):
             raise CheckpointError(f"{folder} holds a tensor twice, under an old and a new name")
@@ -183,4 +185,9 @@ def _names_in(path: Path) -> dict[str, Path]:
         with safe_open(path, framework="pt") as file:
             return dict.fromkeys(file.keys(), path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise CheckpointError(
+                    f"{path} is git-lfs's pointer to the weights: fetch them with git lfs pull"
+                ) from error
+        raise CheckpointError(f"{path} is no readable safetensors file: {error}; fetch it again") from error

@@ -28,7 +28,7 @@ from meshwright.convert.folder import Settings
 from meshwright.data.tokenizer import parse_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.models.llama.model import LlamaModel
-from meshwright.models.llama.section import ROPES, Llama
+from meshwright.models.llama.section import ROPES, Llama, PlainRope
 from meshwright.section import shown
 
 _OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -47,10 +47,11 @@ _EXPERTS = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
 }
 """Those with experts: the module of router and experts, an expert's linears that are our expand, and our contract."""
+_ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS = {
     "rope_theta": "theta",
     "factor": "factor",
-    "original_max_position_embeddings": "original",
+    _ORIGINAL: "original",
     "low_freq_factor": "low_frequency",
     "high_freq_factor": "high_frequency",
     "beta_fast": "fast",
@@ -60,12 +61,16 @@ _ROPE_KEYS = {
 }
 """Their keys of a rotation, and our fields."""
 _SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+"""The keys without which transformers computes no such rotation."""
+_THETA = {"mixtral": 1e6}
+"""The base where nothing is said, of those whose class has another than 10,000."""
 _ELSEWHERE: dict[str, object] = {
     "hidden_act": "silu",
     "rope_interleaved": False,
     "partial_rotary_factor": 1.0,
     "attention_dropout": 0.0,
-    "quantization_config": None,
+    **dict.fromkeys(("quantization_config", "compression_config")),
     "auto_map": None,
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar")),
@@ -300,23 +305,27 @@ def _experts_settings(model: Llama) -> dict[str, object]:
 
 
 def _rope(settings: Settings) -> dict[str, object]:
-    """Our fields of a rotation: of `rope_parameters`, or of `rope_theta` and `rope_scaling`, as they were before.
+    """Our fields of a rotation: of `rope_parameters`, or of `rope_theta` and `rope_scaling`, as they were before. As in
+    transformers `rope_scaling` goes before the other, and original positions outside before those inside.
 
     Raises CheckpointError for a kind, or a key of one, that ours has not.
     """
     values = settings.values
-    where = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     written = values.get(where) or {}
     if not isinstance(written, dict):
         raise settings.refused(f"{where}={shown(written)} is no section")
-    named = {"rope_theta": values["rope_theta"]} if "rope_theta" in values else {}
-    theirs = named | {key: value for key, value in written.items() if value is not None}
+    theta = values.get("rope_theta", _THETA.get(values["model_type"], PlainRope().theta))
+    theirs = {"rope_theta": theta} | {key: value for key, value in written.items() if value is not None}
     kind = theirs.pop("rope_type", theirs.pop("type", "default"))
     theirs.pop("type", None)
     if kind not in _SAME:
         raise settings.refused(f"{where}: rope_type={shown(kind)} is not supported; valid: {', '.join(_SAME)}")
-    if kind == "yarn":
-        theirs.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
+    if kind in ("llama3", "yarn"):
+        inside = theirs.get(_ORIGINAL, values.get("max_position_embeddings"))
+        theirs[_ORIGINAL] = values.get(_ORIGINAL, inside)
+    if lacking := [key for key in _NEEDED.get(kind, ()) if key not in theirs]:
+        raise settings.refused(f"{where}: rope_type={kind} lacks {', '.join(lacking)}")
     if theirs.get("partial_rotary_factor") == 1.0:
         del theirs["partial_rotary_factor"]
     known = {key: ours for key, ours in _ROPE_KEYS.items() if ours in ROPES[_SAME[kind]].model_fields}

@@ -68,9 +68,11 @@ def family_of(settings: Settings, wanted: str | None = None) -> Family:
     """The family of a config.json, or the `wanted` one that its trunk is of. Raises CheckpointError naming those that
     there are."""
     known = list(dict.fromkeys(kind for family in FAMILIES.values() for kind in family.model_types))
-    kind = settings.values.get("model_type", known[0])
+    kind = settings.values.get("model_type", "gpt2" if "n_embd" in settings.values else None)  # OpenAI's had none
     named = settings.values.get("architectures") or [""]
     suitable = [family for family in FAMILIES.values() if kind in family.model_types]
+    if kind is None:
+        raise settings.refused(f"lacks model_type, the name of its architecture; valid: {', '.join(known)}")
     if not suitable:
         raise settings.refused(f"model_type={kind} is not supported; valid: {', '.join(known)}")
     if wanted is not None:

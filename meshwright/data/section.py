@@ -192,13 +192,34 @@ def tokenizer_fits(config: Config) -> Iterator[Problem]:
         yield Problem("model.vocabulary", model.num_tokens, rule_text, f"{size} or more")
 
 
+@rule("weights", "data.tokenizer", "data.source", "data.mixture")
+def weights_have_a_tokenizer(config: Config) -> Iterator[Problem]:
+    """The ids of another tokenizer would be other words to the weights."""
+    data = config.data
+    said = "tokenizer" in data.model_fields_set  # by the run, or by the folder of the weights
+    if (
+        config.weights is None
+        or said
+        or all((Path(path).expanduser() / data.header).is_file() for path in data.sources)
+    ):
+        return
+    rule_text = f"is given, and {config.weights} has no tokenizer.json"
+    valid = "the model's tokenizer.json (transformers' AutoTokenizer writes one with save_pretrained)"
+    yield Problem("data.tokenizer", "nothing", rule_text, valid)
+
+
 class TokenSection(DataSection):
     """Base of the kinds that are made of a packed corpus of text.
 
     `source`: stdlib, a text/jsonl/parquet file, a folder of these, or a prepared folder.
     """
 
-    rules: ClassVar[tuple[Rule, ...]] = (sequence_fits_positions, source_exists, tokenizer_fits)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        sequence_fits_positions,
+        source_exists,
+        tokenizer_fits,
+        weights_have_a_tokenizer,
+    )
     packs: ClassVar[Literal["text", "pairs", "messages"]] = "text"
     """The records of its corpus: documents, pairs of texts, or dialogues."""
 

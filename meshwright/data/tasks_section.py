@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from meshwright.data.section import TokenSection, sequence_fits_positions, source_exists, tokenizer_fits
+from meshwright.data.section import TokenSection
 from meshwright.errors import Problem
 from meshwright.section import Positive, Rule, rule
 
@@ -36,7 +36,7 @@ class TaskSection(TokenSection):
 
     header: ClassVar[str] = "task.json"
     source_names: ClassVar[tuple[str, ...]] = ()
-    rules: ClassVar[tuple[Rule, ...]] = (sequence_fits_positions, source_exists, tokenizer_fits, held_out_exists)
+    rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, held_out_exists)
 
     held_out: str | None = None
     """The official held-out file or folder; null: `validation` of the source's, whole passages of it."""

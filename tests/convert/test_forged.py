@@ -94,7 +94,8 @@ def test_settings(hf: Path, key: str, value: Any, says: str) -> None:
         (b"\xff\xfe\x00", "cannot be read"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "cannot be read"),
         (b'{"n_layer": ' + b"9" * 5000 + b"}", "cannot be read"),
-        (b"{}", "lacks vocab_size, n_positions, n_embd, n_layer, n_head"),
+        (b"{}", "lacks model_type, the name of its architecture; valid: gpt2, llama, "),
+        (b'{"n_embd": 16}', "lacks vocab_size, n_positions, n_layer, n_head"),
     ],
 )
 def test_settings_files(hf: Path, content: bytes, says: str) -> None:
@@ -154,6 +155,7 @@ def another_name(header: dict[str, Any]) -> None:
         (lambda content: b"", "no readable safetensors file"),
         (lambda content: content[:-1], "no readable safetensors file"),
         (lambda content: content[: len(content) // 2], "no readable safetensors file"),
+        (lambda content: b"version https://git-lfs.github.com/spec/v1\noid", "fetch them with git lfs pull"),
         (lambda content: content + b"x", "no readable safetensors file"),
         (lambda content: struct.pack("<Q", 2**60) + content[8:], "no readable safetensors file"),
         (with_header(overlap), "no readable safetensors file"),
@@ -203,6 +205,9 @@ def test_a_dtype_that_no_run_has(hf: Path) -> None:
 )
 def test_indices(hf: Path, content: bytes, says: str) -> None:
     (hf / INDEX).write_bytes(content)
+    import_folder(hf, hf.parent / "out")  # beside a whole file an index is not read, nor by transformers
+    shutil.rmtree(hf.parent / "out")
+    (hf / WEIGHTS).unlink()
     assert says in complaint(hf)
 
 

@@ -84,6 +84,10 @@ def test_mistakes(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weights are of model.layers=2, and the run has 1"):
         train(config_of(tmp_path / "hf", corpus, layers=1), tmp_path / "out", resume=False)
     assert not list((tmp_path / "out").rglob("step-*"))
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"data.tokenizer=nothing is given, and .*hf has no tokenizer.json; valid: "):
+        load({"model": {"from": str(tmp_path / "hf")}, "data": {"source": "stdlib", "sequence": 8}})
+    assert config_of(tmp_path / "hf", corpus).data.tokenizer == "bytes", "a prepared folder has its own"
     settings = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(settings | {"hidden_act": "relu"}))
     with pytest.raises(ConfigError, match=r"hidden_act=relu is not supported; valid: silu"):
