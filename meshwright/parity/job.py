@@ -31,6 +31,7 @@ from meshwright.parity.reference import (
     ReferenceRecipe,
     StepRecording,
     backward_of,
+    cast_model,
     check_repeatable,
     dead_parameters,
     gradient_alone,
@@ -129,7 +130,7 @@ class ParityJob:
         do not count; the third step then has unequal numbers of them on different ranks. None: no such step.
         """
         if self._dtype is not None:
-            model.to(self._dtype)
+            cast_model(model, self._dtype)
         self._constants = spread_constants(model)
         recipe = ReferenceRecipe(loss, batch, optimizer, clip, None, self._dtype)
         self._recipe = ReferenceRecipe(

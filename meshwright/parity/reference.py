@@ -75,6 +75,19 @@ class ReferenceRecipe:
         return unequal(batch, self.labels) if step == COMPARED_STEPS else batch
 
 
+def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model in place, and its complex tensors to complex ones: `Module.to` drops their imaginary parts, which
+    turns Llama's rotary tables into other ones. torch has no complex type that goes with bf16: there they stay."""
+    own = {torch.float32: torch.complex64, torch.float64: torch.complex128}.get(dtype)
+
+    def cast(x: Tensor) -> Tensor:
+        if x.is_complex():
+            return x if own is None else x.to(own)
+        return x.to(dtype) if x.is_floating_point() else x
+
+    model._apply(cast)
+
+
 def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
     """A batch whose floating tensors have the check's precision."""
     if isinstance(batch, Tensor):

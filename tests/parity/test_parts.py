@@ -9,6 +9,7 @@ from meshwright.parity.compare import factor_of
 from meshwright.parity.explain import explain_tensors
 from meshwright.parity.locate import locate
 from meshwright.parity.parts import Part, find_part, missing_places
+from meshwright.parity.reference import cast_model
 
 WHOLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
 HEADS = [*range(2), *range(4, 6), *range(8, 10)]
@@ -80,3 +81,17 @@ def test_megatrons_attributes_say_the_part(own: int, dim: int, stride: int, inde
     assert lost == {}
     assert str(parts["weight"]) == index
     assert torch.equal(weight, parts["weight"].take(WHOLE))
+
+
+@pytest.mark.parametrize(
+    "dtype, table",
+    [(torch.float64, torch.complex128), (torch.float32, torch.complex64), (torch.bfloat16, torch.complex64)],
+)
+def test_a_cast_keeps_the_imaginary_part_of_rotary_tables(dtype: torch.dtype, table: torch.dtype) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)), persistent=False)
+    turns = model.turns
+    cast_model(model, dtype)
+    assert model.weight.dtype == dtype
+    assert model.turns.dtype == table
+    assert torch.equal(model.turns.to(turns.dtype), turns)
