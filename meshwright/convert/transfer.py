@@ -264,13 +264,11 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
     files: list[StoredFile] = []
     runs: list[StoredRun] = []
     for group, tensors in enumerate(shards):
-        named = {f"weight/{name}": tensor for name, tensor in tensors.items()}
-        files.append(write_shard(folder / f"rank-{group}.safetensors", named))
-        for name, tensor in tensors.items():
-            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            box = (shape, (0,) * len(shape), shape)
-            key, length = f"weight/{name}", tensor.numel()
-            runs.append(StoredRun(name, "weight", *box, dtype, key, group=group, start=0, length=length))
+        runs += [_run(name, tensor, group) for name, tensor in tensors.items()]
+        keys = [f"weight/{name}" for name in tensors]
+        path = folder / f"rank-{group}.safetensors"
+        files.append(write_shard(path, dict(zip(keys, tensors.values(), strict=True))))
+        tensors.clear()  # before the next is read
     double = all(run.dtype == "float64" for run in runs)
     precision = Precision(level="O0", dtype="float64" if double else "float32")
     data = data_for(model, **({"sequence": model.longest} if model.longest else {}))
@@ -281,6 +279,13 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
     Manifest(Progress(), Origin(dump), stored, tuple((group,) for group in range(len(files))), tuple(runs)).write(
         folder
     )
+
+
+def _run(name: str, tensor: Tensor, group: int) -> StoredRun:
+    """The manifest's words on a whole weight."""
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    box = (shape, (0,) * len(shape), shape)
+    return StoredRun(name, "weight", *box, dtype, f"weight/{name}", group=group, start=0, length=tensor.numel())
 
 
 def export_folder(path: Path, out: Path, report: ShowProgress = silent, shard_bytes: int = SHARD_BYTES) -> Path:
@@ -335,6 +340,7 @@ def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> Non
         save_file(tensors, folder / f"part-{number}", metadata={"format": "pt"})
         held.append(list(tensors))
         total += sum(tensor.nbytes for tensor in tensors.values())
+        tensors.clear()  # before the next is read
     if len(held) == 1:
         (folder / "part-0").rename(folder / SINGLE)
         return
