@@ -93,6 +93,18 @@ def test_the_same_logits_here_and_there_and_back(tmp_path: Path, case: str) -> N
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back").eos_token_id == 256
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen2"])
+def test_half_precision_comes_back_as_it_was(tmp_path: Path, case: str) -> None:
+    """A tied and an untied table in bf16: the dtype, the bits and so the logits are theirs again."""
+    hugging_face(tmp_path / "hf", case, dtype=torch.bfloat16)
+    import_folder(tmp_path / "hf", tmp_path / "step-0")
+    export_folder(tmp_path / "step-0", tmp_path / "back")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    before, after = (load(tmp_path / folder).eval() for folder in ("hf", "back"))
+    assert after.dtype == torch.bfloat16
+    torch.testing.assert_close(their_logits(after), their_logits(before), rtol=0, atol=0)
+
+
 def test_settings_as_they_were_before(tmp_path: Path) -> None:
     """rope_theta and rope_scaling instead of rope_parameters, as published folders have them."""
     model = hugging_face(tmp_path / "hf", "llama")
