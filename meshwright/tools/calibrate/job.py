@@ -1,7 +1,8 @@
 """`meshwright calibrate`: jobs of ranks that measure, one after another; the cluster file is made of their answers.
 
 Ranks are started by the launcher that starts a run's, with one thread each. The first job has a rank on every device;
-then one for each backend and each number of ranks times the links.
+then one for each backend and each number of ranks times the links, and on CPUs a small run of each backend tells what a
+rank holds beyond its tensors.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
 import torch
 
+from meshwright.config import parse_config
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, joined, run
@@ -26,9 +29,20 @@ from meshwright.tools.calibrate.kernels import measure_device
 from meshwright.tools.calibrate.links import measure_links, measure_overlap, measure_turns
 from meshwright.tools.calibrate.report import writer_of
 from meshwright.tools.calibrate.timing import CallTimer, Effort, meeting
+from meshwright.tools.compare.run import measure_run
 from meshwright.tools.plan.cluster import Cluster, Level, Links
+from meshwright.tools.plan.predict import Planner
 
 CPU_FACTS = Path("/proc/cpuinfo")
+MEMORY_RUN = {
+    "model": {"layers": 1, "hidden": 256, "heads": 4, "positions": 128, "vocabulary": 8192},
+    "data": {"sequence": 128},
+    "batch": {"global": 8},
+    "layout": {"tensor": {"kind": "megatron", "size": 2}},
+    "device": "cpu",
+}
+"""Its ranks tell what a process on a CPU holds beyond tensors. No gradients are summed, which might lie in memory that
+ranks share."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,7 @@ class MeasuredMachine:
 
     @property
     def jobs(self) -> int:
-        return 1 + len(self.backends) * len(self.ranks)
+        return 1 + len(self.backends) * (len(self.ranks) + (self.kind == "cpu"))
 
 
 def measured_machine(ranks: str | None, device: str) -> MeasuredMachine:
@@ -85,7 +99,8 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
                 turns = [(float(ranks), rounded(answer["turns"])) for ranks, answer in sorted(answers.items())]
             if answers:
                 links[backend] = fit_links(
-                    {ranks: answer["points"] for ranks, answer in answers.items()}, answers[min(answers)]["overlaps"]
+                    {ranks: answer["points"] for ranks, answer in answers.items()},
+                    answers[min(answers)]["overlaps"],
                 )
             else:  # a lone GPU: another one would be reached through the host
                 links[backend] = Links(levels=(Level(latency=device.launch, bandwidth=device.host_link),))
@@ -98,6 +113,11 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
             turns=tuple(turns) or None,
             links=cast(Any, links),
         )
+        if machine.kind == "cpu":
+            for backend in machine.backends:
+                reserved = runs.reserved_bytes(cluster, backend)
+                links[backend] = links[backend].model_copy(update={"reserved": reserved})
+            cluster = cluster.model_copy(update={"links": links})
         write(cluster)
     return cluster
 
@@ -111,6 +131,19 @@ class _Runs:
         self.effort = effort
         self.report = report
         self.done = 0
+
+    def reserved_bytes(self, cluster: Cluster, backend: TransportName) -> int:
+        """The most resident memory of a rank over a backend in a run of two steps, less its tensors as the planner
+        replays them. Kernels of a usual size and the first calls of a transport load code and take memory of their own,
+        a tenth of what such a rank holds: so it is a run, and of no tiny model."""
+        self.report(f"memory, {backend}, 2 ranks", self.done / self.machine.jobs)
+        with TemporaryDirectory(prefix="meshwright-calibrate-") as name:
+            folder = Path(name)
+            (folder / "text.txt").write_text("a rank's memory\n" * 1000)
+            config = parse_config(MEMORY_RUN, [f"data.source={folder / 'text.txt'}", f"layout.transport={backend}"])
+            facts = measure_run(config, config.data.prepare(config, silent), folder / "run", steps=2).ranks
+        self.done += 1
+        return max(rank.peak_bytes for rank in facts) - Planner(cluster).predict(config).fullest.reserved
 
     def launch(self, what: str, ranks: int, backend: TransportName) -> list[dict[str, Any]]:
         """The answers of the ranks of one job."""

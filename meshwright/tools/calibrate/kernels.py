@@ -11,7 +11,7 @@ memory and their clock, GPUs their host.
 | random    | elements                              | a draw of random numbers                                        |
 | host link | bytes                                 | a copy between the device's memory and the host's               |
 | disk      | bytes, written and read               | a file written, made durable, and read from the disk            |
-| reserved  | bytes of a rank without tensors       | (none)                                                          |
+| reserved  | bytes of a context; 0 on a CPU        | (none)                                                          |
 | staged    | bytes more when it has planned stages | (none)                                                          |
 
 Special and random kernels are timed out of autograd: `tiny` is such a call of a few elements. Products are so large,
@@ -65,7 +65,7 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
     points: dict[str, Points] = {
         "launch": [(1, _chain_seconds(timer, 4))],
         "tiny": [(1, timer.seconds(lambda: tiny + tiny))],
-        "reserved": [(_reserved_bytes(device), 0.0)],
+        "reserved": [(_context_bytes(device) if device.type == "cuda" else 0, 0.0)],
         "staged": [(_staged_bytes() if device.type == "cpu" else 0, 0.0)],
         f"product {curve}": [(side, _product_seconds(timer, side, DTYPES[curve])) for side in effort.sides],
     }
@@ -174,12 +174,10 @@ def _disk(effort: Effort, timer: CallTimer, folder: Path) -> tuple[float, float]
         return 2 * effort.copy_bytes, time.perf_counter() - start
 
 
-def _reserved_bytes(device: torch.device) -> int:
-    """Bytes of a rank before it has any tensor to speak of: code, libraries; on a GPU its context."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free - torch.cuda.memory_reserved(device)
-    return peak_resident_bytes()
+def _context_bytes(device: torch.device) -> int:
+    """Bytes that a process holds on a GPU beside torch's segments."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def _staged_bytes() -> int:

@@ -55,7 +55,7 @@ class Device(Section):
     kind: Literal["cpu", "cuda"]
     memory: Size
     reserved: Annotated[int, Field(ge=0)] = 0
-    """Bytes that a process holds before its first tensor: its context on a GPU; interpreter and libraries on a CPU."""
+    """Bytes that a process holds beyond its tensors, whatever its transport: its context on a GPU."""
     workspaces: Annotated[int, Field(ge=0)] = 0
     """Bytes of libraries' workspaces, whatever the run."""
     staged: Annotated[int, Field(ge=0)] = 0
@@ -74,11 +74,6 @@ class Device(Section):
     """Bytes a second between the device's memory and the host's, each way."""
     disk: Rate = 1e9
     """Bytes a second of a node's disk."""
-
-    @property
-    def context(self) -> int:
-        """Bytes that every process holds on the device."""
-        return self.reserved + self.workspaces
 
     def peak_of(self, dtype: str, *, tf32: bool) -> float | None:
         """The flops a second of products in a dtype; `tf32`: float32 ones may run in TF32 (precision.tf32)."""
@@ -122,12 +117,15 @@ class Measured(Section):
 class Links(Section):
     """`levels`: innermost first. `measured`: where there is any of a verb, it is taken for what it was timed with; what
     goes beyond it, and other verbs, by the levels. `overlaps`: the part of a collective that goes on while its rank
-    computes. `channels`: of a communicator of NCCL, each of which has buffers (process.py); 0: it needs none."""
+    computes. `channels`: of a communicator of NCCL, each of which has buffers (process.py); 0: it needs none.
+    `reserved`: bytes that a process on a CPU holds beyond its tensors when it has made a step over this transport:
+    interpreter, libraries, and what a step is the first to load; None: the device's `reserved`."""
 
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]
     measured: tuple[Measured, ...] = ()
     overlaps: Annotated[float, Field(ge=0, le=1)] = 1.0
     channels: Annotated[int, Field(ge=0)] = 0
+    reserved: Annotated[int, Field(ge=0)] | None = None
 
     @field_validator("levels")
     @classmethod
@@ -166,6 +164,11 @@ class Cluster(Section):
     cores: Positive | None = None
     turns: Curve | None = None
     links: dict[TransportName, Links]
+
+    def context(self, transport: TransportName) -> int:
+        """Bytes that every process over a transport holds on its device."""
+        reserved = self.links[transport].reserved if transport in self.links else None
+        return (self.device.reserved if reserved is None else reserved) + self.device.workspaces
 
     def oversubscription(self, ranks_per_node: int) -> float:
         """The slowdown of a rank where ranks share cores: no less than the number of ranks to a core."""

@@ -123,18 +123,18 @@ class Estimates:
         layout = config.layout
         key = (
             layout.layer, layout.data, self._partition(config), layout.pipeline.placement, config.memory.offload,
-            config.widens_gradients,
+            config.widens_gradients, layout.transport,
         )  # fmt: skip
         if key not in self._weights:
             check(config)
             usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
-            parameters, device = self._fullest_stage(usual), self.planner.cluster.device
+            parameters, context = self._fullest_stage(usual), self.planner.context(usual)
             weights = 0 if layout.data.strategy.gathers else sum(each.weight_bytes for each in parameters)
             gradients = 0 if layout.data.strategy.slices else sum(each.gradient_bytes(usual) for each in parameters)
-            memory, passing = Memory(weights, gradients, 0, 0, 0, device.context), 0
-            if memory.total <= device.memory:  # else nobody needs to know of buckets
+            memory, passing = Memory(weights, gradients, 0, 0, 0, context), 0
+            if memory.total <= self.planner.cluster.device.memory:  # else nobody needs to know of buckets
                 buckets = self.planner.buckets.of(usual, 0, parameters, set())
-                memory = memory_of(usual, buckets, Peak(0, 0), device.context, self.planner.software)
+                memory = memory_of(usual, buckets, Peak(0, 0), context, self.planner.software)
                 passing = passing_bytes(buckets)
             self._weights[key] = memory, passing
         return self._weights[key]

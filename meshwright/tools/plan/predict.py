@@ -20,6 +20,7 @@ from meshwright.pipeline.partition import fastest
 from meshwright.pipeline.span import Timeline
 from meshwright.ranks.grid import REPLICA_AXES, Grid, grid_of_run
 from meshwright.ranks.ledger import Traffic
+from meshwright.ranks.section import TransportName
 from meshwright.registry import entries
 from meshwright.section import with_field
 from meshwright.stage_costs import all_state_bytes, microbatch_bytes, shared_work
@@ -94,7 +95,7 @@ class Planner:
     _timers: dict[tuple[int, bool, int], Timer] = field(default_factory=dict)
     _partitions: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
     _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
-    _networks: dict[tuple[str, Grid], ClusterNetwork] = field(default_factory=dict)
+    _networks: dict[tuple[TransportName, Grid], ClusterNetwork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.software = self.software.on(self.cluster.device)
@@ -146,20 +147,27 @@ class Planner:
         return self._timers[key]
 
     def network(self, config: Config) -> ClusterNetwork:
-        """The links between the ranks; over the transport that `auto` takes on a machine like the cluster's."""
-        backend = config.layout.transport
-        if backend == "auto":
-            carried = self.cluster.device.kind == "cpu" and config.layout.data.strategy.over_mpi
-            backend = "mpi" if carried and "mpi" in self.cluster.links else "torch"
-        key = backend, grid_of_run(config)
+        """The links between the ranks."""
+        key = self._transport(config), grid_of_run(config)
         if key not in self._networks:
-            self._networks[key] = ClusterNetwork(self.cluster, backend, key[1])
+            self._networks[key] = ClusterNetwork(self.cluster, *key)
         return self._networks[key]
+
+    def _transport(self, config: Config) -> TransportName:
+        """The run's; of `auto` the one that it becomes on a machine like the cluster."""
+        if config.layout.transport != "auto":
+            return config.layout.transport
+        carried = self.cluster.device.kind == "cpu" and config.layout.data.strategy.over_mpi
+        return "mpi" if carried and "mpi" in self.cluster.links else "torch"
+
+    def context(self, config: Config) -> int:
+        """Bytes that each of a run's processes holds on its device beyond tensors."""
+        return self.cluster.context(self._transport(config))
 
     def resolved(self, config: Config) -> Config:
         """The config as a run resolves it on a machine like the cluster, where each rank has a device's memory."""
         device = self.cluster.device
-        machine = Machine(cores=self.cluster.cores or 1, memory=device.memory - device.context, shared=False)
+        machine = Machine(cores=self.cluster.cores or 1, memory=device.memory - self.context(config), shared=False)
         return resolve_layout(config, machine, self).config
 
     def partition(self, config: Config) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class TimedRun(Composition):
     def __init__(self, planner: Planner, config: Config, stages: list[StagePlan]) -> None:
         super().__init__(config, stages, planner.buckets)
         self.cluster, self.known_passes, self.software = planner.cluster, planner.passes, planner.software
-        self.network, self.timer = planner.network(config), planner.timer(config)
+        self.network, self.timer, self.context = planner.network(config), planner.timer(config), planner.context(config)
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
         self.forward_timer = planner.timer(config, self.devices_per_host)
         self.costs: dict[tuple[int, int, TaskKind, int], Cost] = {}
@@ -49,7 +49,7 @@ class TimedRun(Composition):
                 self.config,
                 self.buckets[self.like[stage]],
                 peak.beside(self.awaited_bytes(stage) + plan.apart_bytes(self.config)),
-                self.cluster.device.context,
+                self.context,
                 self.software,
             )
             for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True))

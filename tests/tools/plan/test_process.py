@@ -63,3 +63,14 @@ def test_at_the_limit_cached_memory_is_given_back() -> None:
     assert replace(prediction.fullest, cached=0) == replace(free, cached=0)
     assert prediction.fullest.total <= free.total
     assert verdict(prediction.fullest, prediction.cluster) != "fits"
+
+
+def test_a_process_holds_what_its_transport_loads() -> None:
+    """`links.T.reserved` goes before the device's, and moves the verdict as any byte does."""
+    config = synced("allreduce", 2)
+    loaded = GPU.links["torch"].model_copy(update={"reserved": GPU.device.reserved + 10**8})
+    plain, more = (
+        Planner(cluster).predict(config).fullest
+        for cluster in (GPU, GPU.model_copy(update={"links": {"torch": loaded}}))
+    )
+    assert more == replace(plain, context=plain.context + 10**8)
