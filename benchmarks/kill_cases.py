@@ -1,4 +1,5 @@
-"""The layouts that are killed: every sync, kit, schedule and offload, mixtures, both transports, half precision."""
+"""The layouts that are killed: every sync, kit, schedule, context and offload, chunks of stages, mixtures, both
+transports, half precision."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ from typing import Any
 from meshwright.config import Config, parse_config
 
 STEPS = 16
+MODEL = {
+    "layers": 4, "hidden": 32, "heads": 4, "positions": 16, "vocabulary": 300, "vocabulary_multiple": 16,
+    "dropout": 0.1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,7 @@ class Case:
         """A tiny run of the layout; threads, dtype and all else as they are by default."""
         tree: dict[str, Any] = {
             "seed": 3,
-            "model": {
-                "layers": 4, "hidden": 32, "heads": 4, "positions": 16, "vocabulary": 300, "vocabulary_multiple": 16,
-                "dropout": 0.1,
-            },
+            "model": MODEL,
             "data": {"source": str(corpus), "sequence": 16},
             "batch": {"global": 16},
             "layout": {**self.layout, "transport": self.transport},
@@ -38,7 +40,7 @@ class Case:
             "restarts": 1,
             "device": "cpu",
             **self.changes,
-        }  # fmt: skip
+        }
         return parse_config(tree)
 
 
@@ -46,14 +48,17 @@ def _data(size: int, sync: str) -> dict[str, Any]:
     return {"data": {"size": size, "sync": sync}}
 
 
-def _pipe(size: int, schedule: str) -> dict[str, Any]:
-    return {"pipeline": {"size": size, "schedule": schedule}}
+def _pipe(size: int, schedule: str, **chunks: Any) -> dict[str, Any]:
+    return {"pipeline": {"size": size, "schedule": schedule, **chunks}}
 
 
 BF16 = {"precision": {"level": "O2", "dtype": "bf16"}}
 MICRO = {"batch": {"global": 16, "micro": 2}}
 PANELS = {"kind": "tesseract", "q": 2, "d": 1}
 BRANCHES = {"kind": "subgraph", "size": 2}
+V_OF_TWO = _pipe(2, "message-driven", chunks=2, placement="v")
+WITHOUT_DROPOUT = {"model": {**MODEL, "dropout": 0.0}}
+RINGS = {"context": {"size": 2, "kind": "ring"}}
 
 CASES = (
     Case("allreduce 2", "torch", _data(2, "allreduce")),
@@ -63,6 +68,11 @@ CASES = (
     Case("server-gradient 4", "torch", _data(4, "server-gradient")),
     Case("server-loss 2", "mpi", _data(2, "server-loss")),
     Case("fsdp 2", "torch", _data(2, "fsdp")),
+    Case("zero2 2", "torch", _data(2, "zero2")),
+    Case("zero3 2", "torch", _data(2, "zero3")),
+    Case("zero3 4, shard groups of 2", "torch", {"data": {"size": 4, "sync": "zero3", "shard": 2}}),
+    Case("ulysses 2", "mpi", {"context": {"size": 2}}),
+    Case("ring 2 x zero3 2", "torch", {**RINGS, **_data(2, "zero3")}, WITHOUT_DROPOUT),
     Case("megatron 2", "torch", {"tensor": {"kind": "megatron", "size": 2}}),
     Case("megatron 4, sequence", "mpi", {"tensor": {"kind": "megatron", "size": 4, "sequence_parallel": True}}),
     Case("tesseract 2x2", "mpi", {"tensor": PANELS}),
@@ -73,6 +83,8 @@ CASES = (
     Case("1f1b 2", "mpi", _pipe(2, "1f1b"), MICRO),
     Case("axonn 2", "torch", _pipe(2, "axonn"), MICRO),
     Case("message-driven 4", "mpi", _pipe(4, "message-driven"), MICRO),
+    Case("1f1b 2, loop of 2 chunks", "mpi", _pipe(2, "1f1b", chunks=2), MICRO),
+    Case("message-driven 2, v of 2 chunks x zero3 2", "torch", {**_data(2, "zero3"), **V_OF_TWO}, MICRO),
     Case("data 2 x pipe 2", "torch", {**_data(2, "zero1"), **_pipe(2, "message-driven")}, MICRO),
     Case("offload host 2", "mpi", _data(2, "allreduce"), {**BF16, "memory": {"offload": {"to": "host"}}}),
     Case("offload disk 2", "torch", _data(2, "allreduce"), {**BF16, "memory": {"offload": {"to": "disk"}}}),

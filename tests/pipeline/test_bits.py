@@ -42,8 +42,11 @@ CASES = {
     "2 stages of 2 ranks, message-driven": (2, "message-driven", ONE_D[0]),
     "2 stages of 2 chunks as a v, a tied table": (2, "message-driven", WHOLE, V),
     "3 stages of 2 chunks as a loop": (3, "message-driven", WHOLE, LOOP),
-    "2 stages of 2 chunks as a v, slices of weights": (2, "message-driven", WHOLE, V, "zero3"),
-}
+    "2 stages of 2 chunks as a v, slices of weights": (2, "message-driven", WHOLE, V, {"size": 2, "sync": "zero3"}),
+    "2 stages of 2 chunks as a v, slices of weights over a context": (
+        2, "message-driven", WHOLE, V, {"sync": "zero3"}, {"size": 2, "kind": "ulysses"},
+    ),
+}  # fmt: skip
 
 
 class Delaying:
@@ -126,9 +129,9 @@ def assert_same_bits(mine: Bits, wanted: Bits) -> None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_order_of_arrival_changes_no_bit(case: tuple[Any, ...]) -> None:
-    stages, schedule, tensor, placed, sync = (*case, *(None, "")[len(case) - 3 :])
-    config = pipelined("gpt2", stages, schedule, tensor, 2 if sync else 1, placed)
-    config = laid_out(config, data={"sync": sync}) if sync else config
+    stages, schedule, tensor, placed, data, context = (*case, *(None, {}, {})[len(case) - 3 :])
+    config = pipelined("gpt2", stages, schedule, tensor, data.get("size", 1), placed)
+    config = laid_out(config, data=data, context=context)
     ranks = runs_of(with_dropout(config), (None, None, 1, 2, 3, 4))
     for first, *others in ranks:
         for other in others:

@@ -122,11 +122,11 @@ def test_ranges() -> None:
     assert ranges_of((0, 2, 1)) == (range(0), range(2), range(2, 3))
 
 
-def laid_out(config: Config, pipeline: dict[str, Any] | None = None, data: dict[str, Any] | None = None) -> Config:
-    """The config with other settings of its stages and replicas."""
+def laid_out(config: Config, **changes: dict[str, Any]) -> Config:
+    """The config with other settings of its axes, each under its name: pipeline, data, context."""
     tree = config.model_dump(mode="json", by_alias=True)
-    tree["layout"]["pipeline"] |= pipeline or {}
-    tree["layout"]["data"] |= data or {}
+    for axis, settings in changes.items():
+        tree["layout"][axis] |= settings
     return parse_config(tree)
 
 
@@ -188,4 +188,6 @@ def test_no_sum_keeps_a_stage_from_its_messages(sync: str, schedule: str) -> Non
     """A tied table is summed over the first and the last stage, so that one replica is enough to wait for itself."""
     for model, partition in LEAVES_EARLY:
         config = pipelined(model, 2, schedule, WHOLE, batch={"global": 24, "micro": 6})
-        check_against_serial(laid_out(config, {"partition": partition}, {"sync": sync, "bucket": 1024}), model)
+        check_against_serial(
+            laid_out(config, pipeline={"partition": partition}, data={"sync": sync, "bucket": 1024}), model
+        )
