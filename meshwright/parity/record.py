@@ -139,10 +139,10 @@ class SideRecord(Generic[SideFacts]):
         trained = [n for n in every if f"output-gradient|{n}|{name}" in self._keys]
         numbers = (trained or every)[skip + number :: calls]
         tensors = [x for n in numbers if (x := self.get(kind, n, name)) is not None]
-        if len(tensors) < 2:
+        if len(tensors) < 2 or tensors[0].ndim == 0:  # every microbatch's loss has the gradient 1
             return tensors[0] if tensors else None
         outputs = [x for n in numbers if (x := self.get("output", n, name)) is not None]
         if once and all(torch.equal(x, outputs[0]) for x in outputs):
             return torch.stack(tensors).sum(0) if kind == "output-gradient" else tensors[0]
-        alike = tensors[0].ndim > 0 and len({x.shape[1:] for x in tensors}) == 1
+        alike = len({x.shape[1:] for x in tensors}) == 1
         return torch.cat(tensors) if alike else tensors[0]

@@ -115,11 +115,11 @@ class Trace:
             for x in all_tensors(result):
                 self._outputs.setdefault(id(x), (name, x))  # held, so that no other tensor gets its id
             given = traced_tensor(result)
-            if given is None:
+            if given is None or isinstance(given, nn.Parameter):  # weights are compared as such
                 return
             self.order.append((name, call))
             self.tensors["output", name, call] = local_of(given).clone()
-            if given.requires_grad and not given.is_leaf:  # a parameter's own gradient is compared as such
+            if given.requires_grad and not given.is_leaf:
                 given.register_hook(self._keep_gradient(name, call))
 
         return hook

@@ -23,6 +23,8 @@ from tests.context.test_equality import KINDS
 from tests.context.test_equality import config_for as in_context
 from tests.data_parallel.test_equality import BATCHES, SYNCS
 from tests.harness import build
+from tests.models.test_experts_layouts import LAYOUTS as EXPERTS
+from tests.models.test_experts_layouts import experts
 from tests.models.test_llama_layouts import LAYOUTS as LLAMAS
 from tests.models.test_llama_layouts import llama
 from tests.pipeline.test_equality import CHUNKED, SCHEDULES, WHOLE, pipelined
@@ -66,8 +68,9 @@ def layout_name(config: Config) -> str:
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-    """The sum of the labels' mean losses."""
-    (loss,) = model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))
+    """The sum of the labels' mean losses, and the experts' balance over all samples."""
+    samples = len(next(iter(batch.values())))
+    (loss,) = model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0, samples))
     return loss
 
 
@@ -170,9 +173,10 @@ ROOMS = {
     "pipeline": PIPELINES,
     "context": CONTEXTS,
     "llama": [llama(layout) for layout in LLAMAS.values()],
+    "experts": [experts(layout) for layout in EXPERTS.values()],
 }
-"""The layouts of the rooms' equality tests, but those of experts and of rings with blocks: there outputs of modules are
-not all explained."""
+"""The layouts of the rooms' equality tests, but rings with blocks: a rank then has rows of several microbatches, and of
+each a zigzag of its sequence, which explain.py does not look for along two dims at once."""
 
 MANY = {f"{room}-{index} {layout_name(config)}": config
         for room, configs in ROOMS.items() for index, config in enumerate(configs)}  # fmt: skip

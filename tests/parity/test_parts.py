@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from meshwright.parity.compare import factor_of
 from meshwright.parity.explain import explain_tensors
 from meshwright.parity.locate import locate
 from meshwright.parity.parts import Part, find_part, missing_places
+from meshwright.parity.record import PartFacts, SideRecord, write_record
 from meshwright.parity.reference import cast_model
 
 WHOLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
@@ -95,3 +98,12 @@ def test_a_cast_keeps_the_imaginary_part_of_rotary_tables(dtype: torch.dtype, ta
     assert model.weight.dtype == dtype
     assert model.turns.dtype == table
     assert torch.equal(model.turns.to(turns.dtype), turns)
+
+
+def test_a_rank_without_rows_has_the_loss_of_one_microbatch(tmp_path: Path) -> None:
+    """Each microbatch's loss is 0 there, and has the gradient 1: together they are no loss that is scaled by 2."""
+    losses = {("output", step, ""): torch.tensor(0.0) for step in (0, 1)}
+    gradients = {("output-gradient", step, ""): torch.tensor(1.0) for step in (0, 1)}
+    write_record(tmp_path, "rank-0", losses | gradients, PartFacts([0.0], {}, {"branch": 1}))
+    side = SideRecord(tmp_path, "rank-0", PartFacts)
+    assert side.call("output-gradient", "", 0, 1) == torch.tensor(1.0)
