@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwright.config import parse_config
-from meshwright.config.schema import Layout
+from meshwright.config.layout import Layout
 from tests.mpi_workers import Case
 
 SIZES = (2, 3, 4)

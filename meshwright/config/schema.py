@@ -1,4 +1,5 @@
-"""The sections of a config, frozen and typed, one for each of the YAML file's. Rules that join them: rules.py.
+"""The sections of a config, frozen and typed, one for each of the YAML file's. The layout's: layout.py; rules that
+join them: rules.py.
 
 No torch here: a bad config must fail in the time that reading it takes.
 """
@@ -11,36 +12,24 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 from pydantic import BeforeValidator, Field, model_validator
 
 from meshwright.config.kinds import with_kind
+from meshwright.config.layout import Layout
 from meshwright.data.section import DataSection
 from meshwright.models.section import Gpt2, Network
-from meshwright.ranks.section import TransportName
 from meshwright.registry import entries
 from meshwright.section import Count, Positive, Rule, Seconds, Section, Share, Size, divisors, union_of
-from meshwright.tensor.section import TensorSection, Whole
 
 if TYPE_CHECKING:
-    from meshwright.context.section import ContextKind
-    from meshwright.data_parallel.section import Sync
     from meshwright.optim.section import Update
-    from meshwright.pipeline.schedule import ScheduleRule
 
-    ContextName: TypeAlias = str
     OptimizerName: TypeAlias = str
-    ScheduleName: TypeAlias = str
     SinkName: TypeAlias = str
-    SyncName: TypeAlias = str
     Model = Network
     Data = DataSection
-    TensorParallel = TensorSection
 else:
-    ContextName = Literal[tuple(entries("contexts"))]
     OptimizerName = Literal[tuple(entries("optimizers"))]
-    ScheduleName = Literal[tuple(entries("schedules"))]
     SinkName = Literal[tuple(entries("sinks"))]
-    SyncName = Literal[tuple(entries("syncs"))]
     Model = union_of(entries("models"), "family", default="gpt2")
     Data = union_of(entries("data"), "kind")
-    TensorParallel = union_of(entries("tensor"), "kind")
 
 
 PRECISIONS = {
@@ -57,178 +46,6 @@ class BatchSection(Section):
 
     global_: Positive = Field(default=64, alias="global")
     micro: Positive | Literal["auto"] = "auto"
-
-
-class DataParallel(Section):
-    """`sync`: how replicas agree on a gradient; `bucket`: bytes reduced by one collective.
-
-    `shard`: how many of the `size` ranks share one set of slices (hybrid sharding, HSDP); null: all of them. `expert`:
-    how many of them share one set of experts (expert parallelism); tokens go to the ranks that hold their experts.
-    """
-
-    size: Positive = 1
-    sync: SyncName = "allreduce"
-    shard: Positive | None = None
-    expert: Positive = 1
-    bucket: Size = 16 * 2**20
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes whose ranks need nothing of each other in a layer, with their sizes: shard groups, where there are
-        several, and the ranks of one, or its groups of ranks that share experts."""
-        shard = self.size if self.shard is None else self.shard
-        groups = self.size // shard
-        return (*((("replicate", groups),) if groups > 1 else ()), ("data", shard // self.expert))
-
-    @property
-    def expert_axes(self) -> tuple[tuple[str, int], ...]:
-        """The axis whose ranks hold different experts, where there is one."""
-        return (("expert", self.expert),) if self.expert > 1 else ()
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch's rows."""
-        return tuple(name for name, _ in (*self.axes, *self.expert_axes))
-
-    @property
-    def strategy(self) -> Sync:
-        """The registry's entry of the data-parallel strategy."""
-        strategy: Sync = entries("syncs")[self.sync]
-        return strategy
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return self.strategy.rules
-
-
-class PipelineSection(Section):
-    """Stages, one a rank of the `pipe` axis, each of `chunks` parts of contiguous layers.
-
-    `placement`: which parts these are (pipeline/placement.py). `limit`: microbatches that a stage holds at once, where
-    the schedule's order is not fixed, each counted once for every chunk that holds it; auto: axonn the number of
-    stages, message-driven what memory allows. `partition`: layers of each stage, or of all stages' chunks in the
-    model's order; auto: balanced by counted cost, with several chunks what the clock finds fastest; measured: what it
-    finds fastest with times that are measured when the run begins.
-    """
-
-    size: Positive = 1
-    chunks: Positive = 1
-    placement: Literal["loop", "v"] = "loop"
-    schedule: ScheduleName = "message-driven"
-    limit: Positive | Literal["auto"] = "auto"
-    partition: tuple[Count, ...] | Literal["auto", "measured"] = "auto"
-
-    @property
-    def rule(self) -> ScheduleRule:
-        """The registry's entry of the schedule."""
-        rule: ScheduleRule = entries("schedules")[self.schedule]
-        return rule
-
-    @property
-    def words(self) -> str:
-        """`1f1b`, `message-driven, v of 2 chunks`."""
-        chunks = f", {self.placement} of {self.chunks} chunks" if self.chunks > 1 else ""
-        return f"{self.schedule}{chunks}"
-
-    @property
-    def limit_by_memory(self) -> bool:
-        """Whether memory says, when the run begins, how many microbatches a stage may hold."""
-        return self.size > 1 and self.limit == "auto" and self.rule.by_memory
-
-
-class ContextParallel(Section):
-    """Every sequence cut over `size` ranks, also inside of attention, where the `kind` says what they send."""
-
-    size: Positive = 1
-    kind: ContextName = "ulysses"
-
-    @property
-    def strategy(self) -> ContextKind:
-        """The registry's entry of the kind."""
-        strategy: ContextKind = entries("contexts")[self.kind]
-        return strategy
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return self.strategy.rules
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh's axis and its size; none where sequences are whole."""
-        return (("context", self.size),) if self.size > 1 else ()
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        """The axes that split tokens: gradients of uncut parameters are summed over them."""
-        return tuple(name for name, _ in self.axes)
-
-
-class Layout(Section):
-    """How the job is laid over its ranks, and what carries its messages.
-
-    `order`: the axes, outermost first: ranks that differ on the last one only are neighbours. Axes of size 1 may be
-    left out. auto: replicate, data, pipe, expert, context, then the tensor section's. `ranks_per_node`: neighbours that
-    share a node (topology.py); auto: as many as the launcher has started on one.
-    """
-
-    data: DataParallel = DataParallel()
-    pipeline: PipelineSection = PipelineSection()
-    context: ContextParallel = ContextParallel()
-    tensor: TensorParallel = Whole()
-    transport: Literal["auto", TransportName] = "auto"
-    order: tuple[str, ...] | Literal["auto"] = "auto"
-    ranks_per_node: Positive | Literal["auto"] = "auto"
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """The mesh's axes, outermost first. Those of one rank that `order` leaves out come before the others."""
-        axes = (*self.data.axes, ("pipe", self.pipeline.size), *self.layer_axes)
-        if self.order == "auto":
-            return axes
-        places = {name: place for place, name in enumerate(self.order)}
-        return tuple(sorted(axes, key=lambda axis: places.get(axis[0], -1)))
-
-    @property
-    def layer(self) -> tuple[int, ContextParallel, TensorSection]:
-        """How a layer is cut: what a rank runs and sends in it depends on nothing else of a layout."""
-        return self.data.expert, self.context, self.tensor
-
-    @property
-    def layer_axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes whose ranks compute a layer together, and wait for each other in it."""
-        return *self.data.expert_axes, *self.context.axes, *self.tensor.axes
-
-    @property
-    def peer_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks do a stage's tasks in one order: they meet inside of them."""
-        data = ("data",) if self.data.strategy.slices else ()
-        return *data, *(name for name, _ in self.layer_axes)
-
-    @property
-    def summary(self) -> str:
-        """`data 2 (allreduce), pipe 2 (gpipe), row 2, col 2`: the axes outermost first; no stages, no pipe.
-
-        With an order of the run's own: `branch 2, data 2 (allreduce), in this order`.
-        """
-        kinds = {"data": self.data.sync, "pipe": self.pipeline.words, "context": self.context.kind}
-        notes = {name: f" ({kind})" for name, kind in kinds.items()}
-        shown = [(name, size) for name, size in self.axes if name != "pipe" or size > 1]
-        listed = ", ".join(f"{name} {size}{notes.get(name, '')}" for name, size in shown)
-        return listed if self.order == "auto" else f"{listed}, in this order"
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch's rows, or rows' sequences: each rank has losses of its own."""
-        return *self.data.token_axes, *self.context.token_axes, *self.tensor.batch_axes
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        """The axes that split the batch's tokens: gradients of uncut parameters are summed over them."""
-        return *self.data.token_axes, *self.context.token_axes, *self.tensor.token_axes
-
-    @property
-    def world_size(self) -> int:
-        return math.prod(size for _, size in self.axes)
 
 
 class LossScale(Section):

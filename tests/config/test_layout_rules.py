@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import parse_config
-from meshwright.config.schema import Layout
+from meshwright.config.layout import Layout
 from meshwright.errors import ConfigError
 
 SUBGRAPH = {"kind": "subgraph", "size": 2}

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from meshwright.config import Config
-from meshwright.config.schema import Layout
+from meshwright.config.layout import Layout
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError
 from meshwright.registry import entries

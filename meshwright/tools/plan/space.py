@@ -37,8 +37,8 @@ from typing import Any
 import yaml
 
 from meshwright.config import Config
+from meshwright.config.layout import ContextParallel, Layout
 from meshwright.config.rules import RULES
-from meshwright.config.schema import ContextParallel, Layout
 from meshwright.errors import Problem
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, field_of, with_field

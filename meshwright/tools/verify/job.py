@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from meshwright.config import Config
-from meshwright.config.schema import Check, Layout, Offload, Precision
+from meshwright.config.layout import Layout
+from meshwright.config.schema import Check, Offload, Precision
 from meshwright.data.files import ShowProgress as Report
 from meshwright.data.files import silent
 from meshwright.decisions import resolve, resolve_process, this_machine

@@ -12,7 +12,7 @@ import pytest
 from markupsafe import escape
 
 from meshwright.config import Config, dump_config, load_config, parse_config
-from meshwright.config.schema import Layout
+from meshwright.config.layout import Layout
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
 from meshwright.tensor.section import Megatron

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config, parse_config
+from meshwright.config.layout import Layout
 from meshwright.config.rules import broken_rules
-from meshwright.config.schema import Layout
 from meshwright.ranks.grid import Grid
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.space import FEW, SearchJob, fixed_fields, legal_layouts, ranks_per_node
