@@ -29,7 +29,6 @@ from torch import Tensor
 
 from meshwright.environment import Environment
 from meshwright.errors import LaunchError
-from meshwright.machine import usable_cores
 from meshwright.ranks.board import Board, FolderBoard
 from meshwright.ranks.comm import (
     NAP_SECONDS,
@@ -173,7 +172,7 @@ class MpiWindowComm(WindowComm, MpiComm):
 
     def __init__(self, group: RankGroup, comm: Any, window: SharedWindow) -> None:
         MpiComm.__init__(self, group, comm)
-        self.window, self._shared = window, []
+        self._use(window)
 
 
 class MpiMailbox(PolledMailbox):
@@ -205,15 +204,13 @@ class MpiMailbox(PolledMailbox):
 
 @dataclass(frozen=True)
 class MpiTransport:
-    """MPI's world, of which the members of a group alone make a communicator. `spins`: each rank here has a core."""
-
-    spins: bool
+    """MPI's world, of which the members of a group alone make a communicator."""
 
     def comm(self, group: RankGroup) -> Comm:
         if len(group.ranks) == 1:
             return SoloComm(group)
         comm = _communicator(group.ranks, group.tag)
-        window = open_window(group, lambda text: _texts(text, comm), comm.Iprobe, spins=self.spins)
+        window = open_window(group, lambda text: _texts(text, comm), comm.Iprobe)
         return MpiComm(group, comm) if window is None else MpiWindowComm(group, comm, window)
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
@@ -257,4 +254,4 @@ def open_mpi(environment: Environment) -> MpiTransport:
         text = f"rank {environment.rank} finds {came} ranks in MPI's world, where its launcher started"
         rule = "start the ranks by mpirun or `srun --mpi=pmix`, or set layout.transport=torch"
         raise LaunchError(f"{text} {environment.world_size}: {rule}")
-    return MpiTransport(spins=environment.local_world_size <= usable_cores())
+    return MpiTransport()

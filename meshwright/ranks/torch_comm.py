@@ -3,6 +3,9 @@
 Under NCCL every group has a gloo half as well: tensors on the host go over gloo, those on the device over NCCL. What
 hosts tell each other (headers, decisions, reports, barriers) lies on the host, and waits for no device.
 
+gloo sends through sockets, in threads that take a core from the ranks that compute. So ranks of one node whose tensors
+lie on the host share a window (window_comm.py); several nodes, and ranks that may not share memory, use gloo's verbs.
+
 An NCCL communicator is born at its first use, on the host, by all of its members together: one that met another first
 would wait for ever. So each is born where its group is made, which its members do together, by one small sum; and what
 two of them send each other is a batch, which takes the group's communicator instead of one for the pair.
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous, use_interface
+from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
 from meshwright.ranks.board import Board, StoreBoard
 from meshwright.ranks.comm import Comm, Later, PieceSizes, RankGroup, RecordedComm, SoloComm, Work
@@ -29,6 +33,8 @@ from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox, neighbours_of
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
 from meshwright.ranks.peers import Peers, interface_at
+from meshwright.ranks.window import SharedWindow, open_window
+from meshwright.ranks.window_comm import WindowComm
 
 try:
     from torch.distributed import all_gather_single, reduce_scatter_single
@@ -58,13 +64,13 @@ class TorchComm(RecordedComm):
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
         if x.device.type == "cpu":
-            return self._sum_pieces(part.view(-1), x.view(self.size, -1))
+            return self._sum_own_piece(part.view(-1), x.view(self.size, -1))
         return reduce_scatter_single(part.view(-1), x.view(-1), group=self.process_group, async_op=True)
 
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
         return all_gather_single(x.view(-1), part.view(-1), group=self.process_group, async_op=True)
 
-    def _sum_pieces(self, part: Tensor, pieces: Tensor) -> Work:
+    def _sum_own_piece(self, part: Tensor, pieces: Tensor) -> Work:
         """A reduce-scatter in which each rank sends the others their pieces [n, k], and sums its own in a fixed order.
 
         gloo's is its all-reduce on a copy: twice the bytes, and 2 to 3 times the seconds of this at 2 and 4 ranks.
@@ -119,6 +125,14 @@ class TorchComm(RecordedComm):
         return Later(lambda: [work.wait() for work in works])
 
 
+class TorchWindowComm(WindowComm, TorchComm):
+    """Ranks of one node: gloo carries what two of them send each other."""
+
+    def __init__(self, group: RankGroup, process_group: dist.ProcessGroup, window: SharedWindow) -> None:
+        TorchComm.__init__(self, group, process_group)
+        self._use(window)
+
+
 @dataclass(frozen=True)
 class TorchTransport:
     """Groups of a process that has joined its job's process group. `timeout`: torch's own, for every group.
@@ -136,8 +150,24 @@ class TorchTransport:
             return SoloComm(group)
         if len(group.ranks) == dist.get_world_size():
             assert dist.group.WORLD is not None, "the default process group is not initialised"
-            return TorchComm(group, self.born(dist.group.WORLD))
-        return TorchComm(group, self._process_group(group.axis, group.ranks, group.index))
+            return self._comm(group, self.born(dist.group.WORLD))
+        return self._comm(group, self._process_group(group.axis, group.ranks, group.index))
+
+    def _comm(self, group: RankGroup, process_group: dist.ProcessGroup) -> TorchComm:
+        """Over the group's window, if tensors lie on hosts and its ranks on one node where they may share memory."""
+        if self.births:
+            return TorchComm(group, process_group)
+
+        def exchange(text: str) -> list[str]:
+            texts = [""] * len(group.ranks)
+            dist.all_gather_object(texts, text, group=process_group)
+            return texts
+
+        try:
+            window = open_window(group, exchange)
+        except LaunchError:  # on every member alike
+            window = None
+        return TorchComm(group, process_group) if window is None else TorchWindowComm(group, process_group, window)
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         if len(group.ranks) == 1:

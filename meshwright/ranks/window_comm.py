@@ -7,6 +7,11 @@
 | reduce-scatter, all-to-all   | all           | 1        | its piece of everybody's                                |
 | all-gather, gather           | its part      | 1        | everybody's (gather: the root)                          |
 | broadcast, scatter: the root | all           | 1        | all; its piece                                          |
+| all-reduce, in shared memory | nothing       | 3        | its piece of everybody's; then all sums                 |
+| reduce-scatter, likewise     | nothing       | 2        | its piece of everybody's                                |
+
+Sums in shared memory (`Comm.zeros`) that every member has begun by the first meeting share the meetings: with more
+ranks than cores a meeting costs the turn of the last rank, and a step's buckets would each pay three.
 
 A sum adds the members' values in their order, whoever came first: its bits are the same on all of them and in every
 run. Half precision is added in float32. Payloads beyond a slot go in pieces, one behind the other.
@@ -17,12 +22,14 @@ What two ranks send each other, and all-to-alls of unequal pieces, stay the tran
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from meshwright.ranks.comm import Later, PieceSizes, RecordedComm, Work, size_bytes
+from meshwright.ranks.ledger import VERBS
 from meshwright.ranks.window import SLOT_BYTES, SharedWindow
 
 HALF = (torch.float16, torch.bfloat16)
@@ -30,8 +37,21 @@ HALF = (torch.float16, torch.bfloat16)
 SMALL_BYTES = 2**16
 """Up to here each rank adds up all for itself: a meeting costs more than the sum."""
 
+CALLS = ("barrier", "assemble", *VERBS)
+"""What members do where they meet: whoever does something else has parted from them."""
+
 ADDED_AT_ONCE = 2**14
 """Elements that are added up at once: what is added to stays in a core's cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class SumInPlace:
+    """A sum of what all members can read where it lies. `everyones`: the tensors; `out`: where this rank's piece
+    of the sum goes. `returns`: the other members' pieces come back into this rank's tensor (all-reduce)."""
+
+    everyones: list[Tensor]
+    out: Tensor
+    returns: bool
 
 
 class WindowComm(RecordedComm):
@@ -41,6 +61,11 @@ class WindowComm(RecordedComm):
     window: SharedWindow
     _shared: list[tuple[Tensor, list[Tensor]]]
     """Tensors of this rank's that lie in shared memory, with every member's."""
+    _begun: list[SumInPlace]
+    """Sums that nobody has waited for, in the order in which all members begin them."""
+
+    def _use(self, window: SharedWindow) -> None:
+        self.window, self._shared, self._begun = window, [], []
 
     def zeros(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         everyones = [memory.view(dtype)[:count] for memory in self.window.share(max(1, count) * dtype.itemsize)]
@@ -53,83 +78,104 @@ class WindowComm(RecordedComm):
             (all_ for own, all_ in self._shared if own.data_ptr() == x.data_ptr() and own.shape == x.shape), None
         )
 
+    def _meet(self, verb: str, payload: Tensor | None = None) -> None:
+        """Meet those who run the same verb on as much."""
+        self.window.meet(CALLS.index(verb) << 48 | (0 if payload is None else size_bytes(payload)))
+
     def _barrier(self) -> Work:
-        return Later(self.window.meet)
+        return Later(lambda: self._meet("barrier"))
 
     def _assemble(self) -> Work:
-        return Later(self.window.meet)
+        return Later(lambda: self._meet("assemble"))
 
     def _all_reduce(self, x: Tensor) -> Work:
         if everyones := self._everyones(x):
-            return Later(lambda: self._sum_in_place(everyones))
-        return Later(lambda: self._sum(x.detach().view(-1), range(self.size)))
+            return self._begin_sum(SumInPlace(everyones, self._split(everyones[self.index])[self.index], returns=True))
+        return Later(lambda: self._sum("all_reduce", x.detach().view(-1), range(self.size)))
 
-    def _sum_in_place(self, everyones: Sequence[Tensor]) -> None:
-        """Sum what all can read where it lies."""
-        self.window.meet()
-        self._sum_pieces(everyones[self.index], everyones, receives=True)
-        self.window.meet()
+    def _begin_sum(self, own: SumInPlace) -> Work:
+        self._begun.append(own)
+        return Later(lambda: self._end_sum(own))
+
+    def _end_sum(self, own: SumInPlace) -> None:
+        while own in self._begun:
+            self._sum_begun()
+
+    def _sum_begun(self) -> None:
+        """Do the first sums of those begun here, as many as every member has begun."""
+        counts, first = self._written(torch.tensor([len(self._begun)])), self._begun[0]
+        verb, own = "all_reduce" if first.returns else "reduce_scatter", first.everyones[self.index]
+        self._meet(verb, own)
+        together = min(int(count[0]) for count in counts)
+        sums, self._begun = self._begun[:together], self._begun[together:]
+        for each in sums:
+            add_up([self._split(values)[self.index] for values in each.everyones], each.out)
+        if any(each.returns for each in sums):
+            self._meet(verb, own)
+        for each in sums:
+            if each.returns:
+                self._fetch(each.everyones[self.index], each.everyones)
+        self._meet(verb, own)  # then the next backward pass may write there
+
+    def _split(self, x: Tensor) -> list[Tensor]:
+        """x [n] as the members sum it, each a piece."""
+        bounds = [x.numel() * member // self.size for member in range(self.size + 1)]
+        return [x[start:stop] for start, stop in pairwise(bounds)]
+
+    def _fetch(self, x: Tensor, everyones: Sequence[Tensor]) -> None:
+        """Fill x with each member's piece of its own tensor."""
+        for member, (piece, values) in enumerate(zip(self._split(x), map(self._split, everyones), strict=True)):
+            if values[member].data_ptr() != piece.data_ptr():
+                piece.copy_(values[member])
 
     def _reduce(self, x: Tensor, root: int) -> Work:
-        return Later(lambda: self._sum(x.detach().view(-1), [root]))
+        return Later(lambda: self._sum("reduce", x.detach().view(-1), [root]))
 
-    def _sum(self, x: Tensor, receivers: Sequence[int]) -> None:
+    def _sum(self, verb: str, x: Tensor, receivers: Sequence[int]) -> None:
         """Sum x [n] into the x of the receivers; the others' stays, or becomes partly so."""
         for start, stop in self._pieces(x.numel(), x.element_size()):
             piece = x[start:stop]
             everyones = [slot[: stop - start] for slot in self._written(piece)]
-            self.window.meet()
+            self._meet(verb, piece)
             if size_bytes(piece) > SMALL_BYTES:
-                self._sum_pieces(piece, everyones, receives=self.index in receivers)
+                own = [self._split(values)[self.index] for values in everyones]
+                add_up(own, own[self.index])
+                self._meet(verb, piece)
+                if self.index in receivers:
+                    self._fetch(piece, everyones)
             elif self.index in receivers:
                 add_up(everyones, piece)
-
-    def _sum_pieces(self, x: Tensor, everyones: Sequence[Tensor], *, receives: bool) -> None:
-        """Each member sums its piece of everyone's values; then x gets all sums, where it receives."""
-        bounds = [x.numel() * member // self.size for member in range(self.size + 1)]
-        pieces = [slice(*pair) for pair in pairwise(bounds)]
-        own = pieces[self.index]
-        add_up([values[own] for values in everyones], everyones[self.index][own])
-        self.window.meet()
-        for piece, values in zip(pieces, everyones, strict=True):
-            if receives and values[piece].data_ptr() != x[piece].data_ptr():
-                x[piece] = values[piece]
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
         own, pieces = part.detach().view(-1), x.detach().view(self.size, -1)
         if everyones := self._everyones(x):
-            return Later(lambda: self._sum_piece_in_place(own, everyones))
+            return self._begin_sum(SumInPlace(everyones, own, returns=False))
 
         def run() -> None:
             for start, stop in self._pieces(own.numel(), x.element_size() * self.size):
-                received = self._traded(pieces[:, start:stop])
+                received = self._traded("reduce_scatter", pieces[:, start:stop])
                 add_up(received, own[start:stop])
 
         return Later(run)
 
-    def _sum_piece_in_place(self, part: Tensor, everyones: Sequence[Tensor]) -> None:
-        self.window.meet()
-        add_up([values.view(self.size, -1)[self.index] for values in everyones], part)
-        self.window.meet()
-
-    def _traded(self, pieces: Tensor) -> list[Tensor]:
+    def _traded(self, verb: str, pieces: Tensor) -> list[Tensor]:
         """This rank's piece of every member's pieces [n, k]."""
         slots = self._written(pieces)
-        self.window.meet()
+        self._meet(verb, pieces)
         return [slot[: pieces.numel()].view_as(pieces)[self.index] for slot in slots]
 
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
-        return self._gathered(x, part, range(self.size))
+        return self._gathered("all_gather", x, part, range(self.size))
 
     def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
-        return self._gathered(x, part, [root])
+        return self._gathered("gather", x, part, [root])
 
-    def _gathered(self, x: Tensor, part: Tensor, receivers: Sequence[int]) -> Work:
+    def _gathered(self, verb: str, x: Tensor, part: Tensor, receivers: Sequence[int]) -> Work:
         def run() -> None:
             own = part.detach().view(-1)
             for start, stop in self._pieces(own.numel(), own.element_size()):
                 slots = self._written(own[start:stop])
-                self.window.meet()
+                self._meet(verb, own[start:stop])
                 if self.index in receivers:
                     rows = x.detach().view(self.size, -1)[:, start:stop]
                     for row, slot in zip(rows, slots, strict=True):
@@ -144,7 +190,9 @@ class WindowComm(RecordedComm):
         def run() -> None:
             rows, sent = out.detach().view(self.size, -1), x.detach().view(self.size, -1)
             for start, stop in self._pieces(rows.shape[1], x.element_size() * self.size):
-                for row, received in zip(rows[:, start:stop], self._traded(sent[:, start:stop]), strict=True):
+                for row, received in zip(
+                    rows[:, start:stop], self._traded("all_to_all", sent[:, start:stop]), strict=True
+                ):
                     row.copy_(received)
 
         return Later(run)
@@ -153,7 +201,7 @@ class WindowComm(RecordedComm):
         def run() -> None:
             flat = x.detach().view(-1)
             for start, stop in self._pieces(flat.numel(), x.element_size()):
-                slot = self._from_root(flat[start:stop], root)
+                slot = self._from_root("broadcast", flat[start:stop], root)
                 if self.index != root:
                     flat[start:stop] = slot[: stop - start]
 
@@ -164,15 +212,15 @@ class WindowComm(RecordedComm):
             own, width = part.detach().view(-1), part.element_size() * self.size
             for start, stop in self._pieces(own.numel(), width):
                 sent = x.detach().view(self.size, -1)[:, start:stop] if self.index == root else own
-                slot = self._from_root(sent, root)
+                slot = self._from_root("scatter", sent, root)
                 own[start:stop] = slot[: self.size * (stop - start)].view(self.size, -1)[self.index]
 
         return Later(run)
 
-    def _from_root(self, sent: Tensor, root: int) -> Tensor:
+    def _from_root(self, verb: str, sent: Tensor, root: int) -> Tensor:
         """The root's slot, in which its `sent` lies."""
         slot = self._written(sent)[root] if self.index == root else self.window.slots(sent.dtype)[root]
-        self.window.meet()
+        self._meet(verb)
         return slot
 
     def _written(self, x: Tensor) -> list[Tensor]:

@@ -25,9 +25,18 @@ def on_gloo(size: int) -> list[Answer]:
     return run_ranks(run_verbs, Grid((("data", size),)))
 
 
+@cache
+def on_gloo_alone(size: int) -> list[Answer]:
+    """As between nodes, where ranks share no memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.ranks.torch_comm.open_window", lambda *arguments: None)
+        return run_ranks(run_verbs, Grid((("data", size),)))
+
+
 @pytest.fixture(
     params=[
         *(pytest.param(("gloo", size), id=f"gloo-{size}") for size in GLOO_SIZES),
+        *(pytest.param(("gloo alone", size), id=f"gloo-alone-{size}") for size in (2, 3)),
         *(pytest.param(("mpi", size), id=f"mpi-{size}") for size in MPI_SIZES),
         pytest.param(("mpi", 3), id="mpi-3", marks=pytest.mark.long),
     ],
@@ -35,8 +44,8 @@ def on_gloo(size: int) -> list[Answer]:
 def answers(request: pytest.FixtureRequest) -> list[Answer]:
     """The answers of all ranks of one transport and size."""
     transport, size = request.param
-    if transport == "gloo":
-        return on_gloo(size)
+    if transport in ("gloo", "gloo alone"):
+        return on_gloo(size) if transport == "gloo" else on_gloo_alone(size)
     mpi: Callable[[int], dict[str, list[Answer]]] = request.getfixturevalue("mpi")
     return mpi(size)["verbs"]
 

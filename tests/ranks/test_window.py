@@ -36,7 +36,7 @@ class ThreadComm(WindowComm):
 
     def __init__(self, group: RankGroup, window: SharedWindow) -> None:
         super().__init__(group)
-        self.window, self._shared = window, []
+        self._use(window)
 
     def _receive(self, x: Tensor, source: int) -> None:
         raise NotImplementedError
@@ -67,7 +67,7 @@ def on_threads(size: int, body: Callable[[RankGroup, ExchangeTexts], Any]) -> li
 
 
 def opened(group: RankGroup, exchange: ExchangeTexts) -> SharedWindow:
-    window = open_window(group, exchange, lambda: None, spins=False)
+    window = open_window(group, exchange, lambda: None)
     assert window is not None
     return window
 
@@ -114,6 +114,45 @@ def test_sums_have_the_bits_of_an_addition_in_the_order_of_ranks(size: int) -> N
                 assert torch.equal(answer[f"{count} {dtype} rows"], rows)
 
 
+def test_sums_that_all_have_begun_share_their_meetings() -> None:
+    """A member that begins one after the other takes part in what the others have begun together."""
+
+    def body(group: RankGroup, exchange: ExchangeTexts) -> tuple[list[Tensor], int]:
+        comm = ThreadComm(group, opened(group, exchange))
+        buckets = [comm.zeros(count, torch.float32, torch.device("cpu")) for count in (7, 12, 9)]
+        parts = [torch.empty(12 // comm.size)]
+        meet, meetings = comm.window.meet, list[int]()
+
+        def counted(call: int = 0) -> None:
+            meetings.append(call)
+            meet(call)
+
+        comm.window.meet = counted  # type: ignore[method-assign]
+        results = []
+        for lazy in (False, True):
+            for count, bucket in zip((7, 12, 9), buckets, strict=True):
+                bucket.copy_(values(group.index, count))
+            begins = [
+                lambda: comm.all_reduce(buckets[0], wait=False),
+                lambda: comm.reduce_scatter(parts[0], buckets[1], wait=False),
+                lambda: comm.all_reduce(buckets[2], wait=False),
+            ]
+            if lazy and group.index == 0:
+                for begin in begins:
+                    begin().wait()
+            else:
+                for work in [begin() for begin in begins]:
+                    work.wait()
+            results += [buckets[0].clone(), parts[0].clone(), buckets[2].clone()]
+        return results, len(meetings)
+
+    for index, (results, meetings) in enumerate(on_threads(3, body)):
+        sums = [values(0, count) + values(1, count) + values(2, count) for count in (7, 12, 9)]
+        for result, expected in zip(results, [sums[0], sums[1][4 * index : 4 * index + 4], sums[2]] * 2, strict=True):
+            assert torch.equal(result, expected)
+        assert meetings == 3 + (3 + 2 + 3)
+
+
 def test_a_member_that_is_gone_is_named() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -134,7 +173,7 @@ def test_ranks_of_two_nodes_have_no_window() -> None:
             node, *rest = json.loads(text)
             return exchange(json.dumps([f"{node} {group.index}", *rest]))
 
-        return open_window(group, elsewhere, lambda: None, spins=False)
+        return open_window(group, elsewhere, lambda: None)
 
     assert on_threads(2, body) == [None, None]
 
@@ -150,7 +189,7 @@ def test_memory_that_is_refused_is_said_by_all() -> None:
         with pytest.raises(
             LaunchError, match=r"rank 1 on .* is refused another rank's memory .*layout.transport=torch"
         ):
-            open_window(group, closed, lambda: None, spins=False)
+            open_window(group, closed, lambda: None)
 
     on_threads(2, body)
 
