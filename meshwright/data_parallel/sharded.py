@@ -74,7 +74,9 @@ class Sharded(Synchroniser):
         free(bucket.gradients)
 
     def make_comm(self, bucket: Bucket) -> Comm:
-        return self.mesh.comm(*slice_axes(bucket.sum_axes))
+        """Verbs that travel: a backward pass begins them bucket by bucket, and meeting all ranks for each would make
+        the first wait for the last as often."""
+        return self.mesh.comm(*slice_axes(bucket.sum_axes)).under_way()
 
     def make_slot(self, bucket: Bucket, comm: Comm) -> Slot:
         start, stop = self.policy.owned(bucket, comm)

@@ -9,6 +9,7 @@ Verbs take contiguous tensors. `wait=False` returns at once; the result is there
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -97,6 +98,11 @@ class Comm(ABC):
         """Memory [count] that will be summed over the group: where its members share memory, all can read it. Called by
         all members together."""
         return torch.zeros(count, dtype=dtype, device=device)
+
+    def under_way(self) -> Comm:
+        """The same ranks' verbs as the transport has them: those that are not waited for travel under compute, if they
+        do over this transport. Worth it where many are waited for apart; else what waits least is `self`."""
+        return self
 
     def all_reduce(self, x: Tensor, *, wait: bool = True) -> Work:
         """Sum x over the group, in place."""
@@ -295,11 +301,10 @@ class RecordedComm(Comm):
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group)
         self.recorder = group.recorder
-        self._num_calls = 0
+        self._numbers = itertools.count(1)
 
     def _run(self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool) -> Work:
-        self._num_calls += 1
-        call = Call(self.axis, verb, payload_bytes, self.ranks, self._num_calls)
+        call = Call(self.axis, verb, payload_bytes, self.ranks, next(self._numbers))
         later = self.begins_when_waited_for and not wait
         if not later:
             self.recorder.begin(call)

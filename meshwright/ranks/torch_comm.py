@@ -131,6 +131,11 @@ class TorchWindowComm(WindowComm, TorchComm):
     def __init__(self, group: RankGroup, process_group: dist.ProcessGroup, window: SharedWindow) -> None:
         TorchComm.__init__(self, group, process_group)
         self._use(window)
+        self._under_way = TorchComm(group, process_group)
+        self._under_way._numbers = self._numbers  # one axis's calls are counted together
+
+    def under_way(self) -> TorchComm:
+        return self._under_way
 
 
 @dataclass(frozen=True)
