@@ -14,7 +14,7 @@ two of them send each other is a batch, which takes the group's communicator ins
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous, use_interface
 from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
+from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.board import Board, StoreBoard
 from meshwright.ranks.comm import Comm, Later, PieceSizes, RankGroup, RecordedComm, SoloComm, Work
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
+from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox, neighbours_of
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
 from meshwright.ranks.peers import Peers, interface_at
@@ -162,14 +164,9 @@ class TorchTransport:
         """Over the group's window, if tensors lie on hosts and its ranks on one node where they may share memory."""
         if self.births:
             return TorchComm(group, process_group)
-
-        def exchange(text: str) -> list[str]:
-            texts = [""] * len(group.ranks)
-            dist.all_gather_object(texts, text, group=process_group)
-            return texts
-
+        uncounted = TorchComm(replace(group, ledger=Ledger(), recorder=FlightRecorder()), process_group)
         try:
-            window = open_window(group, exchange)
+            window = open_window(group, lambda text: all_texts(text, uncounted))
         except LaunchError:  # on every member alike
             window = None
         return TorchComm(group, process_group) if window is None else TorchWindowComm(group, process_group, window)
