@@ -38,7 +38,7 @@ SMALL_BYTES = 2**16
 """Up to here each rank adds up all for itself: a meeting costs more than the sum."""
 
 CALLS = ("barrier", "assemble", *VERBS)
-"""What members do where they meet: whoever does something else has parted from them."""
+"""Calls of members that meet: one in another call has parted from them."""
 
 ADDED_AT_ONCE = 2**14
 """Elements that are added up at once: what is added to stays in a core's cache."""
