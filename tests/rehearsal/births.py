@@ -27,7 +27,7 @@ from meshwright.ranks.comm import RankGroup, Work
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox
 from meshwright.ranks.mesh import Mesh
-from meshwright.ranks.torch_comm import TorchTransport
+from meshwright.ranks.torch_comm import TorchComm, TorchTransport
 
 PATIENCE_SECONDS = 30.0
 """Until a birth has failed: a busy machine is no mistake."""
@@ -169,6 +169,10 @@ class Rehearsed(TorchTransport):
 
     def _process_group(self, name: str, ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
         return super()._process_group(self.name + name, ranks, index)
+
+    def _comm(self, group: RankGroup, process_group: dist.ProcessGroup) -> TorchComm:
+        """GPUs have no window."""
+        return TorchComm(group, process_group)
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         if len(group.ranks) == 1:
