@@ -26,9 +26,8 @@ from rich.table import Table
 from benchmarks.planner_cases import SHAPES, Case, cases
 from meshwright.data.files import silent
 from meshwright.tools.compare.run import RankFacts, measure_run
-from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.predict import Planner
+from meshwright.tools.plan.predict import Planner, Prediction
 
 STEPS = 3
 
@@ -39,11 +38,11 @@ class Outcome:
 
     case: Case
     measured: int
-    predicted: Memory
+    predicted: Prediction
 
     @property
     def error(self) -> float:
-        return self.predicted.total / self.measured - 1
+        return self.predicted.measured_memory / self.measured - 1
 
 
 def measure(wanted: Sequence[Case], planner: Planner, folder: Path) -> list[Outcome]:
@@ -62,7 +61,7 @@ def measure(wanted: Sequence[Case], planner: Planner, folder: Path) -> list[Outc
         for facts in run.ranks:
             first.setdefault(facts.stage, facts)
         measured = max(facts.peak_bytes for facts in first.values())
-        outcomes.append(Outcome(case, measured, planner.predict(case.config).fullest))
+        outcomes.append(Outcome(case, measured, planner.predict(case.config)))
         print(f"{case.name}, {case.transport}: {outcomes[-1].error:+.1%}", file=sys.stderr)
     return outcomes
 
@@ -74,8 +73,10 @@ def show(outcomes: Sequence[Outcome]) -> None:
     for head in ("measured MB", "predicted MB", "error", "its parts"):
         table.add_column(head, justify="right")
     for outcome in outcomes:
-        case, sizes = outcome.case, (f"{outcome.measured / 1e6:.0f}", f"{outcome.predicted.total / 1e6:.0f}")
-        table.add_row(case.shape, case.name, case.transport, *sizes, f"{outcome.error:+.1%}", outcome.predicted.text)
+        case, sizes = outcome.case, (f"{outcome.measured / 1e6:.0f}", f"{outcome.predicted.measured_memory / 1e6:.0f}")
+        table.add_row(
+            case.shape, case.name, case.transport, *sizes, f"{outcome.error:+.1%}", outcome.predicted.fullest.text
+        )
     console.print(table)
     errors = [abs(outcome.error) for outcome in outcomes]
     console.print(f"{len(errors)} layouts: mean error {statistics.fmean(errors):.1%}, largest {max(errors):.1%}")

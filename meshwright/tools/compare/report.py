@@ -26,7 +26,7 @@ from meshwright.tools.report import table_console
 from meshwright.tools.report.comparison import Bar, Panel, draw_comparison
 from meshwright.training.phases import PHASES
 
-BESIDE = ("activations", "temporaries", "context", "cached", "communicators")
+BESIDE = ("activations", "temporaries", "context", "cached", "communicators", "read")
 """Parts of a predicted memory that no rank can tell apart."""
 
 

@@ -13,6 +13,7 @@ The programs are the data-parallel policies' own (data_parallel/), run on bucket
 | context       | what the cluster says that a process holds before its first tensor, and libraries' workspaces     |
 | cached        | the allocator's beyond tensors: segments in pieces, memory that was freed (process.py)            |
 | communicators | buffers of NCCL                                                                                   |
+| read          | other ranks' gradients in memory that ranks share: resident in each, there once, so in no total   |
 """
 
 from __future__ import annotations
@@ -220,6 +221,7 @@ class Memory:
     context: int
     cached: int = 0
     communicators: int = 0
+    read: int = 0
 
     @property
     def total(self) -> int:

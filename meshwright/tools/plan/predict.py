@@ -74,8 +74,9 @@ class Prediction:
 
     @property
     def measured_memory(self) -> int:
-        """The part of `worst_memory` that a run measures: on a GPU what torch has allocated (training/metrics.py)."""
-        return self.fullest.allocated if self.cluster.device.kind == "cuda" else self.worst_memory
+        """The bytes that a run measures (training/metrics.py): on a GPU what torch has allocated, on a CPU all that is
+        resident."""
+        return self.fullest.allocated if self.cluster.device.kind == "cuda" else self.worst_memory + self.fullest.read
 
     @property
     def fits(self) -> bool:

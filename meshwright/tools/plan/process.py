@@ -25,6 +25,7 @@ from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.allocator import Allocator, CachingAllocator, Heap, OutOfDeviceMemory
 from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.passes import tasks_of_stages
+from meshwright.tools.plan.recorder import Start
 from meshwright.tools.plan.replay import Footprint, StageReplay
 from meshwright.tools.plan.timed_run import TimedRun
 
@@ -35,6 +36,10 @@ DIRECT_CHANNEL = 12 * MIB
 
 DIRECT = frozenset(("all_to_all", "gather", "scatter", "send"))
 """Verbs in which each rank sends to each other one, or to one."""
+
+READ = {"all_reduce": 2, "reduce_scatter": 1}
+"""Sums of what lies in memory that the ranks of a machine share: of each other rank's n-th part, a rank of n reads its
+own piece, and in an all-reduce the piece that the other has summed."""
 
 
 def held_by_processes(
@@ -48,6 +53,7 @@ def held_by_processes(
             own,
             context=own.context + device.staged * (len(memory) > 1),
             communicators=channels and channels * channel_bytes(run, stage, sent[stage]),
+            read=read_bytes(run, stage),
         )
         for stage, own in enumerate(memory)
     ]
@@ -61,6 +67,20 @@ def held_by_processes(
         footprint = replayed(run, fullest, CachingAllocator())
     share = footprint.reserved / footprint.allocated - 1
     return tuple(replace(own, cached=round(share * own.allocated)) for own in memory)
+
+
+def read_bytes(run: TimedRun, stage: int) -> int:
+    """Bytes of other ranks' gradients that a rank reads where they lie, on a machine of CPUs (ranks/window_comm.py)."""
+    if run.cluster.device.kind != "cpu" or run.cluster.cores is None or not run.config.layout.data.strategy.over_mpi:
+        return 0
+    sums = (
+        event for bucket in run.buckets[run.like[stage]] for event in bucket.reduce.events if isinstance(event, Start)
+    )
+    return sum(
+        READ[each.verb] * each.payload_bytes * (ranks - 1) // ranks
+        for each in sums
+        if each.verb in READ and (ranks := run.network.ranks(each.axes)) > 1
+    )
 
 
 def replayed(run: TimedRun, stage: int, allocator: Allocator) -> Footprint:

@@ -74,3 +74,14 @@ def test_a_process_holds_what_its_transport_loads() -> None:
         for cluster in (GPU, GPU.model_copy(update={"links": {"torch": loaded}}))
     )
     assert more == replace(plain, context=plain.context + 10**8)
+
+
+@pytest.mark.parametrize("sync, of_gradients", [("allreduce", 2), ("zero1", 1), ("ring", 0), ("zero2", 0)])
+def test_gradients_that_ranks_share_are_resident_in_each(sync: str, of_gradients: int) -> None:
+    """On one machine of CPUs; there once, so in no total."""
+    host = GPU.device.model_copy(update={"kind": "cpu"})
+    machine = GPU.model_copy(update={"device": host, "cores": 4})
+    predicted = Planner(machine).predict(synced(sync, 2))
+    assert predicted.fullest.read == of_gradients * predicted.fullest.gradients // 2
+    assert predicted.measured_memory == predicted.worst_memory + predicted.fullest.read
+    assert Planner(GPU).predict(synced(sync, 2)).fullest.read == 0
