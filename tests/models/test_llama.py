@@ -13,6 +13,7 @@ from meshwright.config import Config, parse_config
 from meshwright.models.decoder import KeyValueCache
 from meshwright.models.llama.model import LlamaModel
 from meshwright.parameters.shard import num_parameters, shard_specs
+from meshwright.parts import DTYPES
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
@@ -40,13 +41,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def config_of(**model: Any) -> Config:
+def config_of(dtype: str = "float64", length: int = T, **model: Any) -> Config:
     shape = {
         "family": "llama", "layers": 2, "hidden": 24, "heads": 6, "key_value_heads": 2, "feed_forward": 40,
         "positions": 64, "vocabulary": 300, "vocabulary_multiple": 64,
     }  # fmt: skip
-    precision = {"level": "O0", "dtype": "float64"}
-    return parse_config({"model": shape | model, "data": {"sequence": T}, "precision": precision})
+    precision = {"level": "O0", "dtype": dtype}
+    return parse_config({"model": shape | model, "data": {"sequence": length}, "precision": precision})
 
 
 def batch(step: int = 0) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,7 @@ class WideNorm(nn.RMSNorm):
 
 
 def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
-    """Theirs, with our weights."""
+    """Theirs, with our weights. In float64 their norms are replaced by ones that stay in it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = config.model
@@ -96,8 +97,8 @@ def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
         }  # fmt: skip
     theirs: nn.Module = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **settings), attn_implementation="sdpa", experts_implementation="eager"
-    ).double()
-    for path, module in list(theirs.named_modules()):
+    ).to(DTYPES[config.precision.dtype])
+    for path, module in list(theirs.named_modules()) if config.precision.dtype == "float64" else ():
         if type(module).__name__.endswith("RMSNorm"):
             parent, _, name = path.rpartition(".")
             norm = WideNorm(module.weight.shape[0], eps=module.variance_epsilon, dtype=torch.float64)

@@ -103,3 +103,50 @@ def test_logits_losses_and_gradients_equal_hugging_faces(case: str, coefficient:
     assert loss < 1e-9
     assert max(gradients.values()) < 1e-9, gradients
     assert balance >= coefficient * experts["per_token"] * 0.5  # about k where experts are equally busy
+
+
+REAL_SIZES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "vocabulary": 32000, "hidden": 512, "heads": 16, "key_value_heads": 4, "feed_forward": 896, "tied": False,
+        "experts": {"count": 8, "per_token": 2},
+    },
+    "qwen3_moe": {
+        "vocabulary": 151936, "hidden": 256, "heads": 4, "key_value_heads": 2, "head_width": 128, "head_norms": True,
+        "feed_forward": 96, "experts": {"count": 128, "per_token": 8},
+    },
+}  # fmt: skip
+"""The vocabularies, experts and heads of Mixtral 8x7B and Qwen3-30B-A3B; fewer layers, and narrower ones."""
+
+
+def real_distances(mesh: Mesh, kind: str) -> tuple[float, float, dict[str, float]]:
+    """Relative distances of logits, losses and gradients of 1,024 tokens; theirs as it comes, in float32."""
+    config = config_of("float32", 512, **REAL_SIZES[kind], positions=512, vocabulary_multiple=128)
+    model = random_model(LlamaModel, mesh, config)
+    theirs = hugging_face(kind, model, config)
+    tokens = torch.randint(config.model.vocabulary, (2, 513), generator=torch.Generator().manual_seed(1))
+    tokens, labels = tokens[:, :-1], tokens[:, 1:]
+    wanted = theirs(tokens).logits
+    with torch.no_grad():
+        far = float((model.head.logits(model.hidden(tokens)) - wanted).norm() / wanted.norm())
+    loss = model({"tokens": tokens, "labels": labels}, {"labels": 1 / labels.numel(), SAMPLES: 1 / len(tokens)})[0]
+    their_loss = F.cross_entropy(wanted.flatten(0, 1), labels.flatten())
+    loss.backward()
+    their_loss.backward()
+    ours = as_theirs({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, config)
+    apart = {
+        name: float((ours[name] - p.grad).norm() / p.grad.norm())
+        for name, p in theirs.named_parameters()
+        if p.grad is not None
+    }
+    assert apart.keys() == ours.keys()
+    return far, float((loss - their_loss).abs() / their_loss), apart
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", REAL_SIZES)
+def test_real_vocabularies_and_many_experts_in_float32(kind: str) -> None:
+    """With two threads. Each token of 1,024 takes the experts that it takes there."""
+    ((logits, loss, gradients),) = run_ranks(real_distances, ONE, kind, threads=2, timeout=300)
+    assert logits < 1e-5
+    assert loss < 1e-6
+    assert max(gradients.values()) < 1e-5, gradients

@@ -11,11 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
+from meshwright.models.llama.model import LlamaModel
+from meshwright.ranks.mesh import Mesh
 from tests.context.test_equality import BLOCKS, CUT, ONE_D, config_for, serial
+from tests.data_parallel.test_equality import assembled, global_batch
+from tests.harness import build
+from tests.models.test_llama import ONE, as_theirs, hugging_face
 from tests.tensor.test_equality import LONG, MODELS, check, run
+from tests.workers import run_ranks
 
 RING, ULYSSES = ({"size": 2, "kind": kind} for kind in ("ring", "ulysses"))
 SUBGRAPH = {"kind": "subgraph", "size": 2}
@@ -84,6 +92,40 @@ def test_key_value_heads_that_ranks_share(name: str) -> None:
     """Losses hold the clipped norm, too: each parameter is counted once, however many ranks have it."""
     heads, layout = SHARED[name]
     check(run(few(heads, layout)), serial_of_few(heads))
+
+
+def hugging_faces(mesh: Mesh, config: Config) -> tuple[float, dict[str, Tensor], dict[str, torch.Size]]:
+    """The loss of a step's batch and its gradients by transformers' Qwen3 with this run's first weights; our shapes."""
+    model = build(config, mesh).model
+    assert isinstance(model, LlamaModel)
+    theirs, batch = hugging_face("qwen3", model, config), global_batch(config, 0)
+    loss = F.cross_entropy(theirs(batch["tokens"]).logits.flatten(0, 1), batch["labels"].flatten())
+    loss.backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    return float(loss.detach()), gradients, {name: p.shape for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name != "1-D" else name for name in SHARED]
+)
+def test_shared_key_value_heads_equal_hugging_faces(name: str) -> None:
+    """The layouts' gradients, put together, against a model that knows neither our kits nor our serial run."""
+    pytest.importorskip("transformers.models.qwen3.modeling_qwen3", reason="pip install transformers")
+    heads, layout = SHARED[name]
+    model = MODELS["llama"] | {
+        "layers": 2, "hidden": 24, "vocabulary_multiple": 12, "positions": 48, "biases": [], "key_value_heads": heads,
+    }  # fmt: skip
+    config = llama(layout, model=model)
+    ((loss, theirs, shapes),) = run_ranks(hugging_faces, ONE, llama({}, model=model))
+    results = run(config)
+    held = {name: [gradients[name] for _, gradients in results if name in gradients] for name in shapes}
+    ours = as_theirs({name: assembled(parts, shapes[name]) for name, parts in held.items()}, config)
+    assert ours.keys() == theirs.keys()
+    for (mine, *_), _ in results:
+        assert mine == pytest.approx(loss, rel=1e-10)
+    for parameter, wanted in theirs.items():
+        error = float((ours[parameter] - wanted).norm() / wanted.norm())
+        assert error < 1e-9, f"{parameter}: {error}"
 
 
 @pytest.mark.parametrize("recompute", ["selective", 1])
