@@ -34,8 +34,8 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "bert-choice": "meshwright.models.tasks.section:BertChoice",
         "transformer": "meshwright.models.section:Attentional",
         "t5": "meshwright.models.section:T5",
-        "vit": "meshwright.models.section:Vit",
-        "resnext": "meshwright.models.section:ResNeXt",
+        "vit": "meshwright.models.images_section:Vit",
+        "resnext": "meshwright.models.images_section:ResNeXt",
     },
     "tensor": {
         "none": "meshwright.tensor.section:Whole",

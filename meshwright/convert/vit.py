@@ -24,7 +24,7 @@ from torch import Tensor
 
 from meshwright.convert.family import Family, Names, TensorPair, TensorShape, as_text, in_blocks
 from meshwright.convert.folder import Settings
-from meshwright.models.section import Vit
+from meshwright.models.images_section import Vit
 from meshwright.models.vit import ViT
 
 _EMBEDDINGS = "vit.embeddings"

@@ -39,7 +39,7 @@ from meshwright.data.section import DIGITS
 from meshwright.data.split import SPLITS, Split
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import Batch
-from meshwright.models.section import ImageNetwork
+from meshwright.models.images_section import ImageNetwork
 from meshwright.section import Positive, Section
 
 HEADER = ImageData.header

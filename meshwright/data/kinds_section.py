@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from meshwright.data.section import DIGITS, SENTINELS, DataSection, Lengths, source_exists
 from meshwright.data.text_section import MixedSection
 from meshwright.environment import cache_folder
-from meshwright.models.section import Bert, ImageNetwork
+from meshwright.models.images_section import ImageNetwork
+from meshwright.models.section import Bert
 from meshwright.section import Rule
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from meshwright.config import Config
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.chain import Chain, blocks_of
-from meshwright.models.section import ResNeXt
+from meshwright.models.images_section import ResNeXt
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit

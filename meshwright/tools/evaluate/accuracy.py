@@ -30,7 +30,8 @@ from meshwright.data.section import STDLIB
 from meshwright.data.specials import specials_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.model import counts_of, to_device
-from meshwright.models.section import Bert, ImageNetwork
+from meshwright.models.images_section import ImageNetwork
+from meshwright.models.section import Bert
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, Loaded, LoadedText, exponential
 from meshwright.tools.evaluate.texts import TokenStream
 
