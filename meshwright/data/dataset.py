@@ -39,6 +39,6 @@ def open_splits(
     held_out, also = samples("validation")
     if len(held_out) < config.batch.global_:
         has = f"has {len(held_out)} samples, fewer than batch.global={config.batch.global_}"
-        raise DataError(f"the validation split {has}: raise data.validation")
+        raise DataError(f"the validation split {has}: raise data.validation, or lower batch.global")
     notes = (f"{split}: {text}" for split, text in (("train", note), ("validation", also)) if text)
     return Opened(train, held_out, tokenizer, tuple(notes))

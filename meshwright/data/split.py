@@ -60,7 +60,9 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
     held_out = _choose(np.array(hashes, np.uint64), np.array(lengths, np.int64), total * validation)
     if not held_out and corpus.kind != "text":
         things = {"pairs": "pairs", "messages": "dialogues"}[corpus.kind]
-        has = f"has {len(hashes)} {things}, too few to hold out data.validation={validation} of them"
+        different = len(set(hashes))  # equal ones are held out together
+        counted = f"{len(hashes)} {things}" + (f", {different} different ones" if different < len(hashes) else "")
+        has = f"has {counted}, too few to hold out data.validation={validation} of them"
         raise DataError(f"{corpus.where}: {has}; give more {things}, or a larger share")
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     return SplitPlan(
