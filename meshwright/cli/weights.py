@@ -174,11 +174,14 @@ def generate(
     seed: Annotated[int | None, Option(help="Of the draws; 1.")] = None,
     beams: Beams = None,
     length_penalty: LengthPenalty = None,
+    chat: Annotated[
+        bool, Option(help="The prompt is what a user says: answer it, by the template of the run's dialogues.")
+    ] = False,
     context: Context = None,
     device: DeviceOption = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Go on from a prompt, by a GPT-2: the same seed gives the same text. Or answer it, by an encoder-decoder.
+    """Go on from a prompt, by a GPT-2 or Llama: the same seed gives the same text. Or answer it, by an encoder-decoder.
 
     A T5 that learned spans fills in those that <extra_id_0>, <extra_id_1>, ... stand for.
 
@@ -187,7 +190,7 @@ def generate(
     from meshwright.tools.generate import Request, Sampling
     from meshwright.tools.generate import generate as generate_from
 
-    request = Request(prompt, tokens, Sampling(temperature, top_k, seed), beams, length_penalty)
+    request = Request(prompt, tokens, Sampling(temperature, top_k, seed), beams, length_penalty, chat)
     generated = generate_from(checkpoint, request, device, context)
     if as_json:
         print(json.dumps({"checkpoint": str(generated.folder), "prompt": prompt, "text": "".join(generated.parts)}))

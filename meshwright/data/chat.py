@@ -40,6 +40,8 @@ _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 """Stand around what is generated while a template is rendered: code points that no text has."""
+_ANSWER = "\ufdd2"
+"""Stands for an answer: another one."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 ChatMessage = dict[str, str]
@@ -146,6 +148,13 @@ class ChatTemplate:
             why = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
             raise DataError(f"{place}: {self.where} does not take it: {why}") from error
         return text
+
+    def question(self, asked: str, place: str) -> tuple[str, str]:
+        """A dialogue's text up to the answer to its one question, and the text that closes an answer. Raises DataError
+        naming its place."""
+        ask, answer = {"role": "user", "content": asked}, {"role": SPEAKER, "content": _ANSWER}
+        whole = self.render([ask, answer], place)
+        return self.render([ask], place, prompt=True), whole.rpartition(_ANSWER)[2].replace(_END, "")
 
     def dialogue(self, messages: Sequence[ChatMessage], place: str) -> tuple[str, Spans]:
         """The dialogue's text, and the assistant's part of it. Raises DataError where the template does not say it."""

@@ -61,7 +61,7 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
     if not held_out and corpus.kind != "text":
         things = {"pairs": "pairs", "messages": "dialogues"}[corpus.kind]
         different = len(set(hashes))  # equal ones are held out together
-        counted = f"{len(hashes)} {things}" + (f", {different} different ones" if different < len(hashes) else "")
+        counted = f"{len(hashes)} {things}" + (f" ({different} of them different)" if different < len(hashes) else "")
         has = f"has {counted}, too few to hold out data.validation={validation} of them"
         raise DataError(f"{corpus.where}: {has}; give more {things}, or a larger share")
     longest = max(range(len(lengths)), key=lengths.__getitem__)

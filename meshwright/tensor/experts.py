@@ -301,7 +301,7 @@ class Experts(nn.Module):
         return trade_rows(y, taken, given, self.mesh, EXPERT)
 
     def _elsewhere_evenly(self, x: Tensor, rows: int) -> Tensor:
-        """The same where every rank has as many rows of each expert."""
+        """The outputs of all experts for `rows` rows each, which every rank has: no counts travel."""
         size, here = self.mesh.size(EXPERT), self.shape.count // self.mesh.size(EXPERT)
         pieces = [here * rows] * size
         own = trade_rows(x, pieces, pieces, self.mesh, EXPERT).view(size, here, rows, -1)

@@ -7,13 +7,14 @@ When a GPT-2's context is full it slides: the last half of it is computed afresh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from meshwright.data.chat import ChatTemplate
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import KeyValueCache
@@ -62,6 +63,8 @@ class Request:
     sampling: Sampling = Sampling()
     beams: int | None = None
     length_penalty: float | None = None
+    chat: bool = False
+    """The prompt is what a user says to a run that was trained on dialogues; the answer ends where its turn does."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 1:
@@ -84,10 +87,11 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
     Raises ConfigError on options without an effect on the checkpoint's family, or a prompt that an encoder-decoder's
     context cannot hold; and as the loaders do.
     """
-    sampling, model = request.sampling, config_at(checkpoint).model
-    family = model.family
-    if model.reads == "sequences":
+    sampling, config = request.sampling, config_at(checkpoint)
+    family = config.model.family
+    if config.model.reads == "sequences":
         options = {"--temperature": sampling.temperature or None, "--top-k": sampling.top_k, "--seed": sampling.seed}
+        options["--chat"] = request.chat or None
         _refuse(options, family, "which searches its likeliest answer", "--beams, --length-penalty")
         beam = beam_of(request.beams, request.length_penalty)
         answering = load_sequence(checkpoint, device, context)
@@ -99,9 +103,13 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
         return Generated(answering.folder, "", iter([text_of(answering, found.tokens)]))
     options = {"--beams": request.beams, "--length-penalty": request.length_penalty}
     _refuse(options, family, "which goes on token by token", "--temperature, --top-k, --seed")
-    loaded = load_text(checkpoint, device, context)
-    parts = generate_text(loaded, request.prompt, request.tokens or DEFAULT_TOKENS, sampling)
-    return Generated(loaded.folder, request.prompt, parts)
+    template = config.data.chat_template() if request.chat else None
+    if request.chat and template is None:
+        raise ConfigError.of("--chat", True, "has no template: this run was not trained on dialogues", "without --chat")
+    loaded, most = load_text(checkpoint, device, context), request.tokens or DEFAULT_TOKENS
+    if template is None:
+        return Generated(loaded.folder, request.prompt, generate_text(loaded, request.prompt, most, sampling))
+    return Generated(loaded.folder, "", answer_text(loaded, template, request.prompt, most, sampling))
 
 
 def _refuse(options: dict[str, float | None], family: str, how: str, valid: str) -> None:
@@ -119,8 +127,11 @@ def _chosen(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> i
     return int(ids[torch.multinomial(likely.softmax(-1), 1, generator=generator)])
 
 
-def generate_tokens(loaded: LoadedText, prompt: list[int], most: int, sampling: Sampling) -> Iterator[int]:
-    """At most `most` tokens that follow the prompt's; ends before the end token. An empty prompt is an end token.
+def generate_tokens(
+    loaded: LoadedText, prompt: list[int], most: int, sampling: Sampling, ends: Sequence[int] = ()
+) -> Iterator[int]:
+    """At most `most` tokens that follow the prompt's; ends before the end token, or another of `ends`. An empty prompt
+    is an end token.
 
     A prompt longer than the context is cut as the context is when it slides: its last half context stays.
     """
@@ -131,7 +142,7 @@ def generate_tokens(loaded: LoadedText, prompt: list[int], most: int, sampling: 
     cache = KeyValueCache()
     for _ in range(most):
         token = _chosen(_next_logits(loaded, fresh, cache), sampling, generator)
-        if token == loaded.tokenizer.end:
+        if token == loaded.tokenizer.end or token in ends:
             return
         yield token
         tokens = [*tokens[-loaded.context :], token]
@@ -156,6 +167,14 @@ def generate_text(loaded: LoadedText, prompt: str, most: int, sampling: Sampling
     """The continuation of a prompt in parts, as soon as each is whole characters."""
     ids = loaded.tokenizer.encode(prompt)
     return whole_characters(loaded.tokenizer, ids, generate_tokens(loaded, ids, most, sampling))
+
+
+def answer_text(loaded: LoadedText, template: ChatTemplate, asked: str, most: int, sampling: Sampling) -> Iterator[str]:
+    """The answer to a question, as the template renders it. It ends before the special token that closes a turn."""
+    before, closing = template.question(asked, "--prompt")
+    (ids, _), (closes, _) = map(loaded.tokenizer.encode_marked, (before, closing))
+    ends = [token for token in closes[:1] if loaded.tokenizer.decode([token]) in loaded.tokenizer.special_tokens]
+    return whole_characters(loaded.tokenizer, ids, generate_tokens(loaded, ids, most, sampling, ends))
 
 
 def whole_characters(tokenizer: Tokenizer, before: list[int], tokens: Iterator[int]) -> Iterator[str]:

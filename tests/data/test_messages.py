@@ -21,6 +21,7 @@ from meshwright.data.packing import pack
 from meshwright.data.tokenizer import load_tokenizer, train_bpe
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import IGNORED
+from meshwright.tools.generate import Request, generate
 from meshwright.training.job import train
 from tests.convert.folders import saved
 from tests.training.runs import lines_of
@@ -256,6 +257,14 @@ def test_fine_tuning_from_weights(tmp_path: Path) -> None:
     said = [{"role": "user", "content": "how many ranks?"}, {"role": "assistant", "content": "two"}]
     assert here.apply_chat_template(said) == there.apply_chat_template(said)
     assert here.apply_chat_template(said, tokenize=False) == there.apply_chat_template(said, tokenize=False) != ""
+    answered = generate(tmp_path / "one", Request("say apple 1", 8, chat=True), "cpu")
+    template = template_of(str(tmp_path / "hf" / "tokenizer.json"), None)
+    before, closing = template.question("say apple 1", "here")
+    assert before == here.apply_chat_template([{"role": "user", "content": "say apple 1"}],
+                                              tokenize=False, add_generation_prompt=True)  # fmt: skip
+    assert closing.startswith("<|over|>")
+    assert answered.begun == ""
+    assert "<|over|>" not in "".join(answered.parts)
     losses = [line["loss"] for line in lines_of(tmp_path / "one")]
     assert losses[0] == pytest.approx(total / count, rel=1e-5)
     layout = "layout={context: {size: 2, kind: ring}, pipeline: {size: 2}, transport: torch}"

@@ -190,7 +190,9 @@ def test_a_damaged_folder_is_refused(tsv: Path) -> None:
 
 def test_a_source_too_small_or_empty(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("a\tb\n" * 2)
-    with pytest.raises(DataError, match=r"a.tsv: has 2 pairs, too few to hold out data.validation=0.2 of them"):
+    with pytest.raises(
+        DataError, match=r"a.tsv: has 2 pairs \(1 of them different\), too few to hold out data.validation=0.2 of them"
+    ):
         prepared(config_of(tmp_path / "a.tsv"))
     (tmp_path / "a.tsv").write_text("\tb\n")
     with pytest.raises(DataError, match=r"a.tsv: holds no text"):

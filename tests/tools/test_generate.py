@@ -11,7 +11,7 @@ from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import ConfigError
 from meshwright.models.llama.section import ExpertsSection, Llama
 from meshwright.tools.evaluate.load import LoadedText, load_text
-from meshwright.tools.generate import Request, Sampling, generate_text, generate_tokens, whole_characters
+from meshwright.tools.generate import Request, Sampling, generate, generate_text, generate_tokens, whole_characters
 from tests.tools.evaluate.tiny import VOCABULARY, rigged_checkpoint, tiny_checkpoint, tiny_config
 
 GREEDY = Sampling()
@@ -38,6 +38,18 @@ def without_cache(loaded: LoadedText, prompt: list[int], most: int) -> list[int]
         if len(window) > loaded.context:
             window = window[-(loaded.context // 2) :]
     return made
+
+
+def test_an_answer_ends_before_the_token_that_closes_a_turn(loaded: LoadedText) -> None:
+    ids = loaded.tokenizer.encode("the cat")
+    whole = list(generate_tokens(loaded, ids, 25, GREEDY))
+    closes = whole[len(whole) // 2]
+    assert list(generate_tokens(loaded, ids, 25, GREEDY, [closes])) == whole[: whole.index(closes)]
+
+
+def test_chat_is_for_runs_on_dialogues(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--chat=True has no template: this run was not trained on dialogues"):
+        generate(tiny_checkpoint(tmp_path), Request("hello", chat=True), "cpu")
 
 
 def test_experts_go_with_a_cache(tmp_path: Path) -> None:
