@@ -97,7 +97,7 @@ def test_stages(
 ) -> None:
     """Four layers in three stages; each stage's messages; the run's own schedule in the file, all in the picture."""
     monkeypatch.setenv("COLUMNS", "200")
-    config = laid_out(pipelined("gpt2", 3, "axonn", tensor), {"partition": [2, 1, 1]})
+    config = laid_out(pipelined("gpt2", 3, "axonn", tensor), pipeline={"partition": [2, 1, 1]})
     explain(config, tmp_path / "plan.json")
     text = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]

@@ -18,7 +18,7 @@ def forecast_of(config: Config) -> Forecast:
 
 def of(schedule: str, **pipeline: Any) -> Forecast:
     """Two stages of two layers, four microbatches."""
-    return forecast_of(laid_out(pipelined("gpt2", 2, schedule, WHOLE), {"partition": (2, 2)} | pipeline))
+    return forecast_of(laid_out(pipelined("gpt2", 2, schedule, WHOLE), pipeline={"partition": (2, 2)} | pipeline))
 
 
 def test_gpipe_by_hand() -> None:
@@ -51,7 +51,7 @@ def test_limits_are_the_run_s() -> None:
 
 def test_partition_is_measured_once() -> None:
     """Stages of a measured partition fit together, though no two measurements are alike."""
-    config = laid_out(pipelined("gpt2", 3, "1f1b", WHOLE), {"partition": "measured"})
+    config = laid_out(pipelined("gpt2", 3, "1f1b", WHOLE), pipeline={"partition": "measured"})
     explained = compose(config)
     layers = tuple(map(len, explained.layers))
     assert explained.run.config.layout.pipeline.partition == layers
