@@ -100,8 +100,8 @@ class Comm(ABC):
         return torch.zeros(count, dtype=dtype, device=device)
 
     def under_way(self) -> Comm:
-        """The same ranks' verbs as the transport has them: those that are not waited for travel under compute, if they
-        do over this transport. Worth it where many are waited for apart; else what waits least is `self`."""
+        """A comm of the same ranks whose `wait=False` verbs make progress under computation, where the transport's own
+        do; else this one. It pays where a rank waits for many verbs one by one, as zero2 and zero3 do."""
         return self
 
     def all_reduce(self, x: Tensor, *, wait: bool = True) -> Work:

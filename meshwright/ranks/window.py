@@ -11,10 +11,8 @@ has come to that one's meeting has read the first, so that two slots take the pl
 
 A meeting is a semaphore from each member to each: the kernel wakes who waits, where MPI spins and takes the core from a
 rank that still computes. Before it sleeps a rank lets the others have its core (sched_yield) for some microseconds and
-looks again: ranks that come about together need no wake. That holds with a core a rank and with fewer. MPI's own small
-sums beat it only where all come at once and the ranks are more than the cores; two ranks on two busy cores waited for
-10 to 40 ms in them, where one spins for the time slice that the other needs. A rank that sleeps lets its library make
-progress between whiles, and looks whether those it waits for live.
+looks again: ranks that come about together need no wake. A rank that sleeps lets its library make progress between
+whiles, and looks whether those it waits for live.
 """
 
 from __future__ import annotations

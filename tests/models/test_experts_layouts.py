@@ -107,7 +107,7 @@ ROWS_OVER_MPI = {2: 8, 3: 6, 4: 8}
 
 
 def train_for_files(mesh: Mesh, layout: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """Of two ranks no expert has a capacity, and rows travel by the counts of the router; of more they have one."""
+    """Two ranks train experts without a capacity, whose rows travel by the router's counts; more ranks, with one."""
     size = mesh.grid.world_size
     model, rows = MODEL if size == 2 else BOUNDED, ROWS_OVER_MPI[size]
     losses, gradients = train(mesh, experts(layout, model=model, batch={"global": rows, "micro": 2}))

@@ -27,7 +27,7 @@ def on_gloo(size: int) -> list[Answer]:
 
 @cache
 def on_gloo_alone(size: int) -> list[Answer]:
-    """As between nodes, where ranks share no memory."""
+    """The answers over gloo's own verbs, which ranks of several nodes use: they share no memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.ranks.torch_comm.open_window", lambda *arguments: None)
         return run_ranks(run_verbs, Grid((("data", size),)))

@@ -245,9 +245,14 @@ class Memory:
         return ", ".join(f"{part} {size / 1e9:.2f} GB" for part, size in sizes.items())
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part; together they are `total`."""
+        return {part: size for part, size in asdict(self).items() if part != "read"}
+
+    @property
     def text(self) -> str:
         """`weights 1.20 GB, gradients 1.20 GB, ...`: the parts that there are."""
-        return ", ".join(f"{part} {size / 1e9:.2f} GB" for part, size in asdict(self).items() if size)
+        return ", ".join(f"{part} {size / 1e9:.2f} GB" for part, size in self.parts.items() if size)
 
 
 def streams(config: Config) -> bool:

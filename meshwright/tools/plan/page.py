@@ -6,7 +6,7 @@ It begins with the answer; the pictures are bars of what a step's seconds and th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
@@ -23,7 +23,7 @@ _TASKS, _IDLE, _SUMS = "forward and backward", "idle in the pipeline", "waits fo
 _PHASES = {_TASKS: "#4c8bd0", _IDLE: "#dfe5ec", _SUMS: "#e8833a", OPTIMIZER: "#58a868"}
 _PARTS = {
     "weights": "#2b6cb0", "gradients": "#e8833a", "states": "#58a868", "activations": "#9c7ac7",
-    "temporaries": "#c9a227", "framework": "#8a8d91",
+    "temporaries": "#c9a227", "context": "#8a8d91", "cached": "#b8bcc2", "communicators": "#4f7f86",
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def _memory(predictions: tuple[Prediction, ...]) -> StackedBars:
     device = predictions[0].cluster.device.memory
     bars = []
     for one in predictions:
-        parts = asdict(one.fullest)
+        parts = one.fullest.parts
         told = {name: f"{size / 1e9:.2f} GB" for name, size in parts.items()}
         total, fullness = f"{one.worst_memory / 1e9:.2f} GB", verdict(one.fullest, one.cluster)
         bars.append(_bar(one, parts, device / 0.97, told, total, fullness))

@@ -61,7 +61,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
             "strategy": loser.strategy,
             "layout": layout_text(loser.config),
             "seconds": None if loser.prediction is None else loser.prediction.seconds,
-            "memory": asdict(loser.memory),
+            "memory": loser.memory.parts,
             "why": why(loser, best),
             "config": _decided(loser.config),
         }
@@ -146,7 +146,7 @@ def _figures(one: Prediction) -> dict[str, Any]:
         "peak_share": flops / peak,
         "idle_share": one.idle_share,
         "phases": one.phases,
-        "memory": asdict(one.fullest),
+        "memory": one.fullest.parts,
         "verdict": verdict(one.fullest, one.cluster),
     }
 
@@ -184,7 +184,7 @@ def _losers(result: SearchResult) -> Table:
 def why(loser: Loser, best: Prediction) -> str:
     """`does not fit: ...`, with the largest part; or `1.30 x as long: most in the pipeline, ...`."""
     if loser.prediction is None:
-        parts = asdict(loser.memory)
+        parts = loser.memory.parts
         most = max(parts, key=lambda part: parts[part])
         alone = "" if loser.whole else " before it computes anything"
         return (

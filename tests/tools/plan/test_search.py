@@ -193,11 +193,12 @@ def test_the_page_has_the_answer_and_the_parts(small: Small, tmp_path: Path) -> 
     write_plan_page(found, page)
     text, best = page.read_text(), found.predictions[0]
     assert escape(answer(best, layout_text(best.config), found.training)) in text
-    for part in ("weights", "states", "activations", "optimizer", "a device's memory"):
+    for part in (*best.fullest.parts, "optimizer", "a device's memory"):
         assert part in text, part
     widths = [float(width) for width in re.findall(r"width: ([\d.]+)%; background", text)]
     assert len(widths) > 3 * len(found.predictions)
     assert all(0 <= width <= 100 for width in widths)
+    assert all(re.findall(r"width: [\d.]+%; background: (#\w{6})?", text)), "a part without a colour"
 
 
 def test_it_is_shown(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
