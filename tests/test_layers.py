@@ -40,13 +40,17 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 SECTION = "section"
-"""A strategy's section.py stands in its room, and on floor 0: the config is composed of all of them. It names what it
-is built of, in its own room, inside of functions that are called when torch is there."""
+"""A strategy's section.py (or `..._section.py`) stands in its room, and on floor 0: the config is composed of all of
+them. It names what it is built of, in its own room, inside of functions that are called when torch is there."""
+
+
+def is_section(name: str) -> bool:
+    return name == SECTION or name.endswith(f"_{SECTION}")
 
 
 def room_of(path: Path) -> str:
     """The file or folder right under the package that a module belongs to; a section is no part of its folder."""
-    return SECTION if path.stem == SECTION else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return SECTION if is_section(path.stem) else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def nodes_of(path: Path) -> Iterator[ast.AST]:
@@ -56,7 +60,7 @@ def nodes_of(path: Path) -> Iterator[ast.AST]:
     if FLOORS[room_of(path)] > 0:
         yield from ast.walk(tree)
         return
-    own = f"meshwright.{path.parent.name}." if path.stem == SECTION else "no room"
+    own = f"meshwright.{path.parent.name}." if is_section(path.stem) else "no room"
     typed = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     skipped = {inner for node in typed for part in node.body for inner in ast.walk(part)}
@@ -83,7 +87,7 @@ def rooms_imported(path: Path) -> Iterator[str]:
     for name in imports_of(path):
         parts = name.split(".")
         if parts[0] == "meshwright" and len(parts) > 1:
-            yield SECTION if SECTION in parts else parts[1] if parts[1] in FLOORS else "__init__"
+            yield SECTION if any(map(is_section, parts)) else parts[1] if parts[1] in FLOORS else "__init__"
 
 
 def test_every_room_has_a_floor() -> None:
@@ -125,10 +129,7 @@ def test_one_place_reads_the_environment_and_nothing_is_unpickled(path: Path) ->
     assert not [name for name in imports_of(path) if name.split(".")[0] in ("pickle", "shelve", "dill")]
 
 
-WRITTEN_MODELS = [path for path in MODULES if room_of(path) == "models" and not path.stem.endswith("_section")]
-
-
-@pytest.mark.parametrize("path", WRITTEN_MODELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "models"], ids=lambda path: path.stem)
 def test_models_know_no_axis(path: Path) -> None:
     allowed = {"config", "context", "model", "parameters", "registry", "tensor", "models", "section"}
     assert set(rooms_imported(path)) <= allowed, "a model knows the kit, its context, its config and initial values"
