@@ -29,7 +29,9 @@ from meshwright.tools.calibrate.kernels import measure_device
 from meshwright.tools.calibrate.links import measure_links, measure_overlap, measure_turns
 from meshwright.tools.calibrate.report import writer_of
 from meshwright.tools.calibrate.timing import CallTimer, Effort, meeting
+from meshwright.tools.compare.run import measure_run
 from meshwright.tools.plan.cluster import Cluster, Level, Links
+from meshwright.tools.plan.predict import Planner
 
 CPU_FACTS = Path("/proc/cpuinfo")
 MEMORY_RUN = {
@@ -97,8 +99,7 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
                 turns = [(float(ranks), rounded(answer["turns"])) for ranks, answer in sorted(answers.items())]
             if answers:
                 links[backend] = fit_links(
-                    {ranks: answer["points"] for ranks, answer in answers.items()},
-                    answers[min(answers)]["overlaps"],
+                    {ranks: answer["points"] for ranks, answer in answers.items()}, answers[min(answers)]["overlaps"]
                 )
             else:  # a lone GPU: another one would be reached through the host
                 links[backend] = Links(levels=(Level(latency=device.launch, bandwidth=device.host_link),))
@@ -134,10 +135,6 @@ class _Runs:
         """The most resident memory of a rank over a backend in a run of two steps, less its tensors as the planner
         replays them. Kernels of a usual size and the first calls of a transport load code and take memory of their own,
         a tenth of what such a rank holds: so it is a run, and of no tiny model."""
-        # Not at the top: ranks that measure `staged` import this file, and would have half of its modules already.
-        from meshwright.tools.compare.run import measure_run
-        from meshwright.tools.plan.predict import Planner
-
         self.report(f"memory, {backend}, 2 ranks", self.done / self.machine.jobs)
         with TemporaryDirectory(prefix="meshwright-calibrate-") as name:
             folder = Path(name)
