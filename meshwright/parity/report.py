@@ -56,17 +56,20 @@ def worst_row(rows: Sequence[Row]) -> Row:
 
 
 def render(results: Sequence[ParityResult]) -> None:
-    """A line a check, with the worst comparison of each kind; then what is wrong, and where."""
+    """A row a check, with the worst comparison of each kind; then what is wrong, and where.
+
+    Cells have two lines, so that the table fits in a terminal of 80 columns.
+    """
     kinds = {kind: label for kind, label in KINDS.items() if any(row.kind == kind for r in results for row in r.rows)}
-    table = Table(Column("check", no_wrap=True), "precision", *kinds.values(), Column("seconds", justify="right"), "")
+    table = Table(Column("check", overflow="fold"), *(Column(label, no_wrap=True) for label in kinds.values()), "")
     for result in results:
         cells = []
         for kind in kinds:
             rows = [row for row in result.rows if row.kind == kind]
             worst = worst_row(rows) if rows else None
-            cells.append("-" if worst is None else f"{worst.error:.0e} of {worst.allowed:.0e}")
+            cells.append("-" if worst is None else f"{worst.error:.0e}\nof {worst.allowed:.0e}")
         mark = "equal" if result.holds else "no comparison" if result.error else "DIFFERS"
-        table.add_row(result.check.title, result.precision, *cells, f"{result.seconds:.1f}", mark)
+        table.add_row(f"{result.check.title}\n{result.precision}", *cells, f"{mark}\n{result.seconds:.1f} s")
     console = Console(highlight=False)
     console.print(table)
     for result in results:

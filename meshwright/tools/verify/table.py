@@ -39,9 +39,9 @@ def render(verdict: Verdict) -> None:
     """The worst comparison of each kind, and those that fail."""
     config = verdict.config
     precision = f"{config.precision.level} {config.precision.dtype}"
-    title = f"{config.layout.summary} against plain torch on one device, {precision}, {verdict.steps} steps"
+    title = f"{config.layout.summary} against plain torch on one device, {precision}, {verdict.steps} steps: relative errors"
     name = Column("furthest off", overflow="fold")
-    table = Table("compared", "how many", name, "relative error", "allowed", "", title=title)
+    table = Table("compared", Column("of", justify="right"), name, "error", "allowed", "", title=title)
     for kind, label in LABELS.items():
         rows = [row for row in verdict.rows if row.kind == kind]
         if not rows:  # plain SGD has no states
