@@ -39,7 +39,7 @@ def render(verdict: Verdict) -> None:
     """The worst comparison of each kind, and those that fail."""
     config = verdict.config
     precision = f"{config.precision.level} {config.precision.dtype}"
-    title = f"{config.layout.summary} against plain torch on one device, {precision}, {verdict.steps} steps: relative errors"
+    title = f"{config.layout.summary} against plain torch: relative errors in {precision}, {verdict.steps} steps"
     name = Column("furthest off", overflow="fold")
     table = Table("compared", Column("of", justify="right"), name, "error", "allowed", "", title=title)
     for kind, label in LABELS.items():
