@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.manifest import Progress
 from meshwright.checkpoint.reader import Checkpoint
+from meshwright.config.schema import Model
 from meshwright.errors import CheckpointError
 from meshwright.parameters.bucket import Place, Slices, Slot
-from meshwright.parameters.shard import ShardSpec
+from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.parts import Parts
 from meshwright.ranks.mesh import Mesh
 
@@ -63,10 +64,10 @@ def progress_of(parts: Parts, step: int, samples: int) -> Progress:
 def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     """Load weights, optimizer states and loss scaling; the data cursor is in the result.
 
-    Raises CheckpointError where it is damaged, or of another model or optimizer.
+    Raises CheckpointError where it is damaged, or of another model or optimizer. Tables may be padded otherwise.
     """
     checkpoint.check_frames(parts.mesh.rank, parts.mesh.grid.world_size)  # the tensors are checked as they are read
-    _check_shapes(parts.specs, checkpoint)
+    _check_shapes(parts.specs, checkpoint, parts.config.model)
     _check_optimizer(parts, checkpoint)
     progress = checkpoint.manifest.progress
     optimizer = parts.optimizer
@@ -76,7 +77,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
             if kind not in checkpoint.kinds:
                 continue  # every step so far overflowed: torch has no states yet, and they are zero
             for place in slot.places:
-                stored = checkpoint.read(place.name, kind, place.box)
+                stored = _read(checkpoint, place.name, kind, place.box)
                 tensor[place.start : place.stop] = stored.flatten().to(tensor)
     if optimizer.scaler.dynamic and checkpoint.config.precision.dtype == "fp16":
         optimizer.scaler.scale, optimizer.scaler.good_steps = progress.loss_scale, progress.good_steps
@@ -88,10 +89,17 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
 @torch.no_grad()
 def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, checkpoint: Checkpoint) -> None:
     """Fill a model's parameters, without an optimizer."""
-    _check_shapes(specs, checkpoint)
+    _check_shapes(specs, checkpoint, checkpoint.config.model)
     for name, parameter in model.named_parameters():
-        stored = checkpoint.read(name, "weight", specs[name].box(mesh.grid, mesh.rank))
+        stored = _read(checkpoint, name, "weight", specs[name].box(mesh.grid, mesh.rank))
         parameter.copy_(stored.to(parameter))
+
+
+def _pads_otherwise(checkpoint: Checkpoint, model: Model) -> bool:
+    """Whether the stored model is this one but for the padding of its tables: then rows that it has more, or less, are
+    padding (older versions had none in positions). Under another dropout weights mean the same."""
+    free = dict.fromkeys(("vocabulary_multiple", "dropout"))
+    return checkpoint.config.model.model_copy(update=free) == model.model_copy(update=free)
 
 
 def _check_optimizer(parts: Parts, checkpoint: Checkpoint) -> None:
@@ -103,10 +111,21 @@ def _check_optimizer(parts: Parts, checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_shapes(specs: dict[str, ShardSpec], checkpoint: Checkpoint) -> None:
+def _read(checkpoint: Checkpoint, name: str, kind: str, box: Box) -> Tensor:
+    """The box of a parameter's tensor, with zeros in rows of padding that the checkpoint lacks."""
+    shape = checkpoint.shapes[name]
+    if not shape or box.offsets[0] + box.lengths[0] <= shape[0]:
+        return checkpoint.read(name, kind, box)
+    rows = max(0, shape[0] - box.offsets[0])
+    there = checkpoint.read(name, kind, Box((shape[0] - rows, *box.offsets[1:]), (rows, *box.lengths[1:])))
+    return torch.cat([there, there.new_zeros(box.lengths[0] - rows, *box.lengths[1:])])
+
+
+def _check_shapes(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Model) -> None:
     shapes = checkpoint.shapes
     for name, spec in specs.items():
-        if shapes.get(name) != spec.shape:
+        there = shapes.get(name)
+        if there != spec.shape and not (there and there[1:] == spec.shape[1:] and _pads_otherwise(checkpoint, model)):
             other = f"it has {list(shapes[name])}" if name in shapes else "it has no such parameter"
             raise CheckpointError(
                 f"{checkpoint.folder} is of another model: {name} should be {list(spec.shape)}, and {other}"

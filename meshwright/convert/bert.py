@@ -72,7 +72,6 @@ class BertFamily(Family):
         "tie_word_embeddings": True,
     }
     dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-    tables = frozenset({"positions"})
     passed_over = re.compile(r"bert\.embeddings\.position_ids")
 
     def trunk_names(self, model: BertTrunk) -> dict[str, str | Sequence[str]]:
@@ -86,7 +85,7 @@ class BertFamily(Family):
 
     def rows(self, model: BertTrunk) -> Mapping[str, int]:
         words = dict.fromkeys(("tokens", "head"), model.vocabulary)
-        return words | {"segments": NUM_SEGMENTS, "next_sentence_head": NUM_ANSWERS}
+        return words | {"positions": model.positions, "segments": NUM_SEGMENTS, "next_sentence_head": NUM_ANSWERS}
 
     def full_name(self, stored: str) -> str:
         return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", stored))

@@ -43,7 +43,7 @@ class BertTaskFamily(BertFamily):
         return {**self.trunk_names(model), **outside, ours: theirs}
 
     def rows(self, model: BertTrunk) -> Mapping[str, int]:
-        return {"tokens": model.vocabulary, "segments": NUM_SEGMENTS}
+        return {"tokens": model.vocabulary, "positions": model.positions, "segments": NUM_SEGMENTS}
 
     def copies(self, model: BertTrunk) -> dict[str, str]:
         return {}

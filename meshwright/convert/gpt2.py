@@ -61,7 +61,6 @@ class Gpt2Family(Family):
     }
     dropouts = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
     stores_out_in = False
-    tables = frozenset({"positions"})
     # The causal mask, which old versions stored beside the weights.
     passed_over = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
 
@@ -69,7 +68,7 @@ class Gpt2Family(Family):
         return _OUTSIDE | in_blocks(_IN_BLOCK, model.layers, "transformer.h.N")
 
     def rows(self, model: Gpt2) -> Mapping[str, int]:
-        return {"tokens": model.vocabulary, "head": model.vocabulary}
+        return {"tokens": model.vocabulary, "head": model.vocabulary, "positions": model.positions}
 
     def full_name(self, stored: str) -> str:
         return stored if stored == _HEAD or stored.startswith(_PREFIX) else _PREFIX + stored

@@ -355,10 +355,10 @@ def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> Non
 
 def _theirs(checkpoint: Checkpoint, pair: TensorPair) -> dict[str, Tensor]:
     """One of our tensors as theirs, without the padding rows."""
-    shape = checkpoint.shapes.get(pair.name)
-    if shape != pair.shape:
+    shape, rows = checkpoint.shapes.get(pair.name), (pair.shape[0] - pair.padding, *pair.shape[1:])
+    if shape not in (pair.shape, rows):  # older versions had no padding in positions
         raise CheckpointError(f"{checkpoint.folder}: {pair.name} is {shape}, and its config makes it {pair.shape}")
-    box = Box((0,) * len(shape), (shape[0] - pair.padding, *shape[1:]))
+    box = Box((0,) * len(rows), rows)
     parts = pair.to_theirs(checkpoint.read(pair.name, "weight", box))
     named = zip(pair.theirs.items(), parts, strict=True)
     return {name: part.reshape(shape).contiguous() for (name, shape), part in named}

@@ -99,7 +99,7 @@ class BERT(Chain):
         if chunk.first or (chunk.last and self.ties):
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
         if chunk.first:
-            self.positions = kit.embedding(model.positions, hidden, initial)
+            self.positions = kit.embedding(model.padded(model.positions), hidden, initial)
             self.segments = kit.embedding(model.padded(NUM_SEGMENTS), hidden, initial)
             self.dropout = nn.Dropout(model.dropout)
         if chunk.last if self.norm_first else chunk.first:  # on the last hidden states, or on the embeddings

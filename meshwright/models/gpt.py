@@ -80,7 +80,7 @@ class GPT(Decoder):
         if chunk.first or (chunk.last and model.tied):
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
         if chunk.first:
-            self.positions = kit.embedding(model.positions, hidden, initial)
+            self.positions = kit.embedding(model.padded(model.positions), hidden, initial)
             self.dropout = nn.Dropout(model.dropout)
         self.blocks = blocks_of(chunk, lambda layer: GptBlock(model, kit, layer))
         if chunk.last:

@@ -50,8 +50,8 @@ class Network(Section):
     dropout: Share = 0.1
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
     vocabulary_multiple: Positive = 64
-    """The rows of the token table (of a classifier: the classes) are padded to a multiple of this; the padding is
-    masked out of the softmax."""
+    """The rows of every table (tokens, positions, classes) are padded to a multiple of this. Padding of classes is
+    masked out of the softmax; no other is ever read."""
 
     def padded(self, rows: int) -> int:
         """`rows` up to the next multiple of vocabulary_multiple."""
@@ -114,7 +114,7 @@ class Network(Section):
 
     @property
     def tables(self) -> tuple[tuple[str, int], ...]:
-        """The fields that hold the rows of tables that are not padded, with their values."""
+        """The fields that hold the rows of tables, before they are padded, with their values."""
         return ()
 
     @property
@@ -177,11 +177,11 @@ class TextTransformer(Transformer):
 
     @property
     def padded_rows(self) -> int:
-        return self.padded_vocabulary
+        return math.gcd(*(self.padded(rows) for _, rows in self.tables))
 
     @property
     def tables(self) -> tuple[tuple[str, int], ...]:
-        return (("model.positions", self.positions),)
+        return (("model.vocabulary", self.vocabulary),)
 
     def sequences(self, config: Config) -> Iterator[Length]:
         yield Length("data.sequence", config.data.lengths.source)
@@ -195,6 +195,10 @@ class Gpt2(TextTransformer):
     cuts_context: ClassVar[bool] = True
     separates: ClassVar[bool] = True
     tied: bool = True
+
+    @property
+    def tables(self) -> tuple[tuple[str, int], ...]:
+        return *super().tables, ("model.positions", self.positions)
 
 
 ASKED_SHARE = 0.15
@@ -215,6 +219,10 @@ class BertTrunk(TextTransformer):
     def padded_rows(self) -> int:
         """Its two segments, and the classes of its heads, are padded tables of their own."""
         return self.vocabulary_multiple
+
+    @property
+    def tables(self) -> tuple[tuple[str, int], ...]:
+        return *super().tables, ("model.positions", self.positions)
 
 
 class Bert(BertTrunk):

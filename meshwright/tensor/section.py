@@ -51,7 +51,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class PaddedCut(Cut):
-    """The rows of a table that is padded: whatever its `number`, another padding makes its parts equal.
+    """The rows of tables, which are padded: whatever their `number`, another padding makes their parts equal.
 
     `field` holds the `multiple` that rows are padded to.
     """
@@ -64,7 +64,7 @@ class PaddedCut(Cut):
             return None
         rule_text = f"is no multiple of {self.parts}, into which layout.tensor cuts the padded tables"
         valid = f"{self.parts * self.multiple}, any multiple of {self.parts}"
-        return Problem(self.field, self.multiple, rule_text, valid, ("model.vocabulary",))
+        return Problem(self.field, self.multiple, rule_text, valid, self.reads)
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,13 @@ class TensorSection(Section):
 
 
 def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
-    """The cuts of a kit that divides all of a layer, and the tables: branches, widths, rows of tables."""
+    """The cuts of a kit that divides all of a layer, and the tables: branches, widths, padded rows."""
     model = config.model
     yield HeadsCut(*model.branches, by, parts, members=model.members_of_branch)
     for field, number in model.widths:
         yield Cut(field, number, by, parts)
-    yield PaddedCut("model.vocabulary_multiple", model.padded_rows, by, parts, multiple=model.vocabulary_multiple)
-    for field, number in model.tables:
-        yield Cut(field, number, by, parts)
+    padded = ("model.vocabulary_multiple", model.padded_rows, by, parts)
+    yield PaddedCut(*padded, reads=tuple(field for field, _ in model.tables), multiple=model.vocabulary_multiple)
 
 
 class Whole(TensorSection):

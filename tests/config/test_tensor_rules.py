@@ -26,10 +26,21 @@ def test_all_at_once() -> None:
         "layout.tensor.q=3 does not divide model.hidden=64; valid: 1, 2, 4, 8, 16, 32, 64",
         "model.vocabulary_multiple=64 is no multiple of 3, into which layout.tensor cuts the padded tables; "
         "valid: 192, any multiple of 3",
-        "layout.tensor.q=3 does not divide model.positions=64; valid: 1, 2, 4, 8, 16, 32, 64",
         "batch.global=16 is no multiple of layout.tensor.d x q = 6, over which a microbatch's samples are split; "
         "valid: a multiple of 6",
     ]
+
+
+def test_positions_are_padded_as_the_vocabulary_is() -> None:
+    """300 tokens in 300 rows fall into 3 parts, 64 positions in 64 rows do not."""
+    model = MODEL | {"hidden": 66, "heads": 6, "vocabulary_multiple": 4}
+    (told,) = mistakes({"kind": "megatron", "size": 3}, model=model)
+    assert told == (
+        "model.vocabulary_multiple=4 is no multiple of 3, into which layout.tensor cuts the padded tables; "
+        "valid: 12, any multiple of 3"
+    )
+    tree = {"model": model | {"vocabulary_multiple": 12}, "data": {"sequence": 64}, "batch": {"global": 16}}
+    assert parse_config(tree | {"layout": {"tensor": {"kind": "megatron", "size": 3}}}).model.longest == 64
 
 
 def test_more_ranks_than_heads() -> None:

@@ -244,7 +244,3 @@ class Llama(TextTransformer):
     @property
     def widths(self) -> tuple[tuple[str, int], ...]:
         return *super().widths, ("model.feed_forward", self.feed_forward)
-
-    @property
-    def tables(self) -> tuple[tuple[str, int], ...]:
-        return ()

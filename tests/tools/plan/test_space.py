@@ -239,3 +239,12 @@ def test_contexts_are_tried_where_sequences_are_long() -> None:
     assert contexts_in(long | {"model": model | {"dropout": 0.1}}) == {(1, "ulysses"), (2, "ulysses")}
     assert contexts_in(long | own, "layout.context.size", "layout.context.kind") == {(2, "ring")}
     assert contexts_in(long | own, "layout.context.size") == {(2, "ulysses"), (2, "ring")}
+
+
+@pytest.mark.parametrize("devices", [3, 6, 12])
+def test_positions_are_padded_for_ranks_that_do_not_divide_them(devices: int) -> None:
+    model = TREE["model"] | {"hidden": 24, "heads": 12, "positions": 1024, "vocabulary_multiple": 12}
+    job = job_of(devices, TREE | {"model": model})
+    assert devices in {
+        layout.layout.tensor.size for layout in legal_layouts(job) if layout.layout.tensor.kind == "megatron"
+    }
