@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
+from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
+from tests.checkpoint.states import run_leg
+from tests.checkpoint.test_round_trip import assert_same_bits, taken_up, written
 from tests.data_parallel.test_equality import train
 from tests.mpi_workers import Answer, flat, unflat
 from tests.tensor.test_equality import check, run
+from tests.workers import run_ranks
 
 SUBGRAPH = {"kind": "subgraph", "size": 2}
 TESSERACT = {"kind": "tesseract", "q": 2, "d": 2}
@@ -26,8 +33,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "col-row-depth": {"tensor": TESSERACT},
     "col-data-row": {"data": {"size": 2, "sync": "server-gradient"}, "tensor": TESSERACT | {"d": 1}},
     "tensor-data-pipe": {"data": {"size": 2}, "pipeline": {"size": 2, "schedule": "1f1b"}, "tensor": MEGATRON},
-}
-"""By order. Pipe innermost, branch outermost; a tied table on both ends of a pipeline; slices and roots."""
+    "row:2-col:2-row-col": {"tensor": TESSERACT | {"q": 4, "d": 1}},
+    "tensor:2-data-tensor": {
+        "data": {"size": 2, "sync": "zero1"}, "tensor": MEGATRON | {"size": 4, "sequence_parallel": True},
+    },
+    "pipe:2-data-pipe": {"data": {"size": 2, "sync": "zero1"}, "pipeline": {"size": 4, "schedule": "1f1b"}},
+    "data:2-tensor-data": {"data": {"size": 4, "sync": "zero2"}, "tensor": MEGATRON},
+}  # fmt: skip
+"""By order. Pipe innermost, branch outermost; a tied table on both ends of a pipeline; slices and roots; axes that are
+split into parts, between which others lie."""
 
 
 def config_for(order: str, **changes: Any) -> Config:
@@ -63,7 +77,9 @@ ONLY_LONG = ("col-data-row",)
 )
 def test_equals_serial(order: str) -> None:
     config = config_for(order)
-    assert [name for name, size in config.layout.axes if size > 1] == order.split("-")
+    nesting = [name for name, size in config.layout.nesting if size > 1]
+    assert nesting == [mention.partition(":")[0] for mention in order.split("-")]
+    assert grid_of_run(config).nesting == config.layout.nesting
     check(run(config), serial())
 
 
@@ -75,3 +91,19 @@ def train_for_files(mesh: Mesh, order: str) -> tuple[list[float], dict[str, Tens
 def test_equals_serial_over_mpi(mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
     """Branch outermost, data 2."""
     check([(losses, unflat(parts)) for losses, parts in mpi(4)["branch-data"]], serial())
+
+
+SPLIT = ("row:2-col:2-row-col", "pipe:2-data-pipe", "data:2-tensor-data", "col-row-depth")
+
+
+@pytest.mark.parametrize("source, target", [*pairwise(SPLIT), (SPLIT[-1], SPLIT[0])])
+def test_checkpoints_move_between_split_axes(source: str, target: str, tmp_path: Path) -> None:
+    def leg(order: str, *where: Any) -> Any:
+        config = config_for(order)
+        return run_ranks(run_leg, grid_of_run(config), config, *where, token_axes=config.layout.token_axes)
+
+    before = leg(source, None, tmp_path, 0, 1)
+    after = leg(target, tmp_path / "step-1", None, 1, 3)
+    assert_same_bits(taken_up(after), written(before))
+    for losses, _, _ in after:
+        torch.testing.assert_close(losses, serial()[0][1:], rtol=1e-10, atol=0)

@@ -130,12 +130,20 @@ class ContextParallel(Section):
         return tuple(name for name, _ in self.axes)
 
 
+def part_of_axis(mention: str) -> tuple[str, int | None]:
+    """A word of `order`: the axis, and the size of the part that it stands for; `row:2`, or `row` for what is left."""
+    name, _, size = mention.partition(":")
+    return (name, int(size)) if size.isdecimal() and int(size) > 0 else (mention, None)
+
+
 class Layout(Section):
     """How the job is laid over its ranks, and what carries its messages.
 
     `order`: the axes, outermost first: ranks that differ on the last one only are neighbours. Axes of size 1 may be
-    left out. auto: replicate, data, pipe, expert, context, then the tensor section's. `ranks_per_node`: neighbours that
-    share a node (topology.py); auto: as many as the launcher has started on one.
+    left out. One that is named again is split: `row:2` is a part of 2, and its last mention has what is left, so that
+    [row:2, col:2, row, col] numbers a square of ranks by blocks. auto: replicate, data, pipe, expert, context, then the
+    tensor section's. `ranks_per_node`: neighbours that share a node (topology.py); auto: as many as the launcher has
+    started on one.
     """
 
     data: DataParallel = DataParallel()
@@ -152,8 +160,22 @@ class Layout(Section):
         axes = (*self.data.axes, ("pipe", self.pipeline.size), *self.layer_axes)
         if self.order == "auto":
             return axes
-        places = {name: place for place, name in enumerate(self.order)}
-        return tuple(sorted(axes, key=lambda axis: places.get(axis[0], -1)))
+        places = [part_of_axis(mention)[0] for mention in self.order]
+        return tuple(sorted(axes, key=lambda axis: places.index(axis[0]) if axis[0] in places else -1))
+
+    @property
+    def nesting(self) -> tuple[tuple[str, int], ...]:
+        """The axes outermost first, one that `order` splits as often as it has parts, with their sizes."""
+        mentions = [] if self.order == "auto" else [part_of_axis(mention) for mention in self.order]
+        left = dict(self.axes)
+        if len({name for name, _ in mentions}) == len(mentions):
+            return self.axes
+        alone = [axis for axis in self.axes if axis[0] not in dict(mentions)]
+        nested = []
+        for name, size in mentions:
+            nested.append((name, size or left.get(name, 1)))
+            left[name] = left.get(name, 1) // (size or 1)
+        return *alone, *nested
 
     @property
     def layer(self) -> tuple[int, ContextParallel, TensorSection]:
@@ -179,7 +201,7 @@ class Layout(Section):
         """
         kinds = {"data": self.data.sync, "pipe": self.pipeline.words, "context": self.context.kind}
         notes = {name: f" ({kind})" for name, kind in kinds.items()}
-        shown = [(name, size) for name, size in self.axes if name != "pipe" or size > 1]
+        shown = [(name, size) for name, size in self.nesting if name != "pipe" or size > 1]
         listed = ", ".join(f"{name} {size}{notes.get(name, '')}" for name, size in shown)
         return listed if self.order == "auto" else f"{listed}, in this order"
 

@@ -6,10 +6,12 @@ itself mistaken, and every other mistake is still reported in the same message.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from operator import attrgetter
 
+from meshwright.config.layout import part_of_axis
 from meshwright.config.messages import nearest
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
@@ -208,9 +210,21 @@ def order_names_every_axis_once(config: Config) -> Iterator[Problem]:
     if order == "auto":
         return
     known = config.layout.model_copy(update={"order": "auto"}).axes
-    wrong = [f"names {name}, no axis of this layout{nearest(name, list(sizes))}" for name in order if name not in sizes]
-    wrong += [f"names {name} {count} times" for name, count in Counter(order).items() if count > 1]
-    wrong += [f"leaves {name} out" for name, size in known if size > 1 and name not in order]
+    parts: dict[str, list[int | None]] = defaultdict(list)
+    for name, size in map(part_of_axis, order):
+        parts[name].append(size)
+    wrong = [f"names {name}, no axis of this layout{nearest(name, list(sizes))}" for name in parts if name not in sizes]
+    for name, (*outer, last) in parts.items():
+        split = math.prod(size or 1 for size in outer)
+        if None in outer:
+            wrong.append(
+                f"names {name} {len(outer) + 1} times, of which all but the last need a size, such as {name}:2"
+            )
+        elif last is not None:
+            wrong.append(f"gives a size to the last {name}, which has what is left")
+        elif sizes.get(name, split) % split:
+            wrong.append(f"cuts {name} into {split} parts, which do not divide its {sizes[name]} ranks")
+    wrong += [f"leaves {name} out" for name, size in known if size > 1 and name not in parts]
     if wrong:
         alone = ", ".join(name for name, size in known if size == 1)
         note = f" (of one rank, may be left out: {alone})" if alone else ""

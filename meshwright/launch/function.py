@@ -41,7 +41,8 @@ class Ranks:
 
     `restarts`: how often a job that loses a rank is started again. `status`: where the ranks leave where they are, by
     default a folder that goes with the job. `name`: what the job's ranks know it by when they meet.
-    `copies`: (axis, c): c neighbours on the axis hold the same key-value heads.
+    `copies`: (axis, c): c neighbours on the axis hold the same key-value heads. `nesting`: `axes` with some split into
+    parts (ranks/grid.py).
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -54,6 +55,7 @@ class Ranks:
     status: Path | None = None
     name: str = ""
     copies: tuple[str, int] | None = None
+    nesting: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, config: Config, name: str = "", status: Path | None = None) -> Ranks:
@@ -73,6 +75,7 @@ class Ranks:
             status,
             name,
             config.copies,
+            layout.nesting,
         )
 
     @property
@@ -132,6 +135,7 @@ def call_on_rank(
         **ranks, "axes": tuple((name, size) for name, size in ranks["axes"]), "token_axes": tuple(ranks["token_axes"]),
         "timeout": Timeout.model_validate(ranks["timeout"]),
         "copies": tuple(ranks["copies"]) if ranks["copies"] else None,
+        "nesting": tuple((name, size) for name, size in ranks["nesting"]),
     })  # fmt: skip
     entry = _load(function)
     with open_ranks(layout, environment, layout.name or function) as mesh:
@@ -158,7 +162,7 @@ def open_ranks(ranks: Ranks, environment: Environment, name: str) -> Iterator[Me
         device = torch.device("cuda", environment.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
     point = None if TRANSPORTS[ranks.transport].by_mpiexec else rendezvous(job=name)
-    grid = Grid(ranks.axes, ranks.copies)
+    grid = Grid(ranks.axes, ranks.copies, ranks.nesting)
     with open_mesh(grid, environment, ranks.transport, device, point, ranks.token_axes, ranks.timeout) as mesh:
         yield mesh
 

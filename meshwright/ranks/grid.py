@@ -1,7 +1,8 @@
 """Grid: named axes over ranks. Arithmetic only, so a laptop can plan a cluster with it.
 
 Axes are listed outermost first; ranks number the grid in row-major order, so ranks that differ in the last
-axis only are neighbours and share a node first.
+axis only are neighbours and share a node first. An axis may be split into parts that lie apart: of row 4 x col 4,
+nested as row 2, col 2, row 2, col 2, each four neighbours are a block of 2 x 2.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -37,16 +39,21 @@ REPLICA_AXES = (REPLICATE, DATA)
 class Grid:
     """A box of ranks: `axes` holds (name, size) pairs, outermost first. Sizes of 1 are ordinary.
 
-    `copies`: (axis, c): c neighbours on the axis hold the same key-value heads.
+    `copies`: (axis, c): c neighbours on the axis hold the same key-value heads. `nesting`: as `axes`, where some are
+    split into parts: an axis as often as it has parts, whose sizes multiply to its own.
     """
 
     axes: tuple[tuple[str, int], ...]
     copies: tuple[str, int] | None = None
+    nesting: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         names = self.names
         assert len(set(names)) == len(names), f"axis named twice: {names}"
         assert all(size >= 1 for _, size in self.axes), f"axis of no ranks: {self.axes}"
+        if not self.nesting:
+            object.__setattr__(self, "nesting", self.axes)
+        assert {name: len(steps) for name, steps in self._steps.items()} == dict(self.axes), f"{self} leaves ranks out"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,34 +88,41 @@ class Grid:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index on every axis."""
         assert 0 <= rank < self.world_size, f"rank {rank} outside of {self}"
-        indices = {}
-        for name, size in reversed(self.axes):
-            rank, indices[name] = divmod(rank, size)
-        return {name: indices[name] for name in self.names}
+        indices, inner = dict.fromkeys(self.names, 0), dict.fromkeys(self.names, 1)
+        for name, size in reversed(self.nesting):
+            rank, index = divmod(rank, size)
+            indices[name] += index * inner[name]
+            inner[name] *= size
+        return indices
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at the given index of every axis."""
-        rank = 0
-        for name, size in self.axes:
-            rank = rank * size + coordinates[name]
-        return rank
+        return sum(self._steps[name][coordinates[name]] for name in self.names)
+
+    @cached_property
+    def _steps(self) -> dict[str, list[int]]:
+        """By axis and index on it: how far the rank there is from the first one's."""
+        steps: dict[str, list[int]] = {}
+        stride = 1
+        for name, size in reversed(self.nesting):
+            steps[name] = [index * stride + inner for index in range(size) for inner in steps.get(name, [0])]
+            stride *= size
+        return steps
 
     def index(self, rank: int, *names: str) -> int:
-        """The rank's position in its group over the named axes, in grid order."""
+        """The rank's position in its group over the named axes."""
         return self.group(rank, *names).index(rank)
 
     def group(self, rank: int, *names: str) -> tuple[int, ...]:
-        """The ranks that agree with `rank` on every axis but the named ones, in grid order. ENDS and HEAD_COPIES may be
+        """The ranks that agree with `rank` on every axis but the named ones, ascending. ENDS and HEAD_COPIES may be
         named."""
-        assert 0 <= rank < self.world_size, f"rank {rank} outside of {self}"
-        ranks, stride = [0], 1
-        for name, size in reversed(self.axes):
-            rank, index = divmod(rank, size)
+        here, ranks = self.coordinates(rank), [0]
+        for name, size in self.axes:
+            index, steps = here[name], self._steps[name]
             part = self._part(name, size, index, names)
             choices: Sequence[int] = range(size) if name in names else part if index in part else (index,)
-            ranks = [choice * stride + inner for choice in choices for inner in ranks]
-            stride *= size
-        return tuple(ranks)
+            ranks = [outer + steps[choice] for outer in ranks for choice in choices]
+        return tuple(sorted(ranks))
 
     def _part(self, axis: str, size: int, index: int, names: Collection[str]) -> Sequence[int]:
         """The indices on an axis that the stand-ins among `names` mean for the rank with this one."""
@@ -133,4 +147,4 @@ class Grid:
 
 def grid_of_run(config: Config) -> Grid:
     """The grid of a run's ranks."""
-    return Grid(config.layout.axes, config.copies)
+    return Grid(config.layout.axes, config.copies, config.layout.nesting)

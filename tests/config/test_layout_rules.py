@@ -55,12 +55,27 @@ VALID = r"valid: auto, [data, pipe, branch] in any order (of one rank, may be le
         (["branch", "datum"], "names datum, no axis of this layout (did you mean data?) and leaves data out"),
         (["row", "branch", "data"], "names row, no axis of this layout"),
         (["branch"], "leaves data out"),
-        (["branch", "data", "branch"], "names branch 2 times"),
+        (["branch", "data", "branch"], "names branch 2 times, of which all but the last need a size, such as branch:2"),
+        (["branch:2", "data", "branch:1"], "gives a size to the last branch, which has what is left"),
+        (["branch:3", "data", "branch"], "cuts branch into 3 parts, which do not divide its 2 ranks"),
+        (["branch:two", "data", "branch"], "names branch:two, no axis of this layout (did you mean branch?)"),
+        (["branch:2", "branch", "row:2", "row"], "names row, no axis of this layout and leaves data out"),
     ],
     ids=str,
 )
 def test_no_permutation(order: list[str], wrong: str) -> None:
     assert mistake(order=order) == f"layout.order=[{', '.join(order)}] {wrong}; {VALID}"
+
+
+def test_an_axis_may_be_split() -> None:
+    tesseract = {"kind": "tesseract", "q": 4}
+    layout = layout_of(data={"size": 1}, tensor=tesseract, order=["row:2", "col:2", "row", "col"])
+    assert layout.axes == (("data", 1), ("pipe", 1), ("depth", 1), ("row", 4), ("col", 4))
+    assert layout.nesting[-4:] == (("row", 2), ("col", 2), ("row", 2), ("col", 2))
+    assert layout.summary.endswith("row 2, col 2, row 2, col 2, in this order")
+    assert layout.world_size == 16
+    plain = layout_of(data={"size": 1}, tensor=tesseract, order=["row", "col"])
+    assert plain.nesting == plain.axes
 
 
 def test_no_list() -> None:

@@ -126,3 +126,15 @@ def test_the_only_gpu_that_a_rank_sees_is_its_own(visible: int, index: int, monk
     environment = Environment(0, 1, 1, 2, 0, "slurm")
     with open_ranks(Ranks((("data", 1),), device="cuda"), environment, "own") as mesh:
         assert mesh.device == torch.device("cuda", index)
+
+
+def place(rank: Rank) -> list[int]:
+    return [rank.mesh.index("row"), rank.mesh.index("col")]
+
+
+def test_ranks_of_split_axes() -> None:
+    """A row in two parts around a column; a square whose rows are innermost."""
+    ranks = Ranks((("row", 4), ("col", 1)), nesting=(("row", 2), ("col", 1), ("row", 2)))
+    assert run(place, ranks) == [[0, 0], [1, 0], [2, 0], [3, 0]]
+    ranks = Ranks((("row", 2), ("col", 2)), nesting=(("col", 2), ("row", 2)))
+    assert run(place, ranks) == [[0, 0], [1, 0], [0, 1], [1, 1]]

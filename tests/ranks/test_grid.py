@@ -15,8 +15,11 @@ NAMES = ("data", "pipe", "depth", "row", "col")
 
 @st.composite
 def grids(draw: st.DrawFn) -> Grid:
+    """Of some, axes are split into parts that lie anywhere."""
     names = draw(st.permutations(NAMES))[: draw(st.integers(0, 4))]
-    return Grid(tuple((name, draw(st.integers(1, 3))) for name in names))
+    parts = {name: draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)) for name in names}
+    nesting = draw(st.permutations([(name, size) for name, sizes in parts.items() for size in sizes]))
+    return Grid(tuple((name, math.prod(sizes)) for name, sizes in parts.items()), nesting=tuple(nesting))
 
 
 @given(grids())
@@ -51,6 +54,20 @@ def test_the_last_axis_is_the_closest() -> None:
     assert grid.group(7, "row", "col") == grid.group(7, "col", "row") == tuple(range(6, 12))
     assert grid.group(7) == (7,)
     assert grid.groups("data", "row") == [(0, 3, 6, 9), (1, 4, 7, 10), (2, 5, 8, 11)]
+
+
+def test_blocks_of_split_axes() -> None:
+    """Row 4 x col 4 in blocks of 2 x 2: by row and column, the ranks of Optimus' figure."""
+    square = (("row", 4), ("col", 4))
+    grid = Grid(square, nesting=(("row", 2), ("col", 2), ("row", 2), ("col", 2)))
+    ranks = [[grid.rank({"row": row, "col": col}) for col in range(4)] for row in range(4)]
+    assert ranks == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+    assert grid.group(6, "col") == (2, 3, 6, 7)
+    assert grid.index(6, "col") == grid.coordinates(6)["col"] == 2
+    assert grid.group(6, "row", "col") == tuple(range(16))
+    assert grid != Grid(square)
+    with pytest.raises(AssertionError, match="leaves ranks out"):
+        Grid(square, nesting=(("row", 2), ("col", 4)))
 
 
 def test_axes_of_size_one_are_ordinary() -> None:

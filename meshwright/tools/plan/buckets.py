@@ -136,7 +136,15 @@ class Buckets:
             num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
             index = mesh.comm(*kind.sum_axes).index  # a root does more than the others
             summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
-            key = config.layout.data.sync, kind.dtype, summed_in, kind.sum_axes, index, num_elements, config.layout.axes
+            key = (
+                config.layout.data.sync,
+                kind.dtype,
+                summed_in,
+                kind.sum_axes,
+                index,
+                num_elements,
+                config.layout.nesting,
+            )
             if key not in self._programs:
                 axes = slice_axes(kind.sum_axes) if sync.slices else kind.sum_axes
                 self._programs[key] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)

@@ -231,7 +231,7 @@ class Estimates:
     def _hops(self, config: Config, sizes: Sequence[int]) -> list[float]:
         """Seconds of a message from each position to the next; to one of the same stage none."""
         placement = placement_of(config)
-        key = config.layout.axes, placement, tuple(sizes)
+        key = config.layout.nesting, placement, tuple(sizes)
         if key not in self._messages:
             ranks, network = grid_of_run(config).group(0, PIPE), self.planner.network(config)
             holders = [ranks[placement.stage_of(position)] for position in range(placement.num_positions)]
@@ -244,7 +244,7 @@ class Estimates:
     def _ending_of(self, config: Config) -> _Ending:
         layout = config.layout
         key = (
-            layout.layer, layout.axes, layout.data, self._partition(config), layout.pipeline.placement,
+            layout.layer, layout.nesting, layout.data, self._partition(config), layout.pipeline.placement,
             config.memory.offload, config.widens_gradients,
         )  # fmt: skip
         if key not in self._endings:

@@ -116,7 +116,7 @@ class Tiers:
         others = grid.group(0, *(name for name in grid.names if name not in kept))
         firsts = tuple(sorted(first + run for first in others for run in runs))
         # What lies between multiples of both a block of whole groups and the outermost unit repeats.
-        inward = dropwhile(lambda axis: axis[0] not in kept, grid.axes)
+        inward = dropwhile(lambda axis: axis[0] not in kept, grid.nesting)
         window = math.lcm(math.prod(size for _, size in inward), self.sizes[-1])
         firsts = tuple(first for first in firsts if first < window)
         groups = [_Group(self, [first + offset for offset in offsets]) for first in firsts]
@@ -130,8 +130,11 @@ class Tiers:
         far = grid.coordinates(receiver)[PIPE] - grid.coordinates(sender)[PIPE]
         first = sender // size * size
         unit = range(first, min(first + size, grid.world_size))
-        senders = [rank for rank in unit if 0 <= grid.coordinates(rank)[PIPE] + far < grid.size(PIPE)]
-        crossing = sum(self.meeting(rank, rank + receiver - sender) == number for rank in senders)
+        places = [(rank, grid.coordinates(rank)) for rank in unit]
+        sends = [(rank, place | {PIPE: place[PIPE] + far}) for rank, place in places]
+        crossing = sum(
+            self.meeting(rank, grid.rank(to)) == number for rank, to in sends if 0 <= to[PIPE] < grid.size(PIPE)
+        )
         span = _Span(2, 1, 1, 2, level.latency, level.share(crossing, 2, 1), level.kind == "ring")
         return _Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
 
@@ -139,7 +142,7 @@ class Tiers:
         """True where units and the grid's inner axes divide each other all the way, so that all groups lie alike."""
         for size in self.sizes:
             left = min(size, grid.world_size)
-            for _, axis in reversed(grid.axes):
+            for _, axis in reversed(grid.nesting):
                 left, rest = (left // axis, left % axis) if left > axis else (1, axis % left)
                 if rest:
                     return False

@@ -126,7 +126,7 @@ class TimedParts:
 
 def strides(config: Config, *more: str) -> Hashable:
     """The distance between ranks along the axes that cut a layer and those named, hence over which links they send."""
-    axes, names = config.layout.axes, {*(name for name, _ in config.layout.layer_axes), *more}
+    axes, names = config.layout.nesting, {*(name for name, _ in config.layout.layer_axes), *more}
     return tuple(
         (name, size, math.prod(after for _, after in axes[index + 1 :]))
         for index, (name, size) in enumerate(axes)

@@ -68,7 +68,7 @@ class TimedRun(Composition):
         config, layout = self.config, self.config.layout
         key = (
             config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
-            config.num_microbatches, layout.layer, layout.axes, layout.pipeline, layout.transport,
+            config.num_microbatches, layout.layer, layout.nesting, layout.pipeline, layout.transport,
             (layout.data, config.memory.offload) if layout.data.strategy.slices else None, brief,
         )  # fmt: skip
         if key not in self.known_passes:

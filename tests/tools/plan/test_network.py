@@ -38,6 +38,21 @@ def test_on_one_level(n: int) -> None:
     assert seconds(FLAT, "send", data) == pytest.approx(BIG / B + A)
 
 
+def test_blocks_share_the_links_of_their_node() -> None:
+    """Row 4 x col 4 on nodes of four. A node has a row of ranks: four groups over `row` leave it, and none over `col`.
+    It has a block of 2 x 2: two groups over either axis do."""
+    square, blocks = (("row", 4), ("col", 4)), (("row", 2), ("col", 2), ("row", 2), ("col", 2))
+    alone = cluster({**INNER, "joins": 4}, OUTER)
+
+    def gather(over: str, nesting: tuple[tuple[str, int], ...]) -> float:
+        return ClusterNetwork(alone, "torch", Grid(square, nesting=nesting)).collective(over, "all_gather", BIG)
+
+    assert gather("col", square) == pytest.approx(3 / 4 * BIG / B + 3 * A)
+    assert gather("row", square) == pytest.approx(3 / 4 * BIG / (THIN / 4) + 3 * FAR)
+    between = 1 / 2 * BIG / (THIN / 2) + FAR
+    assert gather("row", blocks) == gather("col", blocks) == pytest.approx(1 / 2 * BIG / B + A + between)
+
+
 def test_small_payloads_take_trees() -> None:
     data = ("data", 16)
     assert seconds(FLAT, "all_reduce", data, payload=8) == pytest.approx(2 * 4 * A, rel=1e-3)

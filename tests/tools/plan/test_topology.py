@@ -215,6 +215,24 @@ def test_a_run_sends_what_was_planned(order: str) -> None:
     assert all(inside == outside > 0 for inside, outside in trades)  # itself on its node, the other one elsewhere
 
 
+@pytest.mark.parametrize("q, b", [(4, 2), (4, 1), (6, 2), (6, 3), (8, 4)])
+def test_blocks_of_a_square_share_a_node(q: int, b: int) -> None:
+    """Nodes have b x b ranks of a square of q x q: of a rank's q - 1 peers in its row, and in its column, q - b are
+    elsewhere."""
+    size = b * b
+    square = (("row", q), ("col", q))
+    blocks = Grid(square, nesting=(("row", q // b), ("col", q // b), ("row", b), ("col", b)))
+    sent = 1000 * (q - 1)
+    ledger = {(axis, "all_gather"): Traffic(1, sent) for axis, _ in square}
+    for rank in range(q * q):
+        volumes = Topology(blocks, size).volumes(rank, ledger)
+        assert {volume.bytes_between for volume in volumes.values()} == {1000 * (q - b)}
+        assert {volume.messages_inside for volume in volumes.values()} == {b}
+        assert {blocks.coordinates(rank)[axis] // b for axis in ("row", "col")} == {
+            blocks.coordinates(rank - rank % size)[axis] // b for axis in ("row", "col")
+        }
+
+
 def test_nodes_are_the_launcher_s() -> None:
     config = config_for("branch-data")
     given = config.layout.model_copy(update={"ranks_per_node": 2})
