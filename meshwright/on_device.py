@@ -1,4 +1,4 @@
-"""Meta tensors that do what a device's do: its attention, its dropout, its GELU.
+"""Meta tensors that do what a device's do: its attention, its dropout, its GELU, its autocast.
 
 | attention     | what stands between the linears                                                                   |
 |---------------|---------------------------------------------------------------------------------------------------|
@@ -16,23 +16,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from meshwright.tensor.gelu import gelu_by_slices
 
 Attention = Literal["fused", "fused-softmax", "steps", "torch"]
+
+LOWERED = frozenset([
+    "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "linear", "conv1d",
+    "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
+])  # fmt: skip
+"""Functions whose tensors autocast narrows (torch's page on AMP, "Autocast Op Reference")."""
+_LOSSES = frozenset(["cross_entropy", "nll_loss", "mse_loss", "kl_div", "binary_cross_entropy_with_logits", "prod"])
+WIDENED = {
+    "cpu": _LOSSES,
+    "cuda": _LOSSES | frozenset([
+        "softmax", "log_softmax", "logsumexp", "layer_norm", "group_norm", "rms_norm", "norm", "sum", "cumsum", "exp",
+        "expm1", "log", "log1p", "pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "__rdiv__", "softplus",
+    ]),
+}  # fmt: skip
+"""Those whose tensors it widens to float32, by the type of the device. What else it casts no model of ours calls."""
 
 
 class AsOnDevice(TorchFunctionMode):
     """While entered, F.scaled_dot_product_attention is the `attention` of a device of that type (a fused kernel where
     it fits, as the function would choose), dropout on a GPU is one kernel, and on a CPU GELU is our own.
     `gelu_in_steps`: kernel by kernel, as a program of torch's operators has it; `heads_apart`: each attended by kernels
-    of its own."""
+    of its own. Under autocast tensors are cast before they are used, so that autograd keeps what it would on the
+    device; of our layers' weights each is cast where it is used, once a pass."""
 
     def __init__(
         self, device_type: str, attention: Attention, *, gelu_in_steps: bool = False, heads_apart: bool = False
@@ -44,6 +62,8 @@ class AsOnDevice(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if torch.is_autocast_enabled("cpu") and (dtype := self._autocast_dtype(function, kwargs or {})) is not None:
+            args, kwargs = tree_map(partial(_as_autocast, dtype=dtype), (args, kwargs))
         if function is F.scaled_dot_product_attention and self.attention != "torch":
             return self._attend(*args, **(kwargs or {}))
         if function is F.dropout and self.device_type == "cuda":
@@ -59,6 +79,15 @@ class AsOnDevice(TorchFunctionMode):
             if x.element_size() >= 4:  # as gelu.py decides
                 return gelu_by_slices(x)
         return function(*args, **(kwargs or {}))
+
+    def _autocast_dtype(self, function: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
+        """The dtype that autocast gives to a function's tensors; None where it leaves them. One that is told where to
+        write, or in which dtype, is left alone."""
+        if "out" in kwargs or kwargs.get("dtype") is not None:
+            return None
+        if function.__name__ in LOWERED:
+            return torch.get_autocast_dtype("cpu")
+        return torch.float32 if function.__name__ in WIDENED[self.device_type] else None
 
     def _drop(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         assert not inplace, "no layer of ours drops in place"
@@ -99,6 +128,11 @@ class AsOnDevice(TorchFunctionMode):
                 query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
             )[0]
         return attended
+
+
+def _as_autocast(x: Any, dtype: torch.dtype) -> Any:
+    casts = isinstance(x, Tensor) and x.is_meta and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(dtype) if casts else x
 
 
 def _attend_in_steps(

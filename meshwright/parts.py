@@ -42,6 +42,7 @@ from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
 from meshwright.tensor.islands import Islands, UsesIslands, compiled_islands
 from meshwright.tensor.kit import Kit, rows_of_rank
+from meshwright.tensor.linear import autocast_device
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -268,14 +269,18 @@ def rule_of(config: Config) -> ScheduleRule:
     return rule if settings.limit == "auto" else rule.limited(settings.limit)
 
 
+def autocasts_of(config: Config, mesh: Mesh) -> tuple[str, torch.dtype] | None:
+    """A stage's autocast: O1's, and of every other level none."""
+    return (autocast_device(mesh.device), DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
+
+
 def build_pipeline(config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy) -> Pipeline:
     """The stage's chunks with all that drives them."""
-    autocasts = (mesh.device.type, DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
     index, placement = mesh.index(PIPE), stages.placement
     chunks = stages.of(index)
     models: Sequence[Model] = [model] if len(chunks) == 1 else [ChainPart(model, chunk) for chunk in chunks]
     own = [
-        Stage(part, strategy.gradients, run=strategy.forward, autocasts=autocasts, number=number)
+        Stage(part, strategy.gradients, run=strategy.forward, autocasts=autocasts_of(config, mesh), number=number)
         for number, part in enumerate(models)
     ]
     _share_tables(strategy.gradients, model, config, mesh, chunks)

@@ -30,6 +30,7 @@ from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs, use_gradients
 from meshwright.parts import (
     Parts,
+    autocasts_of,
     build,
     build_kit,
     build_model,
@@ -123,7 +124,7 @@ def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[
         if key not in known:
             gradients = Gradients()
             use_gradients(model, gradients)
-            stage = Stage(model, gradients)
+            stage = Stage(model, gradients, autocasts=autocasts_of(config, mesh))
             batch = empty_batch(config, kit, model, mesh.device)
             with AsOnDevice(device, attention):
                 held_bytes(stage, 0, batch, stages.ends(position))  # which gathers what the later ones find

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from meshwright.on_device import AsOnDevice, Attention
+from meshwright.model import SAMPLES
+from meshwright.on_device import LOWERED, WIDENED, AsOnDevice, Attention
+from meshwright.parts import build_kit, build_model, empty_batch
+from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.ledger import Ledger
+from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.recorder import Kernel, Program, Recorder
+from tests.tensor.test_equality import MODELS, config_for
 
 B, A, T, E = 2, 3, 8, 4
 SCORES = B * A * T * T
@@ -86,3 +93,68 @@ def test_gelu_in_steps_is_eight_kernels() -> None:
         mode = AsOnDevice("cuda", "fused", gelu_in_steps=in_steps)
         forward, _ = programs(lambda x: F.gelu(x, approximate="tanh"), x, mode)
         assert len(forward.events) == count
+
+
+def cast_by_torch(device: str) -> set[str]:
+    """The functions for which torch's dispatcher has an autocast kernel of the device, whether it is there or not."""
+    key = f"Autocast{device.upper()}"
+    ops = (op for op in torch._C._dispatch_get_all_op_names() if op.startswith("aten::"))
+    casting = (op for op in ops if torch._C._dispatch_has_kernel_for_dispatch_key(op, key))
+    return {op.removeprefix("aten::").partition(".")[0] for op in casting}
+
+
+OF_PYTHON = {
+    "__matmul__": "matmul", "__rmatmul__": "matmul", "cross_entropy": "nll_loss", "__pow__": "pow", "__rpow__": "pow",
+    "__rdiv__": "reciprocal",
+}  # fmt: skip
+"""Names that Python alone has."""
+PROMOTED = frozenset(["cat", "stack", "addcmul", "index_put", "scatter_add"])
+"""Functions whose tensors autocast brings to the widest dtype, as the functions do themselves."""
+
+
+class Called(TorchFunctionMode):
+    """Remembers what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if "out" not in (kwargs or {}):
+            self.names.add(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_knows_what_torch_casts(device: str) -> None:
+    """Whatever is listed torch casts, and whatever any family calls of what torch casts is listed."""
+    registered, listed = cast_by_torch(device), LOWERED | WIDENED[device]
+    assert {OF_PYTHON.get(name, name) for name in listed} <= registered
+    called = set()
+    for family in MODELS:
+        config = config_for(family, {"kind": "none"}, precision={"level": "O1", "dtype": "bf16"})
+        mesh = planned_mesh(grid_of_run(config), 0, config.layout.token_axes, device)
+        kit = build_kit(config, mesh)
+        model = build_model(config, kit, mesh)
+        batch = empty_batch(config, kit, model, mesh.device)
+        with AsOnDevice(device, "fused"), torch.autocast("cpu", torch.bfloat16), Called() as calls:
+            model(batch, dict.fromkeys((*model.labels, SAMPLES), 1.0), ())
+        called |= calls.names
+    assert {"scaled_dot_product_attention", "mm", "layer_norm", "rms_norm"} <= called
+    assert called & registered <= listed | PROMOTED
+
+
+def test_autocast_casts_as_the_device_does() -> None:
+    x = torch.empty(4, 4, device="meta", requires_grad=True)
+    for device, softmax in (("cpu", HALF), ("cuda", torch.float32)):
+        with AsOnDevice(device, "fused"), torch.autocast("cpu", HALF):
+            assert torch.mm(x, x).dtype == (x @ x).dtype == HALF
+            assert torch.softmax(torch.mm(x, x), -1).dtype == softmax
+            assert torch.softmax(torch.mm(x, x), -1, dtype=torch.float64).dtype == torch.float64
+            assert torch.mm(x.double(), x.double()).dtype == torch.float64
+            with torch.autocast("cpu", enabled=False):
+                assert torch.mm(x, x).dtype == torch.float32
+        with AsOnDevice(device, "fused"):
+            assert torch.mm(x, x).dtype == torch.float32

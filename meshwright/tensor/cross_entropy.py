@@ -44,7 +44,7 @@ from meshwright.parameters.shard import WriteGradient
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.comm import Comm
 from meshwright.tensor.islands import Islands
-from meshwright.tensor.linear import autocast_dtype, write_product
+from meshwright.tensor.linear import autocast_device, autocast_dtype, write_product
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """A chunk's float32 logits [C, V]."""
@@ -289,7 +289,7 @@ def chunked_loss(
     """
     dtype = autocast_dtype(h)
     if dtype is not None:
-        with torch.autocast(h.device.type, enabled=False):
+        with torch.autocast(autocast_device(h.device), enabled=False):
             half = None if bias is None else bias.to(dtype)
             return chunked_loss(h.to(dtype), weight.to(dtype), half, labels, classes, scale, give)
     h, labels = _selected(h, labels, classes)

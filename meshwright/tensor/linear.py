@@ -94,12 +94,16 @@ def bias_gradient(dy: Tensor, layer: ShardedModule, columns: Columns = ALL_COLUM
     return layer.add_gradient("bias", columns.like_held(dy[0]), columns.write(write))
 
 
+def autocast_device(device: torch.device) -> str:
+    """The type of device whose autocast is on or off for tensors there. Torch has none for meta tensors: theirs is the
+    CPU's, under which a plan casts them as the device that it is for would (on_device.py)."""
+    return "cpu" if device.type == "meta" else device.type
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype in which autocast computes a product of x; None where it is off."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):  # autocast does not know meta tensors
-        return None
-    return torch.get_autocast_dtype(device)
+    device = autocast_device(x.device)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

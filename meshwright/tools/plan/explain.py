@@ -111,7 +111,7 @@ def explain(config: Config, trace: Path | None = None) -> None:
 def compose(config: Config) -> Explained:
     """Resolve the run as it would be here, and compose it.
 
-    Raises ConfigError for fsdp, which torch alone lays out, and for O1: autocast does not know meta tensors.
+    Raises ConfigError for fsdp, which torch alone lays out.
     """
     check_recorded(config)
     machine, recordings = Machine.here(), Recordings()

@@ -248,5 +248,3 @@ def check_recorded(config: Config) -> None:
     data = config.layout.data
     if data.strategy.whole:
         raise ConfigError.of(SYNC, data.sync, f"{data.strategy.unplanned}: it cannot be planned", "another sync")
-    if config.precision.level == "O1":
-        raise ConfigError.of("precision.level", "O1", "casts by operator: it cannot be planned", "O0, O2")

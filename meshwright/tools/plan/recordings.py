@@ -27,7 +27,7 @@ from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import Bucket, gradient_dtype, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
-from meshwright.parts import build_kit, build_model, empty_batch, recompute_in
+from meshwright.parts import autocasts_of, build_kit, build_model, empty_batch, recompute_in
 from meshwright.pipeline.stage import Stage, run_model
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
@@ -246,7 +246,8 @@ def _record(
     sync = layout.data.strategy
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
     strategy.expect(False)
-    stage = Stage(model, gradients, run=strategy.forward if chunk.last else run_model)
+    run = strategy.forward if chunk.last else run_model
+    stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh))
     leads = layout.tensor.leading_ranks
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}

@@ -43,6 +43,7 @@ SUBGRAPHS = [
 TOLERANCE = 0.1
 
 HALVES = {"precision": {"level": "O2", "dtype": "bf16"}}
+CASTS = {"precision": {"level": "O1", "dtype": "bf16"}}
 GATHER = {"memory": {"summa": "gather"}}
 """Decided beforehand: ranks that decide when they begin tell each other how much memory they have."""
 
@@ -79,6 +80,14 @@ FEW = {
         synced("zero1", memory={"recompute": "selective"}, **HALVES),
         synced("allreduce", memory=OFFLOADED, layout={"data": {"size": 2}}, **HALVES),
     ],
+    "autocast": [
+        synced("allreduce", **CASTS),
+        synced("zero1", memory={"recompute": "auto"}, **CASTS),
+        synced("zero1", memory={"recompute": "selective"}, **CASTS),
+    ],
+    "autocast, 1-D cut": [synced("allreduce", 1, CUT, **CASTS)],
+    "autocast, 2-D": [config_for("gpt2", FLAT, batch={"global": 16, "micro": 8}, **GATHER, **CASTS)],
+    "autocast, stages": [pipelined("gpt2", 2, "message-driven", WHOLE, **CASTS)],
     "1-D cut": [synced("allreduce", 1, CUT)],
     "llama": [config_for("llama", MEGATRON)],
     "shared heads": [
@@ -114,6 +123,7 @@ MANY = {
     "sub-graphs": [synced("allreduce", 1, tensor) for tensor in SUBGRAPHS],
     **{f"{name} x 2": [synced(sync, 2, tensor, **GATHER) for sync in SYNCS] for name, tensor in KITS.items()},
     **{f"{name} halves": [synced("zero1", 2, tensor, **GATHER, **HALVES)] for name, tensor in KITS.items()},
+    **{f"{name} autocast": [synced("zero1", 2, tensor, **GATHER, **CASTS)] for name, tensor in KITS.items()},
     **{
         f"{name} {schedule}": [pipelined("gpt2", 2, schedule, tensor, batch={"global": 16, "micro": 4}, **GATHER)]
         for (name, tensor), schedule in product(KITS.items(), SCHEDULES)

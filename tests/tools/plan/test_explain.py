@@ -56,6 +56,16 @@ def test_planned_is_measured(tensor: dict[str, Any], data: int, model: str) -> N
     assert ranks[0] == planned
 
 
+@pytest.mark.parametrize("tensor, data", LAYOUTS, ids=str)
+def test_what_autocast_sends_is_planned(tensor: dict[str, Any], data: int) -> None:
+    """Products' operands and activations travel in bf16, gradients of weights in float32."""
+    precision = {"level": "O1", "dtype": "bf16"}
+    more = {"batch": {"global": 24 * data, "micro": 12}, "memory": {"summa": "gather"}, "precision": precision}
+    config = config_for("gpt2", tensor, data, **more)
+    planned = {key: (entry.calls, entry.sent_bytes) for key, entry in compose(config).traffic[0].items()}
+    assert run_ranks(measured, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)[0] == planned
+
+
 def test_planned_is_measured_where_no_common_layer_is_held() -> None:
     tensor = {"kind": "subgraph", "size": 2, "common": "one", "branch": "attention-core"}
     config = config_for("bert", tensor)
@@ -164,9 +174,3 @@ def test_no_schedule_to_trace(tmp_path: Path) -> None:
 def test_fully_sharded_is_torch_s() -> None:
     with pytest.raises(ConfigError, match="is laid out by torch: it cannot be planned"):
         compose(data_config("fsdp", 2))
-
-
-def test_autocast_needs_numbers() -> None:
-    config = config_for("gpt2", {"kind": "none"}, precision={"level": "O1", "dtype": "bf16"})
-    with pytest.raises(ConfigError, match=r"precision\.level=O1 casts by operator: it cannot be planned"):
-        compose(config)

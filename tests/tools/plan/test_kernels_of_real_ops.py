@@ -21,7 +21,7 @@ from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
-from meshwright.parts import build_kit, build_model, empty_batch
+from meshwright.parts import autocasts_of, build_kit, build_model, empty_batch
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import Grid
@@ -42,6 +42,15 @@ GPT2: dict[str, object] = {
     "dropout": 0.0, "tied": False,
 }  # fmt: skip
 
+MODELS: dict[str, dict[str, object]] = {
+    "llama": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "key_value_heads": 2, "feed_forward": 128,
+              "positions": 32, "vocabulary": 9000, "vocabulary_multiple": 128, "head_norms": True},
+    "vit": {"family": "vit", "image": 32, "patch": 8, "classes": 10, "layers": 2, "hidden": 64, "heads": 4},
+    "resnext": {"family": "resnext", "image": 32, "classes": 10, "stage_blocks": [1], "hidden": 32, "paths": 8,
+                "path_width": 4, "stem": "small"},
+}  # fmt: skip
+"""Without dropout."""
+
 SIZE_ONE: dict[str, dict[str, object]] = {
     "none": {"kind": "none"},
     "megatron": {"kind": "megatron", "size": 1},
@@ -52,14 +61,21 @@ SIZE_ONE: dict[str, dict[str, object]] = {
 }
 
 
-def config_for(tensor: dict[str, object], model: dict[str, object] | None = None) -> Config:
+AUTOCAST = {"level": "O1", "dtype": "bf16"}
+FLOAT32 = {"level": "O0", "dtype": "float32"}
+
+
+def config_for(
+    tensor: dict[str, object], model: dict[str, object] | None = None, precision: dict[str, str] = FLOAT32
+) -> Config:
     """Two rows of 32 tokens in one microbatch."""
     return parse_config({
         "model": model or GPT2,
-        "data": {"sequence": 32},
+        "data": {"source": "digits"} if model and "image" in model else {"sequence": 32},
         "batch": {"global": 2, "micro": 2},
         "layout": {"tensor": tensor},
         "memory": {"summa": "gather"},
+        "precision": precision,
         "device": "cpu",
     })  # fmt: skip
 
@@ -91,6 +107,7 @@ class Ran:
 
     kernels: dict[TaskKind, Counter[Kernel]]
     flops: float
+    kept_bytes: int
 
 
 def added_product(_: torch.Size, first: torch.Size, second: torch.Size, **__: object) -> int:
@@ -110,19 +127,21 @@ def run_for_real(config: Config) -> list[Ran]:
         buckets = list(make_buckets(model.named_parameters(), shard_specs(model), mesh, 2**30))
         memory = Gradients(gradient_views(buckets))
         use_gradients(model, memory)
-        stage, scales = Stage(model, memory), dict.fromkeys(model.labels, 1.0)
+        stage = Stage(model, memory, autocasts=autocasts_of(config, mesh))
+        scales = dict.fromkeys(model.labels, 1.0)
         batch = empty_batch(config, kit, model, mesh.device)
         with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product}) as counter:
             with recorder.program(mesh.ledger) as made:
                 outgoing = stage.forward(0, incoming, batch, scales)
-            kernels = {TaskKind.FORWARD: kernels_of(made())}
+            forward = made()
+            kernels = {TaskKind.FORWARD: kernels_of(forward)}
             gradients = () if chunk.last else tuple(torch.ones_like(x) for x in outgoing)
             with recorder.program(mesh.ledger) as made:
                 stage.backward(0, gradients, defers=False)
             kernels[TaskKind.BACKWARD] = kernels_of(made())
         counted = counter.get_flop_counts().get("Global", {})  # no entry where nothing multiplies
         flops = sum(flops for op, flops in counted.items() if "attention" not in str(op))
-        ran.append(Ran(kernels, flops))
+        ran.append(Ran(kernels, flops, forward.kept_bytes))
         incoming = outgoing
     return ran
 
@@ -141,6 +160,40 @@ def run_elsewhere(configs: list[Config]) -> list[list[Ran]]:
 def ran() -> dict[str, list[Ran]]:
     """Every kit alone in its axes, on real tensors."""
     return dict(zip(SIZE_ONE, run_elsewhere([config_for(tensor) for tensor in SIZE_ONE.values()]), strict=True))
+
+
+AUTOCAST_CASES: dict[str, Config] = {
+    **{kit: config_for(tensor, precision=AUTOCAST) for kit, tensor in SIZE_ONE.items()},
+    **{
+        f"{name}, {kit}": config_for(SIZE_ONE[kit], model, AUTOCAST)
+        for name, model in MODELS.items()
+        for kit in ("none", "megatron", "tesseract")
+    },
+}
+"""Every kit, and every family in the kits whose layers are their own."""
+
+
+@pytest.fixture(scope="module")
+def autocast() -> dict[str, list[Ran]]:
+    return dict(zip(AUTOCAST_CASES, run_elsewhere(list(AUTOCAST_CASES.values())), strict=True))
+
+
+@pytest.mark.parametrize("case", AUTOCAST_CASES)
+def test_autocast_is_planned_as_torch_casts(case: str, autocast: dict[str, list[Ran]]) -> None:
+    """O1: each kernel's dtype, the copies of weights in bf16, and the bytes that the graph keeps."""
+    dtypes = set()
+    for chunk, planned, real in zip(CHUNKS, recordings_of(AUTOCAST_CASES[case]), autocast[case], strict=True):
+        for kind, [program] in planned.programs.items():
+            counts, done = kernels_of(program), real.kernels[kind]
+            dtypes |= {kernel.dtype for kernel in counts if kernel.kind in ("product", "attention")}
+            if "resnext" in case:  # a device copies images into rows where a plan has the same shape already
+                counts, done = (
+                    Counter({k: n for k, n in all_.items() if k.kind == "product"}) for all_ in (counts, done)
+                )
+            assert not done - counts, f"{chunk}, {kind}: not planned"
+            assert not counts - done, f"{chunk}, {kind}: planned, but not done"
+        assert planned.programs[TaskKind.FORWARD][0].kept_bytes == real.kept_bytes
+    assert dtypes == {"bf16"}
 
 
 @pytest.mark.parametrize("kit", SIZE_ONE)

@@ -170,7 +170,6 @@ def test_offload_leaves_the_staging_on_the_device() -> None:
     [
         ({"sync": "server-loss"}, "layout.data.sync"),
         ({"sync": "fsdp"}, "layout.data.sync"),
-        ({"precision": {"level": "O1", "dtype": "bf16"}}, "precision.level"),
         ({"precision": {"level": "O0", "dtype": "float64"}}, "precision.dtype"),
     ],
 )
