@@ -246,9 +246,8 @@ def _record(
     sync = layout.data.strategy
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
     strategy.expect(False)
-    run = strategy.forward if chunk.last else run_model
+    run, leads = strategy.forward if chunk.last else run_model, layout.tensor.leading_ranks
     stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh))
-    leads = layout.tensor.leading_ranks
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     scales, count = dict.fromkeys((*model.labels, SAMPLES), 1.0), min(config.num_microbatches, DISTINCT)
