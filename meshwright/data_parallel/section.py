@@ -177,5 +177,5 @@ FSDP = Sync(
         needs_one_forward_pass, needs_masters_on_the_device, needs_one_axis_of_replicas,
     ),
     over_mpi=False,
-    unplanned="is laid out by torch",
+    unplanned="is laid out by torch (zero3 is the like of it)",
 )  # fmt: skip

@@ -247,4 +247,5 @@ def check_recorded(config: Config) -> None:
     """Raises ConfigError for what cannot be recorded on meta tensors."""
     data = config.layout.data
     if data.strategy.whole:
-        raise ConfigError.of(SYNC, data.sync, f"{data.strategy.unplanned}: it cannot be planned", "another sync")
+        recorded = ", ".join(name for name, entry in entries("syncs").items() if not entry.whole)
+        raise ConfigError.of(SYNC, data.sync, f"{data.strategy.unplanned}: it cannot be planned", recorded)

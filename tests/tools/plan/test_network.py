@@ -53,6 +53,18 @@ def test_blocks_share_the_links_of_their_node() -> None:
     assert gather("row", blocks) == gather("col", blocks) == pytest.approx(1 / 2 * BIG / B + A + between)
 
 
+def test_messages_of_a_split_pipe() -> None:
+    """Pipe 4 in two parts around data 2, on nodes of two: stages 0 and 1 share a node, whose only message to another is
+    stage 1's."""
+    pairs = cluster({**INNER, "joins": 2}, OUTER)
+    grid = Grid((("pipe", 4), ("data", 2)), nesting=(("pipe", 2), ("data", 2), ("pipe", 2)))
+    network = ClusterNetwork(pairs, "torch", grid)
+    ranks = [grid.rank({"pipe": stage, "data": 0}) for stage in range(4)]
+    assert ranks == [0, 1, 4, 5]
+    assert network.message(ranks[0], ranks[1], BIG) == pytest.approx(BIG / B + A)
+    assert network.message(ranks[1], ranks[2], BIG) == pytest.approx(BIG / THIN + FAR)
+
+
 def test_small_payloads_take_trees() -> None:
     data = ("data", 16)
     assert seconds(FLAT, "all_reduce", data, payload=8) == pytest.approx(2 * 4 * A, rel=1e-3)
