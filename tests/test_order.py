@@ -20,6 +20,8 @@ from tests.checkpoint.test_round_trip import assert_same_bits, taken_up, written
 from tests.data_parallel.test_equality import train
 from tests.mpi_workers import Answer, flat, unflat
 from tests.tensor.test_equality import check, run
+from tests.tensor.test_equality import config_for as kit_config
+from tests.tensor.test_equality import serial as serial_of
 from tests.workers import run_ranks
 
 SUBGRAPH = {"kind": "subgraph", "size": 2}
@@ -81,6 +83,36 @@ def test_equals_serial(order: str) -> None:
     assert nesting == [mention.partition(":")[0] for mention in order.split("-")]
     assert grid_of_run(config).nesting == config.layout.nesting
     check(run(config), serial())
+
+
+SPLIT_OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "shard groups": ("gpt2", 3, {
+        "data": {"size": 8, "sync": "zero3", "shard": 4, "bucket": 8192}, "order": ["data:2", "replicate", "data"],
+    }),
+    "experts": ("experts", 3, {
+        "data": {"size": 4, "expert": 4, "sync": "zero1", "bucket": 8192}, "tensor": MEGATRON,
+        "order": ["expert:2", "tensor", "expert"],
+    }),
+    "ring": ("gpt2", 6, {
+        "data": {"size": 2}, "context": {"size": 6, "kind": "ring"}, "order": ["context:2", "data", "context"],
+    }),
+    "key-value heads": ("grouped", 6, {
+        "data": {"size": 2, "sync": "zero1", "bucket": 8192}, "tensor": MEGATRON | {"size": 4},
+        "order": ["tensor:2", "data", "tensor"],
+    }),
+    "one common rank": ("gpt2", 6, {
+        "data": {"size": 2}, "tensor": SUBGRAPH | {"size": 4, "common": "one"}, "order": ["branch:2", "data", "branch"],
+    }),
+}  # fmt: skip
+"""By what is split: the model, the size of a microbatch, the layout."""
+
+
+@pytest.mark.parametrize("name", SPLIT_OTHERS)
+def test_any_axis_may_be_split(name: str) -> None:
+    model, micro, layout = SPLIT_OTHERS[name]
+    config = kit_config(model, {"kind": "none"}, batch={"global": 24, "micro": micro}, layout=layout, steps=3)
+    assert config.layout.nesting != config.layout.axes
+    check(run(config), serial_of(model))
 
 
 def train_for_files(mesh: Mesh, order: str) -> tuple[list[float], dict[str, Tensor]]:
