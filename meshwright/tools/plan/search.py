@@ -37,7 +37,8 @@ from meshwright.tools.plan.answer import Change, Training
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import SYNC, Memory, Planner, Prediction
-from meshwright.tools.plan.space import SearchJob, is_fixed, legal_layouts
+from meshwright.tools.plan.space import Refused, SearchJob, families, is_fixed, layouts_of
+from meshwright.tools.plan.workers import Workers
 
 Keep = Callable[[Layout], bool]
 
@@ -132,19 +133,22 @@ def search(
     models: Estimates | None = None,
     report: ShowProgress = silent,
     partial: bool = False,
+    processes: int = 1,
 ) -> SearchResult:
     """The `top` fastest layouts of a run on so many devices that fit, of those that `keep` lets pass.
 
     `fixed`: fields that keep the run's values (space.py). `models`: shared by searches for one cluster. `partial`:
-    whether Ctrl-C ends the search with the best so far.
+    whether Ctrl-C ends the search with the best so far. `processes`: among how many it is shared, whatever their number
+    with one answer; more than one are forked (workers.py), and must be before torch has gone backward.
 
     Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
     """
     job = SearchJob(config, cluster, devices, frozenset(fixed))
-    hunt = _Hunt(job, top, models or Estimates(Planner(cluster)), keep, report)
-    with _uncollected():
+    models = models or Estimates(Planner(cluster))
+    with _uncollected(), Workers(processes, lambda: _Answers(job, models, keep)) as workers:
+        hunt = _Hunt(job, top, models, keep, report, workers)
         stopped = not _finishes(hunt.gather, partial)
-        if not hunt.legal:
+        if not hunt.found.legal:
             problems = hunt.refused.values()
             raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *problems])
         stopped = not _finishes(hunt.run, partial, hunt.top if not stopped else 1) or stopped

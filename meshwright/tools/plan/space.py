@@ -58,6 +58,9 @@ would save half."""
 _SIZES = ("layout.context", "layout.tensor", "layout.pipeline.size", "layout.data.size")
 """Together they must be all devices, also where they are fixed."""
 
+Refused = dict[str, Problem]
+"""For kinds of tensor sections a problem that a layout of the kind has."""
+
 
 @dataclass(frozen=True)
 class SearchJob:
@@ -77,17 +80,26 @@ class Choice:
     values: Callable[[Config, SearchJob], Iterable[Any]]
 
 
-def legal_layouts(
-    job: SearchJob,
-    refused: dict[str, Problem] | None = None,
-    enters: Callable[[Config], bool] = lambda family: True,
-    holds: Callable[[Config], bool] = lambda layout: True,
+def legal_layouts(job: SearchJob, refused: Refused | None = None) -> Iterator[Config]:
+    """All of them. `refused`: is given for each kind of tensor section the first problem that one of its kind has."""
+    refused = {} if refused is None else refused
+    for family in families(job, refused):
+        yield from layouts_of(family, job, refused)
+
+
+def families(job: SearchJob, refused: Refused) -> Iterator[Config]:
+    """Families of layouts that have all in common that their weights, gradients and states hang on."""
+    yield from _chosen(_start(job), 0, FAMILY, job, refused)
+
+
+def layouts_of(
+    family: Config, job: SearchJob, refused: Refused, holds: Callable[[Config], bool] = lambda layout: True
 ) -> Iterator[Config]:
-    """All of them. `refused`: is given for each kind of tensor section the first problem that one of its kind has.
-    `enters`: whether to go into a family, of which it is given one that might be its least full, with one microbatch a
-    replica. `holds`: whether to go through a layout's orders, on which its memory does not depend."""
-    gates = {FAMILY: enters, len(CHOICES) - 1: holds}
-    yield from _chosen(_start(job), 0, job, {} if refused is None else refused, gates)
+    """A family's layouts. `holds`: whether to go through a layout's orders, on which its memory does not depend."""
+    last = len(CHOICES) - 1
+    for layout in _chosen(family, FAMILY, last, job, refused):
+        if holds(layout):
+            yield from _chosen(layout, last, last + 1, job, refused)
 
 
 def fixed_fields(overrides: Iterable[str]) -> frozenset[str]:
@@ -132,23 +144,17 @@ def _start(job: SearchJob) -> Config:
     return config
 
 
-def _chosen(
-    config: Config, index: int, job: SearchJob, refused: dict[str, Problem], gates: dict[int, Callable[[Config], bool]]
-) -> Iterator[Config]:
-    """Every way to go on from a config whose first `index` choices are made."""
-    if index == len(CHOICES):
+def _chosen(config: Config, index: int, stop: int, job: SearchJob, refused: Refused) -> Iterator[Config]:
+    """Every way to make the choices up to `stop` of a config whose first `index` ones are made."""
+    if index == stop:
         yield config
         return
-    if index in gates:
-        one = config.replica_batch if index == FAMILY else config.micro
-        if one and not gates[index](with_field(config, "batch.micro", one)):
-            return
     choice = CHOICES[index]
     for value in _allowed(choice, config, job):
         made = with_field(config, choice.field, value)
         problem = next((problem for rule in _rules_after(index) for problem in rule.check(made)), None)
         if problem is None:
-            yield from _chosen(made, index + 1, job, refused, gates)
+            yield from _chosen(made, index + 1, stop, job, refused)
         else:
             refused.setdefault(made.layout.tensor.kind, problem)
 
@@ -339,4 +345,4 @@ CHOICES = (
 )
 
 FAMILY = 8
-"""The choices that a family of layouts has in common: all that its weights, gradients and states hang on."""
+"""The choices that a family of layouts has in common."""
