@@ -1,7 +1,9 @@
 """How long the planner's search takes, and what becomes of the layouts: python -m benchmarks.plan_search
 
-Seconds of this process's processor time, beside those of the clock: a search runs on one core; and the most memory that
-the process has held so far, so that --only takes one case at a time.
+    python -m benchmarks.plan_search [--only small medium large axonn many] [--processes N]
+
+Seconds of the clock, on as many processes as --processes says, by default two; and the most memory that this process
+and a worker have held so far, added up, which counts twice what they share: with --only a case is alone.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="which cases")
-    for name in parser.parse_args().only:
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    for name in arguments.only:
         case = CASES[name]
         run = parse_config(
             {
@@ -50,11 +54,12 @@ def main() -> None:
                 "precision": {"level": "O2", "dtype": "fp16"},
             }
         )
-        clock, processor = time.perf_counter(), time.process_time()
-        found = search(run, load_cluster(case.cluster), case.devices)
-        clock, processor = time.perf_counter() - clock, time.process_time() - processor
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        told = f"{clock:.1f} s, {processor:.1f} s of a core, {held:.2f} GiB"
+        clock = time.perf_counter()
+        found = search(run, load_cluster(case.cluster), case.devices, processes=arguments.processes)
+        clock = time.perf_counter() - clock
+        every = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        held = sum(resource.getrusage(who).ru_maxrss for who in every[: arguments.processes]) / 2**20
+        told = f"{clock:.1f} s on {arguments.processes} processes, {held:.2f} GiB"
         print(f"{name}: {case.model} on {case.devices} devices of {case.cluster}: {told}")
         print("  " + ", ".join(f"{count:,} {kind}" for kind, count in asdict(found.counts).items()))
         best = found.predictions[0]

@@ -16,7 +16,8 @@ from meshwright.models.chain import chain_of
 from meshwright.pipeline.trace import write_trace
 from meshwright.tools.plan.answer import answer, seconds_text, sureness, verdict
 from meshwright.tools.plan.predict import Prediction
-from meshwright.tools.plan.search import Loser, SearchResult, layout_text
+from meshwright.tools.plan.scout import Loser
+from meshwright.tools.plan.search import SearchResult, layout_text
 from meshwright.training.phases import PHASES
 from meshwright.training.pictures import draw_timelines
 

@@ -40,7 +40,8 @@ from meshwright.tensor.section import TensorSection, Whole
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.search import Keep, layout_text, search
+from meshwright.tools.plan.scout import Keep
+from meshwright.tools.plan.search import layout_text, search
 from meshwright.tools.report.scaling import Line, draw_scaling
 
 MODES = ("strong", "weak")

@@ -22,34 +22,29 @@ a search with the best that it has.
 from __future__ import annotations
 
 import gc
-import heapq
 from bisect import insort
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count, islice, takewhile
 
 from meshwright.config import Config
-from meshwright.config.layout import Layout
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
-from meshwright.registry import entries
 from meshwright.tools.plan.answer import Change, Training
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
-from meshwright.tools.plan.predict import SYNC, Memory, Planner, Prediction
-from meshwright.tools.plan.space import Refused, SearchJob, families, is_fixed, layouts_of
+from meshwright.tools.plan.predict import Memory, Planner, Prediction
+from meshwright.tools.plan.scout import Findings, Keep, Loser, Scout, strategy_of
+from meshwright.tools.plan.space import SearchJob, families
 from meshwright.tools.plan.workers import Workers
-
-Keep = Callable[[Layout], bool]
 
 SIMULATED = 80
 """The most layouts that are predicted, once as many fit as were asked for: estimates let pass what hardly fits."""
 
-ROOMY = 0.5
-"""The part of a device's memory under which weights, gradients and states leave room enough to slice no more."""
-
-WORTH_HAVING = 0.5
-"""The part of a device's memory that the search says would be worth having, at most."""
+AHEAD = 16
+"""Layouts among which a process finds the next one that is its own."""
 
 TRIES = 6
 """The most layouts that are predicted until one fits, of a strategy that has none among the fastest."""
@@ -74,19 +69,6 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Loser:
-    """The best layout of a strategy that did not win: its fastest that fits, with a prediction; or, if none fits, of
-    those that were looked at the one that lacks least. `memory`: of its fullest rank, without activations where `whole`
-    is false."""
-
-    strategy: str
-    config: Config
-    memory: Memory
-    whole: bool
-    prediction: Prediction | None = None
-
-
-@dataclass(frozen=True)
 class SearchResult:
     """`predictions`: the fastest that fit, the fastest first; at least one. `losers`: of each other strategy. `absent`:
     kinds of tensor sections of which no layout is legal, with a rule that one breaks. `stopped`: by Ctrl-C, so that
@@ -102,13 +84,6 @@ class SearchResult:
     lacking: tuple[float, Config, Memory] | None = None
     training: Training = field(default_factory=Training)
     changes: tuple[Change, ...] = ()
-
-
-def strategy_of(config: Config) -> str:
-    """`data`, `megatron`, `tesseract + pipeline`, ...: what a layout is made of, besides replicas."""
-    tensor, stages = config.layout.tensor, config.layout.pipeline.size
-    parts = [tensor.kind] * bool(tensor.axes) + ["pipeline"] * (stages > 1) + [*config.layout.context.token_axes]
-    return " + ".join(parts) or "data"
 
 
 def layout_text(config: Config) -> str:
@@ -144,19 +119,20 @@ def search(
     Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
     """
     job = SearchJob(config, cluster, devices, frozenset(fixed))
-    models = models or Estimates(Planner(cluster))
-    with _uncollected(), Workers(processes, lambda: _Answers(job, models, keep)) as workers:
-        hunt = _Hunt(job, top, models, keep, report, workers)
+    scout = Scout(job, models or Estimates(Planner(cluster)), keep)
+    with _uncollected(), Workers(processes, scout) as workers:
+        hunt = _Hunt(scout, top, report, workers)
         stopped = not _finishes(hunt.gather, partial)
         if not hunt.found.legal:
-            problems = hunt.refused.values()
+            problems = hunt.found.refused.values()
             raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *problems])
         stopped = not _finishes(hunt.run, partial, hunt.top if not stopped else 1) or stopped
         if not hunt.best:
             raise hunt.nothing_fits() if not stopped else KeyboardInterrupt
         losers = hunt.losers(TRIES if not stopped else 0)
-    absent = {kind: problem for kind, problem in hunt.refused.items() if kind not in hunt.kinds}
-    lacking = hunt.lacking if hunt.lacking and hunt.lacking[0] < hunt.best[0].seconds else None
+    found = hunt.found
+    absent = {kind: problem for kind, problem in found.refused.items() if kind not in found.kinds}
+    lacking = found.lacking if found.lacking and found.lacking[0] < hunt.best[0].seconds else None
     return SearchResult(job, tuple(hunt.best), losers, absent, hunt.counts, stopped, lacking)
 
 
@@ -184,163 +160,169 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Hunt:
-    """A search under way. `queue`: estimated seconds, a number that no two share, the layout."""
+    """A search under way. `queue`: estimated seconds, a number that no two share, the layout; the first `passed` are
+    done with. `known`: verdicts on layouts further on; `asked`: of which one a worker is making it now; `owners`: the
+    processes that have recordings for a cut and a microbatch."""
 
-    def __init__(self, job: SearchJob, top: int, models: Estimates, keep: Keep, report: ShowProgress) -> None:
-        self.job, self.top, self.models, self.keep, self.report = job, top, models, keep, report
-        self.legal = self.too_full = self.unfit = self.dominated = self.predicted = self.simulated = 0
-        self.kinds: set[str] = set()
-        self.refused: dict[str, Problem] = {}
+    def __init__(self, scout: Scout, top: int, report: ShowProgress, workers: Workers) -> None:
+        self.scout, self.top, self.report, self.workers = scout, top, report, workers
+        self.found = Findings()
+        self.dominated = self.predicted = self.simulated = self.passed = 0
         self.best: list[Prediction] = []
         self.queue: list[tuple[float, int, Config]] = []
         self.fitting: set[Config | None] = set()
         self.fastest: dict[str, Prediction] = {}
-        self.closest: dict[str, Loser] = {}
-        self.lacking: tuple[float, Config, Memory] | None = None
+        self.known: dict[Config, Prediction | Memory] = {}
+        self.asked: dict[int, Config] = {}
+        self.owners: dict[Hashable, int] = {}
 
     @property
     def counts(self) -> Counts:
-        out = self.too_full + self.unfit + self.dominated + self.predicted
-        return Counts(self.legal, self.too_full, self.unfit, self.dominated, self.legal - out, self.predicted)
+        found = self.found
+        out = found.too_full + found.unfit + self.dominated + self.predicted
+        return Counts(found.legal, found.too_full, found.unfit, self.dominated, found.legal - out, self.predicted)
 
     def gather(self) -> None:
-        """Queue the layouts that may fit, by their estimates."""
-        for number, config in enumerate(legal_layouts(self.job, self.refused, self._enters, self._holds)):
-            if self.keep(config.layout):
-                self._count(config)
-                self.queue.append((self.models.estimated_seconds(config), number, config))
+        """Queue the layouts that may fit, by their estimates; stopped by Ctrl-C, those that are known by then.
+
+        The processes share the ways to cut a layer, since their layouts have recordings in common.
+        """
+        cuts: dict[Hashable, list[tuple[int, Config]]] = {}
+        for number, family in enumerate(families(self.scout.job, self.found.refused)):
+            cuts.setdefault(family.layout.layer, []).append((number, family))
+        waiting, found = deque(cuts.values()), dict[int, Findings]()
+
+        def tell(summary: str, share: float | None) -> None:
+            self.report(f"{sum(one.legal for one in found.values()):,} layouts; now {summary}", share)
+
+        def hand_out() -> None:
+            for _, others in self.workers.answers():
+                found.update(others)
+            for worker in self.workers.idle:
+                if waiting:
+                    self.workers.ask(worker, Scout.found, waiting.popleft())
+
+        try:
+            while waiting:
+                own = waiting.popleft()
+                for number, family in own:
+                    hand_out()
+                    found[number] = Findings()
+                    self.scout.look(family, found[number], tell)
+            while len(self.workers.idle) < len(self.workers) - 1:
+                found.update(kv for _, others in self.workers.answers(wait=True) for kv in others.items())
+        finally:
+            for number in sorted(found):
+                self.found.include(found[number])
+            estimated = enumerate(self.found.queue)
+            self.queue = sorted((seconds, number, config) for number, (seconds, config) in estimated)
+            self.found.queue = []
 
     def run(self, top: int) -> None:
         """Predict until nothing in the queue can be among so many of the fastest."""
-        heapq.heapify(self.queue)
-        while self.queue and (len(self.best) < top or self.queue[0][0] < self.best[-1].seconds):
+
+        def goes_on(place: int) -> bool:
+            known = len(self.best) >= top
+            return place < len(self.queue) and not (known and self.queue[place][0] >= self.best[-1].seconds)
+
+        while goes_on(self.passed):
             if len(self.best) >= top and self.simulated >= SIMULATED:
                 return
-            self._predict(heapq.heappop(self.queue)[-1])
+            config = self.queue[self.passed][-1]
+            self.passed += 1
+            self._predict(config, (self.queue[i][-1] for i in takewhile(goes_on, count(self.passed))))
 
     def losers(self, tries: int) -> tuple[Loser, ...]:
         """The best layout of each strategy but the fastest's. Where none of its layouts has been predicted, that is the
         first that fits of those with the least estimates, of which `tries` are predicted."""
-        waiting: dict[str, list[tuple[float, int, Config]]] = {}
-        for entry in sorted(self.queue):
-            waiting.setdefault(strategy_of(entry[-1]), []).append(entry)
-        strategies = waiting.keys() | self.fastest.keys() | self.closest.keys()
-        for strategy, queued in waiting.items():
-            for place, (_, _, config) in enumerate(queued):
-                if strategy in self.fastest or (place >= tries and (strategy in self.closest or not tries)):
-                    break
-                self._predict(config)
-        known = strategies & (self.fastest.keys() | self.closest.keys())
+        closest = self.found.closest
+        waiting: dict[str, list[Config]] = {}
+        for _, _, config in self.queue[self.passed :]:
+            waiting.setdefault(strategy_of(config), []).append(config)
+        strategies = waiting.keys() | self.fastest.keys() | closest.keys()
+        tried = [(strategy, config) for strategy, queued in waiting.items() for config in queued[:tries]]
+        for place, (strategy, config) in enumerate(tried):
+            if strategy not in self.fastest:
+                self._predict(config, (other for of, other in tried[place + 1 :] if of not in self.fastest))
+
+        def unknown(config: Config) -> bool:
+            return strategy_of(config) not in self.fastest and strategy_of(config) not in closest
+
+        if tries:  # a strategy of which nothing is known goes on until something is
+            for queued in waiting.values():
+                for config in takewhile(unknown, queued[tries:]):
+                    self._predict(config, ())
+        known = strategies & (self.fastest.keys() | closest.keys())
         return tuple(self._loser(strategy) for strategy in sorted(known - {strategy_of(self.best[0].config)}))
 
     def nothing_fits(self) -> ConfigError:
         """The error that names the layout which lacks least memory."""
-        closest = min(self.closest.values(), key=_lack)
-        device = self.job.cluster.device.memory
+        job, closest = self.scout.job, min(self.found.closest.values(), key=lambda one: one.lack)
+        device = self.scout.device_bytes
         needs = f"{closest.memory.text}; {(closest.memory.total - device) / 1e9:.2f} GB are missing"
         alone = "" if closest.whole else " before it computes anything"
         rule = (
-            f"has {device / 1e9:.2f} GB a device, and none of {self.legal:,} legal layouts on {self.job.devices} fits: "
-            f"the closest, {layout_text(closest.config)}, needs {closest.memory.total / 1e9:.2f} GB{alone} ({needs})"
+            f"has {device / 1e9:.2f} GB a device, and none of {self.found.legal:,} legal layouts on {job.devices} "
+            f"fits: the closest, {layout_text(closest.config)}, needs {closest.memory.total / 1e9:.2f} GB{alone} "
+            f"({needs})"
         )
-        return ConfigError.of("--cluster", self.job.cluster.name, rule, "more --devices, or a smaller model")
+        return ConfigError.of("--cluster", job.cluster.name, rule, "more --devices, or a smaller model")
 
-    def _predict(self, config: Config) -> None:
+    def _predict(self, config: Config, next_ones: Iterable[Config]) -> None:
+        """Predict a layout; meanwhile the workers do those that are likely to come next."""
         if _keeping(config) in self.fitting:
             self.dominated += 1
             self.fitting.add(config)  # it keeps less; so what keeps even less is slower still
             return
         self.simulated += 1
         share = min(1.0, self.simulated / SIMULATED)
-        self.report(f"{self.legal:,} layouts; predicting number {self.simulated}: {layout_text(config)}", share)
-        if not self._fits(config, self.models.least_memory(config)):
-            return
-        prediction = self.models.predict(config)
-        if not self._fits(config, prediction.fullest):
+        text = f"{self.found.legal:,} layouts; predicting number {self.simulated}: {layout_text(config)}"
+        self.report(text, share)
+        verdict = self._verdict(config, next_ones)
+        if isinstance(verdict, Memory):
+            self.found.unfit += 1
+            self.found.include_loser(Loser(strategy_of(config), config, verdict, whole=True))
             return
         self.predicted += 1
         self.fitting.add(config)
         strategy = strategy_of(config)
-        if strategy not in self.fastest or prediction.seconds < self.fastest[strategy].seconds:
-            self.fastest[strategy] = prediction
-        insort(self.best, prediction, key=lambda one: one.seconds)
+        if strategy not in self.fastest or verdict.seconds < self.fastest[strategy].seconds:
+            self.fastest[strategy] = verdict
+        insort(self.best, verdict, key=lambda one: one.seconds)
         del self.best[self.top :]
 
-    def _count(self, config: Config) -> None:
-        self.legal += 1
-        self.kinds.add(config.layout.tensor.kind)
-        if self.legal % 500 == 1:
-            self.report(f"{self.legal:,} layouts; now {config.layout.summary}", None)
+    def _verdict(self, config: Config, next_ones: Iterable[Config]) -> Prediction | Memory:
+        """What the scout says, or the one of another process, of which none waits as long as there are layouts of its
+        own among the next AHEAD. Those that have recordings in common are one process'."""
+        if len(self.workers) == 1:
+            return self.scout.verdict(config)
+        likely = (one for one in next_ones if one not in self.known and _keeping(one) not in self.fitting)
+        waiting = [config, *islice(likely, AHEAD)]
+        while config not in self.known:
+            shares: dict[int, list[Config]] = {}
+            for one in waiting:
+                if one not in self.known and one not in self.asked.values():
+                    shares.setdefault(self._process_of(one), []).append(one)
+            for worker in self.workers.idle:
+                if worker in shares:
+                    self.asked[worker] = shares[worker][0]
+                    self.workers.ask(worker, Scout.verdict, self.asked[worker])
+            if 0 in shares:
+                self.known[shares[0][0]] = self.scout.verdict(shares[0][0])
+            for worker, verdict in self.workers.answers(wait=0 not in shares):
+                self.known[self.asked.pop(worker)] = verdict
+        return self.known.pop(config)
 
-    def _enters(self, family: Config) -> bool:
-        """Whether the weights of a family of layouts fit."""
-        if not self.keep(family.layout):
-            return True
-        if not is_fixed(SYNC, self.job.fixed) and any(map(self._roomy, slicing_less(family))):
-            return False
-        weights = self.models.weights_memory(family)
-        if weights.total <= self.job.cluster.device.memory:
-            return True
-        self._count(family)
-        self._is_too_full(family, weights)
-        return False
-
-    def _holds(self, config: Config) -> bool:
-        """Whether a layout may fit, in whatever order of axes."""
-        if not self.keep(config.layout):
-            return True
-        weights, device = self.models.weights_memory(config), self.job.cluster.device.memory
-        if weights.total > device:
-            self._count(config)
-            self._is_too_full(config, weights)
-            return False
-        memory = self.models.estimated_memory(config)
-        if memory.total <= device:
-            return True
-        self._count(config)
-        self._fits(config, memory)
-        if memory.total <= (1 + WORTH_HAVING) * device:
-            seconds = self.models.estimated_seconds(config)
-            if self.lacking is None or seconds < self.lacking[0]:
-                self.lacking = seconds, config, memory
-        return False
-
-    def _roomy(self, family: Config) -> bool:
-        return self.models.weights_memory(family).total <= ROOMY * self.job.cluster.device.memory
-
-    def _is_too_full(self, config: Config, weights: Memory) -> None:
-        self.too_full += 1
-        self._does_not_fit(config, weights, whole=False)
-
-    def _fits(self, config: Config, memory: Memory) -> bool:
-        if memory.total <= self.job.cluster.device.memory:
-            return True
-        self.unfit += 1
-        self._does_not_fit(config, memory, whole=True)
-        return False
-
-    def _does_not_fit(self, config: Config, memory: Memory, *, whole: bool) -> None:
-        loser = Loser(strategy_of(config), config, memory, whole)
-        self.closest[loser.strategy] = min(self.closest.get(loser.strategy, loser), loser, key=_lack)
+    def _process_of(self, config: Config) -> int:
+        """The process that predicts a layout."""
+        recorded = config.layout.layer, config.micro
+        return self.owners.setdefault(recorded, len(self.owners) % len(self.workers))
 
     def _loser(self, strategy: str) -> Loser:
         if strategy not in self.fastest:
-            return self.closest[strategy]
+            return self.found.closest[strategy]
         prediction = self.fastest[strategy]
         return Loser(strategy, prediction.config, prediction.fullest, whole=True, prediction=prediction)
-
-
-def slicing_less(config: Config) -> Iterator[Config]:
-    """The layout under the strategies that a search tries before its own, which slices gradients; none where it does
-    not."""
-    sync = config.layout.data.sync
-    if config.layout.data.strategy.slices:
-        for other, tried in entries("syncs").items():
-            if other == sync:
-                return
-            if tried.candidate:
-                data = config.layout.data.model_copy(update={"sync": other, "shard": None})
-                yield config.model_copy(update={"layout": config.layout.model_copy(update={"data": data})})
 
 
 def _keeping(config: Config) -> Config | None:
@@ -355,8 +337,3 @@ def _keeping(config: Config) -> Config | None:
     if memory.recompute != "none":
         return config.model_copy(update={"memory": memory.model_copy(update={"recompute": "none"})})
     return None
-
-
-def _lack(loser: Loser) -> tuple[bool, int]:
-    """The order of layouts that do not fit: those that are counted whole before the others."""
-    return not loser.whole, loser.memory.total

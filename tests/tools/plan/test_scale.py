@@ -26,7 +26,7 @@ from meshwright.tools.plan.scale import (
     scale,
     write,
 )
-from meshwright.tools.plan.search import Keep
+from meshwright.tools.plan.scout import Keep
 from tests.tools.plan.clusters import FLAT
 
 RUN = parse_config(

@@ -23,7 +23,8 @@ from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.page import write_plan_page
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.report import as_dict, check_new, render, write_run
-from meshwright.tools.plan.search import ROOMY, SearchResult, layout_text, search, slicing_less, strategy_of
+from meshwright.tools.plan.scout import ROOMY, slicing_less, strategy_of
+from meshwright.tools.plan.search import SearchResult, layout_text, search
 from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
 from tests.tools.plan.clusters import NODES
 

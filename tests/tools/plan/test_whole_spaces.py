@@ -15,7 +15,8 @@ from meshwright.config import parse_config
 from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Planner
-from meshwright.tools.plan.search import ROOMY, search, slicing_less
+from meshwright.tools.plan.scout import ROOMY, slicing_less
+from meshwright.tools.plan.search import search
 from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
 
 GPT = {"layers": 2, "hidden": 64, "heads": 4, "positions": 64, "vocabulary": 512, "dropout": 0.0}
