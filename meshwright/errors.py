@@ -47,6 +47,10 @@ class ConfigError(MeshwrightError):
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        """Exceptions are made again from their message, by default, which another process would take for problems."""
+        return type(self), (self.problems,)
+
     @property
     def exit_code(self) -> int:
         """A command with a wrong option ends with the same: nothing was begun."""

@@ -198,6 +198,7 @@ def plan(
     from meshwright.config.load import load_undecided
 
     config = load_undecided(run, overrides or ())
+    from meshwright.machine import usable_cores
     from meshwright.tools.plan import answer, report
     from meshwright.tools.plan.cluster import load_cluster
     from meshwright.tools.plan.estimate import Estimates
@@ -213,7 +214,10 @@ def plan(
     software = software_of(config, imbalance)
     models, fixed = Estimates(Planner(described, software)), fixed_fields(overrides or ())
     with progress() as show:
-        plans = search(config, described, devices, top, fixed=fixed, models=models, report=show, partial=True)
+        cores = usable_cores()
+        plans = search(
+            config, described, devices, top, fixed=fixed, models=models, report=show, partial=True, processes=cores
+        )
         changes = answer.changes(plans.predictions[0], models)
     plans = replace(plans, training=training, changes=changes)
     report.write_run(plans.predictions[0], out)

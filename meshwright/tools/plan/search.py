@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import gc
 from bisect import insort
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count, islice, takewhile
+from itertools import chain
 
 from meshwright.config import Config
 from meshwright.data.files import ShowProgress, silent
@@ -42,9 +41,6 @@ from meshwright.tools.plan.workers import Workers
 
 SIMULATED = 80
 """The most layouts that are predicted, once as many fit as were asked for: estimates let pass what hardly fits."""
-
-AHEAD = 16
-"""Layouts among which a process finds the next one that is its own."""
 
 TRIES = 6
 """The most layouts that are predicted until one fits, of a strategy that has none among the fastest."""
@@ -161,8 +157,8 @@ def _uncollected() -> Iterator[None]:
 
 class _Hunt:
     """A search under way. `queue`: estimated seconds, a number that no two share, the layout; the first `passed` are
-    done with. `known`: verdicts on layouts further on; `asked`: of which one a worker is making it now; `owners`: the
-    processes that have recordings for a cut and a microbatch."""
+    done with. `ahead`: those that losers() will ask for; `known`: verdicts on some of them, `fitting_ahead` the
+    strategies of which one fits, `asked` which one a worker is at."""
 
     def __init__(self, scout: Scout, top: int, report: ShowProgress, workers: Workers) -> None:
         self.scout, self.top, self.report, self.workers = scout, top, report, workers
@@ -174,7 +170,8 @@ class _Hunt:
         self.fastest: dict[str, Prediction] = {}
         self.known: dict[Config, Prediction | Memory] = {}
         self.asked: dict[int, Config] = {}
-        self.owners: dict[Hashable, int] = {}
+        self.ahead: list[Config] = []
+        self.fitting_ahead: set[str] = set()
 
     @property
     def counts(self) -> Counts:
@@ -185,32 +182,26 @@ class _Hunt:
     def gather(self) -> None:
         """Queue the layouts that may fit, by their estimates; stopped by Ctrl-C, those that are known by then.
 
-        The processes share the ways to cut a layer, since their layouts have recordings in common.
+        The processes share the ways to cut a layer, whose layouts have recordings in common.
         """
         cuts: dict[Hashable, list[tuple[int, Config]]] = {}
         for number, family in enumerate(families(self.scout.job, self.found.refused)):
             cuts.setdefault(family.layout.layer, []).append((number, family))
-        waiting, found = deque(cuts.values()), dict[int, Findings]()
+        shares = [list(chain(*list(cuts.values())[index :: len(self.workers)])) for index in range(len(self.workers))]
+        found: dict[int, Findings] = {}
 
         def tell(summary: str, share: float | None) -> None:
             self.report(f"{sum(one.legal for one in found.values()):,} layouts; now {summary}", share)
 
-        def hand_out() -> None:
-            for _, others in self.workers.answers():
-                found.update(others)
-            for worker in self.workers.idle:
-                if waiting:
-                    self.workers.ask(worker, Scout.found, waiting.popleft())
-
+        for worker in self.workers.idle:
+            self.workers.ask(worker, Scout.found, shares[worker])
         try:
-            while waiting:
-                own = waiting.popleft()
-                for number, family in own:
-                    hand_out()
-                    found[number] = Findings()
-                    self.scout.look(family, found[number], tell)
+            for number, family in shares[0]:
+                found[number] = Findings()
+                self.scout.look(family, found[number], tell)
             while len(self.workers.idle) < len(self.workers) - 1:
-                found.update(kv for _, others in self.workers.answers(wait=True) for kv in others.items())
+                for _, others in self.workers.answers(wait=True):
+                    found |= others
         finally:
             for number in sorted(found):
                 self.found.include(found[number])
@@ -220,40 +211,33 @@ class _Hunt:
 
     def run(self, top: int) -> None:
         """Predict until nothing in the queue can be among so many of the fastest."""
-
-        def goes_on(place: int) -> bool:
-            known = len(self.best) >= top
-            return place < len(self.queue) and not (known and self.queue[place][0] >= self.best[-1].seconds)
-
-        while goes_on(self.passed):
-            if len(self.best) >= top and self.simulated >= SIMULATED:
+        self.ahead = [config for queued in self._by_strategy().values() for config in queued[:TRIES]]
+        while self.passed < len(self.queue):
+            estimate, _, config = self.queue[self.passed]
+            if len(self.best) >= top and (self.simulated >= SIMULATED or estimate >= self.best[-1].seconds):
                 return
-            config = self.queue[self.passed][-1]
             self.passed += 1
-            self._predict(config, (self.queue[i][-1] for i in takewhile(goes_on, count(self.passed))))
+            self._predict(config)
 
     def losers(self, tries: int) -> tuple[Loser, ...]:
         """The best layout of each strategy but the fastest's. Where none of its layouts has been predicted, that is the
         first that fits of those with the least estimates, of which `tries` are predicted."""
-        closest = self.found.closest
+        closest, waiting = self.found.closest, self._by_strategy()
+        strategies = waiting.keys() | self.fastest.keys() | closest.keys()
+        for strategy, queued in waiting.items():
+            for place, config in enumerate(queued):
+                if strategy in self.fastest or (place >= tries and (strategy in closest or not tries)):
+                    break
+                self._predict(config)
+        known = strategies & (self.fastest.keys() | closest.keys())
+        return tuple(self._loser(strategy) for strategy in sorted(known - {strategy_of(self.best[0].config)}))
+
+    def _by_strategy(self) -> dict[str, list[Config]]:
+        """What is left of the queue."""
         waiting: dict[str, list[Config]] = {}
         for _, _, config in self.queue[self.passed :]:
             waiting.setdefault(strategy_of(config), []).append(config)
-        strategies = waiting.keys() | self.fastest.keys() | closest.keys()
-        tried = [(strategy, config) for strategy, queued in waiting.items() for config in queued[:tries]]
-        for place, (strategy, config) in enumerate(tried):
-            if strategy not in self.fastest:
-                self._predict(config, (other for of, other in tried[place + 1 :] if of not in self.fastest))
-
-        def unknown(config: Config) -> bool:
-            return strategy_of(config) not in self.fastest and strategy_of(config) not in closest
-
-        if tries:  # a strategy of which nothing is known goes on until something is
-            for queued in waiting.values():
-                for config in takewhile(unknown, queued[tries:]):
-                    self._predict(config, ())
-        known = strategies & (self.fastest.keys() | closest.keys())
-        return tuple(self._loser(strategy) for strategy in sorted(known - {strategy_of(self.best[0].config)}))
+        return waiting
 
     def nothing_fits(self) -> ConfigError:
         """The error that names the layout which lacks least memory."""
@@ -268,8 +252,7 @@ class _Hunt:
         )
         return ConfigError.of("--cluster", job.cluster.name, rule, "more --devices, or a smaller model")
 
-    def _predict(self, config: Config, next_ones: Iterable[Config]) -> None:
-        """Predict a layout; meanwhile the workers do those that are likely to come next."""
+    def _predict(self, config: Config) -> None:
         if _keeping(config) in self.fitting:
             self.dominated += 1
             self.fitting.add(config)  # it keeps less; so what keeps even less is slower still
@@ -278,7 +261,7 @@ class _Hunt:
         share = min(1.0, self.simulated / SIMULATED)
         text = f"{self.found.legal:,} layouts; predicting number {self.simulated}: {layout_text(config)}"
         self.report(text, share)
-        verdict = self._verdict(config, next_ones)
+        verdict = self._verdict(config)
         if isinstance(verdict, Memory):
             self.found.unfit += 1
             self.found.include_loser(Loser(strategy_of(config), config, verdict, whole=True))
@@ -291,32 +274,29 @@ class _Hunt:
         insort(self.best, verdict, key=lambda one: one.seconds)
         del self.best[self.top :]
 
-    def _verdict(self, config: Config, next_ones: Iterable[Config]) -> Prediction | Memory:
-        """What the scout says, or the one of another process, of which none waits as long as there are layouts of its
-        own among the next AHEAD. Those that have recordings in common are one process'."""
-        if len(self.workers) == 1:
-            return self.scout.verdict(config)
-        likely = (one for one in next_ones if one not in self.known and _keeping(one) not in self.fitting)
-        waiting = [config, *islice(likely, AHEAD)]
-        while config not in self.known:
-            shares: dict[int, list[Config]] = {}
-            for one in waiting:
-                if one not in self.known and one not in self.asked.values():
-                    shares.setdefault(self._process_of(one), []).append(one)
-            for worker in self.workers.idle:
-                if worker in shares:
-                    self.asked[worker] = shares[worker][0]
-                    self.workers.ask(worker, Scout.verdict, self.asked[worker])
-            if 0 in shares:
-                self.known[shares[0][0]] = self.scout.verdict(shares[0][0])
-            for worker, verdict in self.workers.answers(wait=0 not in shares):
-                self.known[self.asked.pop(worker)] = verdict
-        return self.known.pop(config)
+    def _verdict(self, config: Config) -> Prediction | Memory:
+        """What the scout says, or a worker has said."""
+        self._hand_on()
+        while config in self.asked.values():
+            self._take_verdicts(wait=True)
+        return self.known.pop(config) if config in self.known else self.scout.verdict(config)
 
-    def _process_of(self, config: Config) -> int:
-        """The process that predicts a layout."""
-        recorded = config.layout.layer, config.micro
-        return self.owners.setdefault(recorded, len(self.owners) % len(self.workers))
+    def _hand_on(self) -> None:
+        """While this process predicts the fastest, the workers predict what losers() will ask for."""
+        self._take_verdicts()
+        for worker in self.workers.idle:
+            left = [one for one in self.ahead if strategy_of(one) not in self.fastest.keys() | self.fitting_ahead]
+            if left:
+                config, *self.ahead = left
+                self.asked[worker] = config
+                self.workers.ask(worker, Scout.verdict, config)
+
+    def _take_verdicts(self, *, wait: bool = False) -> None:
+        for worker, verdict in self.workers.answers(wait=wait):
+            config = self.asked.pop(worker)
+            self.known[config] = verdict
+            if isinstance(verdict, Prediction):
+                self.fitting_ahead.add(strategy_of(config))
 
     def _loser(self, strategy: str) -> Loser:
         if strategy not in self.fastest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import re
 from dataclasses import dataclass, field
@@ -23,9 +24,10 @@ from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.page import write_plan_page
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.report import as_dict, check_new, render, write_run
-from meshwright.tools.plan.scout import ROOMY, slicing_less, strategy_of
+from meshwright.tools.plan.scout import ROOMY, Scout, slicing_less, strategy_of
 from meshwright.tools.plan.search import SearchResult, layout_text, search
 from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
+from meshwright.tools.plan.workers import Workers
 from tests.tools.plan.clusters import NODES
 
 TREE: dict[str, Any] = {
@@ -158,6 +160,44 @@ def small() -> Small:
         keep=few,
     )  # fmt: skip
     return found, estimates, words
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_that_share_a_search_find_what_one_does(processes: int) -> None:
+    """Where layouts fit, and where none does, of which the closest is told."""
+    words = ("batch.micro=2", "layout.pipeline.schedule=1f1b")
+
+    def found(processes: int, memory: int) -> SearchResult | str:
+        device = NODES.device.model_copy(update={"memory": memory})
+        try:
+            return search(
+                parse_config(TREE, words), NODES.model_copy(update={"device": device}), 4,
+                fixed=fixed_fields(words), processes=processes,
+            )  # fmt: skip
+        except ConfigError as error:
+            return str(error)
+
+    alone, shared = found(1, 2_500_000), found(processes, 2_500_000)
+    assert isinstance(alone, SearchResult)
+    assert len(alone.losers) > 5
+    assert shared == alone
+    lacking = found(1, 1_130_000)
+    assert "none of 198 legal layouts on 4 fits: the closest" in str(lacking)
+    assert found(processes, 1_130_000) == lacking
+    assert not multiprocessing.active_children()
+
+
+def test_a_mistake_in_another_process_is_raised_here() -> None:
+    cluster, models = made_up(3)
+
+    def refused(config: Config) -> Memory:
+        raise ConfigError.of("layout", config.layout.summary, "is not known here", "none")
+
+    models.weights_memory = refused  # type: ignore[method-assign]
+    with Workers(2, Scout(SearchJob(parse_config(TREE), cluster, 2), models, lambda layout: True)) as workers:  # type: ignore[arg-type]
+        workers.ask(1, Scout.found, [(0, parse_config(TREE))])
+        with pytest.raises(ConfigError, match="is not known here"):
+            list(workers.answers(wait=True))
 
 
 def test_the_real_estimates_hold(small: Small) -> None:
