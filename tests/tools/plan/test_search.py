@@ -162,28 +162,27 @@ def small() -> Small:
     return found, estimates, words
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_processes_that_share_a_search_find_what_one_does(processes: int) -> None:
+def test_processes_that_share_a_search_find_what_one_does() -> None:
     """Where layouts fit, and where none does, of which the closest is told."""
-    words = ("batch.micro=2", "layout.pipeline.schedule=1f1b")
+    words = ("batch.micro=2", "layout.pipeline.schedule=1f1b", "memory.offload.to=none", "memory.recompute=none")
 
     def found(processes: int, memory: int) -> SearchResult | str:
         device = NODES.device.model_copy(update={"memory": memory})
         try:
             return search(
-                parse_config(TREE, words), NODES.model_copy(update={"device": device}), 4,
+                parse_config(TREE, words), NODES.model_copy(update={"device": device}), 2,
                 fixed=fixed_fields(words), processes=processes,
             )  # fmt: skip
         except ConfigError as error:
             return str(error)
 
-    alone, shared = found(1, 2_500_000), found(processes, 2_500_000)
+    alone, shared = found(1, 2_500_000), found(3, 2_500_000)
     assert isinstance(alone, SearchResult)
-    assert len(alone.losers) > 5
+    assert len(alone.losers) > 2
     assert shared == alone
     lacking = found(1, 1_130_000)
-    assert "none of 198 legal layouts on 4 fits: the closest" in str(lacking)
-    assert found(processes, 1_130_000) == lacking
+    assert "legal layouts on 2 fits: the closest" in str(lacking)
+    assert found(3, 1_130_000) == lacking
     assert not multiprocessing.active_children()
 
 
