@@ -88,23 +88,19 @@ class Passes:
         return Passes(self.seconds + max(delays), self.timeline, last, peaks, more)
 
 
-def run_passes(
-    config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed, *, brief: bool = False
-) -> Passes:
-    """All microbatches of a step. `costs`: while all stages are at work; `pace`: how much faster fewer of them are.
-    `brief`: of a long step its first microbatches alone, which hold no more than all."""
-    pipeline = _Pipeline(rule_of(config), placement_of(config), config.num_microbatches, costs, latency, pace)
-    return pipeline.simulated(next(pipeline.lengths())) if brief and pipeline.is_long else pipeline.run()
+def phase_of(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed) -> PipelinePhase:
+    """All microbatches of a step. `costs`: while all stages are at work; `pace`: how much faster fewer of them are."""
+    return PipelinePhase(rule_of(config), placement_of(config), config.num_microbatches, costs, latency, pace)
 
 
 def tasks_of_stages(config: Config, costs: TaskCosts, latency: Latency, some: int) -> list[list[Task]]:
     """Each stage's tasks of a step that has only `some` microbatches, in the order in which they begin."""
-    pipeline = _Pipeline(rule_of(config), placement_of(config), config.num_microbatches, costs, latency, undisturbed)
-    spans = pipeline.simulated(some).timeline.spans
-    return [[_task_of(span) for span in spans if span.stage == stage] for stage in range(pipeline.stages)]
+    phase = phase_of(config, costs, latency)
+    spans = phase.simulated(some).timeline.spans
+    return [[_task_of(span) for span in spans if span.stage == stage] for stage in range(phase.stages)]
 
 
-class _Pipeline:
+class PipelinePhase:
     """A step of `count` microbatches, of which fewer may be simulated."""
 
     def __init__(
@@ -127,12 +123,19 @@ class _Pipeline:
     def is_long(self) -> bool:
         return self.count * self.tasks_of_one > WHOLE_TASKS
 
-    def run(self) -> Passes:
+    @cached_property
+    def beginning(self) -> Passes:
+        """Of a long step its first microbatches alone, which hold no more than all."""
+        return self.simulated(next(self.lengths())) if self.is_long else self.whole
+
+    @cached_property
+    def whole(self) -> Passes:
+        """The whole step."""
         if not self.is_long:
             return self.simulated(self.count)
         before: tuple[int, Passes] | None = None
         for some in self.lengths():
-            shorter = self.simulated(some)
+            shorter = self.simulated(some) if before else self.beginning
             if some == self.count:
                 return shorter.shown()
             known = None if self.fills else self.repeated(some, shorter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from meshwright.config import Config
@@ -11,7 +11,7 @@ from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.buckets import Memory, PlannedBucket, memory_of, share_program
 from meshwright.tools.plan.compose import Composition, Cost, StagePlan
-from meshwright.tools.plan.passes import Passes, run_passes
+from meshwright.tools.plan.passes import Passes, PipelinePhase, phase_of
 from meshwright.tools.plan.recorder import Kernel, Program
 from meshwright.tools.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
 from meshwright.tools.plan.step import Sum
@@ -63,8 +63,8 @@ class TimedRun(Composition):
         return sum(min(most, count * len(sizes)) * max(sizes) for sizes in sides)
 
     def passes(self, *, brief: bool = False) -> Passes:
-        """The pipeline phase, which other ways to sum gradients and to keep states have in common. `brief`: as
-        run_passes has it."""
+        """The pipeline phase, which other ways to sum gradients and to keep states have in common. `brief`: its
+        beginning alone."""
         config, layout = self.config, self.config.layout
         key = (
             config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
@@ -72,10 +72,14 @@ class TimedRun(Composition):
             (layout.data, config.memory.offload) if layout.data.strategy.slices else None, brief,
         )  # fmt: skip
         if key not in self.known_passes:
-            ranks = self.grid.world_size // len(self.stages)
-            pace = undisturbed if self.cluster.cores is None else lambda busy: self.timer.gain(busy * ranks)
-            self.known_passes[key] = run_passes(config, self.cost, self.latency, pace, brief=brief)
+            self.known_passes[key] = self.phase.beginning.shown() if brief else self.phase.whole
         return self.known_passes[key]
+
+    @cached_property
+    def phase(self) -> PipelinePhase:
+        ranks = self.grid.world_size // len(self.stages)
+        pace = undisturbed if self.cluster.cores is None else lambda busy: self.timer.gain(busy * ranks)
+        return phase_of(self.config, self.cost, self.latency, pace)
 
     def cost(self, position: int, kind: TaskKind, which: int) -> Cost:
         """The cost of a task at a position of the chain, with what its ranks tell each other before it."""

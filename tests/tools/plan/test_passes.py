@@ -13,7 +13,7 @@ from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE
 from meshwright.pipeline.task import TaskKind
 from meshwright.tools.plan import passes
 from meshwright.tools.plan.compose import Cost
-from meshwright.tools.plan.passes import Passes, _Pipeline
+from meshwright.tools.plan.passes import Passes, PipelinePhase
 
 RULES = {
     "gpipe": GPIPE, "1f1b": ONE_F_ONE_B, "axonn": AXONN, "message-driven": MESSAGE_DRIVEN,
@@ -27,7 +27,7 @@ CHUNKED = [
 ]  # fmt: skip
 
 
-def pipeline(rule: ScheduleRule, placement: ChunkPlacement, count: int, seed: int, unequal: float) -> _Pipeline:
+def pipeline(rule: ScheduleRule, placement: ChunkPlacement, count: int, seed: int, unequal: float) -> PipelinePhase:
     """Positions and links of their own speeds; the first microbatch and the last one have more to do."""
     drawn, positions = random.Random(seed), placement.num_positions
     speed = [{kind: 1 + unequal * drawn.random() for kind in TaskKind} for _ in range(positions)]
@@ -41,14 +41,14 @@ def pipeline(rule: ScheduleRule, placement: ChunkPlacement, count: int, seed: in
             kept = -whole
         return Cost(base * speed[position][kind] + 0.5 * (which != 1), kept, 13 + which)
 
-    return _Pipeline(rule, placement, count, costs, lambda start, end: hops[min(start, end)], passes.undisturbed)
+    return PipelinePhase(rule, placement, count, costs, lambda start, end: hops[min(start, end)], passes.undisturbed)
 
 
-def both(steps: _Pipeline) -> tuple[Passes, Passes]:
+def both(steps: PipelinePhase) -> tuple[Passes, Passes]:
     """The step as it follows from a shorter one, and simulated whole."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "WHOLE_TASKS", 0)
-        return steps.run(), steps.simulated(steps.count)
+        return steps.whole, steps.simulated(steps.count)
 
 
 @given(
@@ -82,6 +82,6 @@ def test_a_long_step_of_several_chunks(rule: ScheduleRule, placement: ChunkPlace
 
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_a_step_of_many_microbatches_simulates_few(name: str) -> None:
-    few, many = (pipeline(RULES[name], ChunkPlacement(4), count, 1, 0.3).run() for count in (5_000, 5_000_000))
+    few, many = (pipeline(RULES[name], ChunkPlacement(4), count, 1, 0.3).whole for count in (5_000, 5_000_000))
     assert len(many.timeline.spans) == len(few.timeline.spans) <= passes.WHOLE_TASKS
     assert many.seconds == pytest.approx(1000 * few.seconds, rel=0.01)
