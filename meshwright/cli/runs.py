@@ -202,6 +202,7 @@ def plan(
     from meshwright.tools.plan import answer, report
     from meshwright.tools.plan.cluster import load_cluster
     from meshwright.tools.plan.estimate import Estimates
+    from meshwright.tools.plan.page import write_plan_page
     from meshwright.tools.plan.predict import Planner
     from meshwright.tools.plan.search import search
     from meshwright.tools.plan.software import software_of
@@ -214,17 +215,15 @@ def plan(
     software = software_of(config, imbalance)
     models, fixed = Estimates(Planner(described, software)), fixed_fields(overrides or ())
     with progress() as show:
-        cores = usable_cores()
         plans = search(
-            config, described, devices, top, fixed=fixed, models=models, report=show, partial=True, processes=cores
-        )
+            config, described, devices, top,
+            fixed=fixed, models=models, report=show, partial=True, processes=usable_cores(),
+        )  # fmt: skip
         changes = answer.changes(plans.predictions[0], models)
     plans = replace(plans, training=training, changes=changes)
     report.write_run(plans.predictions[0], out)
     written = [out] if trace is None else [out, trace, report.write_timeline(plans.predictions[0], trace)]
     if page is not None:
-        from meshwright.tools.plan.page import write_plan_page
-
         write_plan_page(plans, page)
         written.append(page)
     print_result(report, plans, as_json, written)

@@ -125,7 +125,7 @@ class PipelinePhase:
 
     @cached_property
     def beginning(self) -> Passes:
-        """Of a long step its first microbatches alone, which hold no more than all."""
+        """The first microbatches of a long step alone, which hold no more than all."""
         return self.simulated(next(self.lengths())) if self.is_long else self.whole
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What one process of a search finds out: which layouts may fit, about how fast they are, and what a prediction says.
+"""A process of a search finds out which layouts may fit, about how fast they are, and what a prediction says.
 
 A search's processes share families of layouts; what all have found is put together in the order of the families, so
 that the answer does not hang on how many they were.
@@ -50,8 +50,8 @@ class Loser:
 
 
 @dataclass
-class Findings:
-    """What is known of layouts before any is predicted. `legal`: how many were looked at (Counts), `kinds` of their
+class Outlook:
+    """The knowledge of layouts before any is predicted. `legal`: how many were looked at (Counts), `kinds` of their
     tensor sections; `queue`: those that may fit, with their estimated seconds; `closest`: of those that do not, by
     strategy, the one that lacks least; `lacking`: the one with the least estimated seconds, and these."""
 
@@ -64,7 +64,7 @@ class Findings:
     closest: dict[str, Loser] = field(default_factory=dict)
     lacking: tuple[float, Config, Memory] | None = None
 
-    def include(self, later: Findings) -> None:
+    def include(self, later: Outlook) -> None:
         """Add what was found of later families."""
         self.legal += later.legal
         self.too_full += later.too_full
@@ -82,7 +82,7 @@ class Findings:
         self.kinds.add(config.layout.tensor.kind)
 
     def include_loser(self, loser: Loser) -> None:
-        """Of layouts that lack as much the first stays."""
+        """The first stays of layouts that lack as much."""
         known = self.closest.get(loser.strategy, loser)
         self.closest[loser.strategy] = min(known, loser, key=lambda one: one.lack)
 
@@ -98,7 +98,7 @@ class Scout:
         self.job, self.models, self.keep = job, models, keep
         self.device_bytes = job.cluster.device.memory
 
-    def look(self, family: Config, found: Findings, report: ShowProgress = silent) -> None:
+    def look(self, family: Config, found: Outlook, report: ShowProgress = silent) -> None:
         """Put into `found` what there is to know of a family."""
         for config in self._kept(family, found):
             found.count(config)
@@ -106,9 +106,9 @@ class Scout:
             if found.legal % _TOLD == 1:
                 report(config.layout.summary, None)
 
-    def found(self, numbered: Sequence[tuple[int, Config]]) -> dict[int, Findings]:
-        """What there is to know of some families, by number."""
-        found = {number: Findings() for number, _ in numbered}
+    def found(self, numbered: Sequence[tuple[int, Config]]) -> dict[int, Outlook]:
+        """The same of some families, by their numbers."""
+        found = {number: Outlook() for number, _ in numbered}
         for number, family in numbered:
             self.look(family, found[number])
         return found
@@ -121,7 +121,7 @@ class Scout:
         prediction = self.models.predict(config)
         return prediction if prediction.fullest.total <= self.device_bytes else prediction.fullest
 
-    def _kept(self, family: Config, found: Findings) -> Iterator[Config]:
+    def _kept(self, family: Config, found: Outlook) -> Iterator[Config]:
         """The family's layouts that may fit."""
         least = with_field(family, "batch.micro", family.replica_batch) if family.replica_batch else None
         if least is None or self._enters(least, found):
@@ -129,7 +129,7 @@ class Scout:
                 if self.keep(config.layout):
                     yield config
 
-    def _enters(self, family: Config, found: Findings) -> bool:
+    def _enters(self, family: Config, found: Outlook) -> bool:
         """Whether the weights of a family of layouts fit; it is one that might be its least full."""
         if not self.keep(family.layout):
             return True
@@ -137,7 +137,7 @@ class Scout:
             return False
         return self._has_room(family, found)
 
-    def _holds(self, found: Findings, config: Config) -> bool:
+    def _holds(self, found: Outlook, config: Config) -> bool:
         """Whether a layout may fit, in whatever order of axes."""
         if not self.keep(config.layout):
             return True
@@ -153,7 +153,7 @@ class Scout:
             found.include_lacking((self.models.estimated_seconds(config), config, memory))
         return False
 
-    def _has_room(self, config: Config, found: Findings) -> bool:
+    def _has_room(self, config: Config, found: Outlook) -> bool:
         """Whether weights, gradients and states fit alone."""
         weights = self.models.weights_memory(config)
         if weights.total <= self.device_bytes:

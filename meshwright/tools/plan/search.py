@@ -35,7 +35,7 @@ from meshwright.tools.plan.answer import Change, Training
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Memory, Planner, Prediction
-from meshwright.tools.plan.scout import Findings, Keep, Loser, Scout, strategy_of
+from meshwright.tools.plan.scout import Keep, Loser, Outlook, Scout, strategy_of
 from meshwright.tools.plan.space import SearchJob, families
 from meshwright.tools.plan.workers import Workers
 
@@ -162,7 +162,7 @@ class _Hunt:
 
     def __init__(self, scout: Scout, top: int, report: ShowProgress, workers: Workers) -> None:
         self.scout, self.top, self.report, self.workers = scout, top, report, workers
-        self.found = Findings()
+        self.found = Outlook()
         self.dominated = self.predicted = self.simulated = self.passed = 0
         self.best: list[Prediction] = []
         self.queue: list[tuple[float, int, Config]] = []
@@ -188,7 +188,7 @@ class _Hunt:
         for number, family in enumerate(families(self.scout.job, self.found.refused)):
             cuts.setdefault(family.layout.layer, []).append((number, family))
         shares = [list(chain(*list(cuts.values())[index :: len(self.workers)])) for index in range(len(self.workers))]
-        found: dict[int, Findings] = {}
+        found: dict[int, Outlook] = {}
 
         def tell(summary: str, share: float | None) -> None:
             self.report(f"{sum(one.legal for one in found.values()):,} layouts; now {summary}", share)
@@ -197,7 +197,7 @@ class _Hunt:
             self.workers.ask(worker, Scout.found, shares[worker])
         try:
             for number, family in shares[0]:
-                found[number] = Findings()
+                found[number] = Outlook()
                 self.scout.look(family, found[number], tell)
             while len(self.workers.idle) < len(self.workers) - 1:
                 for _, others in self.workers.answers(wait=True):
@@ -233,7 +233,7 @@ class _Hunt:
         return tuple(self._loser(strategy) for strategy in sorted(known - {strategy_of(self.best[0].config)}))
 
     def _by_strategy(self) -> dict[str, list[Config]]:
-        """What is left of the queue."""
+        """The rest of the queue, by strategy."""
         waiting: dict[str, list[Config]] = {}
         for _, _, config in self.queue[self.passed :]:
             waiting.setdefault(strategy_of(config), []).append(config)
@@ -275,7 +275,7 @@ class _Hunt:
         del self.best[self.top :]
 
     def _verdict(self, config: Config) -> Prediction | Memory:
-        """What the scout says, or a worker has said."""
+        """The scout's verdict, or the one that a worker has found."""
         self._hand_on()
         while config in self.asked.values():
             self._take_verdicts(wait=True)

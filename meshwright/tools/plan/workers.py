@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Concatenate, Self
 
-Question = Callable[Concatenate[Any, ...], Any]
+Asked = Callable[Concatenate[Any, ...], Any]
 
 
 class Workers:
@@ -61,7 +61,7 @@ class Workers:
         """The forks that owe no answer, by number from 1 on; 0 is this process."""
         return [number for number in range(1, len(self._forks) + 1) if number not in self._busy]
 
-    def ask(self, number: int, question: Question, *arguments: object) -> None:
+    def ask(self, number: int, question: Asked, *arguments: object) -> None:
         """Have an idle fork go on with question(subject, *arguments)."""
         self._busy.add(number)
         self._connections[number - 1].send((question, arguments))
