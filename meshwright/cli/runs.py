@@ -212,12 +212,11 @@ def plan(
     report.check_new("--out", out)
     if page is not None:
         report.check_new("--page", page)
-    software = software_of(config, imbalance)
-    models, fixed = Estimates(Planner(described, software)), fixed_fields(overrides or ())
+    models = Estimates(Planner(described, software_of(config, imbalance)))
     with progress() as show:
         plans = search(
             config, described, devices, top,
-            fixed=fixed, models=models, report=show, partial=True, processes=usable_cores(),
+            fixed=fixed_fields(overrides or ()), models=models, report=show, partial=True, processes=usable_cores(),
         )  # fmt: skip
         changes = answer.changes(plans.predictions[0], models)
     plans = replace(plans, training=training, changes=changes)
