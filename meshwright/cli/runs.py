@@ -14,6 +14,7 @@ from typer import Argument, Option
 
 from meshwright.cli.app import AsJson, ClusterName, DeviceOption, Overrides, RunFile, app, print_result, progress
 from meshwright.errors import ConfigError
+from meshwright.machine import usable_cores
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -198,7 +199,6 @@ def plan(
     from meshwright.config.load import load_undecided
 
     config = load_undecided(run, overrides or ())
-    from meshwright.machine import usable_cores
     from meshwright.tools.plan import answer, report
     from meshwright.tools.plan.cluster import load_cluster
     from meshwright.tools.plan.estimate import Estimates
