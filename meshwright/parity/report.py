@@ -103,12 +103,13 @@ def _page_kinds(result: ParityResult) -> list[dict[str, Any]]:
 
 
 def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
-    """The modules as a person reads them, parents before their children; the finding's is marked."""
+    """The modules as a person reads them, parents before their children; the finding's is marked. One that is at no
+    module, as of the loss or of all parameters, has a row of its own behind them."""
     named = None if result.finding is None else result.finding.module
     wrong = {owner_of(row.name) for row in result.failed if row.kind == "gradient"}
     lines = {line.name: line for line in reversed(result.modules)}  # of several calls the first
     above = {name: [n for n in lines if n != name and (not n or name.startswith(f"{n}."))] for name in lines}
-    return [
+    rows = [
         {
             "name": name.removeprefix(max(above[name], key=len, default="")).lstrip(".") or "the model",
             "path": name,
@@ -121,6 +122,11 @@ def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
         }
         for name, line in ((name, lines[name]) for name in _parents_first(result.modules))
     ]
+    if result.finding is not None and named not in lines:
+        place = {"name": result.finding.module.strip("()"), "path": result.finding.module, "depth": 0, "type": ""}
+        said = {"kind": WRONG, "text": result.finding.kind}
+        rows.append({**place, "output": said, "gradient": _words(None), "parameters": False, "first": True})
+    return rows
 
 
 def _parents_first(modules: Sequence[ModuleLine]) -> list[str]:
