@@ -23,8 +23,8 @@ from tests.context.test_equality import KINDS
 from tests.context.test_equality import config_for as in_context
 from tests.data_parallel.test_equality import BATCHES, SYNCS
 from tests.harness import build
+from tests.models.test_experts_layouts import BOUNDED, BOUNDED_LAYOUTS, experts
 from tests.models.test_experts_layouts import LAYOUTS as EXPERTS
-from tests.models.test_experts_layouts import experts
 from tests.models.test_llama_layouts import LAYOUTS as LLAMAS
 from tests.models.test_llama_layouts import llama
 from tests.pipeline.test_equality import CHUNKED, SCHEDULES, WHOLE, pipelined
@@ -174,6 +174,7 @@ ROOMS = {
     "context": CONTEXTS,
     "llama": [llama(layout) for layout in LLAMAS.values()],
     "experts": [experts(layout) for layout in EXPERTS.values()],
+    "capacity": [experts(layout, model=BOUNDED) for layout in BOUNDED_LAYOUTS.values()],
 }
 """The layouts of the rooms' equality tests, but rings with blocks: a rank then has rows of several microbatches, and of
 each a zigzag of its sequence, which explain.py does not look for along two dims at once."""
