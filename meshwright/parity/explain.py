@@ -3,7 +3,7 @@
 | explanation | the ranks hold                                                    |
 |-------------|-------------------------------------------------------------------|
 | copy        | the reference's tensor, each                                      |
-| cut         | a block of it, or some of its slices along one dim                |
+| cut         | a block of it, or two along a dim; or its slices along one dim    |
 | partial     | terms whose sum over an axis is the reference's, or a cut of it   |
 | wrong       | something else; `factor` where it is the reference's times that   |
 """
@@ -93,14 +93,28 @@ def _candidates(local: Tensor, whole: Tensor) -> Iterator[Part]:
     if not cut:
         yield Part("", (None,) * whole.ndim)
         return
-    yield from box_candidates("", local.shape, whole.shape, cut)
+    yield from _blocks(local, whole, cut)
     for dim in cut:
         if not 0 < local.shape[dim] < whole.shape[dim] <= MOST_SLICES:
             continue
-        for block in box_candidates("", local.shape, whole.shape, [d for d in cut if d != dim]):
+        for block in _blocks(local, whole, [d for d in cut if d != dim]):
             mine, theirs = (x.movedim(dim, 0).reshape(x.shape[dim], -1) for x in (local, block.take(whole)))
             nearest = tuple(torch.cdist(mine, theirs).argmin(1).tolist())
             yield Part("", tuple(nearest if d == dim else index for d, index in enumerate(block.index)))
+
+
+def _blocks(local: Tensor, whole: Tensor, cut: Sequence[int]) -> Iterator[Part]:
+    """Blocks of a local shape along the dims `cut`, and blocks that are two along one of them: the k-th from the
+    beginning and the k-th from the end, of half the length, as a ring's ranks share a causal sequence."""
+    yield from box_candidates("", local.shape, whole.shape, cut)
+    for dim in cut:
+        half, ranks = local.shape[dim] // 2, whole.shape[dim] // max(1, local.shape[dim])
+        if half == 0 or whole.shape[dim] != 2 * half * ranks or ranks == 1:
+            continue
+        for block in box_candidates("", local.shape, whole.shape, [d for d in cut if d != dim]):
+            for k in range(ranks):
+                ends = tuple(half * at + i for at in (k, 2 * ranks - 1 - k) for i in range(half))
+                yield Part("", tuple(ends if d == dim else index for d, index in enumerate(block.index)))
 
 
 def _leaves_out(fits: Sequence[Fit], allowed: float) -> bool:

@@ -155,7 +155,6 @@ CONTEXTS = [
         *[(model, 3, WHOLE) for model in ("untied", "bert", "megatron-bert")],
         *[(model, 2, tensor) for model in ("gpt2", "bert") for tensor in (MEGATRON, SEQUENCE, BLOCKS)],
     ]
-    if kind != "ring" or tensor != BLOCKS
 ]
 SLICED = [
     *[config_for("gpt2", {"data": {"size": size, "sync": sync, "bucket": 8192}}, micro=6 // size)
@@ -176,8 +175,7 @@ ROOMS = {
     "experts": [experts(layout) for layout in EXPERTS.values()],
     "capacity": [experts(layout, model=BOUNDED) for layout in BOUNDED_LAYOUTS.values()],
 }
-"""The layouts of the rooms' equality tests, but rings with blocks: a rank then has rows of several microbatches, and of
-each a zigzag of its sequence, which explain.py does not look for along two dims at once."""
+"""The layouts of the rooms' equality tests."""
 
 MANY = {f"{room}-{index} {layout_name(config)}": config
         for room, configs in ROOMS.items() for index, config in enumerate(configs)}  # fmt: skip
