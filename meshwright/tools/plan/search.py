@@ -119,6 +119,8 @@ def search(
     with _uncollected(), Workers(processes, scout) as workers:
         hunt = _Hunt(scout, top, report, workers)
         stopped = not _finishes(hunt.gather, partial)
+        if stopped:
+            workers.end()  # they are at layouts that nobody waits for any more
         if not hunt.found.legal:
             problems = hunt.found.refused.values()
             raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *problems])

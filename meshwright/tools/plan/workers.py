@@ -46,11 +46,17 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the forks, whatever they owe; this process goes on alone."""
         for fork in self._forks:
             fork.terminate()
             fork.join()
         for connection in self._connections:
             connection.close()
+        self._forks, self._connections = [], []
+        self._busy.clear()
 
     def __len__(self) -> int:
         """The number of processes, this one too."""

@@ -128,18 +128,37 @@ def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
     }
 
 
-def test_ctrl_c_ends_a_search_with_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("processes", [1, 3])
+def test_ctrl_c_ends_a_search_with_the_best_so_far(processes: int, capsys: pytest.CaptureFixture[str]) -> None:
     cluster, models = made_up(1)
 
     def press(text: str, share: float | None) -> None:
         if "predicting number 4" in text:
             raise KeyboardInterrupt
 
-    found = search(parse_config(TREE), cluster, 2, models=models, report=press, partial=True)
+    found = search(parse_config(TREE), cluster, 2, models=models, report=press, partial=True, processes=processes)
     assert found.stopped
-    assert 1 <= len(found.predictions) <= len(models.predicted) == 3
+    assert 1 <= len(found.predictions) <= 3
+    assert not multiprocessing.active_children()
     render(found)
     assert "stopped by Ctrl-C" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_ctrl_c_before_all_layouts_are_estimated(processes: int) -> None:
+    cluster, models = made_up(1)
+    told: list[str] = []
+
+    def press(text: str, share: float | None) -> None:
+        told.append(text)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    found = search(parse_config(TREE), cluster, 2, models=models, report=press, partial=True, processes=processes)
+    assert found.stopped
+    assert found.predictions
+    assert "predicting" not in " ".join(told[:3])
+    assert not multiprocessing.active_children()
 
 
 def few(layout: Layout) -> bool:
