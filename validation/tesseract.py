@@ -37,16 +37,7 @@ def changes_of(line: Line) -> dict[str, Any]:
     parts = tensor["q"] * tensor["d"] if tensor["kind"] == "tesseract" else 1
     batch = -(-int(line["batch"]) // parts) * parts
     model = {"hidden": int(line["hidden"]), "heads": int(line["heads"])}
-    layout = {"tensor": tensor, "order": _order_of(tensor)}
-    return {"model": model, "batch": {"global": batch}, "layout": layout, "memory": memory}
-
-
-def _order_of(tensor: Mapping[str, Any]) -> list[str] | str:
-    """The group's code gives each node of four a block of 2 x 2 ranks. Slices of depth are on nodes of their own."""
-    if tensor["kind"] != "tesseract" or tensor["q"] == 2:
-        return "auto"
-    apart = tensor["q"] // 2
-    return [*(["depth"] if tensor["d"] > 1 else []), f"row:{apart}", f"col:{apart}", "row", "col"]
+    return {"model": model, "batch": {"global": batch}, "layout": {"tensor": tensor}, "memory": memory}
 
 
 def _tensor(shape: str) -> Mapping[str, Any]:

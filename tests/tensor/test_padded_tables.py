@@ -87,7 +87,7 @@ def legs(
 
 
 def assert_same_rows(after: States, before: States) -> None:
-    """The same values in the rows that both have, and zeros behind."""
+    """Tables of another padding hold the values in the rows that both have, and zeros behind."""
     assert after.keys() == before.keys()
     for name, there in before.items():
         if after[name].shape == there.shape:

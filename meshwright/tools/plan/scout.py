@@ -107,7 +107,7 @@ class Scout:
                 report(config.layout.summary, None)
 
     def found(self, numbered: Sequence[tuple[int, Config]]) -> dict[int, Outlook]:
-        """The same of some families, by their numbers."""
+        """Look at some families, which are numbered: what each has in it, by number."""
         found = {number: Outlook() for number, _ in numbered}
         for number, family in numbered:
             self.look(family, found[number])
