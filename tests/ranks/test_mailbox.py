@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -37,7 +36,7 @@ from meshwright.ranks.planned import PlannedMailbox, planned_mesh
 from tests import mailbox_cases
 from tests.mailbox_cases import FAST, FORMS, Answer, take, values
 from tests.rehearsal.streams import on_streams
-from tests.workers import run_ranks
+from tests.workers import free_port, run_ranks
 
 PAIR = Grid((("pipe", 2),))
 FORM = TensorMeta((3,), torch.float32)
@@ -134,13 +133,6 @@ def test_rows_beside_each_other(sizes: tuple[int, int]) -> None:
 def test_rows_beside_each_other_over_mpi(sizes: tuple[int, int], mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
     grid = Grid((("data", sizes[0]), ("pipe", sizes[1])))
     check_relay(grid, mpi(grid.world_size)["mailbox-relay"])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _leave(rank: int, port: int, answer: Connection) -> None:

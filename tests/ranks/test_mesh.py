@@ -17,8 +17,7 @@ from meshwright.ranks.torch_comm import TorchComm, TorchTransport
 from tests.mailbox_cases import spawn_within
 from tests.mesh_cases import ASKED, ask_by_stage
 from tests.mpi_workers import Answer
-from tests.ranks.test_mailbox import free_port
-from tests.workers import run_ranks
+from tests.workers import free_port, run_ranks
 
 SIXTEEN = Grid((("data", 2), ("pipe", 2), ("row", 4)))
 UNEVEN = Grid((("data", 2), ("pipe", 3), ("row", 2)))

@@ -19,11 +19,10 @@ from meshwright.training.loop import Trainer, validate
 from tests.data_parallel.test_equality import SYNCS
 from tests.harness import build, resolved
 from tests.mailbox_cases import spawn_within
-from tests.ranks.test_mailbox import free_port
 from tests.rehearsal.births import births
 from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE, config_for
 from tests.tools.verify.cases import Drawn
-from tests.workers import run_ranks
+from tests.workers import free_port, run_ranks
 
 WHOLE = {"kind": "none"}
 SUBGRAPH = {"kind": "subgraph", "size": 2}
