@@ -27,7 +27,7 @@ settings.register_profile("meshwright", deadline=None, derandomize=True, max_exa
 settings.load_profile("meshwright")
 
 
-BUDGETS = {"core": 31_820, "tools": 12_940, "parity": 2_830}
+BUDGETS = {"core": 33_500, "tools": 13_800, "parity": 3_300}
 """Lines of the package's parts. Who needs more says in docs/decisions.md for what."""
 
 

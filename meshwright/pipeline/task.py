@@ -19,27 +19,23 @@ not show here until its turn (engine.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from meshwright.pipeline.placement import ChunkPlacement
 
 
-class TaskKind(Enum):
+class TaskKind(StrEnum):
     """A kind of task; prints as its letter."""
 
     FORWARD = "F"
     BACKWARD = "B"
     WEIGHT = "W"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One kind of work on one microbatch, in one chunk of a stage."""
 
     kind: TaskKind
@@ -65,7 +61,7 @@ WAIT = Wait.WAIT
 
 
 class Counters(NamedTuple):
-    """A chunk's tasks that are done, and its messages that have come, without gaps."""
+    """Tasks that are done, and messages that have come, without gaps: of a chunk, or of all."""
 
     forwards: int = 0
     backwards: int = 0
@@ -88,6 +84,9 @@ class View:
     microbatch goes through, in order: F, B, W; F, B where the backward pass is not split; F in an evaluation. `chunks`:
     the counters of each chunk. `arrivals`: the messages that no task has taken yet, in the order in which they came.
     `order`: all tasks, where the schedule keeps to an order.
+
+    `num_stages`, `is_first`, `is_last`: whether the stage holds the chain's beginning, in its first chunk, and its end,
+    in its last one. `total`: the counters of all chunks together.
     """
 
     stage: int
@@ -98,26 +97,22 @@ class View:
     chunks: tuple[Counters, ...]
     arrivals: tuple[Arrival, ...] = ()
     order: tuple[Task, ...] = ()
+    num_stages: int = field(init=False)
+    is_first: bool = field(init=False)
+    is_last: bool = field(init=False)
+    total: Counters = field(init=False)
 
     def __post_init__(self) -> None:
+        self.__dict__.update(
+            num_stages=self.placement.num_stages,
+            is_first=self.stage == 0,
+            is_last=self.stage == self.placement.last_stage,
+            total=Counters(*map(sum, zip(*self.chunks, strict=True))),
+        )
         assert 0 <= self.stage < self.num_stages, f"stage {self.stage} of {self.num_stages}"
         assert self.num_microbatches >= 1, f"{self.num_microbatches} microbatches"
         assert self.limit >= 1, f"a limit of {self.limit} microbatches in flight: stage {self.stage} could never begin"
         assert TaskKind.BACKWARD not in self.kinds or self.limit >= len(self.chunks), f"{self.limit} places: {self}"
-
-    @property
-    def num_stages(self) -> int:
-        return self.placement.num_stages
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the stage holds the chain's beginning, in its first chunk."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage holds the chain's end, in its last chunk."""
-        return self.stage == self.placement.last_stage
 
     @property
     def splits(self) -> bool:
@@ -126,28 +121,28 @@ class View:
 
     def num_done(self, kind: TaskKind) -> int:
         """How many tasks of this kind are done, in all chunks."""
-        return sum(counts.num_done(kind) for counts in self.chunks)
+        return self.total.num_done(kind)
 
     @property
     def forwards(self) -> int:
-        return self.num_done(TaskKind.FORWARD)
+        return self.total.forwards
 
     @property
     def backwards(self) -> int:
-        return self.num_done(TaskKind.BACKWARD)
+        return self.total.backwards
 
     @property
     def weights(self) -> int:
-        return self.num_done(TaskKind.WEIGHT)
+        return self.total.weights
 
     @property
     def in_flight(self) -> int:
         """Microbatches whose activations a chunk holds: begun, and their last task not done."""
-        return self.forwards - self.num_done(self.kinds[-1])
+        return self.total.forwards - self.total.num_done(self.kinds[-1])
 
     @property
     def done(self) -> bool:
-        return self.num_done(self.kinds[-1]) == self.num_microbatches * len(self.chunks)
+        return self.total.num_done(self.kinds[-1]) == self.num_microbatches * len(self.chunks)
 
     def next(self, kind: TaskKind, chunk: int = 0) -> Task:
         """The only task of this kind whose turn it is in a chunk."""
@@ -183,23 +178,21 @@ class View:
 
     def after(self, task: Task) -> View:
         """The view when the task is done: its counter goes on, and the message that it took is gone."""
-        assert self.ready(task.kind, task.chunk), f"{task} is not ready: {self}"
-        assert task == self.next(task.kind, task.chunk), f"{task} out of turn: {self}"
-        counts = self.chunks[task.chunk]
-        if task.kind is TaskKind.FORWARD:
-            counts = counts._replace(forwards=counts.forwards + 1)
-        elif task.kind is TaskKind.BACKWARD:
-            counts = counts._replace(backwards=counts.backwards + 1)
-        else:
-            counts = counts._replace(weights=counts.weights + 1)
-        return self._with(task.chunk, counts, tuple(message for message in self.arrivals if message != task))
+        kind, _, chunk = task
+        assert self.ready(kind, chunk), f"{task} is not ready: {self}"
+        assert task == self.next(kind, chunk), f"{task} out of turn: {self}"
+        return self._with(chunk, _DONE[kind], tuple(message for message in self.arrivals if message != task))
 
-    def _with(self, chunk: int, counts: Counters, arrivals: tuple[Arrival, ...]) -> View:
-        """dataclasses.replace, several times as fast: a simulated step has a hundred thousand views."""
+    def _with(self, chunk: int, counter: int, arrivals: tuple[Arrival, ...]) -> View:
+        """One of a chunk's counters has gone on. It is dataclasses.replace, several times as fast: a simulated step has
+        a hundred thousand views."""
         view = object.__new__(View)
-        view.__dict__.update(self.__dict__)
-        chunks = (*self.chunks[:chunk], counts, *self.chunks[chunk + 1 :])
-        view.__dict__.update(chunks=chunks, arrivals=arrivals)
+        state = view.__dict__
+        state.update(self.__dict__)
+        state["arrivals"] = arrivals
+        state["total"] = _counted(self.total, counter)
+        one = _counted(self.chunks[chunk], counter) if len(self.chunks) > 1 else state["total"]
+        state["chunks"] = (*self.chunks[:chunk], one, *self.chunks[chunk + 1 :])
         return view
 
     def expects(self, kind: TaskKind, chunk: int = 0) -> Arrival:
@@ -213,8 +206,22 @@ class View:
         if kind is TaskKind.FORWARD:
             assert not (self.is_first and chunk == 0), f"an activation at the first stage: {self}"
             assert counts.activations < self.num_microbatches, f"one activation too many: {self}"
-            return self._with(chunk, counts._replace(activations=counts.activations + 1), arrivals)
-        assert kind is TaskKind.BACKWARD, f"{kind} is no message"
-        assert not self._ends(chunk), f"a gradient at the last stage: {self}"
-        assert counts.gradients < counts.forwards, f"a gradient of a microbatch that was not sent on: {self}"
-        return self._with(chunk, counts._replace(gradients=counts.gradients + 1), arrivals)
+        else:
+            assert kind is TaskKind.BACKWARD, f"{kind} is no message"
+            assert not self._ends(chunk), f"a gradient at the last stage: {self}"
+            assert counts.gradients < counts.forwards, f"a gradient of a microbatch that was not sent on: {self}"
+        return self._with(chunk, _COME[kind], arrivals)
+
+
+_DONE = {TaskKind.FORWARD: 0, TaskKind.BACKWARD: 1, TaskKind.WEIGHT: 2}
+"""The place among Counters of tasks that are done."""
+
+_COME = {TaskKind.FORWARD: 3, TaskKind.BACKWARD: 4}
+"""The place among Counters of messages that have come."""
+
+
+def _counted(counts: Counters, counter: int) -> Counters:
+    """One of the counters has gone on."""
+    values = [*counts]
+    values[counter] += 1
+    return Counters(*values)
