@@ -47,10 +47,12 @@ def _take(view: View, arrived: Iterable[Arrival], early: set[Arrival]) -> View:
     """The view with these messages; one that overtook another stays in `early` until its turn."""
     for message in arrived:
         kind, chunk = message.kind, message.chunk
-        assert message.microbatch >= view.expects(kind, chunk).microbatch, f"{message} came twice: {view}"
+        expected = view.expects(kind, chunk)
+        assert message.microbatch >= expected.microbatch, f"{message} came twice: {view}"
         assert message not in early, f"{message} came twice before its turn: {view}"
         early.add(message)
-        while (expected := view.expects(kind, chunk)) in early:
+        while expected in early:
             early.remove(expected)
             view = view.with_arrival(kind, chunk)
+            expected = view.expects(kind, chunk)
     return view

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -83,8 +83,7 @@ class Watch:
 CATEGORIES = {TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.WEIGHT: "weight"}
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One thing that a stage did from `start_seconds` to `end_seconds`, counted from any moment that all spans share.
 
     `name` is what is written on it: F3, optimizer. `category` gives its colour and row: forward, backward, weight, or

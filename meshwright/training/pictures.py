@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -239,7 +239,7 @@ def _panel(axes: Axes, title: str, timeline: Timeline, end: float) -> None:
 
 def write_step(spans: Sequence[Span], mesh: Mesh, step: int, folder: Path) -> None:
     """Gather the spans that every rank has of a step; rank 0 writes trace-step-N.json and trace-step-N.png."""
-    texts = all_texts(json.dumps([astuple(span) for span in spans]), mesh.comm(PIPE))
+    texts = all_texts(json.dumps(spans), mesh.comm(PIPE))
     if mesh.rank == 0:
         timeline = Timeline(mesh.size(PIPE), tuple(Span(*fields) for text in texts for fields in json.loads(text)))
         path = folder / f"trace-step-{step}.json"

@@ -85,6 +85,7 @@ class Estimates:
         self._parameters: dict[Hashable, dict[int, tuple[Parameter, ...]]] = {}
         self._partitions: dict[Hashable, tuple[int, ...]] = {}
         self._weights: dict[Hashable, tuple[Memory, int]] = {}
+        self._fullest: dict[Hashable, list[Parameter]] = {}
         self._stage_shapes: dict[tuple[int, ...], list[_Shape]] = {}
         self._messages: dict[Hashable, list[float]] = {}
         self._passes: dict[Hashable, _Passes] = {}
@@ -260,6 +261,12 @@ class Estimates:
 
     def _fullest_stage(self, config: Config) -> list[Parameter]:
         """The parameters of the stage that has most elements of them."""
+        key = config.layout.layer, self._partition(config), placement_of(config)
+        if key not in self._fullest:
+            self._fullest[key] = self._parameters_of_fullest(config)
+        return self._fullest[key]
+
+    def _parameters_of_fullest(self, config: Config) -> list[Parameter]:
         parts, runs = self._parameters_by_part(config), ranges_of(self._partition(config))
         alike = self.planner.recordings.outline(config).alike
 

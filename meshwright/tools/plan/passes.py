@@ -81,7 +81,7 @@ class Passes:
     def continued(self, delays: Sequence[float], busy: Sequence[float], peaks: tuple[Peak, ...]) -> Passes:
         """A step that is longer in its middle: each stage's last task comes later by so much."""
         last = tuple(
-            replace(span, start_seconds=span.start_seconds + seconds, end_seconds=span.end_seconds + seconds)
+            span._replace(start_seconds=span.start_seconds + seconds, end_seconds=span.end_seconds + seconds)
             for span, seconds in zip(self.last, delays, strict=True)
         )
         more = tuple(own + added for own, added in zip(self.busy, busy, strict=True))
@@ -162,32 +162,25 @@ class PipelinePhase:
 
     def simulated(self, some: int) -> Passes:
         """Simulate `some` microbatches, whose places are those of a step of `count`."""
-
         at = self.placement.position
+        begun: list[list[Cost]] = [[] for _ in range(self.stages)]
 
-        def cost(stage: int, task: Task) -> Cost:
+        def seconds(stage: int, task: Task) -> float:
             index = task.microbatch if task.microbatch < some - 1 else self.count - 1
-            return self.costs(at(stage, task.chunk), task.kind, place(index, self.count))
+            cost = self.costs(at(stage, task.chunk), task.kind, place(index, self.count))
+            begun[stage].append(cost)  # a stage's tasks begin in the order in which the clock asks
+            return cost.seconds
 
         def latency(start: int, end: int, task: Task) -> float:
             position = at(start, task.chunk)
             return self.latency(position, position + (1 if task.kind is TaskKind.FORWARD else -1))
 
-        timeline = simulate(
-            self.stages,
-            some,
-            self.rule,
-            lambda stage, task: cost(stage, task).seconds,
-            latency,
-            self.pace,
-            self.placement,
-        )
-        of_stage: list[list[Span]] = [[] for _ in range(self.stages)]
+        timeline = simulate(self.stages, some, self.rule, seconds, latency, self.pace, self.placement)
+        last, busy = [timeline.spans[0]] * self.stages, [0.0] * self.stages
         for span in timeline.spans:  # in the order in which they begin
-            of_stage[span.stage].append(span)
-        peaks = tuple(_peak([cost(stage, _task_of(span)) for span in of_stage[stage]]) for stage in range(self.stages))
-        busy = tuple(sum(span.seconds for span in spans) for spans in of_stage)
-        return Passes(timeline.total_seconds, timeline, tuple(spans[-1] for spans in of_stage), peaks, busy)
+            last[span.stage] = span
+            busy[span.stage] += span.seconds
+        return Passes(timeline.total_seconds, timeline, tuple(last), tuple(map(_peak, begun)), tuple(busy))
 
     def repeated(self, some: int, shorter: Passes) -> Passes | None:
         """The whole step, if the shorter one has come to repeat itself before its first stage took its last one in."""
