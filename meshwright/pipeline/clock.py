@@ -7,15 +7,16 @@ and late messages in milliseconds, and raises where all stages would wait for ea
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.pipeline.engine import StageProcess, stage_process
+from meshwright.pipeline.engine import StageProcess, fixed_order, stage_process
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import ScheduleRule
-from meshwright.pipeline.span import Timeline, task_span
-from meshwright.pipeline.task import WAIT, Arrival, Task, Wait
+from meshwright.pipeline.span import Span, Timeline, task_span
+from meshwright.pipeline.task import WAIT, Arrival, Task, TaskKind, Wait
 
 TaskSeconds = Callable[[int, Task], float]
 """costs(stage, task): the seconds that the task takes there. Asked once for each task."""
@@ -48,7 +49,57 @@ def simulate(
     What happens at the same moment is all known to a stage that decides at that moment. An AssertionError tells of a
     schedule under which the stages wait for each other for ever.
     """
-    return _Simulation(placement or ChunkPlacement(num_stages), num_microbatches, rule, costs, latency, pace).run()
+    placement = placement or ChunkPlacement(num_stages)
+    if rule.fixed and pace is undisturbed:
+        return _in_order(placement, _orders(placement, num_microbatches, rule), costs, latency)
+    return _Simulation(placement, num_microbatches, rule, costs, latency, pace).run()
+
+
+@lru_cache(maxsize=16)
+def _orders(placement: ChunkPlacement, num_microbatches: int, rule: ScheduleRule) -> tuple[tuple[Task, ...], ...]:
+    """The tasks of each stage."""
+    stages = range(placement.num_stages)
+    views = [rule.view(stage, placement.num_stages, num_microbatches, placement) for stage in stages]
+    return tuple(fixed_order(view, rule.schedule) for view in views)
+
+
+def _in_order(
+    placement: ChunkPlacement, orders: Sequence[Sequence[Task]], costs: TaskSeconds, latency: MessageSeconds
+) -> Timeline:
+    """The spans where each stage keeps to an order: a task begins when the one before is done and its message there."""
+    stages = range(placement.num_stages)
+    now, passed = [0.0 for _ in stages], [0 for _ in stages]
+    come: list[dict[Arrival, float]] = [{} for _ in stages]
+    needs = {
+        (stage, kind, chunk): kind is not TaskKind.WEIGHT and placement.sender(stage, kind, chunk) is not None
+        for stage in stages
+        for kind in TaskKind
+        for chunk in range(placement.num_chunks)
+    }
+    spans: list[Span] = []
+    going = set(stages)
+    while going:
+        stage = going.pop()
+        order, end = orders[stage], now[stage]
+        for number in range(passed[stage], len(order)):
+            task = order[number]
+            if needs[stage, task.kind, task.chunk]:
+                if task not in come[stage]:
+                    break
+                end = max(end, come[stage].pop(task))
+            start, end = end, end + costs(stage, task)
+            spans.append(task_span(stage, task, start, end))
+            sent = placement.receiver(stage, task)
+            if sent is not None:
+                to, message = sent
+                come[to][message] = end if to == stage else end + latency(stage, to, task)
+                going.add(to)
+            passed[stage] = number + 1
+        now[stage] = end
+        going.discard(stage)
+    waiting = [f"stage {stage}" for stage in stages if passed[stage] < len(orders[stage])]
+    assert not waiting, f"deadlock: all wait, and no message is under way: {', '.join(waiting)}"
+    return Timeline(len(orders), tuple(sorted(spans, key=lambda span: (span.start_seconds, span.stage))))
 
 
 @dataclass

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 
 from meshwright.pipeline.schedule import Schedule
-from meshwright.pipeline.task import WAIT, Arrival, Task, View, Wait
+from meshwright.pipeline.task import WAIT, Arrival, Task, TaskKind, View, Wait
 
 StageProcess = Generator[Task | Wait, Sequence[Arrival], None]
 
@@ -41,6 +41,40 @@ def stage_process(view: View, schedule: Schedule) -> StageProcess:
         view = _take(view, arrived, early)
     assert not view.arrivals, f"messages that no task took: {view}"
     assert not early, f"messages that never had their turn: {sorted(map(str, early))}"
+
+
+def fixed_order(view: View, schedule: Schedule) -> tuple[Task, ...]:
+    """All tasks of a stage whose schedule keeps to one order, whatever comes when: each message comes when the stage
+    waits for it."""
+    stage, count, placement = view.stage, view.num_microbatches, view.placement
+    senders = {
+        (kind, chunk): placement.sender(stage, kind, chunk)
+        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+        for chunk in range(placement.num_chunks)
+    }
+    come = {message: 0 for message, sender in senders.items() if sender not in (None, stage)}
+    done = {(kind, chunk): 0 for kind in TaskKind for chunk in range(placement.num_chunks)}
+    order: list[Task] = []
+    process = stage_process(view, schedule)
+    action = next(process, None)
+    while action is not None:
+        if isinstance(action, Task):
+            order.append(action)
+            done[action.kind, action.chunk] += 1
+            sent = placement.receiver(stage, action)
+            arrived = [sent[1]] if sent is not None and sent[0] == stage else []
+        else:
+            arrived = []
+            for (kind, chunk), number in come.items():
+                most = count if kind is TaskKind.FORWARD else done[TaskKind.FORWARD, chunk]
+                if number == done[kind, chunk] and number < most:
+                    arrived.append(Arrival(kind, number, chunk))
+                    come[kind, chunk] += 1
+        try:
+            action = process.send(arrived)
+        except StopIteration:
+            action = None
+    return tuple(order)
 
 
 def _take(view: View, arrived: Iterable[Arrival], early: set[Arrival]) -> View:

@@ -96,7 +96,7 @@ class View:
     kinds: tuple[TaskKind, ...]
     chunks: tuple[Counters, ...]
     arrivals: tuple[Arrival, ...] = ()
-    order: tuple[Task, ...] = ()
+    order: tuple[Task, ...] = field(default=(), repr=False)
     num_stages: int = field(init=False)
     is_first: bool = field(init=False)
     is_last: bool = field(init=False)

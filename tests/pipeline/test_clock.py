@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from meshwright.pipeline.clock import MessageSeconds, TaskSeconds, simulate
+from meshwright.pipeline.clock import MessageSeconds, TaskSeconds, _in_order, _Simulation, simulate, undisturbed
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import (
     AXONN,
@@ -143,3 +143,37 @@ def test_a_v_with_little_memory_has_less_bubble_than_zb_v(num_microbatches: int)
         timeline = simulate(8, num_microbatches, rule, *cell("no jitter", True), placement=v)
         bubbles[rule.fixed] = timeline.total_seconds - 6 * num_microbatches  # each chunk's tasks take a second
     assert bubbles[False] <= 0.95 * bubbles[True]
+
+
+@pytest.mark.parametrize(
+    "rule, placement",
+    [
+        (GPIPE, ChunkPlacement(5)),
+        (GPIPE, ChunkPlacement(3, 2, "v")),
+        (ONE_F_ONE_B, ChunkPlacement(5)),
+        (ONE_F_ONE_B, ChunkPlacement(3, 2)),
+        (ZB_V, ChunkPlacement(4, 2, "v")),
+    ],
+    ids=lambda value: value.schedule.__name__ if isinstance(value, ScheduleRule) else f"{value.num_chunks}",
+)
+@pytest.mark.parametrize("seed", range(8))
+def test_fixed_orders_need_no_events(rule: ScheduleRule, placement: ChunkPlacement, seed: int) -> None:
+    """What is worked out along the orders has the events' spans, to the bit; equal moments too."""
+    rng = random.Random(seed)
+    seconds = [rng.choice((0.5, 1.0, rng.random())) for _ in range(40)]
+
+    def costs(stage: int, task: Task) -> float:
+        return seconds[hash((stage, "FBW".index(task.kind), task.microbatch, task.chunk)) % len(seconds)]
+
+    def latency(start: int, end: int, message: Task) -> float:
+        return seconds[hash((start, end, message.microbatch)) % len(seconds)] / 4
+
+    count = rng.randrange(1, 15)
+    events = _Simulation(placement, count, rule, costs, latency, undisturbed).run()
+    assert simulate(placement.num_stages, count, rule, costs, latency, placement=placement) == events
+
+
+def test_a_fixed_order_that_waits_for_ever_is_told() -> None:
+    order = [[Task(TaskKind.BACKWARD, 0)], [Task(TaskKind.FORWARD, 0), Task(TaskKind.BACKWARD, 0)]]
+    with pytest.raises(AssertionError, match="deadlock: all wait, and no message is under way: stage 0, stage 1"):
+        _in_order(ChunkPlacement(2), order, lambda stage, task: 1.0, lambda start, end, task: 0.0)

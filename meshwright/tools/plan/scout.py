@@ -18,6 +18,7 @@ from meshwright.section import with_field
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import SYNC, Memory, Prediction
 from meshwright.tools.plan.space import Refused, SearchJob, is_fixed, layouts_of
+from meshwright.tools.plan.workers import Turns
 
 Keep = Callable[[Layout], bool]
 
@@ -96,6 +97,7 @@ class Scout:
 
     def __init__(self, job: SearchJob, models: Estimates, keep: Keep) -> None:
         self.job, self.models, self.keep = job, models, keep
+        self.turns = Turns()
         self.device_bytes = job.cluster.device.memory
 
     def look(self, family: Config, found: Outlook, report: ShowProgress = silent) -> None:
@@ -106,11 +108,22 @@ class Scout:
             if found.legal % _TOLD == 1:
                 report(config.layout.summary, None)
 
-    def found(self, numbered: Sequence[tuple[int, Config]]) -> dict[int, Outlook]:
-        """Look at some families, which are numbered: what each has in it, by number."""
-        found = {number: Outlook() for number, _ in numbered}
-        for number, family in numbered:
-            self.look(family, found[number])
+    def look_at(
+        self, cuts: Sequence[Sequence[tuple[int, Config]]], found: dict[int, Outlook], report: ShowProgress = silent
+    ) -> None:
+        """Put into `found` what families have in them, by their numbers: of one list after the other that no other
+        process has taken."""
+        for turn in self.turns:
+            if turn >= len(cuts):
+                return
+            for number, family in cuts[turn]:
+                found[number] = Outlook()
+                self.look(family, found[number], report)
+
+    def found(self, cuts: Sequence[Sequence[tuple[int, Config]]]) -> dict[int, Outlook]:
+        """The same, for a process that is asked."""
+        found: dict[int, Outlook] = {}
+        self.look_at(cuts, found)
         return found
 
     def verdict(self, config: Config) -> Prediction | Memory:

@@ -26,7 +26,6 @@ from bisect import insort
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 
 from meshwright.config import Config
 from meshwright.data.files import ShowProgress, silent
@@ -184,23 +183,22 @@ class _Hunt:
     def gather(self) -> None:
         """Queue the layouts that may fit, by their estimates; stopped by Ctrl-C, those that are known by then.
 
-        The processes share the ways to cut a layer, whose layouts have recordings in common.
+        The processes take in turn the ways to cut a layer, whose layouts have recordings in common; those with most
+        families first, so that all end at about the same time.
         """
         cuts: dict[Hashable, list[tuple[int, Config]]] = {}
         for number, family in enumerate(families(self.scout.job, self.found.refused)):
             cuts.setdefault(family.layout.layer, []).append((number, family))
-        shares = [list(chain(*list(cuts.values())[index :: len(self.workers)])) for index in range(len(self.workers))]
+        shared = sorted(cuts.values(), key=len, reverse=True)
         found: dict[int, Outlook] = {}
 
         def tell(summary: str, share: float | None) -> None:
             self.report(f"{sum(one.legal for one in found.values()):,} layouts; now {summary}", share)
 
         for worker in self.workers.idle:
-            self.workers.ask(worker, Scout.found, shares[worker])
+            self.workers.ask(worker, Scout.found, shared)
         try:
-            for number, family in shares[0]:
-                found[number] = Outlook()
-                self.scout.look(family, found[number], tell)
+            self.scout.look_at(shared, found, tell)
             while len(self.workers.idle) < len(self.workers) - 1:
                 for _, others in self.workers.answers(wait=True):
                     found |= others

@@ -21,6 +21,20 @@ from typing import Any, Concatenate, Self
 Asked = Callable[Concatenate[Any, ...], Any]
 
 
+class Turns:
+    """Numbers from 0 on, each of which one process takes."""
+
+    def __init__(self) -> None:
+        self._next = multiprocessing.get_context("fork").Value("l", 0)
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            with self._next.get_lock():
+                number = self._next.value
+                self._next.value += 1
+            yield number
+
+
 class Workers:
     """`processes` - 1 forks, which are asked functions of `subject`, each one at a time. Ctrl-C is this process' alone;
     when it leaves the `with`, they end."""
