@@ -164,10 +164,9 @@ class BucketKey:
     parts: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
 
-    def padded(self, num_elements: int, mesh: Mesh) -> int:
-        """How long a bucket of so many elements is: each of those that sum it can have an equal part."""
-        ranks = len(mesh.grid.group(mesh.rank, *self.sum_axes))
-        return -(-num_elements // ranks) * ranks
+    def ranks(self, mesh: Mesh) -> int:
+        """How many sum it together."""
+        return len(mesh.grid.group(mesh.rank, *self.sum_axes))
 
 
 def arranged(
@@ -201,6 +200,11 @@ def arranged(
     return sorted([*full, *open_groups.items()], key=lambda group: -min(group[0].parts, default=0))
 
 
+def padded(num_elements: int, ranks: int) -> int:
+    """How long a bucket of so many elements is: each of those that sum it can have an equal part."""
+    return -(-num_elements // ranks) * ranks
+
+
 def make_buckets(
     parameters: Iterable[tuple[str, nn.Parameter]],
     specs: dict[str, ShardSpec],
@@ -223,9 +227,9 @@ def make_buckets(
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
     for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks):
         group, dtype = [(name, members[name]) for name in names], gradient_dtype(kind.dtype, widens)
-        padded = kind.padded(sum(parameter.numel() for _, parameter in group), mesh)
+        length = padded(sum(parameter.numel() for _, parameter in group), kind.ranks(mesh))
         comm = mesh.comm(*(kind.sum_axes if shares else ()))
-        yield _make_bucket(kind, group, specs, mesh, comm.zeros(padded, dtype, mesh.device), fill)
+        yield _make_bucket(kind, group, specs, mesh, comm.zeros(length, dtype, mesh.device), fill)
 
 
 def gradient_views(buckets: Iterable[Bucket]) -> dict[nn.Parameter, Tensor]:

@@ -30,7 +30,7 @@ from meshwright.data_parallel.strategy import Policy
 from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
-from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, slice_axes
+from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, padded, slice_axes
 from meshwright.parts import bucket_bytes
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
@@ -132,19 +132,14 @@ class Buckets:
         back = {parameter.name: parameter.parts_back for parameter in parameters}
         several = sync.slices and config.layout.pipeline.chunks > 1
         chunks = {parameter.name: parameter.chunks for parameter in parameters} if several else None
+        nesting, widens, comms = config.layout.nesting, config.widens_gradients, {}
         for kind, names in arranged(items, specs, mesh, bucket_bytes(config), using, chunks):
-            num_elements = kind.padded(sum(sizes[name] for name in names), mesh)
-            index = mesh.comm(*kind.sum_axes).index  # a root does more than the others
-            summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
-            key = (
-                config.layout.data.sync,
-                kind.dtype,
-                summed_in,
-                kind.sum_axes,
-                index,
-                num_elements,
-                config.layout.nesting,
-            )
+            if kind not in comms:
+                comms[kind] = mesh.comm(*kind.sum_axes)
+            index = comms[kind].index  # a root does more than the others
+            num_elements = padded(sum(sizes[name] for name in names), comms[kind].size)
+            summed_in = gradient_dtype(kind.dtype, widens)
+            key = config.layout.data.sync, kind.dtype, summed_in, kind.sum_axes, index, num_elements, nesting
             if key not in self._programs:
                 axes = slice_axes(kind.sum_axes) if sync.slices else kind.sum_axes
                 self._programs[key] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)
