@@ -143,11 +143,11 @@ def _damaged(
 
 
 def straggles(rank: Rank, *, straggler: int, **arguments: Any) -> None:
-    """A run of which one rank takes 60 ms longer for each of its backward passes."""
+    """A run of which one rank takes 150 ms longer for each of its backward passes."""
     backward = loop.replica_backward
 
     def slow(*parts: Any) -> Any:
-        time.sleep(0.06 if rank.environment.rank == straggler else 0.0)
+        time.sleep(0.15 if rank.environment.rank == straggler else 0.0)
         return backward(*parts)
 
     with patch.object(loop, "replica_backward", slow):
