@@ -42,10 +42,10 @@ class Training:
 
 
 def parse_tokens(text: str | None) -> float | None:
-    """`100B` -> 1e11. Raises ConfigError for what is no number of tokens."""
+    """`100B`, `100e9` or `100,000,000,000` -> 1e11. Raises ConfigError for what is no number of tokens."""
     if text is None:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMBT]?)", text.strip().upper())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\+?\d+)?)\s*([KMBT]?)", re.sub("[,_]", "", text.strip().upper()))
     if match is None or float(match[1]) == 0:
         raise ConfigError.of("--tokens", text, "is no number of tokens", "300M, 100B, 1.5T")
     return float(match[1]) * TOKENS[match[2]]

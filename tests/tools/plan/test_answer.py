@@ -60,7 +60,14 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_tokens() -> None:
-    assert [parse_tokens(text) for text in ("100B", "1.5 t", "300m", "7")] == [1e11, 1.5e12, 3e8, 7]
+    assert [parse_tokens(text) for text in ("100B", "1.5 t", "300m", "7", "100e9", "3,000")] == [
+        1e11,
+        1.5e12,
+        3e8,
+        7,
+        1e11,
+        3000,
+    ]
     assert [tokens_text(tokens) for tokens in (1e11, 1.5e12, 3e8, 7)] == ["100 B", "1.5 T", "300 M", "7"]
     with pytest.raises(ConfigError, match="--tokens=0B is no number of tokens"):
         parse_tokens("0B")
