@@ -85,6 +85,7 @@ class Estimates:
         self._parameters: dict[Hashable, dict[int, tuple[Parameter, ...]]] = {}
         self._partitions: dict[Hashable, tuple[int, ...]] = {}
         self._weights: dict[Hashable, tuple[Memory, int]] = {}
+        self._last: tuple[Config, tuple[Memory, int]] | None = None
         self._fullest: dict[Hashable, list[Parameter]] = {}
         self._stage_shapes: dict[tuple[int, ...], list[_Shape]] = {}
         self._messages: dict[Hashable, list[float]] = {}
@@ -121,6 +122,11 @@ class Estimates:
 
     def _alone_memory(self, config: Config) -> tuple[Memory, int]:
         """That, and the bytes of it that pass beside activations (passing_bytes)."""
+        if self._last is None or self._last[0] is not config:  # the search asks twice for each layout
+            self._last = config, self._find_alone_memory(config)
+        return self._last[1]
+
+    def _find_alone_memory(self, config: Config) -> tuple[Memory, int]:
         layout = config.layout
         key = (
             layout.layer, layout.data, self._partition(config), layout.pipeline.placement, config.memory.offload,
