@@ -101,6 +101,7 @@ class View:
     is_first: bool = field(init=False)
     is_last: bool = field(init=False)
     total: Counters = field(init=False)
+    _from_others: tuple[tuple[bool, bool], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.__dict__.update(
@@ -108,6 +109,7 @@ class View:
             is_first=self.stage == 0,
             is_last=self.stage == self.placement.last_stage,
             total=Counters(*map(sum, zip(*self.chunks, strict=True))),
+            _from_others=tuple(map(self._comes_from_others, range(len(self.chunks)))),
         )
         assert 0 <= self.stage < self.num_stages, f"stage {self.stage} of {self.num_stages}"
         assert self.num_microbatches >= 1, f"{self.num_microbatches} microbatches"
@@ -167,21 +169,28 @@ class View:
     @property
     def outstanding(self) -> int:
         """Messages that can still come while this stage does nothing."""
-        return sum(self._outstanding(chunk, counts) for chunk, counts in enumerate(self.chunks))
+        count = 0
+        for counts, (activations, gradients) in zip(self.chunks, self._from_others, strict=True):
+            count += (self.num_microbatches - counts.activations) * activations
+            count += (counts.forwards - counts.gradients) * gradients
+        return count
 
-    def _outstanding(self, chunk: int, counts: Counters) -> int:
+    def _comes_from_others(self, chunk: int) -> tuple[bool, bool]:
+        """Whether a chunk's activations and its gradients come from another stage."""
         kinds = TaskKind.FORWARD, TaskKind.BACKWARD
         before, after = (self.placement.sender(self.stage, kind, chunk) for kind in kinds)
-        activations = 0 if before in (None, self.stage) else self.num_microbatches - counts.activations
-        sends_back = TaskKind.BACKWARD in self.kinds and after not in (None, self.stage)
-        return activations + (counts.forwards - counts.gradients if sends_back else 0)
+        return before not in (None, self.stage), TaskKind.BACKWARD in self.kinds and after not in (None, self.stage)
 
     def after(self, task: Task) -> View:
         """The view when the task is done: its counter goes on, and the message that it took is gone."""
         kind, _, chunk = task
         assert self.ready(kind, chunk), f"{task} is not ready: {self}"
         assert task == self.next(kind, chunk), f"{task} out of turn: {self}"
-        return self._with(chunk, _DONE[kind], tuple(message for message in self.arrivals if message != task))
+        arrivals = self.arrivals
+        if task in arrivals:
+            place = arrivals.index(task)
+            arrivals = arrivals[:place] + arrivals[place + 1 :]
+        return self._with(chunk, _DONE[kind], arrivals)
 
     def _with(self, chunk: int, counter: int, arrivals: tuple[Arrival, ...]) -> View:
         """One of a chunk's counters has gone on. It is dataclasses.replace, several times as fast: a simulated step has
