@@ -6,7 +6,7 @@ that the answer does not hang on how many they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -109,11 +109,14 @@ class Scout:
                 report(config.layout.summary, None)
 
     def look_at(
-        self, cuts: Sequence[Sequence[tuple[int, Config]]], found: dict[int, Outlook], report: ShowProgress = silent
+        self,
+        cuts: Sequence[Sequence[tuple[int, Config]]],
+        found: dict[int, Outlook],
+        turns: Iterable[int],
+        report: ShowProgress = silent,
     ) -> None:
-        """Put into `found` what families have in them, by their numbers: of one list after the other that no other
-        process has taken."""
-        for turn in self.turns:
+        """Put into `found` what families have in them, by their numbers: of one list after the other as turns come."""
+        for turn in turns:
             if turn >= len(cuts):
                 return
             for number, family in cuts[turn]:
@@ -123,7 +126,7 @@ class Scout:
     def found(self, cuts: Sequence[Sequence[tuple[int, Config]]]) -> dict[int, Outlook]:
         """The same, for a process that is asked."""
         found: dict[int, Outlook] = {}
-        self.look_at(cuts, found)
+        self.look_at(cuts, found, self.turns)
         return found
 
     def verdict(self, config: Config) -> Prediction | Memory:

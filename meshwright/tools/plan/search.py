@@ -26,6 +26,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 from meshwright.config import Config
 from meshwright.data.files import ShowProgress, silent
@@ -120,13 +121,16 @@ def search(
         stopped = not _finishes(hunt.gather, partial)
         if stopped:
             workers.end()  # they are at layouts that nobody waits for any more
+        if not hunt.found.legal and stopped:
+            raise KeyboardInterrupt
         if not hunt.found.legal:
             problems = hunt.found.refused.values()
             raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *problems])
         stopped = not _finishes(hunt.run, partial, hunt.top if not stopped else 1) or stopped
         if not hunt.best:
             raise hunt.nothing_fits() if not stopped else KeyboardInterrupt
-        losers = hunt.losers(TRIES if not stopped else 0)
+        stopped = stopped or not _finishes(hunt.try_losers, partial, TRIES)
+        losers = hunt.losers()
     found = hunt.found
     absent = {kind: problem for kind, problem in found.refused.items() if kind not in found.kinds}
     lacking = found.lacking if found.lacking and found.lacking[0] < hunt.best[0].seconds else None
@@ -158,7 +162,7 @@ def _uncollected() -> Iterator[None]:
 
 class _Hunt:
     """A search under way. `queue`: estimated seconds, a number that no two share, the layout; the first `passed` are
-    done with. `ahead`: those that losers() will ask for; `known`: verdicts on some of them, `fitting_ahead` the
+    done with. `ahead`: those that try_losers() will ask for; `known`: verdicts on some of them, `fitting_ahead` the
     strategies of which one fits, `asked` which one a worker is at."""
 
     def __init__(self, scout: Scout, top: int, report: ShowProgress, workers: Workers) -> None:
@@ -198,7 +202,7 @@ class _Hunt:
         for worker in self.workers.idle:
             self.workers.ask(worker, Scout.found, shared)
         try:
-            self.scout.look_at(shared, found, tell)
+            self.scout.look_at(shared, found, chain((0,), self.scout.turns), tell)
             while len(self.workers.idle) < len(self.workers) - 1:
                 for _, others in self.workers.answers(wait=True):
                     found |= others
@@ -219,17 +223,19 @@ class _Hunt:
             self.passed += 1
             self._predict(config)
 
-    def losers(self, tries: int) -> tuple[Loser, ...]:
-        """The best layout of each strategy but the fastest's. Where none of its layouts has been predicted, that is the
-        first that fits of those with the least estimates, of which `tries` are predicted."""
-        closest, waiting = self.found.closest, self._by_strategy()
-        strategies = waiting.keys() | self.fastest.keys() | closest.keys()
-        for strategy, queued in waiting.items():
+    def try_losers(self, tries: int) -> None:
+        """Of each strategy of which no layout has been predicted, predict those with the least estimates, until one
+        fits or `tries` do not."""
+        closest = self.found.closest
+        for strategy, queued in self._by_strategy().items():
             for place, config in enumerate(queued):
-                if strategy in self.fastest or (place >= tries and (strategy in closest or not tries)):
+                if strategy in self.fastest or (place >= tries and strategy in closest):
                     break
                 self._predict(config)
-        known = strategies & (self.fastest.keys() | closest.keys())
+
+    def losers(self) -> tuple[Loser, ...]:
+        """The best known layout of each strategy but the fastest's."""
+        known = self.fastest.keys() | self.found.closest.keys()
         return tuple(self._loser(strategy) for strategy in sorted(known - {strategy_of(self.best[0].config)}))
 
     def _by_strategy(self) -> dict[str, list[Config]]:
@@ -282,7 +288,7 @@ class _Hunt:
         return self.known.pop(config) if config in self.known else self.scout.verdict(config)
 
     def _hand_on(self) -> None:
-        """While this process predicts the fastest, the workers predict what losers() will ask for."""
+        """While this process predicts the fastest, the workers predict what try_losers() will ask for."""
         self._take_verdicts()
         for worker in self.workers.idle:
             left = [one for one in self.ahead if strategy_of(one) not in self.fastest.keys() | self.fitting_ahead]

@@ -22,10 +22,10 @@ Asked = Callable[Concatenate[Any, ...], Any]
 
 
 class Turns:
-    """Numbers from 0 on, each of which one process takes."""
+    """Numbers from 1 on, each of which one process takes; 0 is the first process' own."""
 
     def __init__(self) -> None:
-        self._next = multiprocessing.get_context("fork").Value("l", 0)
+        self._next = multiprocessing.get_context("fork").Value("l", 1)
 
     def __iter__(self) -> Iterator[int]:
         while True:

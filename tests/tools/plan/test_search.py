@@ -162,6 +162,36 @@ def test_ctrl_c_before_all_layouts_are_estimated(processes: int) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("processes", [1, 3])
+def test_ctrl_c_among_the_losers_keeps_the_best(processes: int) -> None:
+    """And one that comes before anything is known ends all."""
+    cluster, models = made_up(1)
+    run = parse_config(TREE)
+    whole = search(run, cluster, 2, models=models)
+    pressed: list[str] = []
+
+    def press(text: str, share: float | None) -> None:
+        if "predicting" in text:
+            pressed.append(text)
+            if len(pressed) == LAST:
+                raise KeyboardInterrupt
+
+    LAST = 10**6
+    search(run, cluster, 2, models=models, report=press)
+    LAST, pressed[:] = len(pressed), []
+    assert len(whole.losers) > 1, "its last prediction is for a loser"
+    found = search(run, cluster, 2, models=models, report=press, partial=True, processes=processes)
+    assert found.stopped
+    assert [one.config for one in found.predictions] == [one.config for one in whole.predictions]
+    assert not multiprocessing.active_children()
+
+    def at_once(text: str, share: float | None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(run, cluster, 2, models=models, keep=lambda layout: at_once("", None) or True, partial=True)
+
+
 def few(layout: Layout) -> bool:
     return layout.tensor.kind == "none" or layout.tensor in (Megatron(kind="megatron", size=2),)
 
@@ -214,7 +244,7 @@ def test_a_mistake_in_another_process_is_raised_here() -> None:
 
     models.weights_memory = refused  # type: ignore[method-assign]
     with Workers(2, Scout(SearchJob(parse_config(TREE), cluster, 2), models, lambda layout: True)) as workers:  # type: ignore[arg-type]
-        workers.ask(1, Scout.found, [(0, parse_config(TREE))])
+        workers.ask(1, Scout.found, [[], [(0, parse_config(TREE))]])
         with pytest.raises(ConfigError, match="is not known here"):
             list(workers.answers(wait=True))
 
