@@ -224,8 +224,7 @@ class _Hunt:
             self._predict(config)
 
     def try_losers(self, tries: int) -> None:
-        """Of each strategy of which no layout has been predicted, predict those with the least estimates, until one
-        fits or `tries` do not."""
+        """Predict layouts of each strategy that has none yet, by their estimates, until one fits or `tries` do not."""
         closest = self.found.closest
         for strategy, queued in self._by_strategy().items():
             for place, config in enumerate(queued):
