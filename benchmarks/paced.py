@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -99,7 +99,7 @@ class Run:
         share = 1 / self.placement.num_chunks
         if self.rule.splits or task.kind is TaskKind.FORWARD:
             return share * self._part(stage, task)
-        return share * (self._part(stage, task) + self._part(stage, replace(task, kind=TaskKind.WEIGHT)))
+        return share * (self._part(stage, task) + self._part(stage, task._replace(kind=TaskKind.WEIGHT)))
 
     def _part(self, stage: int, task: Task) -> float:
         if self.condition == "jitter":

@@ -109,7 +109,7 @@ def measure(runs: Sequence[Run], transport: str, forward_ms: float, message_byte
 def scaled(timeline: Timeline, factor: float) -> Timeline:
     """The timeline in another unit of time."""
     spans = (
-        replace(span, start_seconds=span.start_seconds * factor, end_seconds=span.end_seconds * factor)
+        span._replace(start_seconds=span.start_seconds * factor, end_seconds=span.end_seconds * factor)
         for span in timeline.spans
     )
     return Timeline(timeline.num_stages, tuple(spans))

@@ -139,11 +139,9 @@ def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> M
         if other.gradient is not None and other.gradient.kind == PARTIAL
     ]
     source = line if gradient.kind == PARTIAL or not later else later[-1]
-    after = lines[
-        lines.index(source) + 1 :
-    ]  # where the model's own code takes the output, what it calls next is likely
-    maker = facts.consumers.get(source.name) or facts.parents.get(source.name) or (after[0].name if after else "")
-    maker = maker or "(loss)"
+    maker = facts.consumers.get(source.name) or facts.parents.get(source.name)
+    if not maker:  # the model's own code takes the output: for the module, likely, that it calls next
+        maker = next((other.name for other in lines[lines.index(source) + 1 :] if other.name), "(loss)")
     gradient = source.gradient
     assert gradient is not None
     if gradient.kind == PARTIAL:

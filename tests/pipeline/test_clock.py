@@ -158,7 +158,7 @@ def test_a_v_with_little_memory_has_less_bubble_than_zb_v(num_microbatches: int)
 )
 @pytest.mark.parametrize("seed", range(8))
 def test_fixed_orders_need_no_events(rule: ScheduleRule, placement: ChunkPlacement, seed: int) -> None:
-    """What is worked out along the orders has the events' spans, to the bit; equal moments too."""
+    """Spans along the orders are those of the events, to the bit, also where stages begin at one moment."""
     rng = random.Random(seed)
     seconds = [rng.choice((0.5, 1.0, rng.random())) for _ in range(40)]
 

@@ -124,7 +124,7 @@ class Scout:
                 self.look(family, found[number], report)
 
     def found(self, cuts: Sequence[Sequence[tuple[int, Config]]]) -> dict[int, Outlook]:
-        """The same, for a process that is asked."""
+        """Look at families as long as there are turns: what they have in them, by their numbers."""
         found: dict[int, Outlook] = {}
         self.look_at(cuts, found, self.turns)
         return found

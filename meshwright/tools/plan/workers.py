@@ -25,7 +25,7 @@ class Turns:
     """Numbers from 1 on, each of which one process takes; 0 is the first process' own."""
 
     def __init__(self) -> None:
-        self._next = multiprocessing.get_context("fork").Value("l", 1)
+        self._next = multiprocessing.Value("l", 1)
 
     def __iter__(self) -> Iterator[int]:
         while True:
