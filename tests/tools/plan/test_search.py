@@ -14,6 +14,7 @@ from markupsafe import escape
 
 from meshwright.config import Config, dump_config, load_config, parse_config
 from meshwright.config.layout import Layout
+from meshwright.data.files import ShowProgress
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
 from meshwright.tensor.section import Megatron
@@ -167,29 +168,31 @@ def test_ctrl_c_among_the_losers_keeps_the_best(processes: int) -> None:
     """And one that comes before anything is known ends all."""
     cluster, models = made_up(1)
     run = parse_config(TREE)
-    whole = search(run, cluster, 2, models=models)
-    pressed: list[str] = []
 
-    def press(text: str, share: float | None) -> None:
-        if "predicting" in text:
-            pressed.append(text)
-            if len(pressed) == LAST:
+    def pressing(number: int, told: list[str]) -> ShowProgress:
+        """Ctrl-C at the prediction of that number."""
+
+        def press(text: str, share: float | None) -> None:
+            told.extend([text] * ("predicting" in text))
+            if len(told) == number:
                 raise KeyboardInterrupt
 
-    LAST = 10**6
-    search(run, cluster, 2, models=models, report=press)
-    LAST, pressed[:] = len(pressed), []
+        return press
+
+    told: list[str] = []
+    whole = search(run, cluster, 2, models=models, report=pressing(-1, told))
     assert len(whole.losers) > 1, "its last prediction is for a loser"
-    found = search(run, cluster, 2, models=models, report=press, partial=True, processes=processes)
+    last = pressing(len(told), [])
+    found = search(run, cluster, 2, models=models, report=last, partial=True, processes=processes)
     assert found.stopped
     assert [one.config for one in found.predictions] == [one.config for one in whole.predictions]
     assert not multiprocessing.active_children()
 
-    def at_once(text: str, share: float | None) -> None:
+    def at_once(layout: Layout) -> bool:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        search(run, cluster, 2, models=models, keep=lambda layout: at_once("", None) or True, partial=True)
+        search(run, cluster, 2, models=models, keep=at_once, partial=True)
 
 
 def few(layout: Layout) -> bool:
