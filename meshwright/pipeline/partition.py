@@ -43,13 +43,17 @@ def balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
             cost = first + sums[num_layers] - sums[start] + costs.head
             return cost, cost**2, (num_layers - start,)
         least = 0 if stage == 0 else 1
-        choices = []
-        for stop in range(start + least, num_layers + 1):
-            if num_layers - stop >= num_stages - stage - 2:  # the stages between need a layer each
-                cost = first + sums[stop] - sums[start]
-                worst, squares, rest = best(stage + 1, stop)
-                choices.append((max(cost, worst), cost**2 + squares, (stop - start, *rest)))
-        return min(choices)
+        found: tuple[float, float, tuple[int, ...]] | None = None
+        between = max(0, num_stages - stage - 2)  # stages that need a layer each
+        for stop in range(start + least, num_layers + 1 - between):
+            cost = first + sums[stop] - sums[start]
+            if found is not None and cost > found[0]:
+                break  # it costs more and more
+            worst, squares, rest = best(stage + 1, stop)
+            choice = max(cost, worst), cost**2 + squares, (stop - start, *rest)
+            found = choice if found is None else min(found, choice)
+        assert found is not None, f"{num_layers} layers are too few for {num_stages} stages"
+        return found
 
     return best(0, 0)[2]
 

@@ -132,14 +132,17 @@ class Buckets:
         back = {parameter.name: parameter.parts_back for parameter in parameters}
         several = sync.slices and config.layout.pipeline.chunks > 1
         chunks = {parameter.name: parameter.chunks for parameter in parameters} if several else None
-        nesting, widens, comms = config.layout.nesting, config.widens_gradients, {}
+        sizes_of_axes, widens, comms = tuple(sorted(config.layout.axes)), config.widens_gradients, {}
         for kind, names in arranged(items, specs, mesh, bucket_bytes(config), using, chunks):
             if kind not in comms:
                 comms[kind] = mesh.comm(*kind.sum_axes)
             index = comms[kind].index  # a root does more than the others
             num_elements = padded(sum(sizes[name] for name in names), comms[kind].size)
             summed_in = gradient_dtype(kind.dtype, widens)
-            key = config.layout.data.sync, kind.dtype, summed_in, kind.sum_axes, index, num_elements, nesting
+            key = (
+                config.layout.data.sync, kind.dtype, summed_in, kind.sum_axes, index, num_elements, sizes_of_axes,
+                config.copies,
+            )  # fmt: skip
             if key not in self._programs:
                 axes = slice_axes(kind.sum_axes) if sync.slices else kind.sum_axes
                 self._programs[key] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)

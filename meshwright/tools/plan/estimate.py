@@ -36,6 +36,12 @@ AGAIN = 0.9
 """The part of a group's forward pass that is recomputed at least: its last layer's is cut short."""
 
 
+PUT_OFF = 0.5
+"""The part of the bytes that are put off with W that the search takes for certain; who waits is a guess."""
+
+SPARED = 0.99
+"""The share of a layer's memory that is kept where attention is recomputed, from which on that spares nothing."""
+
 _Shape = tuple[tuple[int, int], ...]
 """A stage: each of its parts by position (`TimedParts.distinct`), and how many it has of it."""
 
@@ -91,6 +97,7 @@ class Estimates:
         self._messages: dict[Hashable, list[float]] = {}
         self._passes: dict[Hashable, _Passes] = {}
         self._endings: dict[Hashable, _Ending] = {}
+        self._deferrals: dict[Hashable, dict[int, float]] = {}
 
     def predict(self, config: Config) -> Prediction:
         return self.planner.predict(config)
@@ -115,6 +122,10 @@ class Estimates:
         activations = int(SURE * kept)
         most = max(int(SURE * total) + passing, alone.temporaries)
         return replace(alone, activations=activations, temporaries=most - activations)
+
+    def recomputes_for_nothing(self, config: Config) -> bool:
+        """Whether attention is recomputed whose kernel keeps nothing that would be worth it."""
+        return config.memory.recompute == "selective" and self.parts.kept_share(config) > SPARED
 
     def weights_memory(self, config: Config) -> Memory:
         """The memory of the stage with most parameters before anything is computed. The order of axes is no matter."""
@@ -172,16 +183,42 @@ class Estimates:
         """The activations that the fullest stage keeps, and all that it holds of microbatches at most."""
         partition, placement = self._partition(config), placement_of(config)
         parts, shapes = self.parts.untimed(config), self._shapes(config, partition)
-        kept, total = 0.0, 0.0
-        for stage in {0, placement.stage_of(partition.index(max(partition)))}:
+        kept, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
+        for stage in {0, placement.stage_of(partition.index(max(partition))), *deferring}:
             own = placement.positions(stage)
             works = [[(parts[place], times) for place, times in shapes[position]] for position in own]
             in_flight = _in_flight(config, stage, placement)
             keeps = in_flight * sum(self._kept_bytes(config, work) for work in works) / placement.num_chunks
+            if stage in deferring:
+                whole = sum(times * part.kept_bytes for work in works for part, times in work if part.is_layer)
+                limit = rule_of(config).limit_at(stage, placement, config.num_microbatches)
+                most = min(limit, config.num_microbatches * placement.num_chunks)
+                keeps += PUT_OFF * max(0, most - in_flight) * deferring[stage] * whole / placement.num_chunks
             beside = max(self._message_bytes(config, parts, shapes, position) for position in own)
             kept = max(kept, keeps)
             total = max(total, keeps + beside + max(self._again_bytes(config, work) for work in works))
         return kept, total
+
+    def _deferring(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> dict[int, float]:
+        """Stages that put off W of recomputed layers until their limit makes room for it, and of how many of their
+        microbatches. Each takes in as many as the slowest stage does without W; the time that is left to it is not
+        enough for all of its W. Of stages that hold as much the last, which has fewest on their way back to it."""
+        if not (splits(config) and _in_groups(config)) or rule_of(config).fixed:
+            return {}
+        key = partition, placement, config.micro, config.num_microbatches
+        if key not in self._deferrals:
+            costs = self.planner.work(config)
+            layers = [sum(costs.layers[layer] for layer in layers) for layers in ranges_of(partition)]
+            ends = [0.0] * len(layers)
+            ends[0] += costs.embedding
+            ends[-1] += costs.head
+            own = [placement.positions(stage) for stage in range(placement.num_stages)]
+            weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in own]
+            passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in own]
+            shares = [max(0.0, 1 - (max(passes) - each) / weight) for each, weight in zip(passes, weights, strict=True)]
+            alike = {tuple(partition[at] for at in positions): stage for stage, positions in enumerate(own)}
+            self._deferrals[key] = {stage: shares[stage] for stage in alike.values()}
+        return self._deferrals[key]
 
     def _message_bytes(
         self, config: Config, parts: Mapping[int, EstimatedPart], shapes: Sequence[_Shape], position: int
@@ -206,13 +243,12 @@ class Estimates:
 
     def _work(self, config: Config, shape: _Shape) -> _Work:
         parts, split = self.parts.of(config), splits(config)
-        again = AGAIN if config.memory.recompute not in ("none", "selective") else 0.0
         stage = [(parts[place], times) for place, times in shape]
+        again = AGAIN * sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
         return _Work(
             sum(times * timed.forward for timed, times in stage),
-            sum(
-                times * ((timed.inputs if split else timed.backward) + again * timed.forward) for timed, times in stage
-            ),
+            sum(times * (timed.inputs if split else timed.backward) for timed, times in stage)
+            + (again if _in_groups(config) else 0.0),
             sum(times * timed.weights for timed, times in stage) if split else 0.0,
             stage[-1][0].part.outgoing_bytes,
         )
@@ -231,7 +267,7 @@ class Estimates:
     def _again_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
         """Bytes that a recomputed group of layers holds again when its backward pass begins."""
         layers = [(part.kept_bytes, times) for part, times in stage if part.is_layer]
-        if config.memory.recompute in ("none", "selective") or not layers:
+        if not (_in_groups(config) and layers):
             return 0.0
         return recomputed_group(config, sum(times for _, times in layers)) * min(kept for kept, _ in layers)
 
@@ -354,6 +390,11 @@ def pipeline_seconds(
         passed = count / limit * sum(there_and_back - ahead[at] - behind[at] for at in own)
         longest = max(longest, busy, back, passed)
     return longest
+
+
+def _in_groups(config: Config) -> bool:
+    """Whether groups of layers are recomputed."""
+    return config.memory.recompute not in ("none", "selective")
 
 
 def _in_flight(config: Config, stage: int, placement: ChunkPlacement) -> int:

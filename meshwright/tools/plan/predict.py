@@ -110,24 +110,27 @@ class Planner:
         sums = {stage: run.sums(stage, passes.last[stage].chunk) for stage in run.buckets}
         every = [sums[like] for like in run.like]
         beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
-        sent = tuple(run.traffic(stage) for stage in range(len(run.stages)))
         step = finish(passes, every, run.norm(), streams=streams(config), **beside)
         return Prediction(
             config,
             self.cluster,
             step.seconds,
             step.phases,
-            held_by_processes(run, run.memory(passes), sent),
-            sent,
+            held_by_processes(run, run.memory(passes), run.sent),
+            run.sent,
             step.timeline,
             passes.idle_share,
             run.most_flops,
         )
 
     def least_memory(self, config: Config) -> Memory:
-        """The memory of the fullest rank in a step's first microbatches, in a fraction of a prediction's time."""
+        """The memory of the fullest rank in a step's first microbatches, in a fraction of a prediction's time; beside
+        tensors what its process holds, where they fit."""
         run = self._run(config)
-        return max(run.memory(run.passes(brief=True)), key=lambda memory: memory.total)
+        memory = run.memory(run.passes(brief=True))
+        if all(each.total <= self.cluster.device.memory for each in memory):
+            memory = held_by_processes(run, memory, run.sent)
+        return max(memory, key=lambda each: each.total)
 
     def _run(self, config: Config) -> TimedRun:
         """The resolved run; the last one is at hand."""

@@ -24,7 +24,6 @@ from meshwright.ranks.ledger import MESSAGE, Traffic
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.allocator import Allocator, CachingAllocator, Heap, OutOfDeviceMemory
 from meshwright.tools.plan.buckets import Memory
-from meshwright.tools.plan.passes import tasks_of_stages
 from meshwright.tools.plan.recorder import Start
 from meshwright.tools.plan.replay import Footprint, StageReplay
 from meshwright.tools.plan.timed_run import TimedRun
@@ -61,10 +60,12 @@ def held_by_processes(
     room = device.memory - memory[fullest].context - memory[fullest].communicators
     if memory[fullest].allocated > room:
         return tuple(memory)
-    try:
-        footprint = replayed(run, fullest, Heap() if device.kind == "cpu" else CachingAllocator(room))
-    except OutOfDeviceMemory:
-        footprint = replayed(run, fullest, CachingAllocator())
+    if fullest not in run.footprints:
+        try:
+            run.footprints[fullest] = replayed(run, fullest, Heap() if device.kind == "cpu" else CachingAllocator(room))
+        except OutOfDeviceMemory:
+            run.footprints[fullest] = replayed(run, fullest, CachingAllocator())
+    footprint = run.footprints[fullest]
     share = footprint.reserved / footprint.allocated - 1
     return tuple(replace(own, cached=round(share * own.allocated)) for own in memory)
 
@@ -85,10 +86,8 @@ def read_bytes(run: TimedRun, stage: int) -> int:
 
 def replayed(run: TimedRun, stage: int, allocator: Allocator) -> Footprint:
     """A stage's memory in steps of few microbatches. Raises OutOfDeviceMemory."""
-    count = run.config.num_microbatches
-    some = min(count, run.placement.num_positions + 3)
-    tasks = tasks_of_stages(run.config, run.cost, run.latency, some)[stage]
-    return StageReplay(run, stage, AHEAD[run.cluster.device.kind], allocator, run.software).run(tasks, some)
+    tasks, some = run.first_tasks
+    return StageReplay(run, stage, AHEAD[run.cluster.device.kind], allocator, run.software).run(tasks[stage], some)
 
 
 def channel_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str], Traffic]) -> int:

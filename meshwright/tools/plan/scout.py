@@ -157,7 +157,7 @@ class Scout:
         """Whether a layout may fit, in whatever order of axes."""
         if not self.keep(config.layout):
             return True
-        if not self._has_room(config, found):
+        if not self._has_room(config, found) or self.models.recomputes_for_nothing(config):
             return False
         memory = self.models.estimated_memory(config)
         if memory.total <= self.device_bytes:

@@ -258,7 +258,7 @@ class _Hunt:
         return ConfigError.of("--cluster", job.cluster.name, rule, "more --devices, or a smaller model")
 
     def _predict(self, config: Config) -> None:
-        if _keeping(config) in self.fitting:
+        if keeping(config) in self.fitting:
             self.dominated += 1
             self.fitting.add(config)  # it keeps less; so what keeps even less is slower still
             return
@@ -310,7 +310,7 @@ class _Hunt:
         return Loser(strategy, prediction.config, prediction.fullest, whole=True, prediction=prediction)
 
 
-def _keeping(config: Config) -> Config | None:
+def keeping(config: Config) -> Config | None:
     """The layout that keeps what this one computes twice, or moves to and fro: it is faster. Not so where a stage holds
     as many microbatches as memory allows."""
     pipeline, memory = config.layout.pipeline, config.memory

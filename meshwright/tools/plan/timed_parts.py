@@ -11,10 +11,11 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from meshwright.config import Config
+from meshwright.memory.offload import SINGLE
 from meshwright.model import Chunk
 from meshwright.pipeline.task import TaskKind
 from meshwright.tools.plan.predict import Planner
-from meshwright.tools.plan.recorder import Program, interpolated_program
+from meshwright.tools.plan.recorder import Kernel, Program, interpolated_program
 from meshwright.tools.plan.recordings import Forms, Recording
 
 _SIZES = 2, 4
@@ -29,11 +30,13 @@ has other events (a head's chunks), so that only their seconds can be interpolat
 @dataclass(frozen=True)
 class EstimatedPart:
     """The embeddings, a layer, or the head, for a microbatch of one size: its programs, the bytes that a forward pass
-    keeps, and those that it passes on."""
+    keeps, and those that it passes on; its parameters' elements and bytes."""
 
     programs: dict[TaskKind, tuple[_Mix, ...]]
     kept_bytes: float
     outgoing_bytes: int
+    num_elements: int
+    weight_bytes: int
     is_layer: bool
 
 
@@ -66,13 +69,14 @@ class TimedParts:
 
     def of(self, config: Config) -> dict[int, TimedPart]:
         """By position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
-        key = config.layout.layer, config.micro, strides(config)
+        key = config.layout.layer, config.micro, strides(config), config.widens_gradients
         if key not in self._timed:
             self._timed[key] = {place: self._time(config, part) for place, part in self.untimed(config).items()}
         return self._timed[key]
 
     def _time(self, config: Config, part: EstimatedPart) -> TimedPart:
-        """The part's seconds at its quickest place in the step. Half of a backward pass's kernels are for weights."""
+        """The part's seconds at its quickest place in the step. Half of a backward pass's kernels are for weights, and
+        the widening of a layer's gradients, which a recording of one microbatch does not have."""
         timer, network = self.planner.timer(config), self.planner.network(config)
         overlaps = self.planner.software.overlap("layers", network.overlaps)
 
@@ -85,7 +89,11 @@ class TimedParts:
         )
         mix = part.programs[TaskKind.BACKWARD][backward[1]]
         weights = sum(times * timer.computing(program) for times, program in mix) / 2
-        return TimedPart(part, forward[0], backward[0], seconds(mix, 0.0) - weights, weights)
+        inputs, widened = seconds(mix, 0.0) - weights, 0.0
+        if config.widens_gradients and part.is_layer:
+            touched = part.weight_bytes + 2 * SINGLE * part.num_elements  # one is read, the sum is read and written
+            widened = timer.kernel_seconds(Kernel("element", 0.0, touched, part.num_elements, "float32"))
+        return TimedPart(part, forward[0], backward[0] + widened, inputs, weights + widened)
 
     def untimed(self, config: Config) -> dict[int, EstimatedPart]:
         """The same parts, whatever the order of axes."""
@@ -172,7 +180,10 @@ def _interpolated(small: Recording, large: Recording, share: float, *, is_layer:
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
     }
     outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
-    return EstimatedPart(programs, max(0.0, between(_kept(small), _kept(large))), round(between(*outgoing)), is_layer)
+    kept, elements, weights = max(0.0, between(_kept(small), _kept(large))), 0, 0
+    for each in small.parameters:
+        elements, weights = elements + each.num_elements, weights + each.weight_bytes
+    return EstimatedPart(programs, kept, round(between(*outgoing)), elements, weights, is_layer)
 
 
 def _mixed(small: Program, large: Program, share: float) -> _Mix:

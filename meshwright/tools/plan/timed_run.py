@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.pipeline.clock import undisturbed
-from meshwright.pipeline.task import TaskKind
+from meshwright.pipeline.task import Task, TaskKind
+from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.buckets import Memory, PlannedBucket, memory_of, share_program
 from meshwright.tools.plan.compose import Composition, Cost, StagePlan
-from meshwright.tools.plan.passes import Passes, PipelinePhase, phase_of
+from meshwright.tools.plan.passes import Passes, PipelinePhase, phase_of, tasks_of_stages
 from meshwright.tools.plan.recorder import Kernel, Program
+from meshwright.tools.plan.replay import Footprint
 from meshwright.tools.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
 from meshwright.tools.plan.step import Sum
 
@@ -30,6 +32,8 @@ class TimedRun(Composition):
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
         self.forward_timer = planner.timer(config, self.devices_per_host)
         self.costs: dict[tuple[int, int, TaskKind, int], Cost] = {}
+        self.footprints: dict[int, Footprint] = {}
+        """The memory of stages, by number, as their allocators hold it (process.py)."""
 
     def seconds(self, program: Program) -> float:
         return self.timer.seconds(program, self.network, self.overlap("layers"))
@@ -54,6 +58,17 @@ class TimedRun(Composition):
             )
             for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True))
         )
+
+    @cached_property
+    def sent(self) -> tuple[dict[tuple[str, str], Traffic], ...]:
+        """A step's ledger of each stage's first rank."""
+        return tuple(self.traffic(stage) for stage in range(len(self.stages)))
+
+    @cached_property
+    def first_tasks(self) -> tuple[list[list[Task]], int]:
+        """Each stage's tasks of a step of few microbatches, and how many these are."""
+        some = min(self.config.num_microbatches, self.placement.num_positions + 3)
+        return tasks_of_stages(self.config, self.cost, self.latency, some), some
 
     def awaited_bytes(self, stage: int) -> int:
         """Messages that a rank waits for have memory before they come; all from a side as much as the largest

@@ -27,6 +27,7 @@ from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.report import as_dict, check_new, render, write_run
 from meshwright.tools.plan.scout import ROOMY, Scout, slicing_less, strategy_of
 from meshwright.tools.plan.search import SearchResult, layout_text, search
+from meshwright.tools.plan.software import Software
 from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
 from meshwright.tools.plan.workers import Workers
 from tests.tools.plan.clusters import NODES
@@ -77,6 +78,9 @@ class MadeUp:
 
     def estimated_seconds(self, config: Config) -> float:
         return self.seconds(config) * (0.7 + 0.25 * self.drawn(config, "estimate"))
+
+    def recomputes_for_nothing(self, config: Config) -> bool:
+        return False
 
     def least_memory(self, config: Config) -> Memory:
         return memory_of(int((0.95 + 0.05 * self.drawn(config, "memory")) * self.bytes(config)))
@@ -267,6 +271,30 @@ def test_the_real_estimates_hold(small: Small) -> None:
         if not any(estimates.weights_memory(other).total <= roomy for other in slicing_less(config)):
             all_of_them.append(made.seconds)
     assert [made.seconds for made in found.predictions] == pytest.approx(sorted(all_of_them)[:3])
+
+
+@pytest.mark.parametrize("stages, limit", [(2, 4), (2, 8), (4, 4), (4, 16)])
+def test_an_estimate_counts_what_waits_for_weight_gradients(stages: int, limit: int) -> None:
+    """Recomputed layers of which a stage has W left to do are there whole; and each microbatch widens its gradients."""
+    words = (
+        "model.layers=8", "model.hidden=256", "batch.global=32", "batch.micro=1", "memory.recompute=auto",
+        "precision={level: O2, dtype: fp16}", "layout.pipeline.schedule=message-driven",
+        f"layout.pipeline.size={stages}", f"layout.pipeline.limit={limit}",
+    )  # fmt: skip
+    config, estimates = parse_config(TREE, words), Estimates(Planner(NODES))
+    made = estimates.predict(config)
+    kept, whole = (one.activations + one.temporaries for one in (estimates.estimated_memory(config), made.fullest))
+    assert 0.35 * whole <= kept <= whole
+    assert 0.8 * made.seconds <= estimates.estimated_seconds(config) <= 1.0001 * made.seconds
+
+
+def test_attention_that_keeps_nothing_is_not_recomputed() -> None:
+    """A fused kernel's is not, beside a layer's other memory; that of a kernel in steps may be."""
+    words = ("model.positions=1024", "data.sequence=1024", "memory.recompute=selective", "batch.micro=1")
+    config, fused = parse_config(TREE, words), Planner(NODES)
+    in_steps = Planner(NODES, Software(attention="torch"))
+    assert [Estimates(one).recomputes_for_nothing(config) for one in (fused, in_steps)] == [True, False]
+    assert not Estimates(fused).recomputes_for_nothing(parse_config(TREE, ("memory.recompute=none",)))
 
 
 def test_what_is_written_is_the_run(small: Small, tmp_path: Path) -> None:
