@@ -6,11 +6,11 @@
 #:
 #: PYTHON=python3.12        another interpreter (>= 3.11)
 #: PIP_ARGS="..."           more words for `pip install`: an index with CPU builds of torch, a proxy
-#: PYTEST_ARGS="-n 2 -k x"  other words for pytest (three files of tests at a time, some of which only wait)
+#: PYTEST_ARGS="-n 2 -k x"  other words for pytest (four files of tests at a time, some of which only wait)
 
 PYTHON ?= python3
 PIP_ARGS ?=
-PYTEST_ARGS ?= -n 3 --dist loadfile
+PYTEST_ARGS ?= -n 4 --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
