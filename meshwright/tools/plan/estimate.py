@@ -10,23 +10,23 @@ Recomputation is not recorded: it adds to a backward pass and takes from what is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from meshwright.config import Config
 from meshwright.model import EMBEDDINGS, HEAD
-from meshwright.parts import build_kit, build_model, placement_of, recomputed_group, rule_of
+from meshwright.parts import build_kit, build_model, placement_of, rule_of
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid, grid_of_run
-from meshwright.ranks.mailbox import AHEAD
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.buckets import Memory, Peak, memory_of, passing_bytes, streams
 from meshwright.tools.plan.compose import StagePlan
+from meshwright.tools.plan.held import HeldBytes, StageShape, in_groups
 from meshwright.tools.plan.predict import Planner, Prediction, check
 from meshwright.tools.plan.recordings import Parameter, parameters_in, splits
-from meshwright.tools.plan.timed_parts import EstimatedPart, TimedParts, strides
+from meshwright.tools.plan.timed_parts import TimedParts, strides
 from meshwright.tools.plan.timed_run import TimedRun
 
 SURE = 0.95
@@ -36,14 +36,8 @@ AGAIN = 0.9
 """The part of a group's forward pass that is recomputed at least: its last layer's is cut short."""
 
 
-PUT_OFF = 0.5
-"""The part of the bytes that are put off with W that the search takes for certain; who waits is a guess."""
-
 SPARED = 0.99
 """The share of a layer's memory that is kept where attention is recomputed, from which on that spares nothing."""
-
-_Shape = tuple[tuple[int, int], ...]
-"""A stage: each of its parts by position (`TimedParts.distinct`), and how many it has of it."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +82,16 @@ class Estimates:
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.parts = TimedParts(planner)
+        self._held = HeldBytes(self.parts)
         self._parameters: dict[Hashable, dict[int, tuple[Parameter, ...]]] = {}
         self._partitions: dict[Hashable, tuple[int, ...]] = {}
         self._weights: dict[Hashable, tuple[Memory, int]] = {}
         self._last: tuple[Config, tuple[Memory, int]] | None = None
         self._fullest: dict[Hashable, list[Parameter]] = {}
-        self._stage_shapes: dict[tuple[int, ...], list[_Shape]] = {}
+        self._stage_shapes: dict[tuple[int, ...], list[StageShape]] = {}
         self._messages: dict[Hashable, list[float]] = {}
         self._passes: dict[Hashable, _Passes] = {}
         self._endings: dict[Hashable, _Ending] = {}
-        self._deferrals: dict[Hashable, dict[int, float]] = {}
 
     def predict(self, config: Config) -> Prediction:
         return self.planner.predict(config)
@@ -118,7 +112,8 @@ class Estimates:
         """SURE of what the rank that holds most has in a step, of which temporaries take the room that wider gradients
         have before and after. The order of axes is no matter."""
         alone, passing = self._alone_memory(config)
-        kept, total = self._held_bytes(config)
+        partition = self._partition(config)
+        kept, total = self._held.of(config, partition, self._shapes(config, partition))
         activations = int(SURE * kept)
         most = max(int(SURE * total) + passing, alone.temporaries)
         return replace(alone, activations=activations, temporaries=most - activations)
@@ -179,57 +174,7 @@ class Estimates:
             self._passes[key] = _Passes(seconds, sum(forward) + sum(hops), max(weights if splits(config) else backward))
         return self._passes[key]
 
-    def _held_bytes(self, config: Config) -> tuple[float, float]:
-        """The activations that the fullest stage keeps, and all that it holds of microbatches at most."""
-        partition, placement = self._partition(config), placement_of(config)
-        parts, shapes = self.parts.untimed(config), self._shapes(config, partition)
-        kept, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
-        for stage in {0, placement.stage_of(partition.index(max(partition))), *deferring}:
-            own = placement.positions(stage)
-            works = [[(parts[place], times) for place, times in shapes[position]] for position in own]
-            in_flight = _in_flight(config, stage, placement)
-            keeps = in_flight * sum(self._kept_bytes(config, work) for work in works) / placement.num_chunks
-            if stage in deferring:
-                whole = sum(times * part.kept_bytes for work in works for part, times in work if part.is_layer)
-                limit = rule_of(config).limit_at(stage, placement, config.num_microbatches)
-                most = min(limit, config.num_microbatches * placement.num_chunks)
-                keeps += PUT_OFF * max(0, most - in_flight) * deferring[stage] * whole / placement.num_chunks
-            beside = max(self._message_bytes(config, parts, shapes, position) for position in own)
-            kept = max(kept, keeps)
-            total = max(total, keeps + beside + max(self._again_bytes(config, work) for work in works))
-        return kept, total
-
-    def _deferring(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> dict[int, float]:
-        """Stages that put off W of recomputed layers until their limit makes room for it, and of how many of their
-        microbatches. Each takes in as many as the slowest stage does without W; the time that is left to it is not
-        enough for all of its W. Of stages that hold as much the last, which has fewest on their way back to it."""
-        if not (splits(config) and _in_groups(config)) or rule_of(config).fixed:
-            return {}
-        key = partition, placement, config.micro, config.num_microbatches
-        if key not in self._deferrals:
-            costs = self.planner.work(config)
-            layers = [sum(costs.layers[layer] for layer in layers) for layers in ranges_of(partition)]
-            ends = [0.0] * len(layers)
-            ends[0] += costs.embedding
-            ends[-1] += costs.head
-            own = [placement.positions(stage) for stage in range(placement.num_stages)]
-            weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in own]
-            passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in own]
-            shares = [max(0.0, 1 - (max(passes) - each) / weight) for each, weight in zip(passes, weights, strict=True)]
-            alike = {tuple(partition[at] for at in positions): stage for stage, positions in enumerate(own)}
-            self._deferrals[key] = {stage: shares[stage] for stage in alike.values()}
-        return self._deferrals[key]
-
-    def _message_bytes(
-        self, config: Config, parts: Mapping[int, EstimatedPart], shapes: Sequence[_Shape], position: int
-    ) -> int:
-        """Bytes of the messages that a chunk waits for from both sides, whose memory is there before they come."""
-        ahead = min(AHEAD[self.planner.cluster.device.kind], config.num_microbatches)
-        before = parts[shapes[position - 1][-1][0]].outgoing_bytes if position else 0
-        after = parts[shapes[position][-1][0]].outgoing_bytes if position < len(shapes) - 1 else 0
-        return ahead * (before + after)
-
-    def _shapes(self, config: Config, partition: tuple[int, ...]) -> list[_Shape]:
+    def _shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
         """Each position's parts: how many it has of each place. Most positions are alike."""
         if partition not in self._stage_shapes:
             alike, last = self.planner.recordings.outline(config).alike, len(partition) - 1
@@ -241,35 +186,17 @@ class Estimates:
             self._stage_shapes[partition] = shapes
         return self._stage_shapes[partition]
 
-    def _work(self, config: Config, shape: _Shape) -> _Work:
+    def _work(self, config: Config, shape: StageShape) -> _Work:
         parts, split = self.parts.of(config), splits(config)
         stage = [(parts[place], times) for place, times in shape]
         again = AGAIN * sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
         return _Work(
             sum(times * timed.forward for timed, times in stage),
             sum(times * (timed.inputs if split else timed.backward) for timed, times in stage)
-            + (again if _in_groups(config) else 0.0),
+            + (again if in_groups(config) else 0.0),
             sum(times * timed.weights for timed, times in stage) if split else 0.0,
             stage[-1][0].part.outgoing_bytes,
         )
-
-    def _kept_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
-        """Bytes that a forward pass keeps on a stage of so many of each part; a recomputed group keeps one input."""
-        setting = config.memory.recompute
-        if setting == "none":
-            return sum(times * part.kept_bytes for part, times in stage)
-        layers = [(part, times) for part, times in stage if part.is_layer]
-        if setting == "selective":
-            return self.parts.kept_share(config) * sum(times * part.kept_bytes for part, times in layers)
-        num_layers = sum(times for _, times in layers)
-        return sum(times * part.outgoing_bytes for part, times in layers) / max(1, recomputed_group(config, num_layers))
-
-    def _again_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
-        """Bytes that a recomputed group of layers holds again when its backward pass begins."""
-        layers = [(part.kept_bytes, times) for part, times in stage if part.is_layer]
-        if not (_in_groups(config) and layers):
-            return 0.0
-        return recomputed_group(config, sum(times for _, times in layers)) * min(kept for kept, _ in layers)
 
     def _hops(self, config: Config, sizes: Sequence[int]) -> list[float]:
         """Seconds of a message from each position to the next; to one of the same stage none."""
@@ -390,18 +317,3 @@ def pipeline_seconds(
         passed = count / limit * sum(there_and_back - ahead[at] - behind[at] for at in own)
         longest = max(longest, busy, back, passed)
     return longest
-
-
-def _in_groups(config: Config) -> bool:
-    """Whether groups of layers are recomputed."""
-    return config.memory.recompute not in ("none", "selective")
-
-
-def _in_flight(config: Config, stage: int, placement: ChunkPlacement) -> int:
-    """Microbatches that a stage holds when it goes backward for the first time, counted once for each chunk; of a
-    message-driven one most likely."""
-    if config.layout.pipeline.limit_by_memory:
-        return 1  # what memory allows
-    count, rule = config.num_microbatches, rule_of(config)
-    limit = min(rule.limit_at(stage, placement, count), count * placement.num_chunks)
-    return limit if rule.fixed else rule.held(stage, placement.num_stages, limit)

@@ -272,9 +272,9 @@ def interpolated_program(small: Program, large: Program, share: float) -> Progra
     """The program at `share` of the way from the small one to the large one, or beyond; empty where they differ.
 
     So two recordings give a task's program for a microbatch of any size: the operations are the same, and the flops,
-    bytes, elements and payload of each are those of its samples plus those of its weights, which two sizes tell apart;
-    so are the repetitions of one that goes through samples in pieces. A product's side grows as the cube root of its
-    flops.
+    bytes, elements and payload of each are those of its samples plus those of its weights, which two sizes tell apart.
+    Not so of what goes through samples in pieces, of which there are more of a larger size, and the last is a rest. A
+    product's side grows as the cube root of its flops.
     """
     if len(small.events) != len(large.events):
         return Program()
@@ -296,7 +296,7 @@ def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | No
     if type(one) is not type(other):
         return None
     if isinstance(one, Kernel) and isinstance(other, Kernel):
-        if (one.kind, one.dtype) != (other.kind, other.dtype):
+        if (one.kind, one.dtype, one.times) != (other.kind, other.dtype, other.times):
             return None
         return Kernel(
             one.kind,
@@ -305,11 +305,10 @@ def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | No
             round(between(one.elements, other.elements)),
             one.dtype,
             between(one.side**3, other.side**3) ** (1 / 3),
-            max(1, round(between(one.times, other.times))),
+            one.times,
         )
     if isinstance(one, Start) and isinstance(other, Start):
-        if (one.axes, one.verb) != (other.axes, other.verb):
+        if (one.axes, one.verb, one.times) != (other.axes, other.verb, other.times):
             return None
-        payload = round(between(one.payload_bytes, other.payload_bytes))
-        return Start(one.number, one.axes, one.verb, payload, one.root, max(1, round(between(one.times, other.times))))
+        return replace(one, payload_bytes=round(between(one.payload_bytes, other.payload_bytes)))
     return one

@@ -14,9 +14,9 @@
 Layouts are predicted in the order of their estimates, SIMULATED at most. When the next estimate is not below the K-th
 fastest prediction, nothing that is left can be, as far as an estimate is no more than 1/SURE of the prediction
 (estimate.py). A layout that recomputes, or moves, what it might keep is not predicted where the one that keeps it fits:
-it is slower. Slices of gradients and weights (zero2, zero3) cost messages to save memory: a family of them is looked at
-where each strategy that slices less fills more than ROOMY of the memory with weights, gradients and states. Ctrl-C ends
-a search with the best that it has.
+it is slower; attention is not recomputed at all where its kernel keeps nothing. Slices of gradients and weights (zero2,
+zero3) cost messages to save memory: a family of them is looked at where each strategy that slices less fills more than
+ROOMY of the memory with weights, gradients and states. Ctrl-C ends a search with the best that it has.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@
 | layout.pipeline.schedule   | all four; without stages the run's                                                     |
 | layout.pipeline.chunks     | 1; of up to FEW p microbatches also CHUNKS, 1f1b's as a loop, message-driven's as a v  |
 | layout.pipeline.limit      | auto; message-driven: 2p, p; of CHUNKS those that hold as much as 2p of whole stages   |
-| memory.recompute           | none, selective where the kernel of attention keeps what that would save, auto         |
+| memory.recompute           | none, selective, auto                                                                  |
 
 A layout is legal where the config's own rules say so (config/rules.py); there are no others here. A rule is asked as
 soon as the last of the fields that it reads is chosen, so that what it refuses is not gone into. Nor is a family of

@@ -24,7 +24,8 @@ _SIZES = 2, 4
 
 _Mix = tuple[tuple[float, Program], ...]
 """Programs whose seconds add up, each so many times: one; or two recorded ones, where what lies between or beyond them
-has other events (a head's chunks), so that only their seconds can be interpolated."""
+has other events, or more of them (a head's slices, of which the last is a rest), so that only their seconds can be
+interpolated."""
 
 
 @dataclass(frozen=True)
@@ -180,13 +181,17 @@ def _interpolated(small: Recording, large: Recording, share: float, *, is_layer:
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
     }
     outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
-    kept, elements, weights = max(0.0, between(_kept(small), _kept(large))), 0, 0
-    for each in small.parameters:
-        elements, weights = elements + each.num_elements, weights + each.weight_bytes
+    elements = sum(each.num_elements for each in small.parameters)
+    weights = sum(each.weight_bytes for each in small.parameters)
+    kept = max(0.0, between(_kept(small), _kept(large)))
     return EstimatedPart(programs, kept, round(between(*outgoing)), elements, weights, is_layer)
 
 
 def _mixed(small: Program, large: Program, share: float) -> _Mix:
-    """The program at `share` of the way from the small one to the large one, or both in parts."""
+    """The program at `share` of the way from the small one to the large one, or both in parts; before the small one a
+    part of it in proportion to samples: a head of few rows has other slices."""
     program = interpolated_program(small, large, share)
-    return ((1.0, program),) if program.events or not small.events else ((1 - share, small), (share, large))
+    if program.events or not small.events:
+        return ((1.0, program),)
+    first, second = _SIZES
+    return ((1 - share, small), (share, large)) if share >= 0 else ((1 + share * (second - first) / first, small),)

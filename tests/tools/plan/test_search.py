@@ -288,6 +288,34 @@ def test_an_estimate_counts_what_waits_for_weight_gradients(stages: int, limit: 
     assert 0.8 * made.seconds <= estimates.estimated_seconds(config) <= 1.0001 * made.seconds
 
 
+def test_a_limit_that_is_asked_of_memory_counts_nothing_that_waits() -> None:
+    words = (
+        "memory.recompute=auto",
+        "layout.pipeline.schedule=message-driven",
+        "layout.pipeline.size=2",
+        "batch.micro=1",
+    )
+    estimates = Estimates(Planner(NODES))
+    by_memory, by_user = (
+        estimates.estimated_memory(parse_config(TREE, (*words, f"layout.pipeline.limit={limit}"))).total
+        for limit in ("auto", "2")
+    )
+    assert by_memory <= by_user
+
+
+@pytest.mark.parametrize("seed", [9, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(9))])
+def test_estimates_of_drawn_layouts_are_below_their_predictions(seed: int) -> None:
+    """GPT-2 in half precision, with recomputation, offload and slices. Of slices that are summed in each microbatch an
+    estimate may be above, by less than what 80 predictions look past."""
+    words = ("precision={level: O2, dtype: fp16}", "model=gpt2-small", "data.sequence=512")
+    job = SearchJob(parse_config(TREE | {"batch": {"global": 32}}, words), NODES, 4)
+    estimates, shares = Estimates(Planner(NODES)), []
+    for config in random.Random(seed).sample(list(legal_layouts(job)), 40):
+        shares.append(estimates.estimated_seconds(config) / estimates.predict(config).seconds)
+    assert max(shares) <= 1.25
+    assert sum(share > 1.0001 for share in shares) <= 4
+
+
 def test_attention_that_keeps_nothing_is_not_recomputed() -> None:
     """A fused kernel's is not, beside a layer's other memory; that of a kernel in steps may be."""
     words = ("model.positions=1024", "data.sequence=1024", "memory.recompute=selective", "batch.micro=1")
