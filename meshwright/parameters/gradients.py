@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +57,10 @@ class Gradients:
         """The rank's chunk whose backward pass or work runs."""
         self._apart: dict[nn.Parameter, dict[int, Tensor]] = {}
         """Parameters that several chunks use, with the memory of each but the first, whose gradient comes last."""
+        # Weak: Python's collector does not see hooks, and a model that is dropped would stay with its bucket's memory.
+        told: WeakMethod[OnGradient] = WeakMethod(self._accumulated)
         for parameter in self._views if on_gradient else ():
-            parameter.register_post_accumulate_grad_hook(self._accumulated)
+            parameter.register_post_accumulate_grad_hook(partial(_tell, told))
 
     def add(
         self, parameter: nn.Parameter, like: Tensor, write: WriteGradient, *, may_wait: bool = True
@@ -154,3 +157,9 @@ class Gradients:
 
 def _not_final(work: WeightWork, final: bool) -> None:
     work(False)
+
+
+def _tell(told: WeakMethod[OnGradient], parameter: nn.Parameter) -> None:
+    """The hook of a parameter's gradients, for as long as they are there."""
+    if (accumulated := told()) is not None:
+        accumulated(parameter)
