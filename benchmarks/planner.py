@@ -156,7 +156,7 @@ def _arguments() -> argparse.Namespace:
     transports = ["mpi", "torch"] if find_spec("mpi4py") else ["torch"]
     parser.add_argument("--transports", type=_words, default=transports)
     parser.add_argument("--shapes", type=_words, default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each layout")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each layout")
     parser.add_argument("--steps", type=int, default=3, help="timed steps in a turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured and predicted to FILE")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="take what was measured from FILE")

@@ -1,11 +1,12 @@
 """Many configs in one team of workers: they are visited in turn, each built anew, so that fifty cost the start of one.
 
-A visit is one untimed step, with which the layout is connected and built, and some timed ones. The harness lets the
+A visit is WARM_UPS untimed steps and some timed ones. The harness lets the
 team run one visit at a time, in the order in which the configs were given, and over again.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import statistics
@@ -30,6 +31,9 @@ from meshwright.ranks.mesh import open_mesh
 
 Options = dict[str, Option]
 
+WARM_UPS = 3
+"""Untimed steps of a visit: in the first the layout is connected and built, in the next two the heap still grows."""
+
 
 class Visitor:
     """A team whose `run` visits the next of its configs. All of them have `ranks` ranks on one `transport`."""
@@ -43,8 +47,8 @@ class Visitor:
 
     def run(self) -> float:
         """Milliseconds of a step of the next config: the median of a visit's timed ones, on rank 0."""
-        times, _ = self.team.run(1 + self.steps)
-        return statistics.median(times[1:])
+        times, _ = self.team.run(WARM_UPS + self.steps)
+        return statistics.median(times[WARM_UPS:])
 
     def close(self) -> None:
         self.team.close()
@@ -65,8 +69,10 @@ def visits(place: Place, *, configs: str, steps: int) -> Iterator[Step]:
             nonlocal left, turn
             if not left:
                 visit.close()
+                turn = _nothing
+                gc.collect()  # what is left of the layout before: its tensors, its groups and their threads
                 number = next(tours)
-                turn, left = visit.enter_context(_built(made[number % len(made)], number, point)), 1 + steps
+                turn, left = visit.enter_context(_built(made[number % len(made)], number, point)), WARM_UPS + steps
             left -= 1
             return turn()
 
