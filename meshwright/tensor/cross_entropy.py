@@ -174,6 +174,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 write_product(dweight, logits.t(), h[chunk], beta=0 if chunk.start == 0 else 1)
                 if dbias is not None:
                     dbias += logits.sum(0, dtype=adds)
+            del logits, part  # else two chunks' would be there at once, and in turn in no cache
         ctx.save_for_backward(dh, dweight, dbias)
         ctx.give = give
         return torch.where(counted, losses, 0).sum(dtype=_wide(h)) * scale
