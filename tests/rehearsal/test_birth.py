@@ -104,8 +104,15 @@ def run(model: str, layout: dict[str, Any], orders: Sequence[str], folder: Path,
     run_ranks(rehearse, Grid(config.layout.axes), config, orders, folder, *how, token_axes=config.layout.token_axes)
 
 
+@pytest.mark.parametrize("number, name, model, layout", [(number, *case) for number, case in enumerate(layouts())])
+def test_no_layout_waits_for_ever(number: int, name: str, model: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    """One order of calls each, in turn."""
+    run(model, layout, [ORDERS[number % len(ORDERS)]], tmp_path)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("model, layout", [case[1:] for case in layouts()], ids=[case[0] for case in layouts()])
-def test_no_layout_waits_for_ever(model: str, layout: dict[str, Any], tmp_path: Path) -> None:
+def test_no_layout_waits_for_ever_in_any_order(model: str, layout: dict[str, Any], tmp_path: Path) -> None:
     run(model, layout, ORDERS, tmp_path)
 
 
