@@ -27,7 +27,7 @@ settings.register_profile("meshwright", deadline=None, derandomize=True, max_exa
 settings.load_profile("meshwright")
 
 
-BUDGETS = {"core": 31_935, "tools": 13_080, "parity": 2_830}
+BUDGETS = {"core": 31_945, "tools": 13_230, "parity": 2_830}
 """Lines of the package's parts. Who needs more says in docs/decisions.md for what."""
 
 

@@ -9,11 +9,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from meshwright.parts import DTYPES
+from meshwright.tools.calibrate.kernels import product_batch, product_shapes
 from meshwright.tools.calibrate.timing import Points
-from meshwright.tools.plan.cluster import Device, Level, Links, Measured, interpolated
+from meshwright.tools.plan.cluster import Curve, Device, Level, Links, Measured, interpolated
 
 LEAST_PART = 1 / 50
-"""At least this part of a call's time is not the launch: for the smallest calls the difference drowns in noise."""
+"""At least this part of a call's time is not what is known of it: for the smallest calls the difference drowns in
+noise."""
 
 SPECIAL_BYTES = 8
 """Bytes that a special or random kernel reads and writes for an element."""
@@ -38,12 +41,13 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
     dtypes have the peaks that give their rates by the same curve.
     """
     launch = points["launch"][0][1]
-    products = {name.removeprefix("product "): _rates(name, points) for name in points if name.startswith("product ")}
+    bandwidth = tuple((size, rounded(size / _beyond(seconds, launch))) for size, seconds in points["stream"])
+    names = [name.removeprefix("product ") for name in points if name.startswith("product ")]
+    products = {name: _rates(kind, name, points[f"product {name}"], bandwidth) for name in names}
     curve = max(products, key=lambda name: len(products[name]))
     peak = max(rate for _, rate in products[curve])
     efficiency = tuple((side, rounded(rate / peak)) for side, rate in products[curve])
     peaks = {name: rounded(rates[-1][1] / interpolated(efficiency, rates[-1][0])) for name, rates in products.items()}
-    bandwidth = tuple((size, rounded(size / _beyond(seconds, launch))) for size, seconds in points["stream"])
     attention = [flops / seconds / peak for flops, seconds in points["attention"]]
     return Device.model_validate(
         {
@@ -63,21 +67,36 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
     )
 
 
-def _rates(name: str, points: Mapping[str, Points]) -> Points:
-    """Flops a second of products of each side."""
-    return [(side, 2 * side**3 / seconds) for side, seconds in points[name]]
+def _rates(kind: Literal["cpu", "cuda"], dtype: str, points: Points, bandwidth: Curve) -> Points:
+    """Flops a second of products of each side; of a CPU's in the time that its memory leaves them."""
+    return [
+        (
+            side,
+            2
+            * side**3
+            / (_beyond(seconds, _memory_seconds(dtype, int(side), bandwidth)) if kind == "cpu" else seconds),
+        )
+        for side, seconds in points
+    ]
 
 
-def _beyond(seconds: float, launch: float) -> float:
-    return max(seconds - launch, seconds * LEAST_PART)
+def _memory_seconds(dtype: str, side: int, bandwidth: Curve) -> float:
+    """Seconds of a CPU's memory for the mean product of a side."""
+    batch, shapes = product_batch("cpu", side), product_shapes(side)
+    touched = [batch * (m * n + m * k + n * k) * DTYPES[dtype].itemsize for m, n, k in shapes]
+    return statistics.mean(size / interpolated(bandwidth, size) for size in touched) / batch
 
 
-def _element_seconds(name: str, points: Mapping[str, Points], bandwidth: Sequence[tuple[float, float]]) -> float:
+def _beyond(seconds: float, known: float) -> float:
+    return max(seconds - known, seconds * LEAST_PART)
+
+
+def _element_seconds(name: str, points: Mapping[str, Points], bandwidth: Curve) -> float:
     """Seconds that an element takes on top of launch and bytes: the mean over the kernels of a kind."""
     extra = []
     for elements, seconds in points[name]:
         touched = elements * SPECIAL_BYTES
-        beyond = seconds - points["tiny"][0][1] - touched / interpolated(tuple(bandwidth), touched)
+        beyond = seconds - points["tiny"][0][1] - touched / interpolated(bandwidth, touched)
         extra.append(max(0.0, beyond / elements))
     return rounded(statistics.mean(extra))
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from meshwright.config import parse_config
+from meshwright.config import Config, parse_config
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, joined, run
@@ -28,13 +28,13 @@ from meshwright.tools.calibrate.fit import fit_device, fit_links, merged, rounde
 from meshwright.tools.calibrate.kernels import measure_device
 from meshwright.tools.calibrate.links import measure_links, measure_overlap, measure_turns
 from meshwright.tools.calibrate.report import writer_of
-from meshwright.tools.calibrate.timing import CallTimer, Effort, meeting
-from meshwright.tools.compare.run import measure_run
+from meshwright.tools.calibrate.timing import CallTimer, Effort, lower_quartile, meeting
+from meshwright.tools.compare.run import MeasuredRun, measure_run
 from meshwright.tools.plan.cluster import Cluster, Level, Links
 from meshwright.tools.plan.predict import Planner
 
 CPU_FACTS = Path("/proc/cpuinfo")
-MEMORY_RUN = {
+MEMORY_RUN: dict[str, Any] = {
     "model": {"layers": 1, "hidden": 256, "heads": 4, "positions": 128, "vocabulary": 8192},
     "data": {"sequence": 128},
     "batch": {"global": 8},
@@ -43,6 +43,17 @@ MEMORY_RUN = {
 }
 """Its ranks tell what a process on a CPU holds beyond tensors. No gradients are summed, which might lie in memory that
 ranks share."""
+
+
+HOST_RUN: dict[str, Any] = {
+    "model": {"layers": 8, "hidden": 128, "heads": 4, "positions": 16, "vocabulary": 512, "dropout": 0.0},
+    "data": {"sequence": 16},
+    "batch": {"global": 8, "micro": 1},
+    "device": "cpu",
+}
+HOST_STEPS = 40
+"""A step of mostly the host's work: kernels take a third of it, and yet empty the caches, as they do in any run. With
+hidden 16 its code and its data stayed there, and it was half as long at work."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,8 @@ class MeasuredMachine:
 
     @property
     def jobs(self) -> int:
-        return 1 + len(self.backends) * (len(self.ranks) + (self.kind == "cpu"))
+        on_cpu = self.kind == "cpu"
+        return 1 + on_cpu + len(self.backends) * (len(self.ranks) + on_cpu)
 
 
 def measured_machine(ranks: str | None, device: str) -> MeasuredMachine:
@@ -116,7 +128,8 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
             for backend in machine.backends:
                 reserved = runs.reserved_bytes(cluster, backend)
                 links[backend] = links[backend].model_copy(update={"reserved": reserved})
-            cluster = cluster.model_copy(update={"links": links})
+            device = device.model_copy(update={"part": runs.part_seconds(cluster)})
+            cluster = cluster.model_copy(update={"links": links, "device": device})
         write(cluster)
     return cluster
 
@@ -135,14 +148,26 @@ class _Runs:
         """The most resident memory of a rank over a backend in a run of two steps, less its tensors as the planner
         replays them. Kernels of a usual size and the first calls of a transport load code and take memory of their own,
         a tenth of what such a rank holds: so it is a run, and of no tiny model."""
-        self.report(f"memory, {backend}, 2 ranks", self.done / self.machine.jobs)
+        config, made = self.measured(MEMORY_RUN, f"memory, {backend}, 2 ranks", 2, f"layout.transport={backend}")
+        return max(rank.peak_bytes for rank in made.ranks) - Planner(cluster).predict(config).fullest.reserved
+
+    def part_seconds(self, cluster: Cluster) -> float:
+        """The host's seconds for a pass through a part of the chain, beyond the kernels that the planner times: what a
+        step of a tiny model takes longer than predicted, over its passes, forward and backward."""
+        config, made = self.measured(HOST_RUN, "host", HOST_STEPS)
+        beyond = lower_quartile(made.seconds[HOST_STEPS // 2 :]) - Planner(cluster).predict(config).seconds
+        return rounded(max(0.0, beyond) / (2 * config.num_microbatches * (config.model.num_blocks + 2)))
+
+    def measured(self, tree: dict[str, Any], what: str, steps: int, *words: str) -> tuple[Config, MeasuredRun]:
+        """A run of so many steps of a model of ours on a text."""
+        self.report(what, self.done / self.machine.jobs)
         with TemporaryDirectory(prefix="meshwright-calibrate-") as name:
             folder = Path(name)
             (folder / "text.txt").write_text("a rank's memory\n" * 1000)
-            config = parse_config(MEMORY_RUN, [f"data.source={folder / 'text.txt'}", f"layout.transport={backend}"])
-            facts = measure_run(config, config.data.prepare(config, silent), folder / "run", steps=2).ranks
+            config = parse_config(tree, [f"data.source={folder / 'text.txt'}", *words])
+            made = measure_run(config, config.data.prepare(config, silent), folder / "run", steps)
         self.done += 1
-        return max(rank.peak_bytes for rank in facts) - Planner(cluster).predict(config).fullest.reserved
+        return config, made
 
     def launch(self, what: str, ranks: int, backend: TransportName) -> list[dict[str, Any]]:
         """The answers of the ranks of one job."""
@@ -160,7 +185,7 @@ class _Runs:
 def measure_devices(rank: Rank, effort: Mapping[str, Any], disk: Path) -> dict[str, Any]:
     """A rank that measures its device beside the others of the machine."""
     where, asked = rank.mesh.device, Effort(**effort)
-    timer = CallTimer(where, asked.point_seconds, meeting(rank.mesh.world, where, rank.stop))
+    timer = CallTimer(where, asked.point_seconds, meeting(rank.mesh.world, where, rank.stop), asked.cold_bytes)
     memory = torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else 0
     return {"points": measure_device(asked, timer, disk), "memory": memory}
 

@@ -16,13 +16,19 @@ memory and their clock, GPUs their host.
 
 Special and random kernels are timed out of autograd: `tiny` is such a call of a few elements. Products are so large,
 or so many in a batch, that their launch does not show.
+
+A kernel of a training step finds what it reads in memory: since a weight was used last, the whole model went through
+the caches. So each call has operands of its own (timing.cold_seconds): the same ones over and over would lie in the
+caches, and products of side 256 would be a tenth faster than a run's.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -80,9 +86,10 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
         matmul.fp32_precision = before
     points["attention"] = list(_attentions(effort, timer, DTYPES[curve]))
     points["stream"] = [(size, _chain_seconds(timer, size // 12)) for size in effort.stream_bytes]
-    x = torch.randn(SPECIAL_ELEMENTS // 256, 256, device=device)
-    points["special"] = [(x.numel(), timer.seconds(lambda f=f: f(x))) for f in _SPECIAL]  # type: ignore[misc]
-    points["random"] = [(x.numel(), timer.seconds(lambda: torch.empty_like(x).bernoulli_(0.9)))]
+    rows = SPECIAL_ELEMENTS // 256, 256
+    points["special"] = [(SPECIAL_ELEMENTS, _special_seconds(timer, special, rows)) for special in _SPECIAL]
+    x = torch.empty(rows, device=device)
+    points["random"] = [(SPECIAL_ELEMENTS, timer.seconds(lambda: torch.empty_like(x).bernoulli_(0.9)))]
     points["host link"] = [_host_copy(effort, timer)]
     points["disk"] = [_disk(effort, timer, folder)]
     return points
@@ -93,6 +100,14 @@ def curve_dtype(device: torch.device) -> str:
     if device.type == "cpu":
         return "float32"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def _special_seconds(timer: CallTimer, special: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> float:
+    def make() -> Callable[[], object]:
+        x = torch.randn(shape, device=timer.device)
+        return lambda: special(x)
+
+    return timer.cold_seconds(4 * math.prod(shape), make)
 
 
 def _chain_seconds(timer: CallTimer, num_elements: int) -> float:
@@ -111,10 +126,19 @@ def _chain_seconds(timer: CallTimer, num_elements: int) -> float:
     return timer.seconds(chain) / (2 * length)
 
 
+def product_shapes(side: int) -> tuple[tuple[int, int, int], ...]:
+    """(M, N, K) of the products of which one of a side is the mean."""
+    return (side, side, side), (4 * side, side // 2, side // 2), (2 * side, side // 4, 2 * side)
+
+
+def product_batch(kind: str, side: int) -> int:
+    """How many products of a side one call makes on a `kind` of device."""
+    return max(1, BATCH_FLOPS[kind] // (2 * side**3))
+
+
 def _product_seconds(timer: CallTimer, side: int, dtype: torch.dtype) -> float:
     """Mean seconds of a product with mnk = side³, over three shapes and a linear's three products of each."""
-    shapes = ((side, side, side), (4 * side, side // 2, side // 2), (2 * side, side // 4, 2 * side))
-    batch = max(1, BATCH_FLOPS[timer.device.type] // (2 * side**3))
+    shapes, batch = product_shapes(side), product_batch(timer.device.type, side)
     return sum(_linear_seconds(timer, batch, shape, dtype) for shape in shapes) / (len(shapes) * 3 * batch)
 
 
@@ -126,14 +150,20 @@ def _linear_seconds(timer: CallTimer, batch: int, shape: tuple[int, int, int], d
     rows, columns, inner = shape
     lead = (batch,) if batch > 1 else ()
     sizes = ((rows, inner), (columns, inner), (rows, columns))
-    x, w, dy = (torch.randn(*lead, *size, device=timer.device, dtype=dtype) for size in sizes)
+    operand_bytes = 2 * batch * sum(map(math.prod, sizes)) * dtype.itemsize  # and as many results
 
-    def linear() -> None:
-        torch.matmul(x, w.mT)
-        torch.matmul(dy, w)
-        torch.matmul(dy.mT, x)
+    def make() -> Callable[[], object]:
+        x, w, dy = (torch.randn(*lead, *size, device=timer.device, dtype=dtype) for size in sizes)
+        y, dw, dx = torch.zeros_like(dy), torch.zeros_like(w), torch.zeros_like(x)
 
-    return timer.seconds(linear)
+        def linear() -> None:
+            torch.matmul(x, w.mT, out=y)
+            torch.matmul(dy, w, out=dx)
+            torch.matmul(dy.mT, x, out=dw)
+
+        return linear
+
+    return timer.cold_seconds(operand_bytes, make)
 
 
 def _attentions(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
@@ -141,16 +171,21 @@ def _attentions(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterato
     for length in effort.lengths:
         for width in ATTENTION_WIDTHS:
             shape = (*ATTENTION_HEADS, length, width)
-            q, k, v = (torch.randn(shape, device=timer.device, dtype=dtype, requires_grad=True) for _ in range(3))
-            if torch._fused_sdp_choice(q, k, v) == SDPBackend.MATH.value:
+            probe = torch.empty(shape, device=timer.device, dtype=dtype, requires_grad=True)
+            if torch._fused_sdp_choice(probe, probe, probe) == SDPBackend.MATH.value:
                 return
-            dy = torch.randn_like(q)
 
-            def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v, dy: Tensor = dy) -> None:
-                torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), dy)
+            def make(shape: tuple[int, ...] = shape) -> Callable[[], object]:
+                q, k, v, dy = (torch.randn(shape, device=timer.device, dtype=dtype) for _ in range(4))
+                return partial(_attend, q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dy)
 
             products = (2 + 5) / 2  # forward, and backward, which computes the first one again; half of each is masked
-            yield products * 2.0 * q.numel() * length, timer.seconds(attend)
+            elements = math.prod(shape)
+            yield products * 2.0 * elements * length, timer.cold_seconds(4 * elements * dtype.itemsize, make)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> None:
+    torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), dy)
 
 
 def _host_copy(effort: Effort, timer: CallTimer) -> tuple[float, float]:

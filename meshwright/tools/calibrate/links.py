@@ -7,8 +7,8 @@
 | send                                                    | the tensor sent to the next rank |
 | message                                                 | the message to a neighbour       |
 
-Rooted verbs take another root at each call, so that none begins before the last one has arrived. Where there are more
-ranks than cores, the times have in them that ranks take turns.
+Rooted verbs take another root at each call, so that none begins before the last one has arrived. Payloads take turns:
+as in a run, none lies in a cache. Where there are more ranks than cores, the times have in them that ranks take turns.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
+from torch import Tensor
 
 from meshwright.launch import StopRequest
+from meshwright.machine import usable_cores
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import Mailbox, Side, TensorMeta, both_sides
@@ -34,6 +37,7 @@ _ELEMENT_BYTES = 4
 WORK_SECONDS = 5e-3
 MEETING_BYTES = 2**20
 """About as much as a rank computes between two collectives of tensor parallelism, and as much as they sum."""
+_MOST_PAYLOADS = 512
 TURNS_ROUNDS = 10
 """How many points' time is spent on oversubscription: how cores are shared changes from call to call."""
 
@@ -84,10 +88,12 @@ def measure_links(effort: Effort, mesh: Mesh, stop: StopRequest) -> dict[str, Po
     conversation = Conversation(mesh.comm(PIPE), mesh.device, effort.point_seconds, stop)
     points: dict[str, Points] = {}
     for wanted in effort.payloads:
-        for verb, payload, call in _verbs(conversation.comm, mesh.device, wanted):
+        for verb, payload, call in _verbs(conversation.comm, mesh.device, wanted, effort.cold_bytes):
             points.setdefault(verb, []).append((payload, conversation.seconds(call)))
     exchange = Exchange(mesh.mailbox(PIPE), mesh.index(PIPE), mesh.size(PIPE))
-    points["message"] = [(payload, exchange.seconds(conversation, payload)) for payload in effort.payloads]
+    points["message"] = [
+        (payload, exchange.seconds(conversation, payload, effort.cold_bytes)) for payload in effort.payloads
+    ]
     return points
 
 
@@ -117,57 +123,76 @@ def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
 
 
 def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
-    """Oversubscription: how many times as long a rank's work takes among all of them as its own processor time, where
-    they sum MEETING_BYTES after every WORK_SECONDS of it. For CPUs.
+    """Oversubscription: how many times as long a rank's work takes among all of them, where they sum MEETING_BYTES
+    after every WORK_SECONDS of it, as the processor time that it takes while only as many ranks work as there are
+    cores. For CPUs.
 
     Ranks that share cores and meet often lose more than their share of a core (2.3 in place of 2 for 4 ranks on 2
-    cores): cores are shared unevenly, and all wait for the last.
+    cores): cores are shared unevenly, all wait for the last, and each finds its caches full of another's.
     """
     comm = mesh.comm(PIPE)
     conversation = Conversation(comm, mesh.device, TURNS_ROUNDS * effort.point_seconds, stop)
     x = torch.zeros(MEETING_BYTES // _ELEMENT_BYTES)
-    a, b = (torch.randn(effort.dtype_side, effort.dtype_side) for _ in range(2))
+    side = effort.dtype_side
+    count = math.ceil(effort.cold_bytes / (3 * _ELEMENT_BYTES * side**2))
+    factors = cycle([(torch.randn(side, side), torch.randn(side, side), torch.zeros(side, side)) for _ in range(count)])
+
+    def work(products: int) -> None:
+        for _ in range(products):
+            a, b, product = next(factors)
+            torch.matmul(a, b, out=product)
 
     def processor_seconds(products: int) -> float:
         start = time.process_time()
-        for _ in range(products):
-            torch.matmul(a, b)
+        work(products)
         return (time.process_time() - start) / products
 
-    wanted = torch.tensor([math.ceil(WORK_SECONDS / processor_seconds(TURNS_ROUNDS))])
+    wanted = torch.tensor([math.ceil(WORK_SECONDS / processor_seconds(count))])
     comm.broadcast(wanted, root=0)
     products = int(wanted.item())
 
     def work_and_meet(_: int) -> None:
-        for _ in range(products):
-            torch.matmul(a, b)
+        work(products)
         comm.all_reduce(x)
 
-    own = lower_quartile([processor_seconds(products) for _ in range(TURNS_ROUNDS)])
+    comm.barrier()
+    own = 1.0
+    if mesh.index(PIPE) < usable_cores():
+        own = lower_quartile([processor_seconds(products) for _ in range(TURNS_ROUNDS)])
+    comm.barrier()
     meeting = conversation.seconds(lambda _: comm.all_reduce(x))
     return max(1.0, (conversation.seconds(work_and_meet) - meeting) / (products * own))
 
 
-def _verbs(comm: Comm, device: torch.device, wanted_bytes: int) -> Iterator[tuple[str, int, TimedCall]]:
-    """(verb, bytes of its payload, a call) of all verbs; payloads are whole parts for every rank."""
+def _verbs(
+    comm: Comm, device: torch.device, wanted_bytes: int, cold_bytes: int
+) -> Iterator[tuple[str, int, TimedCall]]:
+    """(verb, bytes of its payload, a call) of all verbs; payloads are whole parts for every rank, and in no cache."""
     size, index = comm.size, comm.index
-    whole = torch.zeros(size, max(1, wanted_bytes // _ELEMENT_BYTES // size), device=device)
-    payload = whole.numel() * _ELEMENT_BYTES
-    mine, other, apart = whole[index], torch.zeros_like(whole), torch.zeros_like(whole[0])
+    elements = max(1, wanted_bytes // _ELEMENT_BYTES // size)
+    payload = size * elements * _ELEMENT_BYTES
+    pool = torch.zeros(2, payloads_in_turn(payload, cold_bytes), size, elements, device=device)
+    wholes, others = (list(half) for half in pool)
+    parts, aparts = [whole[index] for whole in wholes], [other[index] for other in others]
     after, before = (index + 1) % size, (index - 1) % size
-    calls: dict[str, TimedCall] = {
-        "all_reduce": lambda _: comm.all_reduce(whole),
-        "reduce_scatter": lambda _: comm.reduce_scatter(mine, whole),
-        "all_gather": lambda _: comm.all_gather(whole, mine),
-        "all_to_all": lambda _: comm.all_to_all(other, whole),
-        "broadcast": lambda call: comm.broadcast(whole, call % size),
-        "reduce": lambda call: comm.reduce(whole, call % size),
-        "gather": lambda call: comm.gather(whole, apart, call % size),
-        "scatter": lambda call: comm.scatter(apart, whole, call % size),
-        "send": lambda _: comm.exchange(whole, after, other, before),
+    verbs: dict[str, Callable[[int, int], object]] = {
+        "all_reduce": lambda at, _: comm.all_reduce(wholes[at]),
+        "reduce_scatter": lambda at, _: comm.reduce_scatter(parts[at], wholes[at]),
+        "all_gather": lambda at, _: comm.all_gather(wholes[at], parts[at]),
+        "all_to_all": lambda at, _: comm.all_to_all(others[at], wholes[at]),
+        "broadcast": lambda at, root: comm.broadcast(wholes[at], root),
+        "reduce": lambda at, root: comm.reduce(wholes[at], root),
+        "gather": lambda at, root: comm.gather(wholes[at], aparts[at], root),
+        "scatter": lambda at, root: comm.scatter(aparts[at], wholes[at], root),
+        "send": lambda at, _: comm.exchange(wholes[at], after, others[at], before),
     }
-    for verb, call in calls.items():
-        yield verb, payload, call
+    for verb, call in verbs.items():
+        yield verb, payload, lambda number, call=call: call(number % len(wholes), number % size)  # type: ignore[misc]
+
+
+def payloads_in_turn(payload: int, cold_bytes: int) -> int:
+    """How many payloads take turns, each twice in memory: in a run what is sent was computed a while ago."""
+    return max(1, min(_MOST_PAYLOADS, cold_bytes // (2 * payload)))
 
 
 class Exchange:
@@ -179,25 +204,26 @@ class Exchange:
         self.paired = index % 2 == 1 or index < size - 1
         self.epoch = 0
 
-    def seconds(self, conversation: Conversation, payload: int) -> float:
+    def seconds(self, conversation: Conversation, payload: int, cold_bytes: int) -> float:
         """Seconds of one way, in an undisturbed round."""
-        return conversation.undisturbed(lambda calls: self._there_and_back(conversation, payload, calls)) / 2
+        count = payloads_in_turn(payload, cold_bytes)
+        xs = list(torch.zeros(count, payload, dtype=torch.uint8, device=conversation.device))
+        return conversation.undisturbed(lambda calls: self._there_and_back(conversation, xs, calls)) / 2
 
-    def _there_and_back(self, conversation: Conversation, payload: int, calls: int) -> float:
-        x = torch.zeros(payload, dtype=torch.uint8, device=conversation.device)
+    def _there_and_back(self, conversation: Conversation, xs: Sequence[Tensor], calls: int) -> float:
         expected = calls if self.paired else 0
         counts = {"before": 0, "after": 0} | {self.side: expected}
-        self.mailbox.open(self.epoch, both_sides(TensorMeta(tuple(x.shape), x.dtype)), **counts)
+        self.mailbox.open(self.epoch, both_sides(TensorMeta(tuple(xs[0].shape), xs[0].dtype)), **counts)
         self.epoch += 1
         conversation.comm.barrier()
         start = time.perf_counter()
         for index in range(expected):
             if self.side == "after":
-                self.mailbox.send("after", index, (x,))
+                self.mailbox.send("after", index, (xs[index % len(xs)],))
                 self.mailbox.wait()
             else:
                 self.mailbox.wait()
-                self.mailbox.send("before", index, (x,))
+                self.mailbox.send("before", index, (xs[index % len(xs)],))
         self.mailbox.flush()
         wait_for_device(conversation.device)
         return (time.perf_counter() - start) / calls

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 
@@ -15,6 +16,10 @@ from meshwright.ranks.comm import Comm
 
 SAMPLE_SECONDS = 1e-3
 """Calls that are shorter are timed several at a time."""
+
+LEAST_SAMPLES = 5
+"""However long a call takes: in some of them the heap grows, which costs a call that makes large tensors ten times
+what it takes."""
 
 WARM_UPS = 2
 """Libraries choose their code at the first call, and the heap still grows at the second."""
@@ -27,7 +32,8 @@ Points = list[tuple[float, float]]
 class Effort:
     """Points to measure, with `point_seconds` for each. `sides`: of products; `dtype_side`: of products in the other
     dtypes; `lengths`: of the attention's sequences; `stream_bytes`: that a kernel touches; `copy_bytes`: to the host
-    and to the disk; `payloads`: bytes sent; `overlap_bytes`: of the sum beside which products run."""
+    and to the disk; `payloads`: bytes sent; `overlap_bytes`: of the sum beside which products run; `cold_bytes`: more
+    than caches hold."""
 
     point_seconds: float
     sides: Sequence[int]
@@ -37,6 +43,7 @@ class Effort:
     copy_bytes: int
     payloads: Sequence[int]
     overlap_bytes: int
+    cold_bytes: int = 2**26
 
 
 def effort_of(kind: str, *, quick: bool) -> Effort:
@@ -77,21 +84,29 @@ class CallTimer:
     device: torch.device
     point_seconds: float
     meet: Callable[[], None]
+    cold_bytes: int
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Seconds of an undisturbed call, while the other ranks do the same. The first calls are not counted."""
         self.meet()
         for _ in range(WARM_UPS):
             call()
-        once = self._sample(call, 1)
-        if once > self.point_seconds:
-            return once
-        repeats = math.ceil(SAMPLE_SECONDS / once)
+        repeats = math.ceil(SAMPLE_SECONDS / self._sample(call, 1))
         samples: list[float] = []
         end = time.perf_counter() + self.point_seconds
-        while not samples or time.perf_counter() < end:
+        while len(samples) < LEAST_SAMPLES or time.perf_counter() < end:
             samples.append(self._sample(call, repeats))
         return lower_quartile(samples)
+
+    def cold_seconds(self, operand_bytes: int, make: Callable[[], Callable[[], object]]) -> float:
+        """Seconds of a call that finds its operands in memory, since as many calls as fill the caches take turns.
+        `make`: a call with operands of its own, of `operand_bytes`."""
+        calls = cycle([make() for _ in range(max(1, math.ceil(self.cold_bytes / operand_bytes)))])
+
+        def call() -> None:
+            next(calls)()
+
+        return self.seconds(call)
 
     def _sample(self, call: Callable[[], object], repeats: int) -> float:
         clock = time.perf_counter if self.device.type == "cuda" else time.thread_time

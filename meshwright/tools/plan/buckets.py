@@ -89,14 +89,17 @@ class PlannedBucket:
         """Bytes of an element's float32 master, where weights are halves."""
         return SINGLE if self.kind.dtype.itemsize < SINGLE else 0
 
-    def touched_bytes(self, config: Config) -> int:
+    def touched_bytes(self, config: Config, device_type: str) -> int:
         """Bytes that the norm and the optimizer's step read and write: weight and moments twice, gradients once in
-        each, and where weights are halves the gradient's widening and the rounding."""
+        each, and where weights are halves the gradient's widening and the rounding; on a CPU the float64 copy of which
+        the norm is (norm.py)."""
         moments = len(config.optimizer.update.states)
         size, gradient = self.kind.dtype.itemsize, self.summed_in.itemsize
         each = gradient + max(SINGLE, size) * (2 + 2 * moments + 1)
         if gradient < SINGLE:
             each += gradient + SINGLE
+        if device_type == "cpu" and gradient < torch.float64.itemsize:
+            each += 2 * torch.float64.itemsize
         if self.master_bytes:
             each += SINGLE + size
         return self.stepped_elements * each

@@ -48,8 +48,9 @@ class Device(Section):
     where torch has one there, of a causal one half the products counted; None: it has none, and attends step by step.
     `bandwidth`: bytes a second of memory over the bytes that a kernel touches.
     `launch`: seconds before one begins when it has been issued. `issue`: seconds of the host to issue one, from Python
-    and op by op; 0 where the host is the device. `elements`: seconds that an element takes on top of its bytes, in
-    kernels of a kind (recorder.py).
+    and op by op; 0 where the host is the device. There `part`: its seconds for a pass through a part of the chain (a
+    layer, the head) beyond the kernels: Python, autograd. `elements`: seconds that an element takes on top of its
+    bytes, in kernels of a kind (recorder.py).
     """
 
     kind: Literal["cpu", "cuda"]
@@ -69,6 +70,7 @@ class Device(Section):
     bandwidth: Curve
     launch: _Seconds = 0.0
     issue: _Seconds = 0.0
+    part: _Seconds = 0.0
     elements: dict[Literal["special", "random"], _Seconds] = Field(default_factory=dict)
     host_link: Rate
     """Bytes a second between the device's memory and the host's, each way."""

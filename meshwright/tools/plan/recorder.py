@@ -15,6 +15,7 @@ While a Recorder is entered, every operation on meta tensors is written down as 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -108,16 +109,18 @@ ATTENTIONS = {
 }
 """Fused attentions, at which argument the query is, and their products in those of a forward pass."""
 SPECIAL = frozenset([
-    "exp", "exp_", "log", "log_", "tanh", "sigmoid", "sigmoid_", "gelu",
-    "gelu_backward", "erf", "_softmax", "_safe_softmax", "_log_softmax", "logsumexp",
+    "exp", "log", "tanh", "sigmoid", "gelu", "gelu_backward", "silu", "silu_backward", "erf", "logsumexp",
+    "softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax",
 ])  # fmt: skip
-RANDOM = frozenset(["bernoulli", "bernoulli_", "native_dropout", "uniform_", "normal_", "rand_like", "rand"])
+RANDOM = frozenset(["bernoulli", "native_dropout", "uniform", "normal", "rand_like", "rand"])
 LOOKUPS = frozenset(["embedding", "gather", "index", "index_select"])
 """They read as much of their first tensor as they make."""
 UPDATES = frozenset(["index_put_", "index_add_", "scatter_", "scatter_add_"])
 """They read and write as much of their first tensor as the last one has."""
 NOTHING = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"])
 """They take memory and no time."""
+_OUT = re.compile("(.*_)?out")
+"""Overloads that write to a tensor of the caller's."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +148,9 @@ class Recorder(LiveBytes):
     def note(
         self, op: Any, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], new: list[Tensor]
     ) -> None:
-        name, mutates = _facts(op)
+        name, mutates, overwrites = _facts(op)
         if name not in NOTHING and (new or mutates or not results):
+            given = given[: -len(results)] if overwrites else given
             causal = name in ATTENTIONS and _is_causal(op, args)
             kernel = _kernel(name, args, given, results, self._ledger.times, causal=causal)
             if name == "add" and self._dropped in {x.untyped_storage()._cdata for x in given}:
@@ -189,9 +193,11 @@ class Recorder(LiveBytes):
 
 
 @cache
-def _facts(op: Any) -> tuple[str, bool]:
-    """An operation's name, and whether it writes to what it is given."""
-    return op._schema.name.removeprefix("aten::"), op._schema.is_mutable
+def _facts(op: Any) -> tuple[str, bool, bool]:
+    """An operation's name, whether it writes to what it is given, and whether it reads none of what it writes, which is
+    given last."""
+    schema = op._schema
+    return schema.name.removeprefix("aten::"), schema.is_mutable, bool(_OUT.fullmatch(schema.overload_name))
 
 
 def _is_causal(op: Any, args: tuple[Any, ...]) -> bool:
@@ -236,9 +242,10 @@ def _kind(name: str) -> KernelKind:
         return "product"
     if name in ATTENTIONS:
         return "attention"
-    if name in SPECIAL:
+    made = name.removesuffix("_")  # in place, or anew
+    if made in SPECIAL:
         return "special"
-    return "random" if name in RANDOM else "element"
+    return "random" if made in RANDOM else "element"
 
 
 def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float]:

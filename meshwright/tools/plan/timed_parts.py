@@ -94,7 +94,8 @@ class TimedParts:
         if config.widens_gradients and part.is_layer:
             touched = part.weight_bytes + 2 * SINGLE * part.num_elements  # one is read, the sum is read and written
             widened = timer.kernel_seconds(Kernel("element", 0.0, touched, part.num_elements, "float32"))
-        return TimedPart(part, forward[0], backward[0] + widened, inputs, weights + widened)
+        each = forward[0], backward[0] + widened, inputs, weights + widened
+        return TimedPart(part, *(timer.part + seconds for seconds in each))
 
     def untimed(self, config: Config) -> dict[int, EstimatedPart]:
         """The same parts, whatever the order of axes."""

@@ -40,7 +40,7 @@ class TimedRun(Composition):
 
     def task_seconds(self, kind: TaskKind, program: Program) -> float:
         timer = self.forward_timer if kind is TaskKind.FORWARD else self.timer
-        return timer.seconds(program, self.network, self.overlap("layers"))
+        return timer.part + timer.seconds(program, self.network, self.overlap("layers"))
 
     def overlap(self, communication: Communication) -> float:
         """The part of a communication that goes on under computation."""
@@ -173,7 +173,7 @@ class TimedRun(Composition):
     def sum(self, bucket: PlannedBucket, ready: float, read: float = 0.0) -> Sum:
         device, config = self.cluster.device, self.config
         rate = device.host_link if config.memory.offload.to == "host" else min(device.host_link, device.disk)
-        steps = self.step_seconds(bucket) if bucket.touched_bytes(config) else 0.0
+        steps = self.step_seconds(bucket) if bucket.stepped_elements else 0.0
         reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.seconds(bucket.publish)
         if self.software.one_process:
             publish += self.devices_per_host * len(bucket.names) * device.issue
@@ -182,7 +182,7 @@ class TimedRun(Composition):
     def step_seconds(self, bucket: PlannedBucket) -> float:
         """Seconds in which the optimizer steps a bucket's slot."""
         elements, count = bucket.stepped_elements, 1
-        touched = bucket.touched_bytes(self.config)
+        touched = bucket.touched_bytes(self.config, self.cluster.device.kind)
         if self.software.optimizer == "steps":
             count = STEPS_OF_ADAMW * len(bucket.names)
             elements //= len(bucket.names)

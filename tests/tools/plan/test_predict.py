@@ -12,6 +12,7 @@ from meshwright.ranks.grid import PIPE, Grid
 from meshwright.tools.plan.cluster import Cluster, Device, Level, Links
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.software import software_of
+from meshwright.tools.plan.timed_run import TimedRun
 from tests.harness import counted_step
 
 DEVICE = Device(
@@ -152,6 +153,21 @@ def test_half_the_ranks_do_twice_the_work() -> None:
     for tensor, parts in (({"kind": "megatron", "size": 2}, 2), ({"kind": "tesseract", "q": 2, "d": 1}, 4)):
         made = predicted(config_for(tensor, {}, "none"))
         assert made.flops == pytest.approx(whole.flops / parts, rel=0.02)
+
+
+def test_each_pass_through_a_part_takes_the_host_its_time() -> None:
+    """Embeddings, five layers and the head, forward and backward, for each of eight microbatches."""
+    host = CLUSTER.model_copy(update={"device": DEVICE.model_copy(update={"part": 0.25}), "cores": 1, "turns": None})
+    config = config_for({}, {}, "none", layout={})
+    longer = Planner(host).predict(config).seconds - Planner(CLUSTER).predict(config).seconds
+    assert longer == pytest.approx(0.25 * 2 * 7 * 8)
+
+
+def test_a_cpu_takes_the_norm_of_a_wide_copy() -> None:
+    planner, config = Planner(CLUSTER), config_for({}, {}, "none", layout={})
+    for bucket in TimedRun(planner, config, planner.stages(config)).buckets[0]:
+        copied = bucket.touched_bytes(config, "cpu") - bucket.touched_bytes(config, "cuda")
+        assert copied == 2 * 8 * bucket.stepped_elements > 0
 
 
 def test_offload_leaves_the_staging_on_the_device() -> None:

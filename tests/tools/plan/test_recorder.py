@@ -45,6 +45,26 @@ def test_views_and_empty_memory_are_no_kernels_and_what_is_freed_is_gone() -> No
     assert program.peak_bytes == 256 + 192
 
 
+def test_what_is_only_written_is_not_read() -> None:
+    recorder, x, y = Recorder(), torch.empty(64, device=META), torch.empty(64, device=META)
+    with recorder.program(Ledger()) as made:
+        torch.mul(x, 2, out=y)
+        x.mul_(2)
+        torch.addmm(y.view(8, 8), x.view(8, 8), x.view(8, 8), out=y.view(8, 8))
+    assert [kernel.touched_bytes for kernel in kernels(made())] == [2 * 256, 2 * 256, 4 * 256]
+
+
+def test_exponentials_are_dear_in_place_and_into_a_tensor_as_well() -> None:
+    recorder, x = Recorder(), torch.empty(8, 8, device=META)
+    with recorder.program(Ledger()) as made:
+        torch.softmax(x, 1, out=x)
+        F.silu(x)
+        x.exp_()
+        x.uniform_()
+        x.neg_()
+    assert [kernel.kind for kernel in kernels(made())] == ["special", "special", "special", "random", "element"]
+
+
 def test_memory_of_a_step_comes_back() -> None:
     """The backward pass frees what the forward pass keeps, but for the gradients."""
     recorder, ledger = Recorder(), Ledger()
