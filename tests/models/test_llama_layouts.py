@@ -75,6 +75,7 @@ SHARED = {
     "ring": (1, {"tensor": ONE_D, "context": RING}),
 }
 """Key-value heads, fewer than the ranks that heads are cut or dealt over."""
+SHARED_ONLY_LONG = {"zero3", "2.5-D", "2-D x stages", "ulysses x 1-D"}
 
 
 @cache
@@ -87,7 +88,9 @@ def few(heads: int, layout: dict[str, Any], **changes: Any) -> Config:
                  "positions": 48, "key_value_heads": heads}, **changes)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in SHARED_ONLY_LONG else name for name in SHARED]
+)
 def test_key_value_heads_that_ranks_share(name: str) -> None:
     """Losses hold the clipped norm, too: each parameter is counted once, however many ranks have it."""
     heads, layout = SHARED[name]

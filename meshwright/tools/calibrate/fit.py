@@ -69,15 +69,11 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
 
 def _rates(kind: Literal["cpu", "cuda"], dtype: str, points: Points, bandwidth: Curve) -> Points:
     """Flops a second of products of each side; of a CPU's in the time that its memory leaves them."""
-    return [
-        (
-            side,
-            2
-            * side**3
-            / (_beyond(seconds, _memory_seconds(dtype, int(side), bandwidth)) if kind == "cpu" else seconds),
-        )
-        for side, seconds in points
-    ]
+
+    def computing(side: float, seconds: float) -> float:
+        return _beyond(seconds, _memory_seconds(dtype, int(side), bandwidth)) if kind == "cpu" else seconds
+
+    return [(side, 2 * side**3 / computing(side, seconds)) for side, seconds in points]
 
 
 def _memory_seconds(dtype: str, side: int, bandwidth: Curve) -> float:

@@ -44,16 +44,15 @@ MEMORY_RUN: dict[str, Any] = {
 """Its ranks tell what a process on a CPU holds beyond tensors. No gradients are summed, which might lie in memory that
 ranks share."""
 
-
 HOST_RUN: dict[str, Any] = {
     "model": {"layers": 8, "hidden": 128, "heads": 4, "positions": 16, "vocabulary": 512, "dropout": 0.0},
     "data": {"sequence": 16},
     "batch": {"global": 8, "micro": 1},
     "device": "cpu",
 }
+"""Its step is the host's work for the most part: kernels take a third, and yet empty the caches, as in any run. With
+hidden 16 the host's code and data stayed there, and it was half as long at work."""
 HOST_STEPS = 40
-"""A step of mostly the host's work: kernels take a third of it, and yet empty the caches, as they do in any run. With
-hidden 16 its code and its data stayed there, and it was half as long at work."""
 
 
 @dataclass(frozen=True)
