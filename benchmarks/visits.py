@@ -1,7 +1,7 @@
 """Many configs in one team of workers: they are visited in turn, each built anew, so that fifty cost the start of one.
 
-A visit is WARM_UPS untimed steps and some timed ones. The harness lets the
-team run one visit at a time, in the order in which the configs were given, and over again.
+A visit is WARM_UPS untimed steps and some timed ones. The harness lets the team run one visit at a time, in the order
+in which the configs were given, and over again.
 """
 
 from __future__ import annotations

@@ -104,10 +104,13 @@ def run(model: str, layout: dict[str, Any], orders: Sequence[str], folder: Path,
     run_ranks(rehearse, Grid(config.layout.axes), config, orders, folder, *how, token_axes=config.layout.token_axes)
 
 
-@pytest.mark.parametrize("number, name, model, layout", [(number, *case) for number, case in enumerate(layouts())])
-def test_no_layout_waits_for_ever(number: int, name: str, model: str, layout: dict[str, Any], tmp_path: Path) -> None:
-    """One order of calls each, in turn."""
-    run(model, layout, [ORDERS[number % len(ORDERS)]], tmp_path)
+@pytest.mark.parametrize(
+    "model, layout, order",
+    [(*case[1:], ORDERS[number % len(ORDERS)]) for number, case in enumerate(layouts())],
+    ids=[case[0] for case in layouts()],
+)
+def test_no_layout_waits_for_ever(model: str, layout: dict[str, Any], order: str, tmp_path: Path) -> None:
+    run(model, layout, [order], tmp_path)
 
 
 @pytest.mark.long

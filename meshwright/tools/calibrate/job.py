@@ -152,7 +152,7 @@ class _Runs:
 
     def part_seconds(self, cluster: Cluster) -> float:
         """The host's seconds for a pass through a part of the chain, beyond the kernels that the planner times: what a
-        step of a tiny model takes longer than predicted, over its passes, forward and backward."""
+        step of a small model takes longer than predicted, over its passes, forward and backward."""
         config, made = self.measured(HOST_RUN, "host", HOST_STEPS)
         beyond = lower_quartile(made.seconds[HOST_STEPS // 2 :]) - Planner(cluster).predict(config).seconds
         return rounded(max(0.0, beyond) / (2 * config.num_microbatches * (config.model.num_blocks + 2)))

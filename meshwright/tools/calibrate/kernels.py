@@ -47,8 +47,7 @@ BATCH_FLOPS = {"cpu": 2**22, "cuda": 2**32}
 """Products of less are timed in a batch of so much, beside which a launch is nothing."""
 
 CHAIN = 64
-KEPT_BYTES = 2**26
-"""A chain of kernels for autograd: so many, of which so many bytes are kept; more than caches hold."""
+"""A chain of kernels for autograd: so many at most, of which no more is kept than caches do not hold."""
 
 ATTENTION_HEADS = (8, 8)
 ATTENTION_WIDTHS = (32, 64)
@@ -113,7 +112,7 @@ def _special_seconds(timer: CallTimer, special: Callable[[Tensor], Tensor], shap
 def _chain_seconds(timer: CallTimer, num_elements: int) -> float:
     """A kernel of a chain y = y b, forward or backward: it reads two tensors of [num_elements] and writes one. The
     results of the forward pass are kept to the end, as activations are."""
-    length = max(2, min(CHAIN, KEPT_BYTES // (4 * num_elements)))
+    length = max(2, min(CHAIN, timer.cold_bytes // (4 * num_elements)))
     x, b, dy = (torch.ones(num_elements, device=timer.device) for _ in range(3))
     x.requires_grad_()
 

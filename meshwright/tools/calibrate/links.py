@@ -38,6 +38,7 @@ WORK_SECONDS = 5e-3
 MEETING_BYTES = 2**20
 """About as much as a rank computes between two collectives of tensor parallelism, and as much as they sum."""
 _MOST_PAYLOADS = 512
+"""Small payloads that take turns are no more than these: their time is latency, wherever they lie."""
 TURNS_ROUNDS = 10
 """How many points' time is spent on oversubscription: how cores are shared changes from call to call."""
 
@@ -156,7 +157,7 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
         comm.all_reduce(x)
 
     comm.barrier()
-    own = 1.0
+    own = 1.0  # of a rank beyond the cores, whom nobody asks
     if mesh.index(PIPE) < usable_cores():
         own = lower_quartile([processor_seconds(products) for _ in range(TURNS_ROUNDS)])
     comm.barrier()

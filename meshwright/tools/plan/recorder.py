@@ -150,7 +150,7 @@ class Recorder(LiveBytes):
     ) -> None:
         name, mutates, overwrites = _facts(op)
         if name not in NOTHING and (new or mutates or not results):
-            given = given[: -len(results)] if overwrites else given
+            given = given[: len(given) - len(results)] if overwrites else given
             causal = name in ATTENTIONS and _is_causal(op, args)
             kernel = _kernel(name, args, given, results, self._ledger.times, causal=causal)
             if name == "add" and self._dropped in {x.untyped_storage()._cdata for x in given}:
