@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,32 +24,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The same examples each time, and no deadline: a busy machine is not a mistake.
 settings.register_profile("meshwright", deadline=None, derandomize=True, max_examples=60, database=None)
 settings.load_profile("meshwright")
-
-
-BUDGETS = {"core": 31_945, "tools": 13_230, "parity": 2_830}
-"""Lines of the package's parts. Who needs more says in docs/decisions.md for what."""
-
-
-def count_lines() -> dict[str, tuple[int, int]]:
-    """Lines and budget of the core, the tools and parity."""
-    package = Path(__file__).resolve().parent.parent / "meshwright"
-    lines = dict.fromkeys(BUDGETS, 0)
-    for path in package.rglob("*.py"):
-        room = path.relative_to(package).parts[0]
-        part = room if room in BUDGETS else "core"
-        lines[part] += len(path.read_text().splitlines())
-    return {part: (lines[part], BUDGETS[part]) for part in BUDGETS}
-
-
-@pytest.fixture
-def house_lines() -> dict[str, tuple[int, int]]:
-    return count_lines()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Each run prints how large the house is."""
-    sizes = (f"{part} {lines:,} lines of {budget:,}" for part, (lines, budget) in count_lines().items())
-    terminalreporter.write_line("meshwright: " + ", ".join(sizes))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
