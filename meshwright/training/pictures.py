@@ -44,6 +44,7 @@ _SMOOTHED_FROM = 60
 _LATER_CHUNKS = 0.6
 """How opaque the tasks of a stage's chunks after its first are."""
 _TASKS = {"forward": "#4c8bd0", "backward": "#e8833a", "weight": "#58a868"}
+_TITLES = {"weight": "weight gradient"}
 _PHASES = ("#9c7ac7", "#c9a227", "#5f9ea0", "#b5651d", "#8a8d91")
 _WIDTH_INCHES, _ROW_INCHES, _HEAD_INCHES, _DIGIT_INCHES = 13.0, 0.24, 0.42, 0.062
 
@@ -87,13 +88,17 @@ def read_curve(metrics_file: Path) -> LossCurve:
 def draw_loss(metrics_file: Path, picture: Path) -> None:
     """Draw a run's training loss (thin as it is, thick smoothed where the run is long), validation points, last values.
 
+    The title is the name of the run's folder.
+
     Raises DataError as read_curve does.
     """
     curve = read_curve(metrics_file)
     steps, losses = list(curve.losses), list(curve.losses.values())
     figure = _figure(8, 4.5, dpi=150)
     axes = figure.add_subplot()
-    axes.set_title("Loss", loc="left", color=_INK, fontsize=13, fontweight="bold")
+    axes.set_title(
+        f"Loss of {metrics_file.absolute().parent.name}", loc="left", color=_INK, fontsize=13, fontweight="bold"
+    )
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel("loss [nats per token]", color=_INK)
     axes.tick_params(colors=_INK, length=0)
@@ -103,7 +108,7 @@ def draw_loss(metrics_file: Path, picture: Path) -> None:
         spine.set_visible(name == "bottom")
         spine.set_color(_INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    trend = _smoothed(losses)
+    trend = smoothed(losses)
     if len(steps) >= _SMOOTHED_FROM:
         axes.plot(steps, losses, color=_TRAIN, alpha=0.28, linewidth=0.8)
     marker = "o" if len(steps) <= 20 else ""  # one point is nothing but its mark
@@ -119,21 +124,28 @@ def draw_loss(metrics_file: Path, picture: Path) -> None:
     _save(figure, picture)
 
 
-def _smoothed(losses: Sequence[float]) -> np.ndarray:
-    """An average over past steps, of a window that grows with the run, free of the pull towards its first value.
+def smoothed(losses: Sequence[float]) -> np.ndarray:
+    """The value at each step of a line fitted to the steps around it, a fortieth of the run to either side.
 
-    Values that are not finite (an overflow's step) are passed over.
+    A line, unlike a mean, is neither above a falling curve nor, at the run's two ends, beside it. Values that are not
+    finite (an overflow's step) are passed over; NaN where a window has no other.
     """
     values = np.asarray(losses, dtype=np.float64)
     if len(values) < _SMOOTHED_FROM:
         return values
-    keep = 1 - 1 / max(2.0, len(values) / 40)
-    trend, total, weight = np.empty_like(values), 0.0, 0.0
-    for index, value in enumerate(values):
-        if math.isfinite(value):
-            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        trend[index] = total / weight if weight else np.nan
-    return trend
+    steps, finite = np.arange(len(values)), np.isfinite(values)
+    first = np.maximum(0, steps - len(values) // 40)
+    after = np.minimum(len(values), steps + len(values) // 40 + 1)
+
+    def window_sum(terms: np.ndarray) -> np.ndarray:
+        sums = np.concatenate(([0.0], np.cumsum(np.where(finite, terms, 0.0))))
+        return sums[after] - sums[first]
+
+    number = np.maximum(window_sum(np.ones_like(values)), 1e-300)
+    middle, mean = window_sum(steps) / number, window_sum(values) / number
+    spread = window_sum(steps**2) - number * middle**2
+    slope = (window_sum(steps * values) - number * middle * mean) / np.maximum(spread, 1.0)
+    return np.where(number >= 1, mean + slope * (steps - middle), np.nan)
 
 
 def _set_limits(axes: Axes, curve: LossCurve) -> None:
@@ -190,7 +202,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], picture: Path, seconds_nam
         _panel(axes, f"{title}: {facts}", timeline, end)
     panels[-1].set_xlabel(seconds_name, color=_INK)
     colours = {name: colour for timeline in timelines.values() for name, colour in _colours(timeline).items()}
-    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    handles = [Patch(color=colour, label=_TITLES.get(name, name)) for name, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=9)
     _save(figure, picture)
 

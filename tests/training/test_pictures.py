@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from meshwright.errors import DataError
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.schedule import GPIPE, MESSAGE_DRIVEN, ScheduleRule
 from meshwright.pipeline.span import Timeline, phase_span
-from meshwright.training.pictures import draw_loss, draw_timelines
+from meshwright.training.pictures import draw_loss, draw_timelines, smoothed
 
 
 def metrics(path: Path, steps: int) -> Path:
@@ -35,6 +36,15 @@ def test_a_picture_of_one_run(tmp_path: Path, steps: int) -> None:
     draw_loss(metrics(tmp_path / "metrics.jsonl", steps), tmp_path / "loss.png")
     width, height = size_of(tmp_path / "loss.png")
     assert width > height > 300
+
+
+def test_a_smoothed_loss_lies_on_the_curve_that_it_smooths() -> None:
+    """On a falling one too, and at its two ends; a step without a finite loss is passed over."""
+    line = [8.0 - step / 100 for step in range(200)]
+    assert smoothed(line) == pytest.approx(line)
+    assert smoothed([*line[:50], math.inf, math.nan, *line[52:]]) == pytest.approx(line)
+    noisy = [value + (-1) ** step for step, value in enumerate(line)]
+    assert smoothed(noisy) == pytest.approx(line, abs=0.5)
 
 
 def test_another_loss_makes_another_picture(tmp_path: Path) -> None:

@@ -9,13 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogLocator,
+    NullFormatter,
+    NullLocator,
+    PercentFormatter,
+    ScalarFormatter,
+)
 
 from meshwright.errors import DataError
-from meshwright.tools.report import LINE_COLOURS
 
 _INK, _GRID = "#333333", "#e4e4e4"
 _MARKS = "osD^vPX*"
@@ -31,34 +38,42 @@ class Line:
 
 
 def draw_scaling(lines: Mapping[str, Line], picture: Path, title: str) -> None:
-    """Draw {strategy: line} as a PNG. A strategy without points is named in the legend as having none.
+    """Draw {strategy: line} as a PNG. A strategy without points is named in the legend as having none; strategies with
+    the same points are one line, which the legend names after all of them.
 
     Raises DataError where no strategy has a point.
     """
     everywhere = sorted({count for line in lines.values() for count in line.devices})
     if not everywhere:
         raise DataError(f"no point to draw in {picture}")
-    figure = Figure(figsize=(10.5, 4.5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(11.5, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     speed, efficiency = figure.subplots(1, 2, width_ratios=(3, 2))
     figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=12, fontweight="bold")
     _frame(speed, everywhere, "samples a second")
     _frame(efficiency, everywhere, "efficiency")
     speed.set_yscale("log")
-    for index, (name, line) in enumerate(lines.items()):
-        colour, mark = LINE_COLOURS[index % len(LINE_COLOURS)], _MARKS[index % len(_MARKS)]
-        label = name if line.devices else f"{name} (none)"
-        width = max(1.3, 3.4 - 0.35 * index)  # lines that lie over each other stay visible
-        look = {"color": colour, "marker": mark, "linewidth": width, "markersize": 4 + width, "mec": "white"}
+    speed.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    speed.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:,.6g}"))
+    speed.yaxis.set_minor_locator(NullLocator())
+    together: dict[Line, list[str]] = {}
+    for name, line in lines.items():
+        together.setdefault(line, []).append(name)
+    for index, (line, names) in enumerate(together.items()):
+        colour, mark = colormaps["tab10"](index), _MARKS[index % len(_MARKS)]
+        label = " = ".join(names) if line.devices else f"{', '.join(names)} (none)"
+        look = {"color": colour, "marker": mark, "linewidth": 1.8, "markersize": 6, "mec": "white"}
         speed.plot(line.devices, line.rates, label=label, **look)
         efficiency.plot(line.devices, line.efficiencies, **look)
         if line.devices:
             ideal = [line.rates[0] * count / line.devices[0] for count in line.devices]
             speed.plot(line.devices, ideal, color=colour, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.6)
-    highest = max(value for line in lines.values() for value in line.efficiencies)
-    efficiency.set_ylim(0, 1.08 * max(1.0, highest))
-    efficiency.yaxis.set_major_formatter(PercentFormatter(1.0))
-    speed.legend(frameon=False, fontsize=9)
+    values = [value for line in lines.values() for value in line.efficiencies]
+    low, high = min(values), max(1.0, *values)
+    margin = max(0.01, 0.08 * (high - low))
+    efficiency.set_ylim(max(0.0, low - margin), high + margin)
+    efficiency.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, format="png")
 

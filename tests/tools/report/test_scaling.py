@@ -22,6 +22,13 @@ def test_every_line_is_drawn(tmp_path: Path) -> None:
     assert len({one, two, none}) == 3
 
 
+def test_strategies_with_equal_points_are_one_line(tmp_path: Path) -> None:
+    """A line under another one is not seen: its name stands in the legend beside the other's."""
+    draw_scaling({"data": STEEP, "zero1": STEEP}, tmp_path / "equal.png", "title")
+    draw_scaling({"data = zero1": STEEP}, tmp_path / "one.png", "title")
+    assert (tmp_path / "equal.png").read_bytes() == (tmp_path / "one.png").read_bytes()
+
+
 def test_nothing_to_draw(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no point to draw in .*x\.png$"):
         draw_scaling({"data": NOTHING}, tmp_path / "x.png", "title")
