@@ -1,4 +1,4 @@
-#: make quickstart   train a small GPT-2, look at it, sample from it (3 minutes on 2 cores after the install)
+#: make quickstart   train a small GPT-2, look at it, sample from it (one to three minutes on 2 cores after the install)
 #: make test         the tests
 #: make test-long    all tests, every tensor layout for 20 steps, 2000 drawn runs: two hours or three on 2 cores
 #: make check        what CI runs: format, lint, types, tests
@@ -52,7 +52,8 @@ quickstart: $(RUNNABLE)
 	@rm -rf $(OUT)
 	$(BIN)/meshwright train meshwright/configs/runs/quickstart.yaml --out $(OUT)
 	$(BIN)/meshwright eval $(OUT) --task perplexity --stride 64
-	$(BIN)/meshwright generate $(OUT) --prompt "LATIN SMALL LETTER A" --tokens 120 --temperature 0.8 --top-k 40 --seed 1
+	$(BIN)/meshwright generate $(OUT) --prompt "LATIN SMALL LETTER A" --tokens 120 --temperature 0.8 --top-k 40 --seed 1 > $(OUT)/sample.txt
+	@$(BIN)/python examples/new_names.py $(OUT)/sample.txt
 	@echo
 	@echo "Done. The loss curve is $(OUT)/loss.png, the numbers are $(OUT)/metrics.jsonl. What to try next:"
 	@echo "  $(BIN)/meshwright verify meshwright/configs/runs/quickstart.yaml                 do two processes compute what one does?"
