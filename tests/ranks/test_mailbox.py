@@ -36,6 +36,7 @@ from meshwright.ranks.planned import PlannedMailbox, planned_mesh
 from meshwright.ranks.section import TransportName
 from tests import mailbox_cases
 from tests.mailbox_cases import FAST, FORMS, Answer, take, values
+from tests.patience import PATIENCE_SECONDS
 from tests.rehearsal.streams import on_streams
 from tests.workers import free_port, run_ranks
 
@@ -172,9 +173,9 @@ def test_a_dead_neighbour_is_told() -> None:
     for worker in workers:
         worker.start()
     try:
-        assert receiver.poll(60), "rank 0 waits for a dead neighbour"
+        assert receiver.poll(PATIENCE_SECONDS), "rank 0 waits for a dead neighbour"
         assert receiver.recv() == (1, "axis pipe: the link to rank 1 is broken")
-        workers[0].join(30)
+        workers[0].join(PATIENCE_SECONDS)
         assert workers[0].exitcode == 0, "rank 0 did not come to its end"
     finally:
         for worker in workers:

@@ -15,6 +15,7 @@ from meshwright.api import train
 from meshwright.config import load_config
 from meshwright.errors import ConfigError, LaunchError, LostRankError
 from meshwright.launch import Interrupted, Rank, run
+from tests.patience import PATIENCE_SECONDS
 
 
 def test_a_function_of_no_module_runs_on_every_rank_and_returns_what_it_likes() -> None:
@@ -124,7 +125,7 @@ def test_a_rank_set_aside_lets_the_others_run() -> None:
     def work(rank: Rank) -> bool:
         if rank.mesh.rank == 0:
             with rank.mesh.aside():
-                return happened.wait(60)
+                return happened.wait(PATIENCE_SECONDS)
         happened.set()
         return True
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.tools.submit import job
+from tests.patience import PATIENCE_SECONDS
 
 SCHEMAS = Path(__file__).parent / "schemas"
 VOLUME = ("image=registry/meshwright:1", "volume=runs")
@@ -139,12 +140,12 @@ def test_a_pod_starts_its_ranks_passes_a_signal_on_and_ends_with_their_code(
     shell = pods(documents(kind, run)[1])[-1]["command"]
     stub(tmp_path, "python", RANK.format(code=75))
     pod = subprocess.Popen(shell, env=with_stubs(tmp_path, **variables), cwd=tmp_path)
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE_SECONDS
     while len(list(tmp_path.glob("started-*"))) < 2:
         assert time.monotonic() < end
         time.sleep(0.02)
     pod.send_signal(signal.SIGTERM)
-    assert pod.wait(30) == code
+    assert pod.wait(PATIENCE_SECONDS) == code
     ranks = sorted((tmp_path / "out").read_text().splitlines())
     assert ranks == [f"{2 + local} of 4, {local} of 2: {address}" for local in (0, 1)]
 
