@@ -73,8 +73,8 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(
     cluster, out = slurm(nodes(2)), tmp_path / "out"
     steps = 600
     run = write_run(tmp_path, corpus, 2, steps=steps, timeout={"join": 60, "wait": 30})
-    engine, name = job.engine_of("slurm", [f"python={sys.executable}"])
-    submission = job.submission_of(run, [], out, 2, name, shares_folders=True)
+    engine = job.engine_of("slurm", [f"python={sys.executable}"])
+    submission = job.submission_of(engine, run, [], out, 2)
     script = tmp_path / "job.sbatch"
     script.write_text(engine.text(submission))
     number = cluster.sbatch(script, tmp_path)

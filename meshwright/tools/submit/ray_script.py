@@ -1,20 +1,23 @@
-"""A Python script for Ray: `ray job submit -- python FILE`. What it calls: ray_ranks.py."""
+"""A Python script for Ray: `ray job submit --working-dir . -- python FILE`. What it calls: ray_ranks.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import ClassVar
 
+from meshwright.errors import ConfigError
 from meshwright.section import Count
-from meshwright.tools.submit.job import JobSettings, Submission
+from meshwright.tools.submit.job import Engine, Submission
+from meshwright.tools.submit.ray_ranks import RUN
 
-_SCRIPT = '''"""Places the ranks of {name} on a Ray cluster: ray job submit -- python {name}_ray.py"""
+_SCRIPT = '''"""Places the ranks of {name} on a Ray cluster. It reads the run file from the folder that it runs in."""
 
 import sys
 
 from meshwright.tools.submit.ray_ranks import Placement, place_ranks
 
 PLACEMENT = Placement(
+    run={run!r},
     words={words!r},
     nodes={nodes},
     ranks_per_node={per_node},
@@ -28,25 +31,44 @@ if __name__ == "__main__":
 '''
 
 
-class Ray(JobSettings):
-    """`restarts`: how often ranks that were lost are placed again."""
+def script_text(submission: Submission, run: str, cpus: int, restarts: int) -> str:
+    """The script. `run`: the run file, as the script finds it."""
+    return _SCRIPT.format(
+        name=submission.name,
+        run=run,
+        words=submission.train_words("", RUN, resume=True)[1:],
+        nodes=submission.nodes,
+        per_node=submission.ranks_per_node,
+        cpus=cpus,
+        gpus=int(submission.uses_gpus),
+        restarts=restarts,
+    )
 
-    shares_folders: ClassVar[bool] = True
+
+class Ray(Engine):
+    """A script for `ray job submit`, which ships the folder that it is called in."""
+
+    shares_folders: ClassVar[bool] = False
     suffix: ClassVar[str] = "_ray.py"
 
     restarts: Count = 3
+    """How often ranks that were lost are placed again."""
 
     def text(self, submission: Submission) -> str:
-        words = submission.train_words("", submission.run.absolute(), resume=True)[1:]
-        return _SCRIPT.format(
-            name=submission.name,
-            words=words,
-            nodes=submission.nodes,
-            per_node=submission.ranks_per_node,
-            cpus=self.cpus,
-            gpus=int(submission.uses_gpus),
-            restarts=self.restarts,
-        )
+        if not submission.out.is_absolute():
+            rule = "lies in the folder that Ray ships, which is another for each job and node"
+            raise ConfigError.of(
+                "--out", submission.out, rule, f"a folder that all nodes see, /shared/{submission.name}"
+            )
+        return script_text(submission, _shipped("RUN.yaml", submission.run), self.cpus, self.restarts)
 
-    def command(self, file: Path) -> list[str]:
-        return ["ray", "job", "submit", "--", "python", str(file)]
+    def command(self, file: Path, name: str) -> list[str]:
+        return ["ray", "job", "submit", "--working-dir", ".", "--", "python", _shipped("--to", file)]
+
+
+def _shipped(field: str, file: Path) -> str:
+    """The file's path within the folder that is shipped. Raises ConfigError where it lies outside."""
+    here = Path.cwd()
+    if not file.resolve().is_relative_to(here):
+        raise ConfigError.of(field, file, f"does not lie in {here}, the folder that Ray ships", "a file in it")
+    return str(file.resolve().relative_to(here))
