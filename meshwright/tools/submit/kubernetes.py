@@ -19,7 +19,7 @@ from meshwright.tools.submit.job import Submission, check_out
 from meshwright.tools.submit.manifests import Tree, manifest_text, patched
 from meshwright.tools.submit.node_shell import RUN_FOLDER, NodePlace, node_shell
 from meshwright.tools.submit.pods import PodSettings
-from meshwright.tools.submit.ray_script import script_text
+from meshwright.tools.submit.ray_script import STOP_VARIABLE, script_text
 
 RETRYABLE_EXIT_CODE = 138
 """Kubeflow's code for "start me again", which is the user's to give."""
@@ -144,6 +144,7 @@ class Kubernetes(PodSettings):
         }
         spec = {
             "entrypoint": f"python {RUN_FOLDER}/run_ray.py",
+            "runtimeEnvYAML": f'env_vars: {{{STOP_VARIABLE}: "{self.grace}"}}',
             "backoffLimit": self.restarts,
             "shutdownAfterJobFinishes": True,  # Kueue takes no other
             "rayClusterSpec": {"headGroupSpec": head, "workerGroupSpecs": [worker]},

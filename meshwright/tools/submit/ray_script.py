@@ -1,12 +1,13 @@
-"""A Python script for Ray: `ray job submit --working-dir . -- python FILE`. What it calls: ray_ranks.py."""
+"""A Python script for Ray, which `ray job submit --working-dir .` ships with the run file. It calls ray_ranks.py."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import ClassVar
 
 from meshwright.errors import ConfigError
-from meshwright.section import Count
+from meshwright.section import Count, Positive
 from meshwright.tools.submit.job import Engine, Submission
 from meshwright.tools.submit.ray_ranks import RUN
 
@@ -31,6 +32,10 @@ if __name__ == "__main__":
 '''
 
 
+STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Ray kills a job so many seconds after it was asked to stop; 3 by default, in which few runs save."""
+
+
 def script_text(submission: Submission, run: str, cpus: int, restarts: int) -> str:
     """The script. `run`: the run file, as the script finds it."""
     return _SCRIPT.format(
@@ -51,6 +56,8 @@ class Ray(Engine):
     shares_folders: ClassVar[bool] = False
     suffix: ClassVar[str] = "_ray.py"
 
+    grace: Positive = 300
+    """Seconds that `ray job stop` leaves the run to save."""
     restarts: Count = 3
     """How often ranks that were lost are placed again."""
 
@@ -63,7 +70,9 @@ class Ray(Engine):
         return script_text(submission, _shipped("RUN.yaml", submission.run), self.cpus, self.restarts)
 
     def command(self, file: Path, name: str) -> list[str]:
-        return ["ray", "job", "submit", "--working-dir", ".", "--", "python", _shipped("--to", file)]
+        environment = json.dumps({"env_vars": {STOP_VARIABLE: str(self.grace)}})
+        options = ["--no-wait", "--working-dir", ".", "--runtime-env-json", environment]
+        return ["ray", "job", "submit", *options, "--", "python", _shipped("--to", file)]
 
 
 def _shipped(field: str, file: Path) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from jsonschema import Draft202012Validator, ValidationError
 from kubeflow_trainer_api import models
 
@@ -184,6 +185,7 @@ def test_a_ray_job_has_a_worker_a_node_and_the_script(run: Path) -> None:
     assert [workers[name] for name in ("replicas", "minReplicas", "maxReplicas")] == [2, 2, 2]
     assert workers["rayStartParams"] == {"num-cpus": "6"}
     assert spec["entrypoint"] == "python /etc/meshwright/run_ray.py"
+    assert yaml.safe_load(spec["runtimeEnvYAML"]) == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300"}}
     placement = placement_in(files["data"]["run_ray.py"])
     assert (placement.run, placement.restarts, placement.cpus, placement.gpus) == ("/etc/meshwright/run.yaml", 0, 3, 1)
     for pod in pods(job):

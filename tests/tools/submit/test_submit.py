@@ -200,7 +200,8 @@ def test_commands_are_printed(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
     words = ["submit", str(run), "device=cpu", "--nodes", "2"]
     image = [word for setting in VOLUME for word in ("--set", setting)]
     for asked, printed in {
-        ("--on", "ray"): "ray job submit --working-dir . -- python my-run_ray.py",
+        ("--on", "ray"): "ray job submit --no-wait --working-dir . --runtime-env-json"
+        ' \'{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300"}}\' -- python my-run_ray.py',
         ("--on", "kubernetes", *image): "kubectl apply --filename my-run.yaml",
         ("--on", "skypilot", *image, "--set", "secrets=HF_TOKEN"):
             "sky launch --yes --async --cluster my-run --secret HF_TOKEN my-run_sky.yaml",
