@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -193,6 +194,15 @@ def test_help_has_a_line_for_each_setting(on: str, run: Path) -> None:
     lines = result.stdout.splitlines()
     assert [line.split("=")[0].split(".")[0].strip() for line in lines] == list(fields)
     assert all(line[24:].strip().endswith(".") for line in lines), "a setting without a meaning"
+
+
+def test_the_page_has_every_setting() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "clusters.md").read_text()
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    sections = {part.partition("\n")[0].lower(): part for part in prose.split("\n## ")}
+    for on in job.ENGINES:
+        named = {word.partition("=")[0].split(".")[0] for word in re.findall(r"`([^`\n]+)`", sections[on])}
+        assert job.engine_class(on).model_fields.keys() - named == set(), on
 
 
 def test_commands_are_printed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
