@@ -95,7 +95,7 @@ class PodSettings(Engine):
             "serviceAccountName": self.service_account,
             "imagePullSecrets": [{"name": secret} for secret in self.pull_secrets],
             "nodeSelector": {} if head else self.selector,
-            "tolerations": [] if head else [_toleration(taint) for taint in self.tolerations],
+            "tolerations": [_toleration(taint) for taint in self.tolerations],
             **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if self.host_network and not head else {}),
             "containers": [_said(container)],
             "volumes": [
@@ -107,7 +107,7 @@ class PodSettings(Engine):
         return {"spec": _said(spec)}
 
     def _resources(self, submission: Submission) -> dict[str, Any]:
-        """Cores are requested without a limit: a limit is a quota a tenth of a second, at which the kernel holds all
+        """Cores are requested without a limit: a limit is a quota per tenth of a second, at which the kernel holds all
         threads of the node's ranks up. Devices and memory are both: neither can be had beyond what was requested."""
         both: dict[str, Any] = {}
         if self.memory:

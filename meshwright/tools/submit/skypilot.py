@@ -84,6 +84,8 @@ class SkyPilot(Engine):
         check_out(submission, self.mount)
         if submission.uses_gpus and self.gpu is None:
             raise ConfigError.of("gpu", "nothing", "is missing: device=cuda needs GPUs", "a name of `sky show-gpus`")
+        if self.gpu is not None and not submission.uses_gpus:
+            raise ConfigError.of("gpu", self.gpu, "has no effect on device=cpu", "device=cuda")
         if self.image is None and not self.setup:
             valid = "image=IMAGE, or setup='pip install ...'"
             raise ConfigError.of("setup", "nothing", "is missing: a new machine has no meshwright", valid)

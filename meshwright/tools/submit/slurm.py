@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 
 from meshwright.errors import ConfigError
 from meshwright.launch.signals import STOPPED_EXIT_CODE
-from meshwright.section import Positive
+from meshwright.section import Positive, shown
 from meshwright.tools.submit.job import Engine, Submission, own_python
 
 _SCRIPT = """#!/bin/bash
@@ -143,8 +143,8 @@ class Slurm(Engine):
         words = submission.train_words(self.python or inside, submission.run.absolute(), resume=False)
         options = [] if self.mpi is None else [f"--mpi={self.mpi}"]
         if self.container is None:
-            if self.mounts:
-                raise ConfigError.of("mounts", ", ".join(self.mounts), "has no effect without a container")
+            for idle in sorted({"mounts", "runtime"} & self.model_fields_set):
+                raise ConfigError.of(idle, shown(getattr(self, idle)), "has no effect without a container")
             return options, words
         folders = dict.fromkeys([str(submission.run.absolute().parent), str(submission.out.parent), *self.mounts])
         mounts = ",".join(folder if ":" in folder else f"{folder}:{folder}" for folder in folders)

@@ -12,7 +12,6 @@ import yaml
 from meshwright.tools.submit import job
 
 VOLUME = ("image=registry/meshwright:1", "volume=runs")
-TASK = ("image=registry/meshwright:1", "volume=runs", "gpu=H100")
 
 RUN = "model: gpt2-mini\ndata: {source: stdlib}\nbatch: {global: 8}\nlayout: {data: {size: 4}}\n"
 
@@ -26,8 +25,13 @@ def documents(kind: str, run: Path, *settings: str, **asked: Any) -> list[dict[s
     return list(yaml.safe_load_all(text_of("kubernetes", run, [*VOLUME, f"kind={kind}", *settings], **asked)))
 
 
+def task_text(run: Path, *settings: str, **asked: Any) -> str:
+    gpu = ["gpu=H100"] if asked.get("device") == "cuda" else []
+    return text_of("skypilot", run, [*VOLUME, *gpu, *settings], **asked)
+
+
 def task(run: Path, *settings: str, **asked: Any) -> dict[str, Any]:
-    (written,) = yaml.safe_load_all(text_of("skypilot", run, [*TASK, *settings], **asked))
+    (written,) = yaml.safe_load_all(task_text(run, *settings, **asked))
     return written
 
 

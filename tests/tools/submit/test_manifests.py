@@ -20,7 +20,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from kubeflow_trainer_api import models
 
 from meshwright.errors import ConfigError
-from tests.tools.submit.asked import TASK, containers, documents, pods, task, text_of
+from tests.tools.submit.asked import containers, documents, pods, task, task_text, text_of
 
 KINDS = ("jobset", "trainjob", "rayjob", "pytorchjob")
 
@@ -249,7 +249,7 @@ def test_sky_itself_reads_a_task(run: Path, tmp_path: Path, asked: dict[str, Any
     import sky
 
     file = tmp_path / "task.yaml"
-    file.write_text(text_of("skypilot", run, [*TASK, *SKY], **asked))
+    file.write_text(task_text(run, *SKY, **asked))
     read = sky.Task.from_yaml(str(file))
     (resources,) = read.resources
     assert (read.name, read.num_nodes, read.volumes) == ("my-run", asked.get("nodes", 2), {"/runs": "runs"})

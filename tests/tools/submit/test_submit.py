@@ -115,8 +115,9 @@ def test_ranks_in_a_container(run: Path, tmp_path: Path, runtime: str, device: s
     (ranks,) = (shlex.split(line) for line in text.splitlines() if line.startswith("srun"))
     assert ranks[3 : 3 + len(wanted)] == [word.format(mounts=mounts) for word in wanted]
     assert f"\nmkdir -p {out}\n" in text
-    with pytest.raises(ConfigError, match=r"^mounts=/data has no effect without a container$"):
-        text_of("slurm", run, ["mounts=/data"])
+    for idle, said in {"mounts=/data": r"mounts=\[/data\]", "runtime=apptainer": "runtime=apptainer"}.items():
+        with pytest.raises(ConfigError, match=f"^{said} has no effect without a container$"):
+            text_of("slurm", run, [idle])
 
 
 RANK = """
@@ -177,6 +178,7 @@ def test_a_pod_ends_with_the_code_of_the_rank_that_failed(run: Path, tmp_path: P
         (["--on", "skypilot"], "setup=nothing is missing: a new machine has no meshwright; valid: image=IMAGE, or"),
         (["--on", "skypilot", "--set", "image=i", "--nodes", "2"],
          "volume=nothing is missing: 2 nodes write to one folder, /runs"),
+        (["--on", "skypilot", "--set", "image=i", "--set", "gpu=H100"], "gpu=H100 has no effect on device=cpu"),
         (["--on", "skypilot", "--set", "image=i", "device=cuda"], "gpu=nothing is missing: device=cuda needs GPUs"),
     ],
 )  # fmt: skip
