@@ -115,10 +115,16 @@ def check_plugins() -> None:
 
 @cache
 def _group(group: str) -> tuple[dict[str, Any], list[str]]:
-    """Entries by name, and a line for each entry of another package that cannot be used."""
-    base = load_entry(BASES[group])
+    return find_entries(group, OURS[group], load_entry(BASES[group]))
+
+
+def find_entries(group: str, ours: Mapping[str, str], base: type) -> tuple[dict[str, Any], list[str]]:
+    """Entries of a group by name, and a line for each entry of another package that cannot be used.
+
+    What is no part of a run file (an engine of `submit`) has its table in its own room, and is found by this alone.
+    """
     failures: list[str] = []
-    known = {name: load_entry(value) for name, value in OURS[group].items()}
+    known = {name: load_entry(value) for name, value in ours.items()}
     for point in metadata.entry_points(group=f"meshwright.{group}"):
         package = point.dist.name if point.dist is not None else "a package"
         where = f"{package}: the entry point {point.name} of {point.group}, {point.value},"

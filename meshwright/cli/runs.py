@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -272,39 +273,44 @@ def scale(
 @app.command()
 def submit(
     run: RunFile,
-    on: Annotated[str, Option(help="slurm, kubernetes or ray.")],
+    on: Annotated[str, Option(help="slurm, kubernetes, ray or skypilot.")],
     overrides: Overrides = None,
     nodes: Annotated[int, Option(min=1, help="Over how many nodes; each has as many ranks.")] = 1,
     out: Annotated[
         Path | None, Option(help="Where the run is written, as the nodes see it; NAME-OF-RUN in out or on the volume.")
     ] = None,
     settings: Annotated[
-        list[str] | None, Option("--set", metavar="key=value", help="A setting of the engine: time=04:00:00.")
+        list[str] | None, Option("--set", metavar="key=value", help="A setting of the engine; --set help lists them.")
     ] = None,
     to: Annotated[
-        Path | None, Option(help="The file to write; must be new. NAME-OF-RUN.sbatch, .yaml or _ray.py.")
+        Path | None, Option(help="The file to write; must be new. NAME-OF-RUN with the engine's ending.")
     ] = None,
-    go: Annotated[bool, Option("--go", help="Hand it to the engine as well, by sbatch, kubectl or ray.")] = False,
+    go: Annotated[bool, Option("--go", help="Hand it to the engine as well, by its own command.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write what Slurm, Kubernetes or Ray needs to run this: a run that is stopped saves, and is queued again.
+    """Write what Slurm, Kubernetes, Ray or SkyPilot needs to run this: a stopped run saves, and is started again.
 
     Example: meshwright submit run.yaml device=cuda --on slurm --nodes 2 --set time=04:00:00 --go
     """
     from meshwright.tools.submit import job
 
-    engine, name = job.engine_of(on, settings or ())
+    if job.HELP in (settings or ()):
+        print(job.settings_table(job.engine_class(on)))
+        return
+    engine = job.engine_of(on, settings or ())
     where = (out.absolute() if engine.shares_folders else out) if out else engine.folder / run.stem
-    submission = job.submission_of(run, overrides or (), where, nodes, name, shares_folders=engine.shares_folders)
+    submission = job.submission_of(engine, run, overrides or (), where, nodes)
     file = to or Path(f"{submission.name}{engine.suffix}")
-    job.write_script(engine.text(submission), file)
-    command = engine.command(file)
+    text, command, again = engine.text(submission), engine.command(file, submission.name), engine.command_again(file)
+    job.write_script(text, file, engine.log_folder)
     answer = job.submit(command) if go else None
     if as_json:
         print(json.dumps({"written": str(file), "command": command, "answer": answer}))
         return
     print(f"written: {file}")
-    print(answer if go else f"submit it with: {' '.join(command)}")
+    print(answer if go else f"submit it with: {shlex.join(command)}")
+    if again:
+        print(f"a changed run of the same name: {shlex.join(again)}")
 
 
 @app.command()
