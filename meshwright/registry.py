@@ -101,7 +101,7 @@ BASES: Mapping[str, str] = {
 }
 """The class that an entry of a group is an instance or a subclass of."""
 
-FIELDS: Mapping[str, str] = {
+NAMED_BY: Mapping[str, str] = {
     "models": "model.family",
     "tensor": "layout.tensor.kind",
     "data": "data.kind",
@@ -119,7 +119,7 @@ def entries(group: str) -> dict[str, Any]:
     return _group(group)[0]
 
 
-def source_of(group: str, name: str) -> str:
+def where_from(group: str, name: str) -> str:
     """The `module:attribute` that brings a strategy; empty where no package does."""
     points = metadata.entry_points(group=f"meshwright.{group}")
     return OURS[group].get(name) or next((point.value for point in points if point.name == name), "")

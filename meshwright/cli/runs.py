@@ -22,16 +22,15 @@ if TYPE_CHECKING:
 
 def _load(run: Path, overrides: Sequence[str] | None) -> Config:
     """The checked run. Only `layout: auto` goes to the planner, which reports how far its search is."""
-    words = overrides or ()
     from meshwright.config.load import parse_run, read_run
 
-    file = read_run(run)
+    file = read_run(run, overrides or ())
     if not file.auto:
-        return parse_run(file.tree, words)
+        return parse_run(file.tree, file.words)
     from meshwright.tools.plan.auto import planned_config
 
     with progress() as show:
-        return planned_config(file, words, show)
+        return planned_config(file, file.words, show)
 
 
 @app.command()

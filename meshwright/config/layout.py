@@ -79,7 +79,7 @@ class PipelineSection(Section):
     placement: Literal["loop", "v"] = "loop"
     """Which parts these are: loop: every size-th part; v: from the first stage to the last and back."""
     schedule: ScheduleName = "message-driven"
-    """What a stage does next."""
+    """How a stage chooses its next task."""
     limit: Positive | Literal["auto"] = "auto"
     """Microbatches in flight at a stage, of each chunk; auto: axonn the number of stages, message-driven by memory."""
     partition: tuple[Count, ...] | Literal["auto", "measured"] = "auto"
@@ -109,7 +109,7 @@ class ContextParallel(Section):
     size: Positive = 1
     """Ranks that a sequence is cut over."""
     kind: ContextName = "ulysses"
-    """What these ranks send each other inside of attention."""
+    """How these ranks reach each other's keys and values inside of attention."""
 
     @property
     def strategy(self) -> ContextKind:
@@ -155,7 +155,7 @@ class Layout(Section):
     tensor: TensorParallel = Whole()
     """Every layer cut over ranks."""
     transport: Literal["auto", TransportName] = "auto"
-    """What carries messages: torch (gloo, NCCL) or mpi; auto: MPI on CPUs where it is installed, else torch."""
+    """The carrier of messages: torch (gloo, NCCL) or mpi; auto: MPI on CPUs where it is installed, else torch."""
     order: tuple[str, ...] | Literal["auto"] = "auto"
     """The axes, outermost first: ranks that differ on the last alone are neighbours; row:2 is a part of an axis."""
     ranks_per_node: Positive | Literal["auto"] = "auto"

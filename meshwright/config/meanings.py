@@ -16,9 +16,10 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
-from meshwright.registry import entries, source_of
+from meshwright.registry import entries, where_from
 from meshwright.section import Section
 
 
@@ -36,7 +37,7 @@ def strategy_meaning(group: str, name: str) -> str:
     entry = entries(group)[name]
     if isinstance(entry, type):
         return first_sentence(entry.__doc__ or "")
-    module, _, attribute = source_of(group, name).partition(":")
+    module, _, attribute = where_from(group, name).partition(":")
     return _strings_of(module).get("", {}).get(attribute, "")
 
 
@@ -62,7 +63,7 @@ def _strings_of(module: str) -> Mapping[str, Mapping[str, str]]:
 
 def _beneath(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
     """The names that are assigned and the string that stands right beneath each."""
-    for statement, below in zip(body, body[1:], strict=False):
+    for statement, below in pairwise(body):
         match statement, below:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),

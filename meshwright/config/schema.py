@@ -32,15 +32,6 @@ else:
     Data = union_of(entries("data"), "kind")
 
 
-PRECISIONS = {
-    "bf16": {"level": "O2", "dtype": "bf16"},
-    "fp16": {"level": "O2", "dtype": "fp16"},
-    "float32": {"level": "O0", "dtype": "float32"},
-    "float64": {"level": "O0", "dtype": "float64"},
-}
-"""Precisions that a run file may name in a word: `precision: bf16`."""
-
-
 class BatchSection(Section):
     """Samples (sequences, images, pairs) of a step and of a microbatch."""
 
@@ -93,7 +84,7 @@ class Offload(Section):
 
 
 class MemorySection(Section):
-    """What a rank keeps in its memory, and what it computes or fetches again."""
+    """Memory for time: parts of a step that are computed or fetched again rather than kept."""
 
     recompute: Annotated[Literal["none", "auto", "selective"] | Positive, BeforeValidator(parse_every)] = "none"
     """Activation checkpointing: groups of N layers; auto: near the root of their number; selective: attention alone."""
@@ -156,7 +147,7 @@ class OptimizerSection(Section):
 
 
 class CheckpointSection(Section):
-    """What of a run is saved: weights, optimizer states, and its place in the data."""
+    """Saved states of the run: weights, optimizer states, and its place in the data."""
 
     every: Count = 0
     """Steps between two checkpoints; there is one at the end in any case. 0: that one alone."""
@@ -203,7 +194,7 @@ class Metrics(Section):
 
 
 class Logging(Section):
-    """What a run prints."""
+    """The lines that a run prints."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """From debug (each step with its phases) over info (one now and then) and warning to error (what ends the run)."""
@@ -228,7 +219,7 @@ class Config(Section):
     weights: str | None = None
     """The Hugging Face folder whose weights the run starts from, as model.from says it; null: it draws its own."""
     data: Data = entries("data")["text"]()
-    """What is read: a corpus, its tokenizer, the length of a sample."""
+    """The samples: a corpus, its tokenizer, the length of a sample."""
     batch: BatchSection = BatchSection()
     """Samples of a step and of a microbatch."""
     layout: Layout = Layout()
@@ -242,7 +233,7 @@ class Config(Section):
     steps: Positive = 1000
     """Optimizer steps of the run; each takes batch.global samples."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """What of a run is saved, and when."""
+    """When the run is saved, and how many times over."""
     validation: Validation = Validation()
     """The held-out loss, and when it is measured; none: never."""
     check: Check = Check()
@@ -250,9 +241,9 @@ class Config(Section):
     metrics: Metrics = Metrics()
     """Where each step's numbers go besides metrics.jsonl."""
     logging: Logging = Logging()
-    """What a run prints."""
+    """The lines that a run prints."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What ranks compute on; auto: GPUs where there is one for each rank here, else CPUs."""
+    """The processors of ranks; auto: GPUs where there is one for each rank here, else CPUs."""
     compile: Literal["auto", "islands", "none"] = "auto"
     """islands: what is element-wise between two products is compiled (tensor/islands.py); auto: on a GPU."""
     threads: Positive | Literal["auto"] = "auto"

@@ -251,7 +251,7 @@ ONE_F_ONE_B = ScheduleRule(
 )  # fmt: skip
 """One forward, one backward, in a fixed order; with chunks Megatron's interleaved schedule."""
 AXONN = ScheduleRule(axonn, WHOLE, lambda stage, num_stages, num_microbatches: num_stages)
-"""What came first (Singh and Bhatele, 2022)."""
+"""The task of the message that came first (Singh and Bhatele, 2022)."""
 MESSAGE_DRIVEN = ScheduleRule(
     message_driven, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages,
     held=lambda stage, num_stages, limit: limit if stage == 0 else min(limit, num_stages - stage), by_memory=True,

@@ -34,7 +34,7 @@ class Subgraph(TensorSection):
     common: Literal["all", "one"] = "all"
     """Who computes the layers between branches: all, each on its share of the batch; one (D&SP-cSub): the first."""
     branch: Literal["attention-core", "attention", "block"] = "attention"
-    """What is cut along the heads: the attention core, the whole attention, or the feed-forward too (block)."""
+    """The part of a block that is cut along its heads; attention: the whole of it; block: the feed-forward too."""
 
     rules: ClassVar[tuple[Rule, ...]] = (branches_share_nothing,)
     idle_alone: ClassVar[tuple[str, ...]] = ("common", "branch")

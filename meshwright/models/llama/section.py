@@ -50,7 +50,7 @@ class Llama3Rope(PlainRope):
 
     kind: Literal["llama3"]  # type: ignore[assignment]
     factor: Factor
-    """What long waves are divided by."""
+    """The divisor of long waves."""
     original: Positive
     """Positions of the training before it was lengthened."""
     low_frequency: AboveZero = 1.0
@@ -64,7 +64,7 @@ class YarnRope(PlainRope):
 
     kind: Literal["yarn"]  # type: ignore[assignment]
     factor: Factor
-    """What slow dims are divided by."""
+    """The divisor of slow dims."""
     original: Positive
     """Positions of the training before it was lengthened."""
     slow: AboveZero = 1.0
