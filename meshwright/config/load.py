@@ -29,6 +29,8 @@ WEIGHTS = "meshwright.convert:read_folder"
 """The reader of a Hugging Face folder's settings, named as text, since torch is not here yet."""
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+SCHEMA = CONFIGS / "run.schema.json"
+"""JSON's schema of run files. `python -m meshwright config --schema` writes it, and a test holds it up to date."""
 MAX_BYTES = 2**20
 
 
@@ -56,7 +58,7 @@ class RunTree:
 def read_run(path: Path, overrides: Iterable[str] = ()) -> RunTree:
     """A run's file, or the one of its name, not checked yet. `layout=auto`, and what a word says of `plan`, are no
     longer among its words. Raises ConfigError where it cannot be read."""
-    return run_tree(read_yaml(_named_run(path)), overrides)
+    return run_tree(read_yaml(run_file(path)), overrides)
 
 
 def run_tree(tree: dict[str, Any], overrides: Iterable[str] = ()) -> RunTree:
@@ -80,14 +82,14 @@ def load_undecided(path: Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a run file, apply the overrides, check everything.
+    """Read a run file, or the shipped run of a name, apply the overrides, check everything.
 
     Raises ConfigError with all mistakes at once.
     """
-    return parse_run(read_yaml(_named_run(Path(path))), overrides)
+    return parse_run(read_yaml(run_file(Path(path))), overrides)
 
 
-def _named_run(path: Path) -> Path:
+def run_file(path: Path) -> Path:
     """The shipped run that a name means, where there is no file of that name."""
     named = CONFIGS / "runs" / f"{path}.yaml"
     return named if str(path) in run_names() and not path.is_file() else path
@@ -209,6 +211,12 @@ def dump_tree(config: Config) -> dict[str, Any]:
     if not tree["precision"]["loss_scale"]:
         del tree["precision"]["loss_scale"]  # none of its fields has an effect
     return tree
+
+
+def run_text(config: Config, comment: str = "") -> str:
+    """A run file of the resolved config. Its first line names the schema, so that editors with YAML's language server
+    complete and check it: that of this installation, which needs no network."""
+    return f"# yaml-language-server: $schema={SCHEMA.as_uri()}\n{comment}{dump_config(config)}"
 
 
 def dump_config(config: Config) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.checkpoint.manifest import TOKENIZER_FILE
 from meshwright.checkpoint.reader import Checkpoint, newest_step, newest_whole, steps_in
-from meshwright.config import Config, dump_config
+from meshwright.config import Config, run_text
 from meshwright.decisions import as_before
 from meshwright.errors import CheckpointError, ConfigError, DamagedError, Problem
 from meshwright.section import leaves_of
@@ -133,11 +133,17 @@ def _shown(leaves: dict[str, Any], key: str) -> str:
 
 def _keep_config(out: Path, config: Config, step: int) -> list[str]:
     """Write config.yaml; one that says something else is kept under the step until which it held."""
-    path, dump = out / CONFIG, dump_config(config)
+    path, text = out / CONFIG, run_text(config)
     kept = out / f"config-{step}.yaml"
     notes = []
-    if path.is_file() and path.read_text(encoding="utf-8") != dump and not kept.exists():
+    said = path.read_text(encoding="utf-8") if path.is_file() else text
+    if _without_comments(said) != _without_comments(text) and not kept.exists():
         path.rename(kept)
         notes.append(f"config.yaml is new, the one until step {step} is {kept.name}")
-    write_whole(out, CONFIG, dump)
+    write_whole(out, CONFIG, text)
     return notes
+
+
+def _without_comments(text: str) -> list[str]:
+    """The lines that say something of the run: where its schema lies, another installation says otherwise."""
+    return [line for line in text.splitlines() if not line.startswith("#")]

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from meshwright.checkpoint import CheckpointWriter, Piece
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.cli import app
-from meshwright.config import Config, dump_config
+from meshwright.config import Config, run_text
 from meshwright.config.load import CONFIGS
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.parameters.bucket import Place
@@ -270,7 +270,7 @@ def test_other_changes_are_shown_and_the_old_config_is_kept(corpus: Path, used: 
         "config.yaml is new, the one until step 6 is config-6.yaml",
     }
     assert (used / "config-6.yaml").read_text() == before
-    assert (used / folder.CONFIG).read_text() == dump_config(config)
+    assert (used / folder.CONFIG).read_text() == run_text(config)
 
 
 def test_import_says_what_the_model_is_and_nothing_else(corpus: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from meshwright.config import Config
-from meshwright.config.load import parse_run, read_run
+from meshwright.config.load import parse_run, read_run, run_file
 from meshwright.config.messages import problems_of
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.section import Positive, Section
@@ -124,6 +124,7 @@ def submission_of(
 
     `shares_folders`: the run's data must be here as well as there.
     """
+    run = run_file(run)
     file = read_run(run)
     if file.auto:
         rule = "is decided by this machine, not by the cluster's"
