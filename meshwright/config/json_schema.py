@@ -9,18 +9,15 @@ load.py's SCHEMA is that of our own strategies. `meshwright config --schema` pri
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
 from meshwright.config.load import CONFIGS, model_names, read_yaml
 from meshwright.config.meanings import field_meanings
+from meshwright.config.messages import Schema
 from meshwright.config.schema import Config
 from meshwright.config.shorthand import PRECISIONS, SHORTHANDS, Shorthand
 from meshwright.registry import entries
-
-Schema = dict[str, Any]
 
 UNDECIDED: Schema = {"enum": [None, False, "auto", "none"]}
 """Values that may stand where a field has no effect."""
@@ -130,11 +127,12 @@ def _open_models(definitions: Schema, field: Schema) -> None:
     for branch, family in zip(field["oneOf"], entries("models"), strict=True):
         section = definitions[_name(branch)]
         properties = section["properties"]
-        own = [name for name, tree in trees.items() if tree.get("family", "gpt2") == family]
+        by_default = "family" not in section.get("required", ())
+        own = [name for name, tree in trees.items() if tree.get("family", family if by_default else None) == family]
         fitting = [name for name, tree in trees.items() if tree.keys() <= properties.keys()]
         said: list[Schema] = [{"required": ["family"]}, {"required": ["from"]}]
         said += [{"required": ["base"], "properties": {"base": {"enum": own}}}] if own else []
-        if "family" not in section.get("required", ()):
+        if by_default:
             said.append({"not": {"anyOf": [{"required": ["base"]}, {"required": ["from"]}]}})
         section["required"] = [key for key in section.get("required", ()) if key != "family"]
         properties |= {

@@ -101,6 +101,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         tree = plain_values(_text(path))
     except FileNotFoundError as error:
         rule = "is no such file" + nearest(str(path), run_names())
+        if "=" in str(path):
+            rule = "is a field, and no run stands before it"
         raise ConfigError.of("run", path, rule, _shipped_runs()) from error
     except OSError as error:
         raise ConfigError.of("run", path, f"cannot be read: {error.strerror}", _shipped_runs()) from error

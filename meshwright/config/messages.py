@@ -61,6 +61,13 @@ def problems_of(error: ValidationError, models: Sequence[str], root: type[BaseMo
     return list(problems.values())
 
 
+def word_for_option(option: str, value: str) -> str:
+    """The word for an option that is a field, or another tool's word for one: `--steps`, 5 -> `steps=5`; or nothing."""
+    schema, name = Config.model_json_schema(), option.removeprefix("--").replace("-", "_")
+    fields = [path for path in paths_in(inlined(schema, schema["$defs"])) if name in (path, path.rpartition(".")[2])]
+    return ours_for_key(option, value) or " or ".join(f"{field}={value}" for field in fields)
+
+
 def nearest_choice(field: str, word: object, choices: Sequence[str]) -> str:
     """The same of a field's choices, among which another tool's word may mean one."""
     ours = ours_for_value(field, word)
@@ -74,13 +81,15 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def inlined(node: Any, definitions: Schema) -> Any:
-    """The schema with every reference replaced by what it refers to."""
+    """The schema with every reference replaced by what it refers to; `about`: what a section says of itself, where the
+    field that holds it says something, too."""
     if isinstance(node, list):
         return [inlined(item, definitions) for item in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        return inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
+        section = inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
+        return {**section, "about": section.get("description", "")} | {k: v for k, v in node.items() if k != "$ref"}
     return {key: inlined(value, definitions) for key, value in node.items() if key != "$defs"}
 
 
