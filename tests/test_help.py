@@ -144,6 +144,7 @@ def test_a_shell_completes_without_torch(tmp_path: Path) -> None:
         (["verify", "gpt2", "model=qwen3-8"], ["model=qwen3-8b"]),
         (["train", "gpt2", "layout.tensor.kind=mega"], ["layout.tensor.kind=megatron"]),
         (["config", "layout.ten"], ["layout.tensor."]),
+        (["plan", "gpt2", "--cluster", "dgx-h"], ["dgx-h100", "dgx-h200"]),
     ],
 )
 def test_words_are_completed(words: list[str], wanted: list[str]) -> None:

@@ -18,7 +18,7 @@ from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
 from meshwright import __version__
-from meshwright.cli.completion import complete_run, complete_word
+from meshwright.cli.completion import complete_cluster, complete_run, complete_word
 from meshwright.errors import ConfigError, MeshwrightError, Problem
 from meshwright.streams import PatientStream, flush, open_closed_streams
 
@@ -102,7 +102,10 @@ Overrides = Annotated[
 AsJson = Annotated[bool, Option("--json", help="Print JSON for a script.")]
 DeviceOption = Annotated[str, Option(help="auto, cpu or cuda.")]
 ClusterName = Annotated[
-    str, Option(metavar="NAME|FILE", help="One of meshwright/configs/clusters, or a file of calibrate.")
+    str,
+    Option(
+        metavar="NAME|FILE", help="A cluster that we know, or a file of calibrate.", autocompletion=complete_cluster
+    ),
 ]
 CheckpointFolder = Annotated[Path, Argument(metavar="CHECKPOINT", help="A step folder, or a run's (its newest step).")]
 NewFolder = Annotated[Path, Option(help="The folder to make.")]

@@ -24,6 +24,11 @@ def complete_run(incomplete: str) -> list[str]:
     return sorted(path.stem for path in (CONFIGS / "runs").glob(f"{incomplete}*.yaml"))
 
 
+def complete_cluster(incomplete: str) -> list[str]:
+    """The clusters that may be named in place of a file of calibrate."""
+    return sorted(path.stem for path in (CONFIGS / "clusters").glob(f"{incomplete}*.yaml"))
+
+
 def complete_field(incomplete: str) -> list[str]:
     """Fields and sections by their dotted names, as `meshwright config` takes them."""
     return [word.removesuffix("=") for word in _names(_schema(), incomplete)]

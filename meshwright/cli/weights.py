@@ -93,7 +93,8 @@ def _prepare_run(run: Path, overrides: Sequence[str], out: Path, as_json: bool) 
     """Prepare what a run reads, once, for runs that then name `out` as their source."""
     from meshwright.config.load import parse_run, read_run
 
-    config = parse_run(read_run(run).tree, overrides)
+    file = read_run(run, overrides)
+    config = parse_run(file.tree, file.words)
     with progress() as show:
         folder = config.data.pack(config, out, show)
         notes = config.data.open(config, folder).notes

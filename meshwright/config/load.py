@@ -25,6 +25,9 @@ from meshwright.section import shown
 DECIDED = ("layout", "batch.micro", "memory")
 """The planner decides these where the layout is open: nobody knows yet which of their fields will have an effect."""
 
+OPEN = "layout=auto"
+"""The word that leaves the layout to the planner."""
+
 WEIGHTS = "meshwright.convert:read_folder"
 """The reader of a Hugging Face folder's settings, named as text, since torch is not here yet."""
 
@@ -64,7 +67,7 @@ def read_run(path: Path, overrides: Iterable[str] = ()) -> RunTree:
 def run_tree(tree: dict[str, Any], overrides: Iterable[str] = ()) -> RunTree:
     """A run's keys, not checked yet, as `read_run`."""
     words = tuple(overrides)
-    auto = [word for word in words if word == "layout=auto"]
+    auto = [word for word in words if word == OPEN]
     if not auto and tree.get("layout") != "auto":
         return RunTree(tree, words=words)
     asked = [word for word in words if _key(word).partition(".")[0] == "plan"]

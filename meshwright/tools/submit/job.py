@@ -125,7 +125,7 @@ def submission_of(
     `shares_folders`: the run's data must be here as well as there.
     """
     run = run_file(run)
-    file = read_run(run)
+    file = read_run(run, words)
     if file.auto:
         rule = "is decided by this machine, not by the cluster's"
         raise ConfigError.of("layout", "auto", rule, f"the file that `meshwright plan {run} --cluster FILE` writes")
