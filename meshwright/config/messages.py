@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import cache
 from itertools import takewhile
 from typing import Any
 
@@ -46,8 +47,7 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 def problems_of(error: ValidationError, models: Sequence[str], root: type[BaseModel] = Config) -> list[Problem]:
     """One problem a field. `models`: the names that `model` may hold besides a section; `root`: what was read."""
-    schema = root.model_json_schema()
-    schema = inlined(schema, schema.get("$defs", {}))
+    schema = _schema_of(root)
     problems: dict[str, Problem] = {}
     for detail in error.errors():
         path, known, field = _located(detail["loc"], schema)
@@ -63,8 +63,8 @@ def problems_of(error: ValidationError, models: Sequence[str], root: type[BaseMo
 
 def word_for_option(option: str, value: str) -> str:
     """The word for an option that is a field, or another tool's word for one: `--steps`, 5 -> `steps=5`; or nothing."""
-    schema, name = Config.model_json_schema(), option.removeprefix("--").replace("-", "_")
-    fields = [path for path in paths_in(inlined(schema, schema["$defs"])) if name in (path, path.rpartition(".")[2])]
+    name = option.removeprefix("--").replace("-", "_")
+    fields = [path for path in paths_in(_schema_of(Config)) if name in (path, path.rpartition(".")[2])]
     return ours_for_key(option, value) or " or ".join(f"{field}={value}" for field in fields)
 
 
@@ -78,6 +78,13 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """` (did you mean X?)` where a known word is close to the given one, else nothing."""
     close = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+@cache
+def _schema_of(root: type[BaseModel]) -> Schema:
+    schema = root.model_json_schema()
+    whole: Schema = inlined(schema, schema.get("$defs", {}))
+    return whole
 
 
 def inlined(node: Any, definitions: Schema) -> Any:

@@ -66,10 +66,11 @@ def test_every_model_by_its_name() -> None:
 
 
 def test_every_layout_of_the_fuzz() -> None:
-    """Each pair of values of all axes, as it is written and as a run file says it."""
-    for case in read_cases(FUZZ / "covering.jsonl"):
-        tree = tree_of(case)
+    """Each pair of values of all axes, as it is written, and some of them as a run file says it."""
+    trees = [tree_of(case) for case in read_cases(FUZZ / "covering.jsonl")]
+    for tree in trees:
         assert complaints(tree) == [], tree
+    for tree in trees[::6]:
         written = plain_values(run_text(parse_config(tree)))
         assert complaints(written) == [], written
 
