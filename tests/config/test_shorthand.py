@@ -82,7 +82,13 @@ def test_every_shorthand_names_a_section_and_fields_of_it() -> None:
         ({}, ["layout.data=true"], "layout.data=true is not a section"),
         ({}, ["layout.data=2.5"], "layout.data.size=2.5 is not a whole number"),
         ({}, ["layout.data=alreduce"], r"layout.data.sync=alreduce is none of the choices (did you mean allreduce?)"),
-        ({"layout": "none"}, [], "layout=none is not a section"),
+        ({"layout": "none"}, [], "ranks_per_node, or auto"),
+        (
+            {},
+            ["validation=some"],
+            "is not a section; valid: a section with the keys every, batches, or none, or its eve",
+        ),
+        ({}, ["layout.data={}", "layout.data=[1]"], "expert, bucket, or its size, a number, or its sync"),
         # What words have said together is not thrown away.
         ({}, ["layout.tensor={kind: megatron, size: 2}", "layout.tensor=none"], "layout.tensor.size=2 is an unknown"),
         (MEGATRON, ["layout.tensor.size=2", "layout.tensor=tesseract"], "layout.tensor.size=2 is an unknown key"),
