@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, get_origin
 from pydantic import ConfigDict, Field, ValidationError
 
 from meshwright.config import Config
-from meshwright.config.load import parse_run, read_run
+from meshwright.config.load import parse_run, read_run, run_file
 from meshwright.config.messages import problems_of
 from meshwright.errors import ConfigError, LaunchError, PluginError, Problem
 from meshwright.registry import find_entries
@@ -175,7 +175,8 @@ def _with_table(problem: Problem, engine: type[Engine]) -> Problem:
 
 def submission_of(engine: Engine, run: Path, words: Sequence[str], out: Path, nodes: int) -> Submission:
     """The run, checked for a cluster that this machine is not. Raises ConfigError."""
-    file = read_run(run)
+    run = run_file(run)
+    file = read_run(run, words)
     if file.auto:
         rule = "is decided by this machine, not by the cluster's"
         raise ConfigError.of("layout", "auto", rule, f"the file that `meshwright plan {run} --cluster FILE` writes")
