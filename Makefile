@@ -50,14 +50,14 @@ $(TESTABLE): pyproject.toml constraints.txt | $(CREATED)
 # It starts from nothing each time, so that what it prints is what a newcomer sees.
 quickstart: $(RUNNABLE)
 	@rm -rf $(OUT)
-	$(BIN)/meshwright train meshwright/configs/runs/quickstart.yaml --out $(OUT)
+	$(BIN)/meshwright train quickstart --out $(OUT)
 	$(BIN)/meshwright eval $(OUT) --task perplexity --stride 64
 	$(BIN)/meshwright generate $(OUT) --prompt "LATIN SMALL LETTER A" --tokens 120 --temperature 0.8 --top-k 40 --seed 1 > $(OUT)/sample.txt
 	@$(BIN)/python examples/new_names.py $(OUT)/sample.txt
 	@echo
 	@echo "Done. The loss curve is $(OUT)/loss.png, the numbers are $(OUT)/metrics.jsonl. What to try next:"
-	@echo "  $(BIN)/meshwright verify meshwright/configs/runs/quickstart.yaml                 do two processes compute what one does?"
-	@echo "  $(BIN)/meshwright train meshwright/configs/runs/quickstart.yaml layout.data.sync=ring --out out/ring"
+	@echo "  $(BIN)/meshwright verify quickstart                                  do two processes compute what one does?"
+	@echo "  $(BIN)/meshwright train quickstart layout.data.sync=ring --out out/ring"
 	@echo "  $(BIN)/meshwright generate $(OUT) --prompt 'MUSICAL SYMBOL' --temperature 0.8 --seed 2   another sample"
 	@echo "  $(BIN)/meshwright doctor                                                        what this machine can run"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import decisions
 from meshwright.config import Config, parse_config, parse_run
-from meshwright.config.load import read_run
+from meshwright.config.load import read_run, run_tree
 
 if TYPE_CHECKING:
     from meshwright.parts import Parts
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 
 def load(run: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
-    """A checked config of a run file, or of a dict of its fields; `overrides`: key=value words on top.
+    """A checked config of a run file, of a shipped run by its name, or of a dict of fields; `overrides`: words on top.
 
     Raises ConfigError with all mistakes at once. `layout: auto` asks the planner, as the command does.
     """
     if isinstance(run, Mapping):
-        return parse_config(dict(run), overrides)
-    file, words = read_run(Path(run)), list(overrides)
+        file, parse = run_tree(dict(run), overrides), parse_config
+    else:
+        file, parse = read_run(Path(run), overrides), parse_run
     if not file.auto:
-        return parse_run(file.tree, words)
+        return parse(file.tree, file.words)
     from meshwright.tools.plan.auto import planned_config
 
-    return planned_config(file, words)
+    return planned_config(file, file.words)
 
 
 def resolve(config: Config) -> Config:

@@ -136,7 +136,7 @@ def _check_ranks(config: Config, machine: Machine, device: str, enough_gpus: boo
     layout, local = config.layout, machine.ranks_here(config.layout.world_size)
     if device == "cuda" and not enough_gpus:
         rule = f"finds {_counted(machine.gpus, 'GPU')} for {_counted(local, 'rank')} here"
-        raise ConfigError.of("device", "cuda", rule, "cpu, or a smaller layout")
+        raise ConfigError.of("device", "cuda", rule, "cpu, or a smaller layout" if machine.gpus else "cpu")
     if machine.joined and machine.world_size != layout.world_size:
         rule = f"does not match the {machine.world_size} that were launched"
         raise ConfigError.of("layout", f"{layout.world_size} ranks", rule, f"{machine.world_size}")

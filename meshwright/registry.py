@@ -1,15 +1,15 @@
 """The registry: every strategy under its name, ours and those that other packages bring. No torch.
 
-| group      | a run names one by     | an entry is                                                       |
-|------------|------------------------|-------------------------------------------------------------------|
-| models     | model.family           | a subclass of models/section.py's Network                         |
-| tensor     | layout.tensor.kind     | a subclass of tensor/section.py's TensorSection                   |
-| data       | data.kind              | a subclass of data/section.py's DataSection                       |
-| schedules  | layout.pipeline.schedule | a ScheduleRule (pipeline/schedule.py)                                 |
-| contexts   | layout.context.kind    | a ContextKind of context/section.py                               |
-| syncs      | layout.data.sync       | a Sync of data_parallel/section.py                                |
-| optimizers | optimizer.name         | an Update of optim/section.py                                     |
-| sinks      | metrics.sinks          | a Sink of training/sinks.py                                       |
+| group      | an entry is                                                       |
+|------------|-------------------------------------------------------------------|
+| models     | a subclass of models/section.py's Network                         |
+| tensor     | a subclass of tensor/section.py's TensorSection                   |
+| data       | a subclass of data/section.py's DataSection                       |
+| schedules  | a ScheduleRule (pipeline/schedule.py)                             |
+| contexts   | a ContextKind of context/section.py                               |
+| syncs      | a Sync of data_parallel/section.py                                |
+| optimizers | an Update of optim/section.py                                     |
+| sinks      | a Sink of training/sinks.py                                       |
 
 An entry is written `module:attribute`, ours here, those of another package as entry points of the group
 `meshwright.GROUP` in its metadata. Entries import no torch: each names what it needs of it inside of its functions.
@@ -101,10 +101,28 @@ BASES: Mapping[str, str] = {
 }
 """The class that an entry of a group is an instance or a subclass of."""
 
+NAMED_BY: Mapping[str, str] = {
+    "models": "model.family",
+    "tensor": "layout.tensor.kind",
+    "data": "data.kind",
+    "schedules": "layout.pipeline.schedule",
+    "contexts": "layout.context.kind",
+    "syncs": "layout.data.sync",
+    "optimizers": "optimizer.name",
+    "sinks": "metrics.sinks",
+}
+"""The field by which a run names an entry of each group."""
+
 
 def entries(group: str) -> dict[str, Any]:
     """The strategies of a group by name, ours first; without those that cannot be used (check_plugins)."""
     return _group(group)[0]
+
+
+def where_from(group: str, name: str) -> str:
+    """The `module:attribute` that brings a strategy; empty where no package does."""
+    points = metadata.entry_points(group=f"meshwright.{group}")
+    return OURS[group].get(name) or next((point.value for point in points if point.name == name), "")
 
 
 def check_plugins() -> None:
@@ -115,10 +133,16 @@ def check_plugins() -> None:
 
 @cache
 def _group(group: str) -> tuple[dict[str, Any], list[str]]:
-    """Entries by name, and a line for each entry of another package that cannot be used."""
-    base = load_entry(BASES[group])
+    return find_entries(group, OURS[group], load_entry(BASES[group]))
+
+
+def find_entries(group: str, ours: Mapping[str, str], base: type) -> tuple[dict[str, Any], list[str]]:
+    """Entries of a group by name, and a line for each entry of another package that cannot be used.
+
+    What is no part of a run file (an engine of `submit`) has its table in its own room, and is found by this alone.
+    """
     failures: list[str] = []
-    known = {name: load_entry(value) for name, value in OURS[group].items()}
+    known = {name: load_entry(value) for name, value in ours.items()}
     for point in metadata.entry_points(group=f"meshwright.{group}"):
         package = point.dist.name if point.dist is not None else "a package"
         where = f"{package}: the entry point {point.name} of {point.group}, {point.value},"

@@ -89,7 +89,7 @@ def test_mistakes_come_at_once_and_without_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, text",
     [
-        (["train", "nowhere.yaml"], "run=nowhere.yaml is no such file; valid: a YAML file such as"),
+        (["train", "nowhere.yaml"], "run=nowhere.yaml is no such file; valid: a YAML file, or one of our runs"),
         (["train", "."], "run=. cannot be read: Is a directory"),
         (["train", "tab.yaml"], r"run=tab.yaml is no YAML: found character '\t' that cannot start any token at line 2"),
         (["data", "prepare", "--source", "nowhere.txt", "--out", "x"], "nowhere.txt"),
@@ -112,7 +112,7 @@ def test_help_has_an_example(words: list[str], tmp_path: Path) -> None:
 
 
 def test_without_arguments(tmp_path: Path) -> None:
-    assert "Missing argument 'RUN.yaml'" in meshwright(tmp_path, "train").stderr
+    assert "Missing argument 'RUN'" in meshwright(tmp_path, "train").stderr
     assert "Did you mean 'train'" in meshwright(tmp_path, "trian").stderr
 
 

@@ -279,8 +279,12 @@ def test_auto_takes_gpus_where_each_rank_here_has_one(gpus: int, launcher: Any, 
 
 def test_a_gpu_for_each_rank_is_asked_for_in_vain() -> None:
     config = parse_config({"layout": {"data": {"size": 2}}, "device": "cuda"})
-    with pytest.raises(ConfigError, match="device=cuda finds 1 GPU for 2 ranks here; valid: cpu, or a smaller layout"):
+    with pytest.raises(
+        ConfigError, match=r"device=cuda finds 1 GPU for 2 ranks here; valid: cpu, or a smaller layout$"
+    ):
         resolve_process(config, machine(gpus=1))
+    with pytest.raises(ConfigError, match=r"device=cuda finds 0 GPUs for 2 ranks here; valid: cpu$"):
+        resolve_process(config, machine(gpus=0))
 
 
 @pytest.mark.parametrize("launcher, said", [("torchrun", True), ("alone", False)])

@@ -112,6 +112,40 @@ RUNS = {
 """By run: fields that stay while layouts are sought, further ones while the best is, and what must be tried."""
 
 
+DESCRIBE = """
+import json
+from jsonschema import Draft202012Validator
+from meshwright.cli.completion import complete_field
+from meshwright.config.json_schema import run_schema
+from meshwright.config.meanings import strategy_meaning
+from meshwright.config.reference import all_sections, topic_of
+from meshwright.config.yaml_text import plain_values
+from meshwright.registry import NAMED_BY, entries
+
+untold = [facts.name for topic in all_sections() for section in topic.sections for facts in section.fields
+          if not facts.meaning]
+untold += [f"{group} {name}" for group in NAMED_BY for name in entries(group) if not strategy_meaning(group, name)]
+check = Draft202012Validator(run_schema()).iter_errors
+runs = [plain_values(open(f"{run}.yaml").read()) for run in ("cut", "staged", "long")]
+wrong = [error.message for run in runs for error in check(run)]
+print(json.dumps({
+    "untold": untold, "wrong": wrong, "sync": topic_of("layout.data.sync.gathered").fields[0].meaning,
+    "size": topic_of("layout.tensor.feed-forward.size").fields[0].meaning, "completed": complete_field("model.in"),
+}))
+"""
+
+
+def test_they_are_described_as_ours_are(toys: Path) -> None:
+    """Each field and strategy has a line, the schema takes their runs, and a shell completes their fields."""
+    assert json.loads(python(toys, "-c", DESCRIBE).stdout) == {
+        "untold": [],
+        "wrong": [],
+        "sync": "Every rank gathers all gradients and sums them itself.",
+        "size": "Ranks that a feed-forward is cut over.",
+        "completed": ["model.inner"],
+    }
+
+
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.timeout(600)  # several commands, each with ranks of its own: long on a busy machine
 def test_they_train_verify_plan_and_go_on(run: str, toys: Path) -> None:

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.manifest import Progress
 from meshwright.checkpoint.reader import Checkpoint
-from meshwright.config.schema import Model
+from meshwright.config.schema import Config, Model
 from meshwright.errors import CheckpointError
+from meshwright.models.chain import make_chain
 from meshwright.parameters.bucket import Place, Slices, Slot
-from meshwright.parameters.shard import Box, ShardSpec
+from meshwright.parameters.shard import Box, ShardSpec, shard_specs
 from meshwright.parts import Parts
-from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.tensor.serial import SerialKit
 
 
 @dataclass(frozen=True)
@@ -121,15 +123,24 @@ def _read(checkpoint: Checkpoint, name: str, kind: str, box: Box) -> Tensor:
     return torch.cat([there, there.new_zeros(box.lengths[0] - rows, *box.lengths[1:])])
 
 
+def misfit_of(config: Config, checkpoint: Checkpoint) -> str:
+    """The first parameter by which a checkpoint's weights are none of the run's model, in words; empty where they are
+    its own."""
+    whole = make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))
+    return _misfit(shard_specs(whole), checkpoint, config.model)
+
+
 def _check_shapes(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Model) -> None:
+    if misfit := _misfit(specs, checkpoint, model):
+        raise CheckpointError(f"{checkpoint.folder} is of another model: {misfit}")
+
+
+def _misfit(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Model) -> str:
     shapes = checkpoint.shapes
     for name, spec in specs.items():
         there = shapes.get(name)
         if there != spec.shape and not (there and there[1:] == spec.shape[1:] and _pads_otherwise(checkpoint, model)):
             other = f"it has {list(shapes[name])}" if name in shapes else "it has no such parameter"
-            raise CheckpointError(
-                f"{checkpoint.folder} is of another model: {name} should be {list(spec.shape)}, and {other}"
-            )
-    if len(shapes) > len(specs):
-        extra = sorted(set(shapes) - set(specs))[0]
-        raise CheckpointError(f"{checkpoint.folder} is of another model: it has {extra}, which this one has not")
+            return f"{name} should be {list(spec.shape)}, and {other}"
+    extra = sorted(set(shapes) - set(specs))
+    return f"it has {extra[0]}, which this one has not" if extra else ""

@@ -6,36 +6,106 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TextIO, cast
 
 import typer
 from typer import Argument, Option
+from typer.core import TyperCommand, TyperGroup
 
 from meshwright import __version__
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.cli.completion import complete_cluster, complete_run, complete_word
+from meshwright.errors import ConfigError, MeshwrightError, Problem
 from meshwright.streams import PatientStream, flush, open_closed_streams
 
 HELP = "Meshwright trains Transformers with any mixture of the published parallel strategies."
+FIRST = """\b
+First:
+  meshwright train quickstart                           a small GPT-2, here
+  meshwright verify quickstart layout.data.sync=ring    is the layout right?
+  meshwright plan gpt2 --cluster dgx-h100 --devices 64  the fastest layouts
+What a run can say: meshwright config, meshwright config optimizer.lr
+"""
+FIELDS_HELP = "Fields, such as layout.data.size=4; meshwright config lists them."
+
+RUN, PROVE, PREDICT, OPERATE = "Run", "Prove", "Predict", "Operate"
+"""The parts of the help's list of commands, in this order."""
 
 
-def _group(text: str) -> typer.Typer:
+class _Commands(TyperGroup):
+    """The commands by their parts, and words of other tools among their options answered with ours."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = {name: self.commands[name] for name in self.list_commands(ctx)}
+        for part in (RUN, PROVE, PREDICT, OPERATE, None):
+            rows = [
+                (f"{name:<9}", command.get_short_help_str(formatter.width))
+                for name, command in commands.items()
+                if cast(TyperCommand, command).rich_help_panel == part
+            ]
+            if rows:
+                with formatter.section(part or "Commands"):
+                    formatter.write_dl(rows, col_max=12)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if (
+            command is not None
+            and not ctx.resilient_parsing
+            and any(param.name == "overrides" for param in command.params)
+        ):
+            known = {option for param in command.get_params(ctx) for option in (*param.opts, *param.secondary_opts)}
+            _refuse_options(rest, known)
+        return name, command, rest
+
+
+def _refuse_options(words: Sequence[str], known: Collection[str]) -> None:
+    """Raises ConfigError for options that are fields of ours, or other tools' words for them: `--steps 5`, `--tp 2`."""
+    problems = []
+    for word, after in pairwise([*words, "--"]):
+        option, equals, value = word.partition("=")
+        if not option.startswith("--") or option in (*known, "--"):
+            continue
+        from meshwright.config.messages import word_for_option
+
+        if not equals:
+            value = "true" if after.startswith("--") or "=" in after else after
+        if answer := word_for_option(option, value):
+            problems.append(Problem(option, value, "is no option: fields are written key=value", answer))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _group(text: str, epilog: str | None = None) -> typer.Typer:
     return typer.Typer(
-        help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-    )
+        cls=_Commands, help=text, epilog=epilog, no_args_is_help=True, add_completion=epilog is not None,
+        pretty_exceptions_enable=False, rich_markup_mode=None,
+    )  # fmt: skip
 
 
-app, data_app, convert_app = _group(HELP), _group("Corpora."), _group("Hugging Face folders in and out.")
+app, data_app = _group(HELP, FIRST), _group("Prepare corpora.")
+convert_app = _group("Read and write Hugging Face's folders.")
 
-RunFile = Annotated[Path, Argument(metavar="RUN.yaml", help="The run file.")]
-Overrides = Annotated[list[str] | None, Argument(metavar="key=value ...", help="e.g. layout.data.size=4")]
+RUN_METAVAR, RUN_HELP = "RUN", "A run file, or one of our runs by its name, such as quickstart."
+RunFile = Annotated[Path, Argument(metavar=RUN_METAVAR, help=RUN_HELP, autocompletion=complete_run)]
+OptionalRun = Annotated[
+    Path | None, Argument(metavar=RUN_METAVAR, help=RUN_HELP, show_default=False, autocompletion=complete_run)
+]
+Overrides = Annotated[
+    list[str] | None,
+    Argument(metavar="key=value ...", help=FIELDS_HELP, autocompletion=complete_word),
+]
 AsJson = Annotated[bool, Option("--json", help="Print JSON for a script.")]
 DeviceOption = Annotated[str, Option(help="auto, cpu or cuda.")]
 ClusterName = Annotated[
-    str, Option(metavar="NAME|FILE", help="One of meshwright/configs/clusters, or a file of calibrate.")
+    str,
+    Option(
+        metavar="NAME|FILE", help="A cluster that we know, or a file of calibrate.", autocompletion=complete_cluster
+    ),
 ]
 CheckpointFolder = Annotated[Path, Argument(metavar="CHECKPOINT", help="A step folder, or a run's (its newest step).")]
 NewFolder = Annotated[Path, Option(help="The folder to make.")]

@@ -8,11 +8,11 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from meshwright.cli.app import AsJson, app, print_result, progress
+from meshwright.cli.app import PROVE, AsJson, app, print_result, progress
 from meshwright.errors import ConfigError
 
 
-@app.command()
+@app.command(rich_help_panel=PROVE)
 def parity(
     file: Annotated[Path, Argument(metavar="CHECKS.py", help="A file with functions under @parity.check.")],
     precision: Annotated[
@@ -22,9 +22,10 @@ def parity(
     page: Annotated[Path | None, Option(metavar="FILE.html", help="Write a page that shows every module.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that a parallel program computes what one process computes: any model, any framework, on CPU processes.
+    """Prove any parallel program equal to one process.
 
-    Exit code 1 where one does not. Names the first wrong module and the kind of mistake.
+    Any model, any framework, on CPU processes. Exit code 1 where one is not equal; names the first wrong module and
+    the kind of mistake.
 
     Example: meshwright parity checks.py --page parity.html
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
-from meshwright.cli.app import AsJson, ClusterName, DeviceOption, Overrides, RunFile, app, print_result, progress
+from meshwright.cli.app import (
+    OPERATE,
+    PREDICT,
+    PROVE,
+    RUN,
+    AsJson,
+    ClusterName,
+    DeviceOption,
+    OptionalRun,
+    Overrides,
+    RunFile,
+    app,
+    print_result,
+    progress,
+)
 from meshwright.errors import ConfigError
 from meshwright.machine import usable_cores
 
@@ -22,31 +37,32 @@ if TYPE_CHECKING:
 
 def _load(run: Path, overrides: Sequence[str] | None) -> Config:
     """The checked run. Only `layout: auto` goes to the planner, which reports how far its search is."""
-    words = overrides or ()
     from meshwright.config.load import parse_run, read_run
 
-    file = read_run(run)
+    file = read_run(run, overrides or ())
     if not file.auto:
-        return parse_run(file.tree, words)
+        return parse_run(file.tree, file.words)
     from meshwright.tools.plan.auto import planned_config
 
     with progress() as show:
-        return planned_config(file, words, show)
+        return planned_config(file, file.words, show)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def train(
-    run: Annotated[Path | None, Argument(metavar="RUN.yaml", help="The run file.", show_default=False)] = None,
+    run: OptionalRun = None,
     overrides: Overrides = None,
     out: Annotated[Path | None, Option(help="Where the run is written; out/NAME-OF-RUN.")] = None,
-    resume: Annotated[bool, Option(help="Go on from the newest complete checkpoint in --out.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Go on from the newest complete checkpoint in --out.")] = False,
     resume_from: Annotated[
         int | None, Option(metavar="STEP", min=0, help="Go on from that checkpoint; newer ones are set aside.")
     ] = None,
     accept_changes: Annotated[
-        bool, Option(help="Go on also with another model, seed, data, sequence or global batch.")
+        bool, Option("--accept-changes", help="Go on also with another seed, data, sequence or global batch.")
     ] = False,
-    explain: Annotated[bool, Option(help="Say what the layout makes of the model and sends; train nothing.")] = False,
+    explain: Annotated[
+        bool, Option("--explain", help="Say what the layout makes of the model and sends; train nothing.")
+    ] = False,
     trace: Annotated[
         list[str] | None,
         Option(metavar="STEP", help="A step to trace into --out, for Perfetto; with --explain a file.json."),
@@ -56,16 +72,19 @@ def train(
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Of --status: print JSON for a script.")] = False,
 ) -> None:
-    """Train, on local workers or as one rank of torchrun, srun or mpirun.
+    """Train a run, on workers here or as a rank of a launcher.
 
-    Example: meshwright train run.yaml layout.data.size=2 optimizer.lr=1e-3 --out out/first
+    Launchers are torchrun, srun and mpirun. Any field of the run is set by key=value: `meshwright config` lists them
+    all, `meshwright config optimizer` those of a section.
+
+    Example: meshwright train quickstart layout.data.size=2 optimizer.lr=1e-3 --out out/first
     """
     if status is not None:
         _print_status(run, status, as_json)
     if as_json:
         raise ConfigError.of("--json", "true", "has no effect on training", "leave it out, or add --status OUT")
     if run is None:
-        raise typer.BadParameter("Missing argument 'RUN.yaml' (or --status OUT).")
+        raise typer.BadParameter("Missing argument 'RUN' (or --status OUT).")
     config = _load(run, overrides)
     if explain:
         from meshwright.tools.plan.explain import explain as explain_run
@@ -119,18 +138,20 @@ def _print_status(run: Path | None, out: Path, as_json: bool) -> NoReturn:
     sys.exit(run_status.exit_code)
 
 
-@app.command()
+@app.command(rich_help_panel=PROVE)
 def verify(
     run: RunFile,
     overrides: Overrides = None,
     steps: Annotated[int, Option(min=1, help="Optimizer steps to compare.")] = 5,
-    as_configured: Annotated[bool, Option(help="In the run's own precision, not in float64.")] = False,
+    as_configured: Annotated[
+        bool, Option("--as-configured", help="In the run's own precision, not in float64.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that the run's layout computes what plain torch computes on one device: losses, every gradient, weights.
+    """Prove a run's layout equal to plain torch on one device.
 
-    Exit code 1 where it does not, and where a gradient is zero on both sides. Dropout is off: no two layouts share
-    its masks.
+    Losses, every gradient and weights are compared. Exit code 1 where it does not, and where a gradient is zero on
+    both sides. Dropout is off: no two layouts share its masks.
 
     Example: meshwright verify run.yaml layout.data.size=4 layout.data.sync=ring
     """
@@ -144,14 +165,16 @@ def verify(
     verdict.check()
 
 
-@app.command()
+@app.command(rich_help_panel=PREDICT)
 def branches(
     run: RunFile,
     overrides: Overrides = None,
     grids: Annotated[str, Option(help="Numbers of sub-grids to assign the branches to.")] = "2,4,8",
     as_json: AsJson = False,
 ) -> None:
-    """Find what a sub-graph layout could cut: the model's branches, what each costs, and the most that dealing gains.
+    """Find a model's branches, and what dealing them out gains.
+
+    A sub-graph layout could cut them: what each costs, and the most that it gains.
 
     Example: meshwright branches run.yaml model.heads=16 --grids 2,4
     """
@@ -165,7 +188,7 @@ def branches(
     print_result(report, find_branches(config, parse_counts("--grids", grids, "sub-grids", least=2)), as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=PREDICT)
 def plan(
     run: RunFile,
     cluster: ClusterName,
@@ -188,7 +211,7 @@ def plan(
     ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Find the layouts of a run that are the fastest on a cluster, of all that are legal and fit.
+    """Find the fastest layouts that fit a cluster.
 
     The run file's layout, microbatch, recomputation and offload are free; what a key=value word sets stays.
 
@@ -228,7 +251,7 @@ def plan(
     print_result(report, plans, as_json, written)
 
 
-@app.command()
+@app.command(rich_help_panel=PREDICT)
 def scale(
     run: RunFile,
     cluster: ClusterName,
@@ -243,9 +266,10 @@ def scale(
     out: Annotated[Path | None, Option(help="A new folder for the curves: PNG, CSV, JSON.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict how strategies scale: the fastest layout of each that fits, on more and more devices.
+    """Predict how strategies scale over devices.
 
-    What a key=value word sets of a layout stays, in all of them.
+    The fastest layout of each strategy that fits, on more and more devices. What a key=value word sets of a layout
+    stays, in all of them.
 
     Example: meshwright scale run.yaml --cluster dgx-a100 --devices 4,16,64,256 --mode weak --out out/weak
     """
@@ -269,45 +293,52 @@ def scale(
     print_result(scale, scaling, as_json, [] if out is None else scale.write(scaling, out))
 
 
-@app.command()
+@app.command(rich_help_panel=OPERATE)
 def submit(
     run: RunFile,
-    on: Annotated[str, Option(help="slurm, kubernetes or ray.")],
+    on: Annotated[str, Option(help="slurm, kubernetes, ray or skypilot.")],
     overrides: Overrides = None,
     nodes: Annotated[int, Option(min=1, help="Over how many nodes; each has as many ranks.")] = 1,
     out: Annotated[
         Path | None, Option(help="Where the run is written, as the nodes see it; NAME-OF-RUN in out or on the volume.")
     ] = None,
     settings: Annotated[
-        list[str] | None, Option("--set", metavar="key=value", help="A setting of the engine: time=04:00:00.")
+        list[str] | None, Option("--set", metavar="key=value", help="A setting of the engine; --set help lists them.")
     ] = None,
     to: Annotated[
-        Path | None, Option(help="The file to write; must be new. NAME-OF-RUN.sbatch, .yaml or _ray.py.")
+        Path | None, Option(help="The file to write; must be new. NAME-OF-RUN with the engine's ending.")
     ] = None,
-    go: Annotated[bool, Option("--go", help="Hand it to the engine as well, by sbatch, kubectl or ray.")] = False,
+    go: Annotated[bool, Option("--go", help="Hand it to the engine as well, by its own command.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write what Slurm, Kubernetes or Ray needs to run this: a run that is stopped saves, and is queued again.
+    """Write what Slurm, Kubernetes, Ray or SkyPilot needs.
+
+    A run that is stopped saves, and is started again.
 
     Example: meshwright submit run.yaml device=cuda --on slurm --nodes 2 --set time=04:00:00 --go
     """
     from meshwright.tools.submit import job
 
-    engine, name = job.engine_of(on, settings or ())
+    if job.HELP in (settings or ()):
+        print(job.settings_table(job.engine_class(on)))
+        return
+    engine = job.engine_of(on, settings or ())
     where = (out.absolute() if engine.shares_folders else out) if out else engine.folder / run.stem
-    submission = job.submission_of(run, overrides or (), where, nodes, name, shares_folders=engine.shares_folders)
+    submission = job.submission_of(engine, run, overrides or (), where, nodes)
     file = to or Path(f"{submission.name}{engine.suffix}")
-    job.write_script(engine.text(submission), file)
-    command = engine.command(file)
+    text, command, again = engine.text(submission), engine.command(file, submission.name), engine.command_again(file)
+    job.write_script(text, file, engine.log_folder)
     answer = job.submit(command) if go else None
     if as_json:
         print(json.dumps({"written": str(file), "command": command, "answer": answer}))
         return
     print(f"written: {file}")
-    print(answer if go else f"submit it with: {' '.join(command)}")
+    print(answer if go else f"submit it with: {shlex.join(command)}")
+    if again:
+        print(f"a changed run of the same name: {shlex.join(again)}")
 
 
-@app.command()
+@app.command(rich_help_panel=PREDICT)
 def calibrate(
     out: Annotated[Path, Option(help="The cluster file to write.")] = Path("cluster.yaml"),
     ranks: Annotated[str | None, Option(help="Between how many ranks links are timed; 2,4, or up to all GPUs.")] = None,
@@ -315,9 +346,9 @@ def calibrate(
     quick: Annotated[bool, Option("--quick", help="Half a minute instead of three: fewer sizes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine, for `plan --cluster FILE`: products, memory, and the links of each transport.
+    """Measure this machine as a cluster file for the planner.
 
-    Nothing else should run meanwhile.
+    Products, memory, and the links of each transport, for `plan --cluster FILE`. Nothing else should run meanwhile.
 
     Example: meshwright calibrate --out here.yaml --ranks 2,4
     """
@@ -335,7 +366,7 @@ def calibrate(
         report.render(cluster, out)
 
 
-@app.command()
+@app.command(rich_help_panel=PREDICT)
 def compare(
     run: RunFile,
     overrides: Overrides = None,
@@ -353,7 +384,9 @@ def compare(
     out: Annotated[Path | None, Option(help="A new folder for the page; out/NAME-OF-RUN-compared.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run layouts in turns on this machine: time, memory, bytes sent and losses, measured beside predicted.
+    """Run layouts here in turns, measured beside predicted.
+
+    Time, memory, bytes sent and losses of each, and a page.
 
     Example: meshwright compare run.yaml --layouts rows.yaml stages.yaml --cluster here.yaml --rounds 3
     """

@@ -11,6 +11,8 @@ from typing import Annotated
 from typer import Argument, Option
 
 from meshwright.cli.app import (
+    OPERATE,
+    RUN,
     AsJson,
     Beams,
     CheckpointFolder,
@@ -18,6 +20,7 @@ from meshwright.cli.app import (
     DeviceOption,
     LengthPenalty,
     NewFolder,
+    OptionalRun,
     Overrides,
     app,
     convert_app,
@@ -31,9 +34,7 @@ from meshwright.errors import ConfigError, DataError
 @data_app.command("prepare")
 def data_prepare(
     out: NewFolder,
-    run: Annotated[
-        Path | None, Argument(metavar="RUN.yaml", help="A run whose data is prepared, of any kind.", show_default=False)
-    ] = None,
+    run: OptionalRun = None,
     overrides: Overrides = None,
     source: Annotated[
         str | None,
@@ -41,14 +42,18 @@ def data_prepare(
     ] = None,
     tokenizer: Annotated[str | None, Option(help="bytes (if not given), bpe:SIZE, or a tokenizer.json file.")] = None,
     validation: Annotated[float | None, Option(help="The share of the text that is held out; 0.05.")] = None,
-    pairs: Annotated[bool, Option(help="Pairs of texts: a tsv or jsonl file, two files, or stdlib's.")] = False,
+    pairs: Annotated[
+        bool, Option("--pairs", help="Pairs of texts: a tsv or jsonl file, two files, or stdlib's.")
+    ] = False,
     target: Annotated[str | None, Option(metavar="FILE", help="The second file of pairs, line by line.")] = None,
     languages: Annotated[
         tuple[str, str] | None, Option(metavar="FROM TO", help="The keys of a jsonl file's pairs.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenize a corpus into packed files that runs read. The same corpus gives the same bytes.
+    """Tokenize a corpus into packed files that runs read.
+
+    The same corpus gives the same bytes. With a run, its data is prepared, of any kind.
 
     Example: meshwright data prepare --source wiki.train.txt --tokenizer bpe:8192 --out data/wiki
 
@@ -58,7 +63,7 @@ def data_prepare(
         given = {"source": source, "tokenizer": tokenizer, "validation": validation, "pairs": pairs or None}
         for name, value in (given | {"target": target, "languages": languages}).items():
             if value is not None:
-                raise ConfigError.of(f"--{name}", value, "is the run file's to say", f"data.{name}=... behind RUN.yaml")
+                raise ConfigError.of(f"--{name}", value, "is the run file's to say", f"data.{name}=... behind RUN")
         _prepare_run(run, overrides or (), out, as_json)
         return
     from meshwright.data.corpus import text_corpus
@@ -88,7 +93,8 @@ def _prepare_run(run: Path, overrides: Sequence[str], out: Path, as_json: bool) 
     """Prepare what a run reads, once, for runs that then name `out` as their source."""
     from meshwright.config.load import parse_run, read_run
 
-    config = parse_run(read_run(run).tree, overrides)
+    file = read_run(run, overrides)
+    config = parse_run(file.tree, file.words)
     with progress() as show:
         folder = config.data.pack(config, out, show)
         notes = config.data.open(config, folder).notes
@@ -98,7 +104,7 @@ def _prepare_run(run: Path, overrides: Sequence[str], out: Path, as_json: bool) 
     print("\n".join((*notes, f"{out}: {config.data.kind}; train on it with data.source={out}")))
 
 
-@app.command()
+@app.command(rich_help_panel=OPERATE)
 def doctor(
     nodes: Annotated[bool, Option("--nodes", help="As a rank of torchrun, srun or mpirun: measure its nodes.")] = False,
     cluster: Annotated[
@@ -110,7 +116,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is installed, what this machine has, what is missing and the command that adds it.
+    """Show what this machine has, lacks, and how to add it.
 
     With --nodes: which hosts there are, over which interface they talk, how fast each pair, which folders they share.
 
@@ -133,7 +139,7 @@ def doctor(
         print_result(nodes_tool, report, as_json, [] if cluster is None else [out])
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel=RUN)
 def evaluate(
     checkpoint: CheckpointFolder,
     task: Annotated[
@@ -149,7 +155,9 @@ def evaluate(
     device: DeviceOption = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity of a text per token and per word; an encoder-decoder's of targets, and BLEU of its answers; LAMBADA's
+    """Measure a checkpoint: perplexity, or a task.
+
+    Perplexity of a text per token and per word; an encoder-decoder's of targets, and BLEU of its answers; LAMBADA's
     accuracy in naming the last word of a passage; a BERT's in naming masked tokens; a ViT's in naming an image's class;
     a fine-tuned BERT's answers to MNLI, QQP, SQuAD and RACE.
 
@@ -164,7 +172,7 @@ def evaluate(
     print(json.dumps(facts) if as_json else table_of(facts))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def generate(
     checkpoint: CheckpointFolder,
     prompt: Annotated[str, Option(help="The text to go on from, may be empty; or what is to be answered.")],
@@ -181,9 +189,10 @@ def generate(
     device: DeviceOption = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Go on from a prompt, by a GPT-2 or Llama: the same seed gives the same text. Or answer it, by an encoder-decoder.
+    """Go on from a prompt, or answer it.
 
-    A T5 that learned spans fills in those that <extra_id_0>, <extra_id_1>, ... stand for.
+    A GPT-2 or Llama goes on, an encoder-decoder answers: the same seed gives the same text. A T5 that learned spans
+    fills in those that <extra_id_0>, <extra_id_1>, ... stand for.
 
     Example: meshwright generate out/first --prompt "def main" --temperature 0.8 --top-k 40
     """
@@ -207,7 +216,9 @@ def convert_import(
     out: NewFolder,
     as_json: AsJson = False,
 ) -> None:
-    """Make a checkpoint from a Hugging Face folder, for eval and generate. To train from one: model.from in the run.
+    """Make a checkpoint from a Hugging Face folder.
+
+    For eval and generate. To train from one: model.from in the run.
 
     Example: meshwright convert import gpt2 --out out/gpt2/checkpoints/step-0
     """
@@ -229,7 +240,9 @@ def convert_import(
 
 @convert_app.command("export")
 def convert_export(checkpoint: CheckpointFolder, out: NewFolder, as_json: AsJson = False) -> None:
-    """Make a Hugging Face folder, which transformers' from_pretrained reads, from a checkpoint.
+    """Make a Hugging Face folder from a checkpoint.
+
+    transformers' from_pretrained reads it.
 
     Example: meshwright convert export out/first --out first-hf
     """
@@ -245,5 +258,5 @@ def convert_export(checkpoint: CheckpointFolder, out: NewFolder, as_json: AsJson
         print(f"the run's chat template is not in it, since it cannot be read any more: {error}", file=sys.stderr)
 
 
-app.add_typer(data_app, name="data")
-app.add_typer(convert_app, name="convert")
+app.add_typer(data_app, name="data", rich_help_panel=RUN)
+app.add_typer(convert_app, name="convert", rich_help_panel=RUN)

@@ -27,17 +27,18 @@ else:
 
 
 class DataParallel(Section):
-    """`sync`: how replicas agree on a gradient; `bucket`: bytes reduced by one collective.
-
-    `shard`: how many of the `size` ranks share one set of slices (hybrid sharding, HSDP); null: all of them. `expert`:
-    how many of them share one set of experts (expert parallelism); tokens go to the ranks that hold their experts.
-    """
+    """Data parallelism: replicas of the model, each with its part of the batch, and how they agree on a gradient."""
 
     size: Positive = 1
+    """Replicas of the model, each of which takes batch.global / size samples a step."""
     sync: SyncName = "allreduce"
+    """How replicas agree on a gradient, and who keeps optimizer states, gradients and weights."""
     shard: Positive | None = None
+    """How many of the size ranks share one set of slices (HSDP); null: all. zero2 and zero3 have slices."""
     expert: Positive = 1
+    """How many of the size ranks share one set of a model's experts (expert parallelism)."""
     bucket: Size = 16 * 2**20
+    """Bytes that one collective reduces."""
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -69,21 +70,20 @@ class DataParallel(Section):
 
 
 class PipelineSection(Section):
-    """Stages, one a rank of the `pipe` axis, each of `chunks` parts of contiguous layers.
-
-    `placement`: which parts these are (pipeline/placement.py). `limit`: microbatches that a stage holds at once, where
-    the schedule's order is not fixed, each counted once for every chunk that holds it; auto: axonn the number of
-    stages, message-driven what memory allows. `partition`: layers of each stage, or of all stages' chunks in the
-    model's order; auto: balanced by counted cost, with several chunks what the clock finds fastest; measured: what it
-    finds fastest with times that are measured when the run begins.
-    """
+    """Pipeline parallelism: stages of contiguous layers, one a rank of the `pipe` axis."""
 
     size: Positive = 1
+    """Stages."""
     chunks: Positive = 1
+    """Parts of the model that a stage has; more make waits shorter and messages more."""
     placement: Literal["loop", "v"] = "loop"
+    """Which parts these are: loop: every size-th part; v: from the first stage to the last and back."""
     schedule: ScheduleName = "message-driven"
+    """How a stage chooses its next task."""
     limit: Positive | Literal["auto"] = "auto"
+    """Microbatches in flight at a stage, of each chunk; auto: axonn the number of stages, message-driven by memory."""
     partition: tuple[Count, ...] | Literal["auto", "measured"] = "auto"
+    """Layers of each stage's chunks in the model's order; auto: by counted cost; measured: by times when it begins."""
 
     @property
     def rule(self) -> ScheduleRule:
@@ -104,10 +104,12 @@ class PipelineSection(Section):
 
 
 class ContextParallel(Section):
-    """Every sequence cut over `size` ranks, also inside of attention, where the `kind` says what they send."""
+    """Context parallelism: every sequence cut over ranks, also inside of attention."""
 
     size: Positive = 1
+    """Ranks that a sequence is cut over."""
     kind: ContextName = "ulysses"
+    """How these ranks reach each other's keys and values inside of attention."""
 
     @property
     def strategy(self) -> ContextKind:
@@ -137,22 +139,27 @@ def part_of_axis(mention: str) -> tuple[str, int | None]:
 
 
 class Layout(Section):
-    """How the job is laid over its ranks, and what carries its messages.
+    """How the job is laid over its ranks, and what carries its messages. Ranks: data x pipeline x context x tensor.
 
-    `order`: the axes, outermost first: ranks that differ on the last one only are neighbours. Axes of size 1 may be
-    left out. One that is named again is split: `row:2` is a part of 2, and its last mention has what is left, so that
-    [row:2, col:2, row, col] numbers a square of ranks by blocks. auto: replicate, data, pipe, expert, context, then the
-    tensor section's. `ranks_per_node`: neighbours that share a node (topology.py); auto: as many as the launcher has
-    started on one.
+    In `order` axes of size 1 may be left out. One that is named again is split: `row:2` is a part of 2, and its last
+    mention has what is left, so that [row:2, col:2, row, col] numbers a square of ranks by blocks. auto: replicate,
+    data, pipe, expert, context, then the tensor section's.
     """
 
     data: DataParallel = DataParallel()
+    """Replicas of the model, and how they agree on a gradient."""
     pipeline: PipelineSection = PipelineSection()
+    """Stages of contiguous layers."""
     context: ContextParallel = ContextParallel()
+    """Every sequence cut over ranks, also inside of attention."""
     tensor: TensorParallel = Whole()
+    """Every layer cut over ranks."""
     transport: Literal["auto", TransportName] = "auto"
+    """The carrier of messages: torch (gloo, NCCL), mpi, threads of one process; auto: MPI on CPUs, where it is, else torch."""
     order: tuple[str, ...] | Literal["auto"] = "auto"
+    """The axes, outermost first: ranks that differ on the last alone are neighbours; row:2 is a part of an axis."""
     ranks_per_node: Positive | Literal["auto"] = "auto"
+    """Neighbours that share a node; auto: as many as the launcher has started on one."""
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

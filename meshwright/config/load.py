@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from pydantic import ValidationError
 
 from meshwright.config.effects import idle_fields, without_effect
 from meshwright.config.kinds import foreign_fields, release_kind
-from meshwright.config.messages import nearest, problems_of
+from meshwright.config.messages import UNKNOWN, nearest, nearest_choice, problems_of
 from meshwright.config.rules import broken_rules
-from meshwright.config.schema import PRECISIONS, Config
+from meshwright.config.schema import Config
+from meshwright.config.shorthand import PRECISIONS, begin_anew, in_words, spell_out, spelt_out
 from meshwright.config.yaml_text import MAX_LEVELS, complaint, plain_values
 from meshwright.errors import ConfigError, MeshwrightError, Problem
 from meshwright.registry import check_plugins, load_entry
@@ -24,10 +25,15 @@ from meshwright.section import shown
 DECIDED = ("layout", "batch.micro", "memory")
 """The planner decides these where the layout is open: nobody knows yet which of their fields will have an effect."""
 
+OPEN = "layout=auto"
+"""The word that leaves the layout to the planner."""
+
 WEIGHTS = "meshwright.convert:read_folder"
 """The reader of a Hugging Face folder's settings, named as text, since torch is not here yet."""
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+SCHEMA = CONFIGS / "run.schema.json"
+"""JSON's schema of run files. `python -m meshwright config --schema` writes it, and a test holds it up to date."""
 MAX_BYTES = 2**20
 
 
@@ -36,37 +42,60 @@ def model_names() -> list[str]:
     return sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml"))
 
 
+def run_names() -> list[str]:
+    """The runs that can be named in place of a file."""
+    return sorted(path.stem for path in (CONFIGS / "runs").glob("*.yaml"))
+
+
 @dataclass(frozen=True)
 class RunTree:
-    """A run file's keys. With `layout: auto` the planner finds the layout: `auto` is set, `tree` has no layout, and
-    `plan` is the section of that name, which no other run has."""
+    """A run file's keys, and the words on top of them. With `layout: auto` the planner finds the layout: `auto` is set,
+    `tree` has no layout, and `plan` is the section of that name, which no other run has."""
 
     tree: dict[str, Any]
     auto: bool = False
     plan: Any = None
+    words: tuple[str, ...] = ()
 
 
-def read_run(path: Path) -> RunTree:
-    """A run file, not checked yet. Raises ConfigError where it cannot be read."""
-    tree = read_yaml(path)
-    if tree.get("layout") != "auto":
-        return RunTree(tree)
-    return RunTree(
-        {key: value for key, value in tree.items() if key not in ("layout", "plan")}, True, tree.get("plan", {})
-    )
+def read_run(path: Path, overrides: Iterable[str] = ()) -> RunTree:
+    """A run's file, or the one of its name, not checked yet. `layout=auto`, and what a word says of `plan`, are no
+    longer among its words. Raises ConfigError where it cannot be read."""
+    return run_tree(read_yaml(run_file(path)), overrides)
+
+
+def run_tree(tree: dict[str, Any], overrides: Iterable[str] = ()) -> RunTree:
+    """A run's keys, not checked yet, as `read_run`."""
+    words = tuple(overrides)
+    auto = [word for word in words if word == OPEN]
+    if not auto and tree.get("layout") != "auto":
+        return RunTree(tree, words=words)
+    asked = [word for word in words if _key(word).partition(".")[0] == "plan"]
+    plan = {"plan": deepcopy(tree.get("plan", {}))}
+    if problems := [problem for problem in (_override(plan, word, ()) for word in asked) if problem]:
+        raise ConfigError(problems)
+    kept = {key: value for key, value in tree.items() if key not in ("layout", "plan")}
+    return RunTree(kept, True, plan["plan"], tuple(word for word in words if word not in (*auto, *asked)))
 
 
 def load_undecided(path: Path, overrides: Iterable[str] = ()) -> Config:
     """A run for who looks for layouts itself: `layout: auto` says nothing to it. Raises ConfigError as load_config."""
-    return parse_run(read_run(path).tree, overrides, undecided=DECIDED)
+    run = read_run(path, overrides)
+    return parse_run(run.tree, run.words, undecided=DECIDED)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a run file, apply the overrides, check everything.
+    """Read a run file, or the shipped run of a name, apply the overrides, check everything.
 
     Raises ConfigError with all mistakes at once.
     """
-    return parse_run(read_yaml(Path(path)), overrides)
+    return parse_run(read_yaml(run_file(Path(path))), overrides)
+
+
+def run_file(path: Path) -> Path:
+    """The shipped run that a name means, where there is no file of that name."""
+    named = CONFIGS / "runs" / f"{path}.yaml"
+    return named if str(path) in run_names() and not path.is_file() else path
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -74,7 +103,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = plain_values(_text(path))
     except FileNotFoundError as error:
-        raise ConfigError.of("run", path, "is no such file", _shipped_runs()) from error
+        rule = "is no such file" + nearest(str(path), run_names())
+        if "=" in str(path):
+            rule = "is a field, and no run stands before it"
+        raise ConfigError.of("run", path, rule, _shipped_runs()) from error
     except OSError as error:
         raise ConfigError.of("run", path, f"cannot be read: {error.strerror}", _shipped_runs()) from error
     except UnicodeDecodeError as error:
@@ -98,8 +130,8 @@ def _text(path: Path) -> str:
 
 
 def _shipped_runs() -> str:
-    """Run files to look at."""
-    return "a YAML file such as " + ", ".join(str(path) for path in sorted((CONFIGS / "runs").glob("*.yaml")))
+    """Words that may stand where a run file is asked for."""
+    return "a YAML file, or one of our runs by its name: " + ", ".join(run_names())
 
 
 def parse_run(
@@ -127,9 +159,15 @@ def _parse(
 ) -> Config:
     """`laid_over`: None where a program made the tree, all of which need not have an effect."""
     check_plugins()
-    tree = deepcopy(tree)
-    words = [*(laid_over or ()), *(word.partition("=")[0] for word in overrides)]
-    problems = [problem for word in overrides for problem in _override(tree, word)]
+    written, tree = tree, deepcopy(tree)
+    spell_out(tree)
+    words = list(laid_over or ())
+    problems: list[Problem] = []
+    for word in overrides:
+        problems += filter(None, [_override(tree, word, words)])
+        words.append(in_words(_key(word), _value(word))[0])
+    spell_out(tree)
+    problems += _refuse_plan(tree)
     problems += _resolve_weights(tree)
     problems += _resolve_model(tree)
     problems += _resolve_precision(tree)
@@ -148,8 +186,26 @@ def _parse(
             mistaken = {problem.field for problem in problems}
             problems += without_effect(config, mistaken, words, undecided)
     if config is None or problems:
-        raise ConfigError(problems)
+        raise ConfigError([_as_typed(problem, written, overrides) for problem in problems])
     return config
+
+
+def _as_typed(problem: Problem, tree: dict[str, Any], words: Iterable[str]) -> Problem:
+    """The problem of a section that no file has, by the word that made it: `optimiser.lr=1`, not `{lr: 1}`."""
+    section = problem.field
+    typed = next((word for word in words if _key(word).startswith(f"{section}.")), None)
+    if typed is None or section.partition(".")[0] in tree or not (UNKNOWN in problem.rule or section == "plan"):
+        return problem
+    key, _, text = typed.partition("=")
+    return replace(problem, field=key, value=shown(text), rule=problem.rule.replace(UNKNOWN, f"{UNKNOWN}, {section}"))
+
+
+def _refuse_plan(tree: dict[str, Any]) -> list[Problem]:
+    """The section `plan` belongs to `layout: auto`, which is not here any more."""
+    if "plan" not in tree:
+        return []
+    rule = "has no effect where the layout is written"
+    return [Problem("plan", shown(tree.pop("plan")), rule, "leave it out, or layout: auto")]
 
 
 def dump_tree(config: Config) -> dict[str, Any]:
@@ -162,37 +218,54 @@ def dump_tree(config: Config) -> dict[str, Any]:
     return tree
 
 
+def run_text(config: Config, comment: str = "") -> str:
+    """A run file of the resolved config. Its first line names the schema, so that editors with YAML's language server
+    complete and check it: that of this installation, which needs no network."""
+    return f"# yaml-language-server: $schema={SCHEMA.as_uri()}\n{comment}{dump_config(config)}"
+
+
 def dump_config(config: Config) -> str:
     """The resolved config as YAML that load_config reads back."""
     return yaml.safe_dump(dump_tree(config), sort_keys=False)
 
 
-def _override(tree: dict[str, Any], word: str) -> list[Problem]:
+def _key(word: str) -> str:
+    return word.partition("=")[0]
+
+
+def _value(word: str) -> Any:
+    """The value of a word; None where it is no YAML, which is a mistake told elsewhere."""
+    try:
+        return plain_values(word.partition("=")[2])
+    except yaml.YAMLError:
+        return None
+
+
+def _override(tree: dict[str, Any], word: str, earlier: Collection[str]) -> Problem | None:
+    """Set what a word says, and what is wrong with it. `earlier`: the fields that words before it have set."""
     key, equals, text = word.partition("=")
     if not equals or not key:
-        return [Problem("override", word, "is not of the form key.sub=value", "steps=100, optimizer.lr=1e-3")]
+        return Problem("override", word, "is not of the form key.sub=value", "steps=100, optimizer.lr=1e-3")
     try:
-        value = plain_values(text)
+        field, value = in_words(key, plain_values(text))
     except yaml.YAMLError as error:
-        return [Problem(key, shown(text), f"is no YAML value: {complaint(error)}")]
-    *parents, last = key.split(".")
+        return Problem(key, shown(text), f"is no YAML value: {complaint(error)}")
+    *parents, last = field.split(".")
     if len(parents) > MAX_LEVELS:
-        return [Problem(shown(key), shown(text), "is nested deeper than any key")]
-    node = tree
+        return Problem(shown(key), shown(text), "is nested deeper than any key")
+    node, path = tree, ""
     for parent in parents:
-        child = node.get(parent)
-        if parent == "model" and isinstance(child, str):
-            child = {"base": child}
-        if parent == "precision" and isinstance(child, str):
-            child = dict(PRECISIONS.get(child, {}))
+        path = f"{path}.{parent}".removeprefix(".")
+        child = spelt_out(path, node.get(parent))
         if child is None:
             child = {}
         if not isinstance(child, dict):
-            return [Problem(key, text, f"cannot be set: {parent}={shown(child)} is a value, not a section")]
+            return Problem(key, text, f"cannot be set: {parent}={shown(child)} is a value, not a section")
         node[parent] = child
         node = child
+    begin_anew(node, field, value, earlier)
     node[last] = value
-    return []
+    return None
 
 
 def _resolve_model(tree: dict[str, Any]) -> list[Problem]:
@@ -234,14 +307,12 @@ def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
 
 
 def _resolve_precision(tree: dict[str, Any]) -> list[Problem]:
-    """Replace a precision's name by its fields."""
+    """Refuse a precision's name that is none."""
     name = tree.get("precision")
     if not isinstance(name, str):
         return []
-    tree["precision"] = dict(PRECISIONS.get(name, {}))
-    if name in PRECISIONS:
-        return []
-    rule = "is no precision" + nearest(name, list(PRECISIONS))
+    tree["precision"] = {}
+    rule = "is no precision" + nearest_choice("precision", name, list(PRECISIONS))
     return [Problem("precision", shown(name), rule, f"{', '.join(PRECISIONS)}, or a section of level and dtype")]
 
 

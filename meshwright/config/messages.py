@@ -7,7 +7,8 @@ the check.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import takewhile
 from typing import Any
 
@@ -15,8 +16,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.config.schema import Config
+from meshwright.config.shorthand import SHORTHANDS, Shorthand
+from meshwright.config.words import ours_for_key, ours_for_value
 from meshwright.errors import Problem
 from meshwright.section import LARGEST, shown
+
+UNKNOWN = "is an unknown key"
 
 Schema = dict[str, Any]
 """A JSON schema, without references."""
@@ -43,20 +48,31 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 def problems_of(error: ValidationError, models: Sequence[str], root: type[BaseModel] = Config) -> list[Problem]:
     """One problem a field. `models`: the names that `model` may hold besides a section; `root`: what was read."""
-    schema = root.model_json_schema()
-    schema = _inlined(schema, schema.get("$defs", {}))
+    schema = _schema_of(root)
     problems: dict[str, Problem] = {}
     for detail in error.errors():
         path, known, field = _located(detail["loc"], schema)
         name = ".".join(path)
         if field is None:
-            unknown = "is an unknown key" + nearest(path[-1], known)
-            problem = Problem(name, shown(detail["input"]), unknown, ", ".join(known))
+            problem = _unknown(name, detail["input"], known, schema if root is Config else {})
         else:
             problem = _problem(name, field, detail, models)
         # A union complains once a branch, about the same field: the schema says more than the complaints.
         problems.setdefault(name, problem)
     return list(problems.values())
+
+
+def word_for_option(option: str, value: str) -> str:
+    """The word for an option that is a field, or another tool's word for one: `--steps`, 5 -> `steps=5`; or nothing."""
+    name = option.removeprefix("--").replace("-", "_")
+    fields = [path for path in paths_in(_schema_of(Config)) if name in (path, path.rpartition(".")[2])]
+    return ours_for_key(option, value) or " or ".join(f"{field}={value}" for field in fields)
+
+
+def nearest_choice(field: str, word: object, choices: Sequence[str]) -> str:
+    """The same of a field's choices, among which another tool's word may mean one."""
+    ours = ours_for_value(field, word)
+    return f" (did you mean {ours}?)" if ours in choices else nearest(shown(word), choices)
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -65,15 +81,24 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def _inlined(node: Any, definitions: Schema) -> Any:
-    """The schema with every reference replaced by what it refers to."""
+@cache
+def _schema_of(root: type[BaseModel]) -> Schema:
+    schema = root.model_json_schema()
+    whole: Schema = inlined(schema, schema.get("$defs", {}))
+    return whole
+
+
+def inlined(node: Any, definitions: Schema) -> Any:
+    """The schema with every reference replaced by what it refers to; `about`: what a section says of itself, where the
+    field that holds it says something, too."""
     if isinstance(node, list):
-        return [_inlined(item, definitions) for item in node]
+        return [inlined(item, definitions) for item in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        return _inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    return {key: _inlined(value, definitions) for key, value in node.items() if key != "$defs"}
+        section = inlined(definitions[node["$ref"].rpartition("/")[2]], definitions)
+        return {**section, "about": section.get("description", "")} | {k: v for k, v in node.items() if k != "$ref"}
+    return {key: inlined(value, definitions) for key, value in node.items() if key != "$defs"}
 
 
 def _located(location: Sequence[int | str], root: Schema) -> tuple[list[str], Sequence[str], Schema | None]:
@@ -85,7 +110,7 @@ def _located(location: Sequence[int | str], root: Schema) -> tuple[list[str], Se
     field: Schema | None = root
     for part in map(str, location):
         assert field is not None
-        sections = _sections(field)
+        sections = sections_in(field)
         if len(sections) > 1:  # a tagged union: this part says which branch
             field = sections[part]
             continue
@@ -95,66 +120,96 @@ def _located(location: Sequence[int | str], root: Schema) -> tuple[list[str], Se
             known, field = (), parent["items"]
         elif "properties" in parent:
             known, field = list(parent["properties"]), parent["properties"].get(part)
-            if path[:-1] == ["model"]:
-                known.append("base")
+            known += {"": ["plan"], "model": ["base", "from"]}.get(".".join(path[:-1]), [])
         else:
-            known = _choices(parent["propertyNames"])
+            known = choices_of(parent["propertyNames"])
             field = parent["additionalProperties"] if part in known else None
-        if field is None or not ("propertyNames" in field or _sections(field) or _sections(field.get("items", {}))):
+        if field is None or not ("propertyNames" in field or sections_in(field) or sections_in(field.get("items", {}))):
             break  # an unknown key, a plain value or a list of plain values: nothing inside has a key of its own
     return path, known, field
 
 
 def _problem(name: str, field: Schema, detail: ErrorDetails, models: Sequence[str]) -> Problem:
     """The problem of a field that exists."""
-    value, sections = shown(detail["input"]), _sections(field)
+    value, sections = shown(detail["input"]), sections_in(field)
     tag = f"{name}.{'family' if name == 'model' else 'kind'}"
     match detail["type"]:
         case "union_tag_invalid":
             given = str(detail["ctx"]["tag"])
-            return Problem(tag, given, "is none of the choices" + nearest(given, list(sections)), ", ".join(sections))
+            rule = "is none of the choices" + nearest_choice(tag, given, list(sections))
+            return Problem(tag, given, rule, ", ".join(sections))
         case "union_tag_not_found" if isinstance(detail["input"], dict):
             return Problem(tag, "nothing", "is missing", ", ".join(sections))
         case "missing" if not isinstance(detail["loc"][-1], int):  # else: an item of a list
-            return Problem(name, "nothing", "is missing", _described(field))
+            return Problem(name, "nothing", "is missing", described(field))
         case "value_error" if not isinstance(detail["input"], bool):  # a check of ours, which says the rule
-            return Problem(name, value, str(detail["ctx"]["error"]), _described(field))
+            return Problem(name, value, str(detail["ctx"]["error"]), described(field))
     if name == "model":
         return Problem(name, value, "is neither a model's name nor a section", ", ".join(models))
     if sections:
-        return Problem(name, value, "is not a section", _described(field))
+        return Problem(name, value, "is not a section", ", or ".join((described(field), *_short_forms(name))))
     indices = list(takewhile(lambda part: isinstance(part, int), reversed(detail["loc"])))[::-1]
     item = f"at index {', '.join(map(str, indices))} " if indices and detail["type"] != "missing" else ""
-    return Problem(name, value, item + _rule(field, detail), _described(field))
+    return Problem(name, value, item + _rule(name, field, detail), described(field))
 
 
-def _rule(field: Schema, detail: ErrorDetails) -> str:
+def _short_forms(name: str) -> Iterator[str]:
+    """The values that may stand for a section."""
+    short = SHORTHANDS.get(name, Shorthand())
+    forms = (("none", short.off), (f"its {short.number}, a number", short.number), (f"its {short.word}", short.word))
+    yield from (text for text, field in (*forms, ("auto", name == "layout")) if field)
+
+
+def _unknown(name: str, value: object, known: Sequence[str], root: Schema) -> Problem:
+    """The problem of a key that its section does not know: another tool's word, a slip, or a field of another section.
+
+    `root`: the schema of the run's config; nothing where something else was read.
+    """
+    last = name.rpartition(".")[2]
+    if root and (ours := ours_for_key(name, value)):
+        return Problem(name, shown(value), f"{UNKNOWN}, another tool's word", ours)
+    elsewhere = [path for path in paths_in(root) if path.rpartition(".")[2] == last and path != name]
+    close = nearest(last, known) or (f" (did you mean {' or '.join(elsewhere)}?)" if len(elsewhere) in (1, 2) else "")
+    return Problem(name, shown(value), UNKNOWN + close, ", ".join(known))
+
+
+def _rule(name: str, field: Schema, detail: ErrorDetails) -> str:
     """The bound that the value misses, the choices that it is none of, or the kinds that it is not of."""
     if detail["type"] in _RULES:
         return _RULES[detail["type"]].format(**detail.get("ctx", {}))
-    kinds, choices = [_described(branch, brief=True) for branch in _branches(field)], _choices(field)
+    kinds, choices = [described(branch, brief=True) for branch in _branches(field)], choices_of(field)
     if len(kinds) > 1:
         rule = f"is neither {' nor '.join(kinds)}"
     else:
         rule = "is none of the choices" if choices else f"is not {kinds[0]}"
-    return rule + nearest(shown(detail["input"]), choices)
+    return rule + nearest_choice(name, detail["input"], choices)
 
 
-def _described(field: Schema, brief: bool = False) -> str:
+def paths_in(field: Schema, before: str = "") -> list[str]:
+    """The dotted names of all fields that a section has, and the sections in it, of each kind."""
+    paths: dict[str, None] = {}
+    for section in sections_in(field).values():
+        for name, inner in section["properties"].items():
+            path = f"{before}.{name}".removeprefix(".")
+            paths |= dict.fromkeys([path, *paths_in(inner, path)])
+    return list(paths)
+
+
+def described(field: Schema, brief: bool = False) -> str:
     """The values that a field takes: its choices, its kind and bounds, a section's keys. `brief`: without bounds."""
-    if sections := _sections(field):
+    if sections := sections_in(field):
         keys = dict.fromkeys(key for section in sections.values() for key in section["properties"])
         return "a section with the keys " + ", ".join(keys)
     if "anyOf" in field:
-        return " or ".join(_described(branch, brief) for branch in field["anyOf"])
+        return " or ".join(described(branch, brief) for branch in field["anyOf"])
     if "propertyNames" in field:
-        return f"a section with some of the keys {_described(field['propertyNames'])}"
-    choices = _choices(field)
+        return f"a section with some of the keys {described(field['propertyNames'])}"
+    choices = choices_of(field)
     if not choices and field["type"] == "array":
         fixed = field.get("prefixItems", [])
         item, size = (fixed[0], f" of {len(fixed)}") if fixed else (field["items"], "")
         if not brief:
-            return f"a list{size}, each {_described(item)}"
+            return f"a list{size}, each {described(item)}"
         return f"a list{size or ' of'} {'names' if item.get('type') == 'string' else 'numbers'}"
     kind = ", ".join(choices) or _TYPES[field["type"]]
     if brief:
@@ -169,13 +224,13 @@ def _branches(field: Schema) -> list[Schema]:
     return list(field.get("anyOf") or field.get("oneOf") or [field])
 
 
-def _choices(field: Schema) -> list[str]:
+def choices_of(field: Schema) -> list[str]:
     """The words that a field lists, of all its branches."""
     options = [option for branch in _branches(field) for option in branch.get("enum", [branch.get("const")])]
     return [str(option) for option in options if option is not None]
 
 
-def _sections(field: Schema) -> dict[str, Schema]:
+def sections_in(field: Schema) -> dict[str, Schema]:
     """The sections that a field may hold, by their tags; one without a tag stands alone; none for a plain field."""
     sections: dict[str, Schema] = {}
     for branch in _branches(field):

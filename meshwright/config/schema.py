@@ -32,46 +32,39 @@ else:
     Data = union_of(entries("data"), "kind")
 
 
-PRECISIONS = {
-    "bf16": {"level": "O2", "dtype": "bf16"},
-    "fp16": {"level": "O2", "dtype": "fp16"},
-    "float32": {"level": "O0", "dtype": "float32"},
-    "float64": {"level": "O0", "dtype": "float64"},
-}
-"""Precisions that a run file may name in a word: `precision: bf16`."""
-
-
 class BatchSection(Section):
-    """Samples (sequences, images): `global` a step, `micro` a microbatch of one replica (auto: all of its part)."""
+    """Samples (sequences, images, pairs) of a step and of a microbatch."""
 
     global_: Positive = Field(default=64, alias="global")
+    """Samples a step, of all replicas together; each accumulates global / layout.data.size / micro microbatches."""
     micro: Positive | Literal["auto"] = "auto"
+    """Samples that a replica computes at once; smaller takes less memory. auto: all of its part, with stages less."""
 
 
 class LossScale(Section):
-    """Dynamic loss scaling for fp16: halved on overflow, doubled after `interval` good steps.
-
-    An overflow skips the step; a run that skips `max_skips` in a row ends.
-    """
+    """Dynamic loss scaling for fp16: an overflow skips the step and halves the factor."""
 
     initial: Annotated[float, Field(gt=0)] = 65536.0
+    """The factor on the loss at the first step."""
     interval: Positive = 2000
+    """Steps without an overflow after which the factor doubles."""
     max_skips: Positive = 25
+    """Steps in a row that may overflow, and be skipped, before the run ends."""
 
 
 class Precision(Section):
-    """O0: all in `dtype`. O1: fp32 weights, autocast. O2: half weights, fp32 master weights and states.
-
-    `accumulate`: what O2's gradients of several microbatches are added up in, and summed over ranks: float32, or as
-    they are `stored`, in half precision, with half the memory and traffic (AxoNN, arXiv 2110.13005).
-    `tf32`: a GPU multiplies float32 matrices in its tensor cores, with 10 bits of mantissa and sums in float32.
-    """
+    """The number formats of weights, products and gradients; a word stands for a level and its dtype."""
 
     level: Literal["O0", "O1", "O2"] = "O0"
+    """O0: all in dtype; O1: float32 weights, autocast; O2: half-precision weights, float32 masters and states."""
     dtype: Literal["float32", "float64", "bf16", "fp16"] = "float32"
+    """The format of products: float32 or float64 with O0, bf16 or fp16 with O1 and O2."""
     accumulate: Literal["float32", "stored"] = "float32"
+    """How O2 adds gradients up over microbatches and ranks; stored: in dtype, half the memory (arXiv 2110.13005)."""
     tf32: bool = True
+    """A GPU multiplies float32 matrices in its tensor cores: 10 bits of mantissa, sums in float32."""
     loss_scale: LossScale = LossScale()
+    """The factor on the loss that keeps fp16's small gradients; no other dtype has one."""
 
 
 def parse_every(value: object) -> object:
@@ -80,56 +73,66 @@ def parse_every(value: object) -> object:
 
 
 class Offload(Section):
-    """Master weights and moments off the device: in host memory, or in a memory-mapped file in the run's folder.
-
-    `bucket`: elements that are on the device at once for the optimizer; `chunk`: buckets that one collective reduces.
-    """
+    """Master weights and moments off the device, which precision.level=O2 has."""
 
     to: Literal["none", "host", "disk"] = "none"
+    """host: in the memory of the machine; disk: in a memory-mapped file in the run's folder."""
     bucket: Size = 16 * 2**20
+    """Elements that the optimizer has on the device at once; a multiple of 128."""
     chunk: Positive = 4
+    """Buckets that one collective reduces."""
 
 
 class MemorySection(Section):
-    """`empty_cache_every`: give the allocator's free memory back every so many steps (0: never; costs time).
-
-    `recompute` (activation checkpointing): none; auto: groups of as many layers as a factor of the stage's layers that
-    is nearest to the square root of the network's; {every: n}: of n layers; selective: the attention cores only.
-    `summa`: how operands of 2-D products travel: gather: whole, weights once a step; whole: weights anew for each
-    product; stream: in q panels; auto: as free memory allows.
-    """
+    """Memory for time: parts of a step that are computed or fetched again rather than kept."""
 
     recompute: Annotated[Literal["none", "auto", "selective"] | Positive, BeforeValidator(parse_every)] = "none"
+    """Activation checkpointing: groups of N layers; auto: near the root of their number; selective: attention alone."""
     offload: Offload = Offload()
-
+    """Master weights and moments in host memory or on disk."""
     empty_cache_every: Count = 0
+    """Steps between two returns of the allocator's free memory, which cost time; 0: never."""
     summa: Literal["auto", "gather", "whole", "stream"] = "auto"
+    """2-D operands travel whole, weights once a step (gather) or each time (whole), or in panels (stream)."""
 
 
 class ScheduleSection(Section):
-    """Learning rate: linear warm-up over `warmup` steps, the peak for the share `stable` of the others, then `decay`
-    down to `floor` times the peak. With a `stable` share this is warmup-stable-decay (WSD, arXiv 2404.06395), for which
-    `sqrt`, 1 - sqrt(progress), is the form of arXiv 2405.18392. `inverse-sqrt` is that of arXiv 1706.03762: the peak
-    times sqrt(warmup / step), which knows no end of the run.
+    """The learning rate over the run: up to its peak, optimizer.lr, then down.
+
+    With a `stable` share this is warmup-stable-decay (WSD, arXiv 2404.06395), for which `sqrt`, 1 - sqrt(progress), is
+    the form of arXiv 2405.18392. `inverse-sqrt` is that of arXiv 1706.03762: the peak times sqrt(warmup / step), which
+    knows no end of the run.
     """
 
     warmup: Count = 0
+    """Steps in which the rate rises in a line to its peak."""
     stable: Share = 0.0
+    """The share of the steps after the warm-up that stay at the peak (WSD)."""
     decay: Literal["constant", "linear", "cosine", "sqrt", "inverse-sqrt"] = "constant"
+    """The form of the way down; constant: the rate stays at its peak."""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """The rate at the end, as a share of the peak."""
 
 
 class OptimizerSection(Section):
-    """An update and its numbers. Weight decay acts on matrices only; `clip` bounds the global gradient norm."""
+    """How weights are stepped."""
 
     name: OptimizerName = "adamw"
+    """The update."""
     lr: Annotated[float, Field(gt=0, le=1000)] = 3e-4
+    """The learning rate at its peak."""
     betas: tuple[Share, Share] = (0.9, 0.95)
+    """AdamW's decay of the first and the second moment a step."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's addend to the root of the second moment."""
     momentum: Share = 0.9
+    """The share of the last update that goes on into the next."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """The decay of matrices a step, times the rate; biases and norms have none."""
     clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """The largest norm of all gradients together, which larger ones are scaled down to; null: any."""
     schedule: ScheduleSection = ScheduleSection()
+    """The learning rate over the run."""
 
     @property
     def update(self) -> Update:
@@ -144,35 +147,41 @@ class OptimizerSection(Section):
 
 
 class CheckpointSection(Section):
-    """A checkpoint every `every` steps and at the end; the newest `keep` stay. `every: 0`: only at the end."""
+    """Saved states of the run: weights, optimizer states, and its place in the data."""
 
     every: Count = 0
+    """Steps between two checkpoints; there is one at the end in any case. 0: that one alone."""
     keep: Positive = 3
+    """The number of newest checkpoints that stay."""
 
 
 class Validation(Section):
-    """Held-out loss over `batches` global batches, every `every` steps (0: never)."""
+    """The loss on what data.validation holds out. `validation: none` switches it off."""
 
     every: Count = 0
+    """Steps between two validations; 0: never."""
     batches: Positive = 8
+    """Global batches that each is the mean of."""
 
 
 class Check(Section):
-    """Replicas compare hashes of their weights every `every` steps, and of all they save (0: never)."""
+    """Replicas compare hashes of their weights, and of all they save: a flipped bit is found, and its rank named."""
 
     every: Count = 1
+    """Steps between two comparisons; 0: never."""
 
 
 class Metrics(Section):
-    """`sinks`: who gets each step's numbers besides metrics.jsonl; `project`: under which name; `offline`: all stays in
-    the run's folder. `peak_flops` of one device, for mfu: auto looks the device up, and says unknown where it is not
-    listed.
-    """
+    """Where each step's numbers go besides metrics.jsonl."""
 
     sinks: tuple[SinkName, ...] = ("tensorboard",)
+    """The trackers of experiments that get them; []: none."""
     project: Annotated[str, Field(min_length=1)] = "meshwright"
+    """The name under which trackers list the run."""
     offline: bool = True
+    """All stays on this machine, in the run's folder where the tracker can; false: trackers send it."""
     peak_flops: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """FLOP/s of one device, for mfu; auto: looked up by its name, and unknown where that is not listed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -185,48 +194,62 @@ class Metrics(Section):
 
 
 class Logging(Section):
-    """A run prints what is of this level or a later one. debug: a line for every step, with its phases; info: one now
-    and then, and how the run begins and ends; warning: what may be wrong; error: what ends the run.
-    """
+    """The lines that a run prints."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """From debug (each step with its phases) over info (one now and then) and warning to error (what ends the run)."""
 
 
 class Timeout(Section):
-    """Seconds. `join`: how long the ranks wait for each other at the start; `wait`: how long one may wait for another
-    in a collective or for a message. Then every rank says where it is, and the job ends.
-    """
+    """How long ranks wait for each other. Then every rank says where it is, and the job ends."""
 
     join: Seconds = 30.0
+    """Seconds for all ranks to come, at the start."""
     wait: Seconds = 600.0
+    """Seconds that one rank may wait for another in a collective or for a message."""
 
 
 class Config(Section):
     """One run, whole."""
 
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1
+    """The seed of weights, dropout and the order of samples; equal runs have equal bits on CPU."""
     model: Model = Gpt2()
+    """The network: a name of `meshwright config model`, {base: NAME, ...}, {from: HF_FOLDER}, or a family's fields."""
     weights: str | None = None
-    """The Hugging Face folder, or name of one, whose weights the run starts from; null: it draws its own. A run file
-    says `model: {from: ...}`, which gives the model's fields and the tokenizer as well."""
+    """The Hugging Face folder whose weights the run starts from, as model.from says it; null: it draws its own."""
     data: Data = entries("data")["text"]()
+    """The samples: a corpus, its tokenizer, the length of a sample."""
     batch: BatchSection = BatchSection()
+    """Samples of a step and of a microbatch."""
     layout: Layout = Layout()
+    """How the job is laid over its ranks; auto: the planner decides when the run begins."""
     precision: Precision = Precision()
+    """Number formats: float32, float64, bf16, fp16, or a section."""
     memory: MemorySection = MemorySection()
+    """Recomputation, and what is kept off the device."""
     optimizer: OptimizerSection = OptimizerSection()
+    """How weights are stepped."""
     steps: Positive = 1000
+    """Optimizer steps of the run; each takes batch.global samples."""
     checkpoint: CheckpointSection = CheckpointSection()
+    """When the run is saved, and how many times over."""
     validation: Validation = Validation()
+    """The held-out loss, and when it is measured; none: never."""
     check: Check = Check()
+    """When replicas compare their weights; none: never."""
     metrics: Metrics = Metrics()
+    """Where each step's numbers go besides metrics.jsonl."""
     logging: Logging = Logging()
+    """The lines that a run prints."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """The processors of ranks; auto: GPUs where there is one for each rank here, else CPUs."""
     compile: Literal["auto", "islands", "none"] = "auto"
     """islands: what is element-wise between two products is compiled (tensor/islands.py); auto: on a GPU."""
     threads: Positive | Literal["auto"] = "auto"
     """CPU threads a rank; auto: the machine's cores divided by the ranks on it."""
     timeout: Timeout = Timeout()
+    """How long ranks wait for each other."""
     restarts: Count = 0
     """How often the launcher restarts a job that lost a worker, from its newest complete checkpoint."""
 

@@ -100,6 +100,8 @@ CUTTING = (layers_work_token_by_token, sequences_are_cut_equally)
 """Rules of every kind."""
 
 ULYSSES = ContextKind("meshwright.context.context:Ulysses", documents=True, rules=(*CUTTING, heads_are_dealt_equally))
+"""Whole sequences of some heads a rank inside of attention, by all-to-all (DeepSpeed-Ulysses)."""
 RING_ATTENTION = ContextKind(
     "meshwright.context.ring:RingAttention", chunks=2, documents=True, rules=(*CUTTING, rings_drop_nothing)
 )
+"""Blocks of keys and values go round, with a partial softmax each: any number of heads (Ring Attention)."""

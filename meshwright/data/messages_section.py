@@ -51,7 +51,7 @@ class MessagesData(TokenSection):
     template: str | None = None
     """A file with the chat template; null: the tokenizer's own, beside its tokenizer.json."""
     overlong: Literal["drop", "cut"] = "drop"
-    """Dialogues longer than `sequence` are left out, or only their beginnings read."""
+    """Dialogues longer than sequence are left out (drop), or their beginnings read (cut)."""
 
     @property
     def separate(self) -> bool:

@@ -87,11 +87,11 @@ class PairData(TokenSection):
     )
 
     target: str | None = None
-    """The text file whose line i is the target of `source`'s line i."""
+    """The text file whose line i is the target of the source's line i."""
     languages: tuple[str, str] | None = None
-    """The two keys of a jsonl file's pairs, from and to: [en, de]. None: `source`, `target`."""
+    """The two keys of a jsonl file's pairs, from and to: [en, de]; null: source, target."""
     buckets: Positive = 1
-    """Pairs of like length share a batch: so many lengths up to `sequence` are batches padded to."""
+    """Lengths up to sequence that batches are padded to: pairs of like length share a batch."""
 
     @classmethod
     def claims(cls, data: Mapping[str, Any]) -> bool:

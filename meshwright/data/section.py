@@ -67,6 +67,7 @@ class DataSection(Section):
     """Base of the kinds of data. Subclasses add fields and `kind`, a Literal."""
 
     kind: str
+    """The kind of samples; where a run does not say it, its model's family's, or the source's."""
 
     gives: ClassVar[str]
     """The form of its batches: a family of models reads one form."""
@@ -83,6 +84,7 @@ class DataSection(Section):
     """Rules of its fields, and of these with the model and the layout; checked where the kind is chosen."""
 
     source: str = STDLIB
+    """A name (stdlib, unicode, digits), a file or folder, hub:OWNER/NAME (text), or a prepared folder."""
     validation: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
     """The share of the documents (of each class's images) that is held out."""
 
@@ -209,10 +211,7 @@ def weights_have_a_tokenizer(config: Config) -> Iterator[Problem]:
 
 
 class TokenSection(DataSection):
-    """Base of the kinds that are made of a packed corpus of text.
-
-    `source`: stdlib, a text/jsonl/parquet file, a folder of these, or a prepared folder.
-    """
+    """Base of the kinds that are made of a packed corpus of text."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         sequence_fits_positions,
@@ -226,6 +225,7 @@ class TokenSection(DataSection):
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (trained on the source), or a tokenizer.json file. A prepared folder brings its own."""
     sequence: Positive = 256
+    """Tokens of a sample, at most model.positions."""
 
     @property
     def lengths(self) -> Lengths:

@@ -39,7 +39,7 @@ class TaskSection(TokenSection):
     rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, held_out_exists)
 
     held_out: str | None = None
-    """The official held-out file or folder; null: `validation` of the source's, whole passages of it."""
+    """The official held-out file or folder; null: the share validation of the source, whole passages of it."""
 
     def prepare(self, config: Config, progress: ShowProgress) -> Path:
         from meshwright.data.tasks import task_folder

@@ -54,12 +54,13 @@ def every_source_has_a_share(config: Config) -> Iterator[Problem]:
 
 
 class MixedSection(TokenSection):
-    """Base of the kinds whose samples may come from several sources: `mixture` is the weight of each."""
+    """Base of the kinds whose samples may come from several sources."""
 
     rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, every_source_has_a_share)
     reads_hub: ClassVar[bool] = True
 
     mixture: Annotated[tuple[tuple[str, Annotated[float, Field(gt=0)]], ...], BeforeValidator(parse_weights)] = ()
+    """Several sources and the weight of each, in place of source: {wiki.txt: 3, stdlib: 1}."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -150,8 +151,7 @@ class TextData(MixedSection):
     kind: Literal["text"] = "text"
     gives: ClassVar[str] = "tokens"
     documents: Literal["joined", "separate"] = "joined"
-    """joined: a token sees all before it in its window; separate: those of its own document, where positions restart.
-    """
+    """joined: a token sees all before it in its window; separate: those of its own document alone."""
 
     @property
     def separate(self) -> bool:

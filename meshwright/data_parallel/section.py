@@ -159,24 +159,32 @@ SERVER_LOSS = Sync(
     rules=(needs_whole_models, needs_losses_of_the_head, needs_one_axis_of_replicas),
     unplanned="is more than sums of gradients in buckets",
 )
+"""A parameter server that also computes the losses of all replicas' outputs."""
 SERVER_GRADIENT = Sync(
     "meshwright.data_parallel.parameter_server:Server",
     "meshwright.data_parallel.parameter_server:ServerGradient",
     rules=(needs_one_axis_of_replicas,),
 )
+"""A parameter server: rank 0 sums the gradients, steps, and sends the weights."""
 ROOTED = Sync("meshwright.data_parallel.parameter_server:Rooted")
+"""Rank 0 gathers the gradients, sums and broadcasts them; every rank steps."""
 ALLREDUCE = Sync("meshwright.data_parallel.policies:AllReduce", candidate=True)
+"""All-reduce in buckets under the backward pass; every rank steps (as torch's DDP)."""
 RING = Sync("meshwright.data_parallel.policies:Ring")
+"""Our own ring: reduce-scatter and all-gather over point-to-point messages; every rank steps."""
 ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", cuts_parameters=True, candidate=True)
+"""Optimizer states are slices: reduce-scatter, each rank steps its 1/n, all-gather (ZeRO-1)."""
 ZERO2 = Sync(
     "meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True,
     cuts_parameters=True, rules=(needs_verbs_under_way, shards_are_equal), over_mpi=False, candidate=True,
 )  # fmt: skip
+"""Gradients are slices, too: a reduce-scatter in every microbatch (ZeRO-2)."""
 ZERO3 = Sync(
     "meshwright.data_parallel.gathering:Zero3", "meshwright.data_parallel.gathering:Gathering", slices=True,
     gathers=True, cuts_parameters=True, rules=(needs_verbs_under_way, shards_are_equal), over_mpi=False,
     candidate=True,
 )  # fmt: skip
+"""Weights are slices, too, gathered part by part of the model (ZeRO-3, as FSDP)."""
 FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",
     cuts_parameters=True,
@@ -187,3 +195,4 @@ FSDP = Sync(
     over_mpi=False,
     unplanned="is laid out by torch (zero3 is the like of it)",
 )  # fmt: skip
+"""torch's own fully_shard (FSDP2); goes with data parallelism alone, while zero3 goes with all."""

@@ -30,8 +30,11 @@ class ImageNetwork(Network):
     rules: ClassVar[tuple[Rule, ...]] = (channels_are_grey_or_colours,)
 
     image: Positive = 224
+    """Pixels of an image's side."""
     channels: Positive = 3
+    """1: grey; 3: red, green and blue."""
     classes: Positive = 1000
+    """Classes that it tells apart; those of data.source, or more."""
 
 
 @rule("model.hidden", "model.paths")
@@ -55,7 +58,9 @@ class ResNeXt(ImageNetwork):
     hidden: Positive = 64
     """Channels behind the stem."""
     stage_blocks: tuple[Layers, ...] = (3, 4, 6, 3)
+    """Blocks of each stage."""
     paths: Positive = 32
+    """Parallel paths of a block (its cardinality), which divide hidden."""
     path_width: Positive = 4
     """Channels of a path in the first stage; they double from stage to stage."""
     stem: Literal["imagenet", "small"] = "imagenet"
@@ -88,6 +93,7 @@ class Vit(Transformer, ImageNetwork):
     family: Literal["vit"]
     chain: ClassVar[str] = "meshwright.models.vit:ViT"
     patch: Positive = 16
+    """Pixels of a patch's side, which divide image."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
     dropout: Share = 0.0
 

@@ -28,7 +28,6 @@ class Length(NamedTuple):
 class Network(Section):
     """Base of all families. Letters as in the glossary: H hidden, V vocabulary. Subclasses add `family`, a Literal."""
 
-    family: str
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Rules on the family's fields, alone and with the data; checked where the family is chosen."""
     chain: ClassVar[str]
@@ -46,12 +45,16 @@ class Network(Section):
     special_tokens: ClassVar[tuple[str, ...]] = ()
     """Tokens that it needs besides a text's and the one that ends a text, as published vocabularies spell them."""
 
+    family: str
+    """The form of the network."""
     hidden: Positive = 768
+    """H: the width of what goes from layer to layer."""
     dropout: Share = 0.1
+    """The share of activations that training sets to zero."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """The addend to a norm's variance."""
     vocabulary_multiple: Positive = 64
-    """The rows of every table (tokens, positions, classes) are padded to a multiple of this. Padding of classes is
-    masked out of the softmax; no other is ever read."""
+    """The rows of every table are padded to a multiple of this; padding of classes is masked out of the softmax."""
 
     def padded(self, rows: int) -> int:
         """`rows` up to the next multiple of vocabulary_multiple."""
@@ -141,7 +144,9 @@ class Transformer(Network):
     has_attention: ClassVar[bool] = True
 
     layers: Layers = 12
+    """L: blocks of attention and feed-forward; an encoder-decoder has so many of each."""
     heads: Positive = 12
+    """A: attention heads of a layer."""
 
     @property
     def num_blocks(self) -> int:
@@ -161,7 +166,9 @@ class TextTransformer(Transformer):
     """A Transformer over tokens."""
 
     positions: Positive = 1024
+    """Tokens that a sequence may have."""
     vocabulary: Positive = 50257
+    """V: tokens that the network knows; those of data.tokenizer, or more."""
 
     @property
     def num_tokens(self) -> int:
@@ -195,6 +202,7 @@ class Gpt2(TextTransformer):
     cuts_context: ClassVar[bool] = True
     separates: ClassVar[bool] = True
     tied: bool = True
+    """The head's weight is the table of tokens."""
 
     @property
     def tables(self) -> tuple[tuple[str, int], ...]:
@@ -234,6 +242,7 @@ class Bert(BertTrunk):
     reads: ClassVar[str] = "masked"
     data_kind: ClassVar[str] = "masked"
     next_sentence: bool = True
+    """It also learns whether the second text goes on from the first."""
 
 
 class EncoderDecoder(TextTransformer):
@@ -246,6 +255,7 @@ class EncoderDecoder(TextTransformer):
 
     positions: Positive = 512
     feed_forward: Positive = 2048
+    """N: the inner width of a feed-forward."""
     label_smoothing: Share = 0.0
     """The share of the target that all classes have in equal parts (Szegedy et al., arXiv 1512.00567, section 7)."""
 
@@ -306,6 +316,7 @@ class T5(EncoderDecoder):
     hidden: Positive = 512
     heads: Positive = 8
     head_width: Positive = 64
+    """E: the width of an attention head."""
     vocabulary: Positive = 32128
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
     distance_buckets: Positive = 32

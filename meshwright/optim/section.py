@@ -61,7 +61,9 @@ ADAMW = Update(
     states=("exp_avg", "exp_avg_sq"),
     skips=True,
 )
+"""Adam with decoupled weight decay: reads betas and epsilon."""
 SGD = Update("meshwright.optim.updates:sgd_step", "torch.optim:SGD", lambda settings: {}, skips=True)
+"""The gradient times the rate."""
 MOMENTUM = Update(
     "meshwright.optim.updates:sgd_step",
     "torch.optim:SGD",
@@ -70,6 +72,7 @@ MOMENTUM = Update(
     states=("momentum_buffer",),
     skips=True,
 )
+"""SGD with a running sum of gradients: reads momentum."""
 
 
 @rule("optimizer.name", "model", "layout.data", "layout.context.size", "layout.tensor", "memory.offload.to")
@@ -100,3 +103,4 @@ MUON = Update(
     matrices=True,
     rules=(needs_whole_matrices,),
 )
+"""Hidden matrices by their momentum made orthogonal, all else by AdamW: reads all three; needs whole matrices."""

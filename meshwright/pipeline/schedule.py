@@ -244,17 +244,21 @@ GPIPE = ScheduleRule(
     forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_microbatches,
     held=lambda stage, num_stages, limit: limit, fixed=True, shapes=("loop", "v"),
 )  # fmt: skip
+"""All forward passes, then all backward passes: holds every microbatch (Huang et al., 2019)."""
 ONE_F_ONE_B = ScheduleRule(
     forward_first, WHOLE, lambda stage, num_stages, num_microbatches: num_stages - stage, fixed=True,
     shapes=("loop",), tried_shape="loop", chunked_limit=interleaved_limit,
 )  # fmt: skip
+"""One forward, one backward, in a fixed order; with chunks Megatron's interleaved schedule."""
 AXONN = ScheduleRule(axonn, WHOLE, lambda stage, num_stages, num_microbatches: num_stages)
+"""The task of the message that came first (Singh and Bhatele, 2022)."""
 MESSAGE_DRIVEN = ScheduleRule(
     message_driven, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages,
     held=lambda stage, num_stages, limit: limit if stage == 0 else min(limit, num_stages - stage), by_memory=True,
     shapes=("loop", "v"), tried_shape="v",
     chunked_limit=lambda stage, placement, num_microbatches: 2 * placement.num_positions, order=scarce_order,
 )  # fmt: skip
+"""The gradient that a neighbour waits for, else forward; weight gradients fill every wait."""
 ZB_V = ScheduleRule(
     in_order, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages, fixed=True,
     shapes=("v",), chunked_limit=lambda stage, placement, num_microbatches: 2 * placement.num_stages, order=zb_v_order,

@@ -26,16 +26,15 @@ def branches_share_nothing(config: Config) -> Iterator[Problem]:
 
 
 class Subgraph(TensorSection):
-    """D&SP: the branches of each block (heads, paths) assigned to `size` sub-grids, the layers between data-parallel.
-
-    `common`: all ranks compute the common layers, each on its share of the batch; one (D&SP-cSub): the first sub-grid
-    alone. `branch`: what is cut along the heads: the attention core; the whole attention; block: the feed-forward too.
-    """
+    """D&SP: the branches of each block (heads, paths) assigned to sub-grids, the layers between data-parallel."""
 
     kind: Literal["subgraph"]
     size: Positive
+    """Sub-grids, among which branches are dealt out."""
     common: Literal["all", "one"] = "all"
+    """Who computes the layers between branches: all, each on its share of the batch; one (D&SP-cSub): the first."""
     branch: Literal["attention-core", "attention", "block"] = "attention"
+    """The part of a block that is cut along its heads; attention: the whole of it; block: the feed-forward too."""
 
     rules: ClassVar[tuple[Rule, ...]] = (branches_share_nothing,)
     idle_alone: ClassVar[tuple[str, ...]] = ("common", "branch")

@@ -88,6 +88,7 @@ class TensorSection(Section):
     """Base of the tensor sections: by itself, one that divides nothing. Subclasses add fields and `kind`, a Literal."""
 
     kind: str
+    """How a layer is cut over ranks."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Refusals: with which other fields the kind does not go, and why; checked where the kind is chosen."""
@@ -182,11 +183,13 @@ def sequences_can_be_cut(config: Config) -> Iterator[Problem]:
 
 
 class Megatron(TensorSection):
-    """1-D: heads, inner widths and the vocabulary split over `size` ranks; sequence_parallel: norms and dropout too."""
+    """1-D: heads, inner widths and the vocabulary split over ranks (Megatron-LM)."""
 
     kind: Literal["megatron"]
     size: Positive
+    """Ranks that a layer is cut over."""
     sequence_parallel: bool = False
+    """Tokens of norms and dropout are split over the same ranks: less memory, as many bytes."""
 
     rules: ClassVar[tuple[Rule, ...]] = (sequences_can_be_cut,)
     idle_alone: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
@@ -238,7 +241,9 @@ class Tesseract(TensorSection):
 
     kind: Literal["tesseract"]
     q: Positive
+    """Rows and columns of ranks; q x q x d are a layer's."""
     d: Positive = 1
+    """Layers of such squares, each with 1/d of the batch, at most q."""
 
     rules: ClassVar[tuple[Rule, ...]] = (depth_is_at_most_q,)
     gives_effect_to: ClassVar[tuple[str, ...]] = ("memory.summa",)

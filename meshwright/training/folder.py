@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import Config, dump_config
+from meshwright.config import Config, run_text
 from meshwright.errors import CheckpointError, ConfigError
 
 LOCK, IDENTITY, CONFIG, CHECKPOINTS = "run.lock", "run.json", "config.yaml", "checkpoints"
@@ -137,7 +137,7 @@ def begin(out: Path, config: Config) -> None:
         (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         import_folder(folder_of(config.weights), out / CHECKPOINTS / "step-0", wanted=config.model, seed=config.seed)
     write_whole(out, IDENTITY, json.dumps({"run": secrets.token_hex(8)}) + "\n")
-    write_whole(out, CONFIG, dump_config(config))
+    write_whole(out, CONFIG, run_text(config))
 
 
 def identity_of(out: Path) -> str:

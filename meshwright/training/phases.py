@@ -20,6 +20,8 @@ from meshwright.pipeline.span import Moment, Span, Watch, phase_span
 from meshwright.ranks.flight_recorder import FlightRecorder
 
 PIPELINE, DATA_PARALLEL, OPTIMIZER = PHASES = ("pipeline", "data_parallel", "optimizer")
+PHASE_WORDS = {PIPELINE: "forward and backward", DATA_PARALLEL: "sums of gradients", OPTIMIZER: "optimizer"}
+"""What a person is told of a phase: a run without stages has no pipeline."""
 BETWEEN = "between phases"
 
 
@@ -38,7 +40,7 @@ class PhaseClock:
         """End the phase that the step is in, and begin this one."""
         now = self._end()
         self._running = phase, now
-        self._recorder.enter(phase)
+        self._recorder.enter(PHASE_WORDS.get(phase, phase))
 
     def pause(self) -> None:
         """End the phase that the step is in: it is in none then."""

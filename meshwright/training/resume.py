@@ -10,7 +10,8 @@ import torch
 
 from meshwright.checkpoint.manifest import TOKENIZER_FILE
 from meshwright.checkpoint.reader import Checkpoint, newest_step, newest_whole, steps_in
-from meshwright.config import Config, dump_config
+from meshwright.checkpoint.restore import misfit_of
+from meshwright.config import Config, run_text
 from meshwright.decisions import as_before
 from meshwright.errors import CheckpointError, ConfigError, DamagedError, Problem
 from meshwright.section import leaves_of
@@ -110,18 +111,26 @@ def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_ch
     if not origin.run and progress.samples == 0:  # an import says what the model is, and nothing else
         changed = [key for key in changed if key.startswith("model.")]
     same_data = origin.data == data
-    refused = [
-        Problem(key, _shown(wanted, key), f"is {_shown(before, key)} in {folder}", "that, or --accept-changes")
+    decisive = [
+        key
         for key in changed
         if key.startswith(_DECISIVE) and key not in _FREE and not (same_data and key.startswith(_OF_THE_SOURCE))
     ]
+    reshaping = [key for key in decisive if key.startswith("model.")]
+    misfit = misfit_of(config, checkpoint) if reshaping else ""
+    refused = []
+    for key in decisive:
+        rule, valid = f"is {_shown(before, key)} in {folder}", "that, or --accept-changes"
+        if misfit and key in reshaping:
+            rule, valid = f"{rule}, whose weights do not fit: {misfit}", "that, or a new run in another --out"
+        refused.append(Problem(key, _shown(wanted, key), rule, valid))
     notes = [f"{key}: {_shown(before, key)} until step {progress.step}, now {_shown(wanted, key)}" for key in changed]
     if origin.data and not same_data:
         rule = f"holds other tokens or samples than those that {folder} was trained on"
         refused.append(Problem("data.source", config.data.source, rule, "the same data, or --accept-changes"))
         notes.append(f"data.source={config.data.source} {rule}")
-    if refused and not accept_changes:
-        raise ConfigError(refused)
+    if refused and (misfit or not accept_changes):
+        raise ConfigError([problem for problem in refused if problem.field in reshaping or not accept_changes])
     if origin.torch not in ("unknown", str(torch.__version__)):
         notes.append(f"{folder.name} was written with torch {origin.torch}, this is {torch.__version__}")
     return notes
@@ -133,11 +142,17 @@ def _shown(leaves: dict[str, Any], key: str) -> str:
 
 def _keep_config(out: Path, config: Config, step: int) -> list[str]:
     """Write config.yaml; one that says something else is kept under the step until which it held."""
-    path, dump = out / CONFIG, dump_config(config)
+    path, text = out / CONFIG, run_text(config)
     kept = out / f"config-{step}.yaml"
     notes = []
-    if path.is_file() and path.read_text(encoding="utf-8") != dump and not kept.exists():
+    said = path.read_text(encoding="utf-8") if path.is_file() else text
+    if _without_comments(said) != _without_comments(text) and not kept.exists():
         path.rename(kept)
         notes.append(f"config.yaml is new, the one until step {step} is {kept.name}")
-    write_whole(out, CONFIG, dump)
+    write_whole(out, CONFIG, text)
     return notes
+
+
+def _without_comments(text: str) -> list[str]:
+    """The lines that say something of the run: where its schema lies, another installation says otherwise."""
+    return [line for line in text.splitlines() if not line.startswith("#")]

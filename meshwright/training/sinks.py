@@ -130,9 +130,13 @@ class _Trackio:
 
 
 TENSORBOARD = Sink(_TensorBoard, "tensorboard", projects=False, remote=False)
+"""A folder of events in the run's: tensorboard --logdir OUT/tensorboard."""
 WANDB = Sink(_Wandb, "wandb")
+"""Weights & Biases: offline in OUT/wandb, which `wandb sync` sends later."""
 MLFLOW = Sink(_Mlflow, "mlflow")
+"""MLflow: offline in OUT/mlflow.db, which `mlflow ui --backend-store-uri` shows."""
 TRACKIO = Sink(_Trackio, "trackio", remote=False)
+"""trackio, in its own folder."""
 
 
 def require_sinks(metrics: Metrics) -> None:

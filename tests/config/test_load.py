@@ -141,8 +141,8 @@ def test_model_by_name_and_by_base() -> None:
             "layout=3 is not a section; valid: a section with the keys data, pipeline, context, tensor, transport",
         ),
         (
-            "layout.data=2",
-            "layout.data=2 is not a section; valid: a section with the keys size, sync, shard, expert, bucket",
+            "layout.data=[2]",
+            r"layout.data=\[2\] is not a section; valid: a section with the keys size, sync, shard, expert, bucket",
         ),
         (
             "model=gpt2-smal",
@@ -195,9 +195,9 @@ def test_a_mistaken_section_does_not_raise_further_mistakes() -> None:
     [
         (b"a: [1\nb: 2\n", "is no YAML: .* at line 2, column 2"),
         (b"steps: 2\nsteps: 3\n", "is no YAML: steps is given twice at line 2, column 1"),
-        (b"- 1\n", "holds no `key: value` lines; valid: .*quickstart.yaml"),
+        (b"- 1\n", "holds no `key: value` lines; valid: .*quickstart"),
         (b"\xff\xfe\x00", "is not UTF-8 text"),
-        (None, "is no such file; valid: .*quickstart.yaml"),
+        (None, "is no such file; valid: .*quickstart"),
     ],
 )
 def test_files_that_are_no_runs(tmp_path: Path, content: bytes | None, message: str) -> None:

@@ -38,12 +38,12 @@ def variables(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def write_script(folder: Path, corpus: Path, nodes: int) -> Path:
-    """What submit writes for a run of two ranks that does not end by itself."""
+    """What submit writes, called in the folder, for a run of two ranks that does not end by itself."""
     from meshwright.tools.submit import job
 
     run = write_run(folder, corpus, 2, steps=100_000)
-    engine, name = job.engine_of("ray", ["restarts=0"])
-    submission = job.submission_of(run, [], folder / "out", nodes, name, shares_folders=True)
+    engine = job.engine_of("ray", ["restarts=0"])
+    submission = job.submission_of(engine, run, [], folder / "out", nodes)
     file = folder / "run_ray.py"
     job.write_script(engine.text(submission), file)
     return file
@@ -65,11 +65,18 @@ def stop_after(steps: int, started: Running, out: Path) -> list[float]:
 
 
 def test_a_local_cluster(
-    nodes: Nodes, corpus: Path, tmp_path: Path, one_node: list[float], variables: dict[str, str]
+    nodes: Nodes,
+    corpus: Path,
+    tmp_path: Path,
+    one_node: list[float],
+    variables: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Losses are those of one rank; SIGTERM saves, and ends the script with 75."""
+    monkeypatch.chdir(tmp_path)
+    inside = ("env", "--chdir", str(tmp_path))
     script = write_script(tmp_path, corpus, nodes=1)
-    started = nodes(1)[0].start(sys.executable, str(script), variables={**variables, "RAY_ADDRESS": "local"})
+    started = nodes(1)[0].start(*inside, sys.executable, str(script), variables={**variables, "RAY_ADDRESS": "local"})
     losses = stop_after(len(one_node), started, tmp_path / "out")
     assert losses[: len(one_node)] == pytest.approx(one_node, rel=1e-10, abs=0)
 
@@ -93,11 +100,19 @@ def start_cluster(network: Network, variables: dict[str, str]) -> str:
 
 @pytest.mark.long
 def test_two_nodes(
-    nodes: Nodes, corpus: Path, tmp_path: Path, one_node: list[float], variables: dict[str, str]
+    nodes: Nodes,
+    corpus: Path,
+    tmp_path: Path,
+    one_node: list[float],
+    variables: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The second node's ranks run elsewhere than the script, which alone reads the run file."""
     network = nodes(2)
-    script = write_script(tmp_path, corpus, nodes=2)
     address = start_cluster(network, variables)
-    started = network[0].start(sys.executable, str(script), variables={**variables, "RAY_ADDRESS": address})
+    monkeypatch.chdir(tmp_path)
+    inside = ("env", "--chdir", str(tmp_path))
+    script = write_script(tmp_path, corpus, nodes=2)
+    started = network[0].start(*inside, sys.executable, str(script), variables={**variables, "RAY_ADDRESS": address})
     losses = stop_after(len(one_node), started, tmp_path / "out")
     assert losses[: len(one_node)] == pytest.approx(one_node, rel=1e-10, abs=0)

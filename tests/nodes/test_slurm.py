@@ -74,8 +74,8 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(
     cluster, out = slurm(nodes(2)), tmp_path / "out"
     steps = 600
     run = write_run(tmp_path, corpus, 2, steps=steps, timeout={"join": 60, "wait": 30})
-    engine, name = job.engine_of("slurm", [f"python={sys.executable}"])
-    submission = job.submission_of(run, [], out, 2, name, shares_folders=True)
+    engine = job.engine_of("slurm", [f"python={sys.executable}"])
+    submission = job.submission_of(engine, run, [], out, 2)
     script = tmp_path / "job.sbatch"
     script.write_text(engine.text(submission))
     number = cluster.sbatch(script, tmp_path)
@@ -90,3 +90,34 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(
     assert [line["step"] for line in lines_of(out)] == list(range(1, steps + 1))
     log = (tmp_path / f"run-{number}.log").read_text()
     assert f"going on from checkpoint step-{saved}" in log
+
+
+def test_options_setup_lines_and_the_folder_of_logs(
+    nodes: Nodes, slurm: Start, corpus: Path, tmp_path: Path, one_node: list[float]
+) -> None:
+    """What submit writes of `sbatch.KEY=VALUE` is taken by sbatch, which refuses what it does not know."""
+    cluster, out, script = slurm(nodes(2)), tmp_path / "out", tmp_path / "job.sbatch"
+    run = write_run(tmp_path, corpus, 2, timeout={"join": 60, "wait": 30})
+    asked = ["comment=first", "gres=gpu:1", "exclusive=", "nice=7", "mem=0"]
+    settings = [*(f"sbatch.{word}" for word in asked), f"logs={tmp_path}/logs", "setup=export FOUND=1", "grace=60"]
+
+    def write(*more: str) -> Path:
+        engine = job.engine_of("slurm", [*settings, f"python={sys.executable}", *more])
+        script.unlink(missing_ok=True)
+        job.write_script(engine.text(job.submission_of(engine, run, [], out, 2)), script, engine.log_folder)
+        return script
+
+    assert "unrecognized option '--tme=5'" in cluster.ask("sbatch", "--test-only", str(write("sbatch.tme=5")))
+    assert "to start at" in cluster.ask("sbatch", "--test-only", str(write()))
+    number = cluster.sbatch(write("setup=echo found $FOUND"), tmp_path)
+    shown = cluster.ask("scontrol", "show", "job", str(number))
+    for field in (
+        "Comment=first",
+        "TresPerNode=gres:gpu:1",
+        "OverSubscribe=NO",
+        f"StdOut={tmp_path}/logs/run-{number}.log",
+    ):
+        assert field in shown, shown
+    assert cluster.wait_for(number, ENDED, SECONDS) == "COMPLETED"
+    assert "found 1" in (tmp_path / "logs" / f"run-{number}.log").read_text()
+    assert [line["loss"] for line in lines_of(out)] == pytest.approx(one_node, rel=1e-10, abs=0)

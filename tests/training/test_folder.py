@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import time
@@ -22,13 +24,15 @@ from typer.testing import CliRunner
 from meshwright.checkpoint import CheckpointWriter, Piece
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.cli import app
-from meshwright.config import Config, dump_config
+from meshwright.config import Config, run_text
 from meshwright.config.load import CONFIGS
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.models.chain import make_chain
 from meshwright.parameters.bucket import Place
-from meshwright.parameters.shard import Box
+from meshwright.parameters.shard import Box, shard_specs
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.tensor.serial import SerialKit
 from meshwright.training import folder, resume
 from meshwright.training.job import train
 from tests.patience import PATIENCE_SECONDS
@@ -46,7 +50,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_steps(mesh: Mesh, out: Path, config: Config, run: str, steps: list[int], keep: int) -> None:
     def pieces() -> Iterator[Piece]:
-        yield Piece("weight", Place("w", (4,), Box((0,), (4,)), 0, 4), torch.ones(4))
+        for name, spec in shard_specs(make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))).items():
+            size = math.prod(spec.shape)
+            box = Box((0,) * len(spec.shape), spec.shape)
+            yield Piece("weight", Place(name, spec.shape, box, 0, size), torch.ones(size))
 
     origin = Origin(config.model_dump(mode="json", by_alias=True), run, DATA if run else "")
     writer = CheckpointWriter(out / folder.CHECKPOINTS, mesh, keep, origin, None)
@@ -245,6 +252,30 @@ def test_decisive_change_is_refused_unless_accepted(
     assert " until step 6, now " in notes[0]
 
 
+@pytest.mark.parametrize("accept", [False, True])
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ({"layers": 2}, r"blocks.1.\S+ should be \[\d+.*\], and it has no such parameter"),
+        ({"hidden": 32}, r"should be \[.*32.*\], and it has \[.*16.*\]"),
+        ({"tied": False}, r"should be \[.*\], and it has no such parameter"),
+    ],
+)
+def test_another_shape_cannot_be_accepted(
+    change: dict[str, Any], why: str, accept: bool, corpus: Path, used: Path
+) -> None:
+    """It is told before ranks start, which could only end by it; what would only need a yes is told beside it."""
+    plain = config_for(corpus).model_dump(mode="json", by_alias=True)
+    config = Config.model_validate(plain | {"seed": 4, "model": {**plain["model"], **change}})
+    with pytest.raises(ConfigError) as caught:
+        go_on(used, config, accept=accept)
+    told = {problem.field: str(problem) for problem in caught.value.problems}
+    field = f"model.{next(iter(change))}"
+    assert set(told) == ({field} if accept else {"seed", field})
+    assert re.search(rf"is \w+ in .*step-6, whose weights do not fit: .*{why}; valid: that, or a new run", told[field])
+    assert "--accept-changes" not in told[field]
+
+
 def merged(held: Any, change: Any) -> Any:
     return {**held, **change} if isinstance(held, dict) else change
 
@@ -271,7 +302,7 @@ def test_other_changes_are_shown_and_the_old_config_is_kept(corpus: Path, used: 
         "config.yaml is new, the one until step 6 is config-6.yaml",
     }
     assert (used / "config-6.yaml").read_text() == before
-    assert (used / folder.CONFIG).read_text() == dump_config(config)
+    assert (used / folder.CONFIG).read_text() == run_text(config)
 
 
 def test_import_says_what_the_model_is_and_nothing_else(corpus: Path, tmp_path: Path) -> None:

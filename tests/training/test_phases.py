@@ -24,8 +24,10 @@ def slow(count: int) -> Iterator[int]:
 
 def test_waits_are_told_from_the_work_between_them() -> None:
     """Two waits of one nap, two naps of work on each."""
-    clock = PhaseClock(torch.device("cpu"), FlightRecorder())
+    recorder = FlightRecorder()
+    start, clock = time.monotonic(), PhaseClock(torch.device("cpu"), recorder)
     clock.begin("pipeline")
+    assert recorder.phase == "forward and backward"
     time.sleep(NAP)
     clock.pause()
     time.sleep(4 * NAP)
@@ -34,8 +36,9 @@ def test_waits_are_told_from_the_work_between_them() -> None:
     clock.pause()
     seconds = clock.seconds()
     assert list(seconds) == ["pipeline", "data_parallel", "optimizer"]
+    elsewhere = time.monotonic() - start - (1 + 4 + 2 + 4) * NAP  # naps last longer on a busy machine
     for phase, naps in {"pipeline": 1, "data_parallel": 2, "optimizer": 4}.items():
-        assert naps * NAP <= seconds[phase] < (naps + 4) * NAP, phase
+        assert naps * NAP <= seconds[phase] <= naps * NAP + elsewhere, phase
 
 
 def test_spans_do_not_overlap() -> None:

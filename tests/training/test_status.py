@@ -69,7 +69,7 @@ def test_a_run_that_is_alive_and_waits(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     "words, message",
-    [(["--json"], "no effect on training"), ([], "RUN.yaml"), (["a.yaml", "--status", "b"], "--status")],
+    [(["--json"], "no effect on training"), ([], "RUN"), (["a.yaml", "--status", "b"], "--status")],
 )
 def test_options_that_do_not_go_together(words: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["train", *words])

@@ -32,6 +32,7 @@ class PlainRope(Section):
     """Rotary positions as they were first: the same angles at any length."""
 
     kind: Literal["plain"] = "plain"
+    """How the frequencies are lengthened."""
     theta: AboveZero = 10000.0
     """The base of the frequencies' powers."""
 
@@ -41,29 +42,35 @@ class LinearRope(PlainRope):
 
     kind: Literal["linear"]  # type: ignore[assignment]
     factor: Factor
+    """How many times longer sequences are than the first training's."""
 
 
 class Llama3Rope(PlainRope):
-    """Waves longer than original / low_frequency are divided by the factor, those shorter than original /
-    high_frequency are kept, and what is between is mixed."""
+    """Long waves are divided by the factor, short ones kept, and what is between is mixed (Llama 3.1)."""
 
     kind: Literal["llama3"]  # type: ignore[assignment]
     factor: Factor
+    """The divisor of long waves."""
     original: Positive
     """Positions of the training before it was lengthened."""
     low_frequency: AboveZero = 1.0
+    """Waves longer than original / low_frequency are divided by the factor."""
     high_frequency: AboveZero = 4.0
+    """Waves shorter than original / high_frequency are kept."""
 
 
 class YarnRope(PlainRope):
-    """Dims that turn fewer than `slow` times within `original` positions are divided by the factor, those that turn
-    more than `fast` times are kept, and what is between is mixed."""
+    """Slow dims are divided by the factor, fast ones kept, and what is between is mixed (arXiv 2309.00071)."""
 
     kind: Literal["yarn"]  # type: ignore[assignment]
     factor: Factor
+    """The divisor of slow dims."""
     original: Positive
+    """Positions of the training before it was lengthened."""
     slow: AboveZero = 1.0
+    """Dims that turn fewer times than this within the original positions are divided by the factor."""
     fast: AboveZero = 32.0
+    """Dims that turn more often than this are kept."""
     attention_factor: AboveZero | None = None
     """Queries and keys are multiplied by it; null: 0.1 ln(factor) + 1."""
     truncate: bool = True
@@ -112,18 +119,18 @@ def rope_has_a_ramp(config: Config) -> Iterator[Problem]:
 
 
 class ExpertsSection(Section):
-    """Feed-forwards of `count` experts, each model.feed_forward wide, of which a router gives each token `per_token`.
-
-    `renormalise`: the weights of a token's experts add up to 1. `balance`: the coefficient of the loss that keeps
-    experts equally busy (tensor/experts.py): the mean over layers and over the global batch's sequences. `capacity`: in
-    training an expert takes no more tokens of a sequence than so many times an even router's; null: all (dropless).
-    """
+    """Feed-forwards of several experts, each model.feed_forward wide, of which a router gives each token a few."""
 
     count: Positive
+    """Experts of a layer."""
     per_token: Positive = 2
+    """Experts that each token goes to."""
     renormalise: bool = True
+    """The weights of a token's experts add up to 1."""
     balance: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of the loss that keeps experts equally busy: the mean over layers and the batch's sequences."""
     capacity: AboveZero | None = None
+    """Tokens of a sequence that an expert takes in training, in those of an even router; null: all (dropless)."""
 
 
 @rule("model.experts")
@@ -184,18 +191,20 @@ class Llama(TextTransformer):
     feed_forward: Positive = 2048
     """N: the inner width of a feed-forward, or of each expert."""
     experts: ExpertsSection | None = None
-    """Null: one feed-forward for all tokens."""
+    """A mixture of experts; null: one feed-forward for all tokens."""
     positions: Positive = 2048
     """Tokens that a sequence may have; there is no table of them."""
     vocabulary: Positive = 32000
     norm_epsilon: AboveZero = 1e-5
     dropout: Share = 0.0
     rope: Rope = PlainRope()
+    """Rotary positions."""
     head_norms: bool = False
     """RMS norms of each head's queries and keys before they are turned, with one weight for all heads (Qwen3)."""
     biases: tuple[Linears, ...] = ()
     """Which linears have biases: Qwen2's are [query-key-value]."""
     tied: bool = False
+    """The head's weight is the table of tokens."""
     layers: Layers = 12
 
     @property

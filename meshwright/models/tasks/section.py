@@ -29,6 +29,7 @@ class BertPairs(BertTrunk):
     reads: ClassVar[str] = "classified pairs"
     data_kind: ClassVar[str] = "sentence-pairs"
     classes: Positive = 3
+    """Classes that it tells apart; those of data.source, or more."""
 
 
 class BertSpans(BertTrunk):
@@ -58,3 +59,4 @@ class BertChoice(BertTrunk):
     reads: ClassVar[str] = "answered choices"
     data_kind: ClassVar[str] = "race"
     choices: Positive = 4
+    """Answers of a question."""

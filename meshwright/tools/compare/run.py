@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.config import Config, dump_config
+from meshwright.config import Config, run_text
 from meshwright.decisions import resolve, this_machine
 from meshwright.launch import Rank, Ranks, run
 from meshwright.memory.offload import Offloaded
@@ -82,7 +82,7 @@ def measure_run(config: Config, data: Path, folder: Path, steps: int) -> Measure
     Raises LaunchError and Interrupted as the launcher does.
     """
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    (folder / "config.yaml").write_text(run_text(config), encoding="utf-8")
     config = resolve(config, this_machine()).config
     ranks = Ranks.of(config, name="compare")
     facts = run(run_on_rank, ranks, config=config, data=data, folder=folder.absolute(), steps=steps)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from meshwright.config import Config, dump_config, dump_tree
+from meshwright.config import Config, dump_tree, run_text
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
 from meshwright.pipeline.trace import write_trace
@@ -40,7 +40,7 @@ def write_run(best: Prediction, path: Path) -> None:
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(head + dump_config(best.config), encoding="utf-8")
+        path.write_text(run_text(best.config, head), encoding="utf-8")
     except OSError as error:
         raise ConfigError.of("--out", path, f"cannot be written ({error.strerror})", "a path that can") from error
 

@@ -38,7 +38,9 @@ import yaml
 
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
+from meshwright.config.load import OPEN
 from meshwright.config.rules import RULES
+from meshwright.config.shorthand import in_words
 from meshwright.errors import Problem
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, field_of, with_field
@@ -103,10 +105,13 @@ def layouts_of(
 
 
 def fixed_fields(overrides: Iterable[str]) -> frozenset[str]:
-    """The fields that `key=value` words set: `layout.tensor={kind: megatron}` sets layout.tensor.kind."""
+    """The fields that `key=value` words set: `layout.tensor={kind: megatron}` and `layout.tensor=megatron` set
+    layout.tensor.kind, and `layout=auto` sets none."""
     fields: set[str] = set()
     for word in overrides:
         key, _, text = word.partition("=")
+        if word == OPEN:
+            continue
         fields |= set(_leaves(key, yaml.safe_load(text)))
     return frozenset(fields)
 
@@ -126,7 +131,7 @@ def _leaves(key: str, value: object) -> Iterator[str]:
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
     else:
-        yield key
+        yield in_words(key, value)[0]
 
 
 def _start(job: SearchJob) -> Config:

@@ -1,8 +1,9 @@
 """A job for an engine: a run's ranks on so many nodes, that go on where they were when they are stopped.
 
     slurm        an sbatch script: srun starts the ranks
-    kubernetes   a JobSet, or a PyTorchJob: a pod a node, in which a shell starts the ranks
+    kubernetes   a JobSet, a TrainJob, a RayJob or a PyTorchJob: a pod a node
     ray          a Python script: an actor a rank, in which the rank is a process
+    skypilot     a task: the same shell on each node
 
 Every engine asks a run to stop by a signal, before it takes the nodes away: the run finishes its step, saves and ends
 with code 75, and the engine is told to start it again. Nothing here talks to a cluster but `submit`, by the engine's
@@ -14,35 +15,34 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, get_origin
 
-import yaml
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from meshwright.config import Config
-from meshwright.config.load import parse_run, read_run
+from meshwright.config.load import parse_run, read_run, run_file
 from meshwright.config.messages import problems_of
-from meshwright.errors import ConfigError, LaunchError
-from meshwright.section import Positive, Section
+from meshwright.errors import ConfigError, LaunchError, PluginError, Problem
+from meshwright.registry import find_entries
+from meshwright.section import Positive, Section, shown
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]
 """The form that Kubernetes demands; the others take it, too."""
 
 SUBMIT_SECONDS = 120
+HELP = "help"
 
-
-class JobSettings(Section):
-    """Settings that every engine has. `name`: the job's; by default the run file's. `cpus`: cores of a rank."""
-
-    name: Name | None = None
-    cpus: Positive = 1
-
-    @property
-    def folder(self) -> Path:
-        return Path("out").absolute()
+ENGINES: Mapping[str, str] = {
+    "slurm": "meshwright.tools.submit.slurm:Slurm",
+    "kubernetes": "meshwright.tools.submit.kubernetes:Kubernetes",
+    "ray": "meshwright.tools.submit.ray_script:Ray",
+    "skypilot": "meshwright.tools.submit.skypilot:SkyPilot",
+}
+"""Ours. Those of other packages are entry points of the group `meshwright.submit`."""
 
 
 @dataclass(frozen=True)
@@ -64,72 +64,124 @@ class Submission:
     def uses_gpus(self) -> bool:
         return self.config.device == "cuda"
 
-    def train_words(self, python: str, run: Path, *, resume: bool) -> list[str]:
+    def train_words(self, python: str, run: Path | str, *, resume: bool) -> list[str]:
         """The command of a rank."""
         words = [python, "-m", "meshwright", "train", str(run), *self.words, "--out", str(self.out)]
         return [*words, "--resume"] if resume else words
 
 
-class Engine(Protocol):
-    """One kind of cluster, with the user's settings. `suffix`: of the file; `command`: what submits it.
+class Engine(Section):
+    """One kind of cluster, with the user's settings: a field each, whose docstring `--set help` prints.
 
-    `shares_folders`: whether its nodes see this machine's folders. `folder`: holds runs, as the nodes see it.
+    A field that holds a dict is set a key at a time (`env.KEY=VALUE`), a tuple by repeating its word.
+    `suffix`: of the file. `shares_folders`: whether its nodes see this machine's folders, and the run's data in them.
     """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     suffix: ClassVar[str]
     shares_folders: ClassVar[bool]
 
-    @property
-    def folder(self) -> Path: ...
+    name: Name | None = None
+    """The job's name; that of the run file."""
+    cpus: Positive = 1
+    """Cores of a rank."""
 
+    @property
+    def folder(self) -> Path:
+        """Holds runs, as the nodes see it."""
+        return Path("out").absolute()
+
+    @property
+    def log_folder(self) -> Path | None:
+        """A folder that must be there before the job starts; made beside the file."""
+        return None
+
+    @abstractmethod
     def text(self, submission: Submission) -> str:
         """The file's content. Raises ConfigError for what the engine cannot be asked."""
 
-    def command(self, file: Path) -> list[str]: ...
+    @abstractmethod
+    def command(self, file: Path, name: str) -> list[str]:
+        """The command that submits the file."""
+
+    def command_again(self, file: Path) -> list[str]:
+        """The command that submits a changed file of the same name; empty where `command` does."""
+        return []
 
 
-def _engines() -> Mapping[str, type[JobSettings]]:
-    from meshwright.tools.submit.kubernetes import Kubernetes
-    from meshwright.tools.submit.ray_script import Ray
-    from meshwright.tools.submit.slurm import Slurm
+def engines() -> dict[str, type[Engine]]:
+    """All engines by name. Raises PluginError where one of another package cannot be used."""
+    known, failures = find_entries("submit", ENGINES, Engine)
+    if failures:
+        raise PluginError("; ".join(failures))
+    return known
 
-    return {"slurm": Slurm, "kubernetes": Kubernetes, "ray": Ray}
+
+def engine_class(name: str) -> type[Engine]:
+    """The engine of that name. Raises ConfigError where there is none."""
+    known = engines()
+    if name not in known:
+        raise ConfigError.of("--on", name, "is no engine that we write for", ", ".join(known))
+    return known[name]
 
 
-def engine_of(name: str, settings: Sequence[str]) -> tuple[Engine, str | None]:
-    """The engine with its settings, `key=value` words, and the job's name where they give one.
+def settings_table(engine: type[Engine]) -> str:
+    """A line for each setting of an engine: how it is written, with its default, and what it means."""
+    lines = []
+    for key, field in engine.model_fields.items():
+        kind, needed = get_origin(field.annotation), " Must be set." if field.is_required() else ""
+        default = "" if needed or field.default is None else shown(field.default)
+        written = f"{key}.KEY=VALUE" if kind is dict else f"{key}=VALUE ..." if kind is tuple else f"{key}={default}"
+        lines.append(f"  {written:<22} {' '.join((field.description or '').split())}{needed}")
+    return "\n".join(lines)
 
-    Raises ConfigError with all mistakes at once.
-    """
-    engines = _engines()
-    if name not in engines:
-        raise ConfigError.of("--on", name, "is no engine that we write for", ", ".join(engines))
-    tree = {}
+
+def engine_of(name: str, settings: Sequence[str]) -> Engine:
+    """The engine with its settings, `key=value` words. Raises ConfigError with all mistakes at once."""
+    engine = engine_class(name)
+    try:
+        return engine.model_validate(_tree_of(settings, engine))
+    except ValidationError as error:
+        problems = problems_of(error, [], engine)
+        raise ConfigError([_with_table(problem, engine) for problem in problems]) from error
+
+
+def _tree_of(settings: Sequence[str], engine: type[Engine]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
     for word in settings:
         key, equals, value = word.partition("=")
         if not equals:
-            raise ConfigError.of("--set", word, "is no key=value word", ", ".join(sorted(engines[name].model_fields)))
-        tree[key] = value if key == "time" else yaml.safe_load(value)  # YAML takes 01:00:00 for a number
-    try:
-        engine = engines[name].model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(problems_of(error, [], engines[name])) from error
-    return engine, engine.name  # type: ignore[return-value]
+            raise ConfigError.of("--set", word, "is no key=value word", "\n" + settings_table(engine))
+        first, dot, rest = key.partition(".")
+        field = engine.model_fields.get(first)
+        kind = None if field is None else get_origin(field.annotation)
+        if kind is dict:
+            if not rest:
+                raise ConfigError.of("--set", word, f"names no {key}", f"{key}.KEY=VALUE")
+            tree[first] = {**tree.get(first, {}), rest: value}
+        elif kind is tuple and not dot:
+            tree[key] = (*tree.get(key, ()), value)
+        else:
+            tree[key] = value
+    return tree
 
 
-def submission_of(
-    run: Path, words: Sequence[str], out: Path, nodes: int, name: str | None, *, shares_folders: bool
-) -> Submission:
-    """The run, checked for a cluster that this machine is not. Raises ConfigError.
+def _with_table(problem: Problem, engine: type[Engine]) -> Problem:
+    """An unknown setting is answered with all that there are."""
+    known = problem.field in engine.model_fields
+    return problem if known else replace(problem, valid="\n" + settings_table(engine))
 
-    `shares_folders`: the run's data must be here as well as there.
-    """
-    file = read_run(run)
+
+def submission_of(engine: Engine, run: Path, words: Sequence[str], out: Path, nodes: int) -> Submission:
+    """The run, checked for a cluster that this machine is not. Raises ConfigError."""
+    run = run_file(run)
+    file = read_run(run, words)
     if file.auto:
         rule = "is decided by this machine, not by the cluster's"
         raise ConfigError.of("layout", "auto", rule, f"the file that `meshwright plan {run} --cluster FILE` writes")
     # Where no folder is shared, one that exists stands for that of the data.
-    config = parse_run(file.tree, words if shares_folders else [*words, "data.source=."])
+    config = parse_run(file.tree, words if engine.shares_folders else [*words, "data.source=."])
     if config.device == "auto":
         rule = "is decided where a run starts; a cluster must be asked for its devices before"
         raise ConfigError.of("device", "auto", rule, "device=cuda, device=cpu")
@@ -137,7 +189,7 @@ def submission_of(
     if ranks % nodes:
         fitting = ", ".join(str(count) for count in range(1, ranks + 1) if ranks % count == 0)
         raise ConfigError.of("--nodes", nodes, f"does not divide the layout's {ranks} ranks", fitting)
-    return Submission(run, tuple(words), config, out, nodes, name or _name_of(run))
+    return Submission(run, tuple(words), config, out, nodes, engine.name or _name_of(run))
 
 
 def _name_of(run: Path) -> str:
@@ -146,12 +198,22 @@ def _name_of(run: Path) -> str:
     return letters.strip("-")[:40].strip("-") or "run"
 
 
-def write_script(text: str, file: Path) -> None:
-    """Write the engine's file. Raises ConfigError where there is one already, or none can be."""
+def check_out(submission: Submission, mount: str) -> None:
+    """Raises ConfigError where --out does not lie on the volume that the nodes see at `mount`."""
+    if not submission.out.is_relative_to(mount):
+        rule = f"does not lie on the volume, which the nodes see at {mount}"
+        raise ConfigError.of("--out", submission.out, rule, f"{mount}/{submission.name}")
+
+
+def write_script(text: str, file: Path, log_folder: Path | None = None) -> None:
+    """Write the engine's file, and make the folder of its logs. Raises ConfigError where there is such a file
+    already, or none can be written."""
     if file.exists():
         raise ConfigError.of("--to", file, "is there already", "another file, or remove it")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        if log_folder is not None:
+            log_folder.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     except OSError as error:
         raise ConfigError.of("--to", file, f"cannot be written ({error.strerror})", "another file") from error

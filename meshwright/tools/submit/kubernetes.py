@@ -1,102 +1,98 @@
-"""A JobSet or a PyTorchJob: a pod a node, and the run file beside it in a ConfigMap.
+"""A job for Kubernetes: a pod a node, and the run file beside it in a ConfigMap.
 
-A pod's shell starts its ranks with the variables that torchrun would set, and passes SIGTERM on to them. torchrun's own
-agent is of no use here: it ends with 1 whatever its ranks end with, and the engine must tell a run that was stopped
-(started again, as often as it takes) from one that failed (started again `restarts` times).
-
-| engine     | who a pod is                       | a stopped run ends with | and is started again by            |
-|------------|------------------------------------|-------------------------|------------------------------------|
-| JobSet     | JOB_COMPLETION_INDEX               | 75                      | podFailurePolicy and failurePolicy |
-| PyTorchJob | RANK, MASTER_ADDR (the operator's) | 138, "retryable" there  | restartPolicy: ExitCode            |
+| kind       | API                           | who a pod is          | a stopped run ends with, is started again by |
+|------------|-------------------------------|-----------------------|----------------------------------------------|
+| jobset     | jobset.x-k8s.io/v1alpha2      | JOB_COMPLETION_INDEX  | 75: podFailurePolicy, failurePolicy          |
+| trainjob   | trainer.kubeflow.org/v1alpha1 | it becomes a JobSet   | the same                                     |
+| rayjob     | ray.io/v1                     | a bundle of resources | 75: backoffLimit, on a new cluster           |
+| pytorchjob | kubeflow.org/v1, legacy       | RANK, MASTER_ADDR     | 138, "retryable": restartPolicy ExitCode     |
 """
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import yaml
-
-from meshwright.errors import ConfigError
 from meshwright.launch.signals import STOPPED_EXIT_CODE
-from meshwright.section import Count, Positive, Size
-from meshwright.tools.submit.job import JobSettings, Submission
+from meshwright.section import Count
+from meshwright.tools.submit.job import Submission, check_out
+from meshwright.tools.submit.manifests import Tree, manifest_text, patched
+from meshwright.tools.submit.node_shell import RUN_FOLDER, NodePlace, node_shell
+from meshwright.tools.submit.pods import PodSettings
+from meshwright.tools.submit.ray_script import STOP_VARIABLE, script_text
 
-PORT = 29500
 RETRYABLE_EXIT_CODE = 138
 """Kubeflow's code for "start me again", which is the user's to give."""
 
-_RUN_FOLDER = "/etc/meshwright"
 _NODE = "node"
+_QUEUE = "kueue.x-k8s.io/queue-name"
 
-_SHELL = """\
-export WORLD_SIZE={world} LOCAL_WORLD_SIZE={per_node} MASTER_ADDR={address} MASTER_PORT={port}
-first=$(({per_node} * {node}))
-pids=
-trap 'kill -TERM $pids' TERM
-for local in $(seq 0 {last}); do
-  LOCAL_RANK=$local RANK=$((first + local)) {words} &
-  pids="$pids $!"
-done
-code=0
-for pid in $pids; do
-  wait "$pid"; ended=$?
-  while kill -0 "$pid" 2>/dev/null; do wait "$pid"; ended=$?; done
-  [ "$ended" -le "$code" ] || code=$ended
-done
-{closing}
-"""
-"""A wait ends early when a signal comes: it is taken up again as long as the rank lives."""
+_LEGACY = (
+    "PyTorchJob is legacy: the Training Operator (kubeflow.org/v1) is no longer developed. Where Kubeflow Trainer v2",
+    "is installed, --set kind=trainjob takes its place; where JobSet is, kind=jobset.",
+)
 
 
-class Kubernetes(JobSettings):
-    """`image`: has meshwright. `volume`: a claim that all nodes can write to, mounted at `mount`; --out lies there.
-
-    `grace`: seconds that a pod has to save; `restarts`: of a run that fails; `memory`: bytes of a node's /dev/shm.
-    """
+class Kubernetes(PodSettings):
+    """A manifest for kubectl."""
 
     shares_folders: ClassVar[bool] = False
     suffix: ClassVar[str] = ".yaml"
 
-    image: str
-    volume: str
-    mount: str = "/runs"
-    kind: Literal["jobset", "pytorchjob"] = "jobset"
-    namespace: str | None = None
-    grace: Positive = 300
+    kind: Literal["jobset", "trainjob", "rayjob", "pytorchjob"] = "jobset"
+    """jobset, trainjob (Kubeflow Trainer v2), rayjob (KubeRay), or the legacy pytorchjob."""
     restarts: Count = 3
-    memory: Size = 8 * 2**30
+    """How often a run that fails is started again; one that is stopped always is (a RayJob counts it)."""
 
     @property
     def folder(self) -> Path:
         return Path(self.mount)
 
     def text(self, submission: Submission) -> str:
-        if not submission.out.is_relative_to(self.mount):
-            rule = f"does not lie on the volume, which the pods see at {self.mount}"
-            raise ConfigError.of("--out", submission.out, rule, f"{self.mount}/{submission.name}")
-        metadata = {"name": submission.name} | ({"namespace": self.namespace} if self.namespace else {})
-        run = {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {**metadata, "name": f"{submission.name}-run"},
-            "data": {"run.yaml": submission.run.read_text()},
-        }
-        job = self._job_set(submission) if self.kind == "jobset" else self._pytorch_job(submission)
-        documents = [run, {**job, "metadata": metadata}]
-        return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
+        check_out(submission, self.mount)
+        make = {
+            "jobset": self._job_set,
+            "trainjob": self._train_job,
+            "rayjob": self._ray_job,
+            "pytorchjob": self._pytorch_job,
+        }[self.kind]
+        files = {"run.yaml": submission.run.read_text()}
+        if self.kind == "rayjob":
+            files["run_ray.py"] = script_text(submission, f"{RUN_FOLDER}/run.yaml", self.cpus, restarts=0)
+        run = self._manifest("v1", "ConfigMap", f"{submission.name}-run", data=files)
+        manifests = patched([run, *make(submission)], self.patch)
+        again = " ".join(self.command_again(Path("FILE")))
+        comments = [f"A changed run of the same name (its pods cannot be changed): {again}"]
+        return manifest_text(manifests, [*comments, *(_LEGACY if self.kind == "pytorchjob" else ())])
 
-    def command(self, file: Path) -> list[str]:
+    def command(self, file: Path, name: str) -> list[str]:
         return ["kubectl", "apply", "--filename", str(file)]
 
-    def _job_set(self, submission: Submission) -> dict[str, Any]:
+    def command_again(self, file: Path) -> list[str]:
+        """apply would fail on fields that cannot be changed. The old run's pods end first: they save."""
+        wait = f"--timeout={self.grace + 60}s"
+        return ["kubectl", "replace", "--force", "--cascade=foreground", wait, "--filename", str(file)]
+
+    def _manifest(self, version: str, kind: str, name: str, **fields: Any) -> Tree:
+        namespace = {"namespace": self.namespace} if self.namespace else {}
+        return {"apiVersion": version, "kind": kind, "metadata": {"name": name, **namespace}, **fields}
+
+    def _job(self, version: str, kind: str, submission: Submission, spec: Tree) -> Tree:
+        """The manifest that is the job itself, which Kueue looks at."""
+        job = self._manifest(version, kind, submission.name, spec=spec)
+        if self.queue:
+            job["metadata"]["labels"] = {_QUEUE: self.queue}
+        return job
+
+    def _job_set(self, submission: Submission) -> list[Tree]:
+        return [self._job("jobset.x-k8s.io/v1alpha2", "JobSet", submission, self._job_set_spec(submission, "ranks"))]
+
+    def _job_set_spec(self, submission: Submission, container: str, labels: Tree | None = None) -> Tree:
         """The whole set starts again when one pod fails. A stop, or a pod that was evicted, costs no restart."""
-        address = f"{submission.name}-{_NODE}-0-0.{submission.name}"
-        shell = self._shell(submission, address, PORT, "$JOB_COMPLETION_INDEX", 'exit "$code"')
+        place = NodePlace("$JOB_COMPLETION_INDEX", f"{submission.name}-{_NODE}-0-0.{submission.name}")
         stopped = {
             "action": "FailJob",
-            "onExitCodes": {"containerName": "ranks", "operator": "In", "values": [STOPPED_EXIT_CODE]},
+            "onExitCodes": {"containerName": container, "operator": "In", "values": [STOPPED_EXIT_CODE]},
         }
         evicted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
         job = {
@@ -105,82 +101,65 @@ class Kubernetes(JobSettings):
             "completionMode": "Indexed",
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": [stopped, evicted]},
-            "template": self._pod(submission, shell, "Never"),
+            "template": self.pod(submission, container, node_shell(submission, place), "Never"),
         }
         again = {
             "name": "stopped",
             "action": "RestartJobSetAndIgnoreMaxRestarts",
             "onJobFailureReasons": ["PodFailurePolicy"],
         }
-        spec = {
+        template = {**({"metadata": {"labels": labels}} if labels else {}), "spec": job}
+        return {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {"maxRestarts": self.restarts, "rules": [again]},
-            "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": {"spec": job}}],
+            "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": template}],
         }
-        return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {}, "spec": spec}
 
-    def _pytorch_job(self, submission: Submission) -> dict[str, Any]:
+    def _train_job(self, submission: Submission) -> list[Tree]:
+        """A runtime of its own, which is all of the JobSet, and a TrainJob that refers to it. The names "node" and the
+        label are those by which Trainer knows the ranks; without a policy for torch it starts no torchrun."""
+        version, runtime = "trainer.kubeflow.org/v1alpha1", "TrainingRuntime"
+        spec = self._job_set_spec(submission, _NODE, {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
+        shipped = {"mlPolicy": {"numNodes": submission.nodes}, "template": {"spec": spec}}
+        reference = {"apiGroup": version.partition("/")[0], "kind": runtime, "name": submission.name}
+        job = {"runtimeRef": reference, "trainer": {"numNodes": submission.nodes}}
+        return [
+            self._manifest(version, runtime, submission.name, spec=shipped),
+            self._job(version, "TrainJob", submission, job),
+        ]
+
+    def _ray_job(self, submission: Submission) -> list[Tree]:
+        """A cluster of a head, which runs the script, and a worker a node. Each attempt has a new one, which also mends
+        a lost head; so the script itself tries once."""
+        cores = submission.ranks_per_node * self.cpus
+        worker = {
+            "groupName": "nodes",
+            **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), submission.nodes),
+            "rayStartParams": {"num-cpus": str(cores)},  # KubeRay would read them off a limit
+            "template": self.pod(submission, "ray-worker", None, None),
+        }
+        head = {
+            "rayStartParams": {"dashboard-host": "0.0.0.0", "num-cpus": "0"},
+            "template": self.pod(submission, "ray-head", None, None, head=True),
+        }
+        spec = {
+            "entrypoint": f"python {RUN_FOLDER}/run_ray.py",
+            "runtimeEnvYAML": f'env_vars: {{{STOP_VARIABLE}: "{self.grace}"}}',
+            "backoffLimit": self.restarts,
+            "shutdownAfterJobFinishes": True,  # Kueue takes no other
+            "rayClusterSpec": {"headGroupSpec": head, "workerGroupSpecs": [worker]},
+        }
+        return [self._job("ray.io/v1", "RayJob", submission, spec)]
+
+    def _pytorch_job(self, submission: Submission) -> list[Tree]:
         closing = f'[ "$code" -ne {STOPPED_EXIT_CODE} ] || exit {RETRYABLE_EXIT_CODE}\nexit "$code"'
-        shell = self._shell(submission, '"$MASTER_ADDR"', '"$MASTER_PORT"', "$RANK", closing)
-        pod = self._pod(submission, shell, None)
-        pod["spec"]["containers"][0]["name"] = "pytorch"  # by which the operator knows it
-        replicas = {"Master": 1, "Worker": submission.nodes - 1}
+        place = NodePlace("$RANK", '"$MASTER_ADDR"', '"$MASTER_PORT"', closing)
+        pod = self.pod(submission, "pytorch", node_shell(submission, place), None)  # the name is the operator's
         specs = {
             role: {"replicas": count, "restartPolicy": "ExitCode", "template": pod}
-            for role, count in replicas.items()
+            for role, count in {"Master": 1, "Worker": submission.nodes - 1}.items()
             if count
         }
         policy = {"backoffLimit": self.restarts, "cleanPodPolicy": "None"}
         spec = {"runPolicy": policy, "pytorchReplicaSpecs": specs}
-        return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {}, "spec": spec}
-
-    def _shell(self, submission: Submission, address: str, port: object, node: str, closing: str) -> str:
-        """The pod's program. It always says --resume: a pod that is started again does not know that it is."""
-        words = submission.train_words("python", Path(_RUN_FOLDER, "run.yaml"), resume=True)
-        per_node = submission.ranks_per_node
-        world = submission.config.layout.world_size
-        return _SHELL.format(
-            world=world, per_node=per_node, last=per_node - 1, address=address, port=port, node=node,
-            words=shlex.join(words), closing=closing,
-        )  # fmt: skip
-
-    def _pod(self, submission: Submission, shell: str, restart_policy: str | None) -> dict[str, Any]:
-        per_node = submission.ranks_per_node
-        amounts: dict[str, Any] = {"cpu": str(per_node * self.cpus)}
-        if submission.uses_gpus:
-            amounts["nvidia.com/gpu"] = per_node
-        container = {
-            "name": "ranks",
-            "image": self.image,
-            "command": ["sh", "-c", shell],
-            "resources": {"requests": {"cpu": amounts["cpu"]}, "limits": amounts},
-            "volumeMounts": [
-                {"name": "runs", "mountPath": self.mount},
-                {"name": "run-file", "mountPath": _RUN_FOLDER},
-                {"name": "shared-memory", "mountPath": "/dev/shm"},  # NCCL's and gloo's, within the node
-            ],
-        }
-        spec = {
-            "terminationGracePeriodSeconds": self.grace,
-            "containers": [container],
-            "volumes": [
-                {"name": "runs", "persistentVolumeClaim": {"claimName": self.volume}},
-                {"name": "run-file", "configMap": {"name": f"{submission.name}-run"}},
-                {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": str(self.memory)}},
-            ],
-        }
-        return {"spec": spec if restart_policy is None else {"restartPolicy": restart_policy, **spec}}
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes a text of several lines as one, and what is there twice twice."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
+        return [self._job("kubeflow.org/v1", "PyTorchJob", submission, spec)]

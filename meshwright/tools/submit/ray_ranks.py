@@ -13,9 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,13 +27,19 @@ from meshwright.launch.signals import STOPPED_EXIT_CODE
 from meshwright.launch.tether import die_with_parent
 
 PLACE_SECONDS = 300.0
+RUN = "RUN"
+"""Stands for the run file in a rank's words: each rank has a copy of its own."""
 _POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Placement:
-    """`words`: what a rank's interpreter is given. `cpus`, `gpus`: of a rank. `restarts`: after a rank was lost."""
+    """`words`: what a rank's interpreter is given, with RUN for the run file `run`, a path on the script's node.
 
+    `cpus`, `gpus`: of a rank. `restarts`: after a rank was lost.
+    """
+
+    run: str
     words: Sequence[str]
     nodes: int
     ranks_per_node: int
@@ -55,6 +63,7 @@ class RankProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def address(self) -> tuple[str, int]:
         """This node's address in the cluster, and a port that is free there now."""
@@ -64,9 +73,13 @@ class RankProcess:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def begin(self, words: Sequence[str], variables: dict[str, str]) -> None:
+    def begin(self, run: str, words: Sequence[str], variables: dict[str, str]) -> None:
+        """Start the rank with a copy of the run file, whose text is `run`: the script alone need have it."""
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
+        copy = Path(self._folder.name, "run.yaml")
+        copy.write_text(run)
         self._process = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, *(str(copy) if word == RUN else word for word in words)],
             env=rank_variables(variables),
             preexec_fn=lambda: die_with_parent(None),  # noqa: PLW1509 - one system call, which takes no lock
         )
@@ -138,6 +151,7 @@ def _attempt(placement: Placement, asked: Sequence[int]) -> int:
 def _codes_of(placement: Placement, actors: Sequence[Any], asked: Sequence[int]) -> int:
     import ray
 
+    run = Path(placement.run).read_text()
     address, port = ray.get(actors[0].address.remote())
     per_node = placement.ranks_per_node
     for rank, actor in enumerate(actors):
@@ -149,7 +163,8 @@ def _codes_of(placement: Placement, actors: Sequence[Any], asked: Sequence[int])
             "MASTER_ADDR": address,
             "MASTER_PORT": port,
         }
-        ray.get(actor.begin.remote(list(placement.words), {key: str(value) for key, value in variables.items()}))
+        named = {key: str(value) for key, value in variables.items()}
+        ray.get(actor.begin.remote(run, list(placement.words), named))
     passed = False
     while True:
         codes = ray.get([actor.code.remote() for actor in actors])

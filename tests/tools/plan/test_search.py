@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import re
@@ -9,11 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from markupsafe import escape
 
 from meshwright.config import Config, dump_config, load_config, parse_config
 from meshwright.config.layout import Layout
+from meshwright.config.load import SCHEMA
+from meshwright.config.yaml_text import plain_values
 from meshwright.data.files import ShowProgress
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
@@ -330,6 +334,9 @@ def test_what_is_written_is_the_run(small: Small, tmp_path: Path) -> None:
     best = found.predictions[0]
     write_run(best, tmp_path / "deep" / "plan.yaml")
     again = load_config(tmp_path / "deep" / "plan.yaml")
+    first, *_, written = (tmp_path / "deep" / "plan.yaml").read_text().partition("\n")
+    assert first == f"# yaml-language-server: $schema={SCHEMA.as_uri()}"
+    jsonschema.validate(plain_values(written), json.loads(SCHEMA.read_text()))
     assert dump_config(again) == dump_config(best.config)  # fields without an effect are not written
     assert estimates.predict(again).seconds == best.seconds
     with pytest.raises(ConfigError, match="is there already"):

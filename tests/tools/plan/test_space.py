@@ -202,6 +202,10 @@ def test_sizes_that_are_fixed_must_fit() -> None:
 def test_fields_of_words() -> None:
     words = ["layout.tensor={kind: megatron, size: 2}", "batch.micro=4", "memory={offload: {to: host}}"]
     assert fixed_fields(words) == {"layout.tensor.kind", "layout.tensor.size", "batch.micro", "memory.offload.to"}
+    words = ["layout.tensor=megatron", "layout.data=4", "layout={pipeline: 2}", "layout=auto", "memory.offload=host"]
+    assert fixed_fields(words) == {
+        *("layout.tensor.kind", "layout.data.size", "layout.pipeline.size", "memory.offload.to"),
+    }
 
 
 @pytest.mark.parametrize("devices, here", [(1, 1), (6, 6), (48, 6), (1024, 4), (7, 1)])

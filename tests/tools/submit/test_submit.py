@@ -1,54 +1,26 @@
-"""What is written for Slurm and Kubernetes: it holds to their schemas, and its shells do what they say."""
+"""What submit asks for, what it says of mistakes, and its scripts at work: the batch script and a node's shell."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from jsonschema import Draft202012Validator
-from referencing import Registry, Resource
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.errors import ConfigError, LaunchError
+from meshwright.errors import ConfigError, LaunchError, PluginError
 from meshwright.tools.submit import job
 from tests.patience import PATIENCE_SECONDS
-
-SCHEMAS = Path(__file__).parent / "schemas"
-VOLUME = ("image=registry/meshwright:1", "volume=runs")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    path = tmp_path / "My run.yaml"
-    path.write_text("model: gpt2-mini\ndata: {source: stdlib}\nbatch: {global: 8}\nlayout: {data: {size: 4}}\n")
-    return path
-
-
-def text_of(engine: str, run: Path, settings: Sequence[str] = (), device: str = "cpu", nodes: int = 2) -> str:
-    asked, name = job.engine_of(engine, settings)
-    submission = job.submission_of(
-        run, [f"device={device}"], asked.folder / "first", nodes, name, shares_folders=asked.shares_folders
-    )
-    return asked.text(submission)
-
-
-def stub(folder: Path, name: str, script: str) -> None:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-
-
-def with_stubs(folder: Path, **more: str) -> dict[str, str]:
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **more}
+from tests.test_extending import install
+from tests.tools.submit.asked import VOLUME, containers, documents, stub, task, text_of, with_stubs
 
 
 def test_a_batch_script_asks_for_the_layout(run: Path) -> None:
@@ -78,46 +50,75 @@ def test_a_batch_script_queues_a_stopped_run_again(run: Path, tmp_path: Path, co
         assert (tmp_path / "asked").read_text() == "requeue 7\n"
 
 
-def schema(name: str) -> Draft202012Validator:
-    trees = {path.name: json.loads(path.read_text()) for path in SCHEMAS.glob("*.json")}
-    registry: Registry[Any] = Registry().with_resources(
-        (key, Resource.from_contents(tree)) for key, tree in trees.items()
-    )
-    return Draft202012Validator(trees[f"{name}.json"], registry=registry)
+def directives_of(text: str) -> dict[str, str | None]:
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+    return {key: value if equals else None for key, equals, value in (line.partition("=") for line in lines)}
 
 
-def documents(kind: str, run: Path, *settings: str, **asked: Any) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(text_of("kubernetes", run, [*VOLUME, f"kind={kind}", *settings], **asked)))
+def test_any_option_of_sbatch(run: Path) -> None:
+    """What is asked for in another way is not asked for twice, and what a stop needs is not the user's."""
+    words = ["qos=high", "mem=0", "exclusive=", "gres=gpu:h100:2", "constraint=ib&h100", "reservation=mine"]
+    text = text_of("slurm", run, [*(f"sbatch.{word}" for word in words), "logs=logs/mine"], device="cuda")
+    directives = directives_of(text)
+    wanted = {"qos": "high", "mem": "0", "exclusive": None, "gres": "gpu:h100:2", "constraint": "ib&h100"}
+    assert wanted.items() <= directives.items()
+    assert directives["output"] == "logs/mine/%x-%j.log"
+    assert "gpus-per-node" not in directives
+    assert directives_of(text_of("slurm", run, ["sbatch.time=5"]))["time"] == "5"
+    for word, rule in {
+        "nodes=3": "is not yours: the layout and --nodes decides it",
+        "signal=TERM@9": "is not yours: how a stopped run is queued again decides it",
+        "Qos=high": "is no long option of sbatch",
+        "qos=a\n#SBATCH --x": "is no long option of sbatch",
+    }.items():
+        with pytest.raises(ConfigError, match=rule):
+            text_of("slurm", run, [f"sbatch.{word}"])
 
 
-@pytest.mark.parametrize("kind", ["jobset", "pytorchjob"])
-@pytest.mark.parametrize("asked", [{}, {"device": "cuda"}, {"nodes": 1}, {"nodes": 4}], ids=str)
-def test_manifests_hold_to_the_schemas(kind: str, run: Path, asked: dict[str, Any]) -> None:
-    files, written = documents(kind, run, "namespace=team", **asked)
-    schema(kind).validate(written)
-    assert files["data"]["run.yaml"] == run.read_text()
-    assert files["metadata"] == {"name": "my-run-run", "namespace": "team"}
+def test_the_folder_of_logs_is_made(run: Path, tmp_path: Path) -> None:
+    """Slurm does not make it, and a job without it fails without a word."""
+    words = ["submit", str(run), "device=cpu", "--on", "slurm", "--to", str(tmp_path / "job.sbatch")]
+    assert CliRunner().invoke(app, [*words, "--set", f"logs={tmp_path}/logs/mine"]).exit_code == 0
+    assert (tmp_path / "logs" / "mine").is_dir()
 
 
-def test_the_schemas_refuse_what_is_misspelt(run: Path) -> None:
-    _, written = documents("jobset", run)
-    written["spec"]["replicatedJobs"][0]["template"]["spec"]["backOffLimit"] = 0
-    assert not schema("jobset").is_valid(written)
+def test_setup_lines_come_before_the_ranks(run: Path, tmp_path: Path) -> None:
+    """An environment's script may read variables that are not set: `set -u` comes after it."""
+    (tmp_path / "env.sh").write_text("echo $not_set\nexport FOUND=yes\n")
+    script = tmp_path / "job.sbatch"
+    script.write_text(text_of("slurm", run, [f"setup=source {tmp_path}/env.sh", "setup=export MORE=1"]))
+    stub(tmp_path, "srun", f'echo "$FOUND $MORE $*" > {tmp_path}/asked')
+    assert subprocess.run(["bash", str(script)], env=with_stubs(tmp_path)).returncode == 0
+    asked = (tmp_path / "asked").read_text().split()
+    assert asked[:2] == ["yes", "1"]
+    assert "python" in asked  # the environment's, not this one's
+    assert job.own_python() not in asked
 
 
-def pods(tree: Any) -> list[dict[str, Any]]:
-    """All containers in a document."""
-    if isinstance(tree, dict):
-        return [*tree.get("containers", []), *(pod for value in tree.values() for pod in pods(value))]
-    return [pod for value in tree for pod in pods(value)] if isinstance(tree, list) else []
-
-
-def test_a_pod_asks_for_its_ranks_devices(run: Path) -> None:
-    (pod,) = pods(documents("jobset", run, "cpus=4", device="cuda")[1])
-    assert pod["resources"]["limits"] == {"cpu": "8", "nvidia.com/gpu": 2}
-    master, worker = pods(documents("pytorchjob", run, device="cuda")[1])
-    assert master == worker
-    assert len(pods(documents("pytorchjob", run, nodes=1)[1])) == 1
+@pytest.mark.parametrize(
+    "runtime, device, wanted",
+    [
+        ("pyxis", "cuda", ["--container-image=nvcr.io#nvidia/pytorch:1", "--container-mounts={mounts}", "python"]),
+        (
+            "apptainer",
+            "cuda",
+            ["apptainer", "exec", "--nv", "--bind", "{mounts}", "nvcr.io#nvidia/pytorch:1", "python"],
+        ),
+        ("apptainer", "cpu", ["apptainer", "exec", "--bind", "{mounts}", "nvcr.io#nvidia/pytorch:1", "python"]),
+    ],
+)
+def test_ranks_in_a_container(run: Path, tmp_path: Path, runtime: str, device: str, wanted: list[str]) -> None:
+    """It sees the folders of the run file and of --out, and what else is asked for."""
+    out = Path("out").absolute()
+    settings = [f"runtime={runtime}", "container=nvcr.io#nvidia/pytorch:1", "mounts=/data", "mounts=/a:/b"]
+    text = text_of("slurm", run, settings, device=device)
+    mounts = f"{run.parent}:{run.parent},{out}:{out},/data:/data,/a:/b"
+    (ranks,) = (shlex.split(line) for line in text.splitlines() if line.startswith("srun"))
+    assert ranks[3 : 3 + len(wanted)] == [word.format(mounts=mounts) for word in wanted]
+    assert f"\nmkdir -p {out}\n" in text
+    for idle, said in {"mounts=/data": r"mounts=\[/data\]", "runtime=apptainer": "runtime=apptainer"}.items():
+        with pytest.raises(ConfigError, match=f"^{said} has no effect without a container$"):
+            text_of("slurm", run, [idle])
 
 
 RANK = """
@@ -131,13 +132,15 @@ while true; do sleep 0.05; done
     "kind, variables, address, code",
     [
         ("jobset", {"JOB_COMPLETION_INDEX": "1"}, "my-run-node-0-0.my-run:29500", 75),
+        ("trainjob", {"JOB_COMPLETION_INDEX": "1"}, "my-run-node-0-0.my-run:29500", 75),
         ("pytorchjob", {"RANK": "1", "MASTER_ADDR": "master", "MASTER_PORT": "23456"}, "master:23456", 138),
+        ("task", {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8"}, "10.0.0.7:29500", 75),
     ],
 )
 def test_a_pod_starts_its_ranks_passes_a_signal_on_and_ends_with_their_code(
     run: Path, tmp_path: Path, kind: str, variables: dict[str, str], address: str, code: int
 ) -> None:
-    shell = pods(documents(kind, run)[1])[-1]["command"]
+    shell = ["sh", "-c", task(run)["run"]] if kind == "task" else containers(documents(kind, run)[1])[-1]["command"]
     stub(tmp_path, "python", RANK.format(code=75))
     pod = subprocess.Popen(shell, env=with_stubs(tmp_path, **variables), cwd=tmp_path)
     end = time.monotonic() + PATIENCE_SECONDS
@@ -152,27 +155,105 @@ def test_a_pod_starts_its_ranks_passes_a_signal_on_and_ends_with_their_code(
 
 def test_a_pod_ends_with_the_code_of_the_rank_that_failed(run: Path, tmp_path: Path) -> None:
     stub(tmp_path, "python", 'exit "$LOCAL_RANK"')
-    shell = pods(documents("jobset", run)[1])[0]["command"]
+    shell = containers(documents("jobset", run)[1])[0]["command"]
     assert subprocess.run(shell, env=with_stubs(tmp_path, JOB_COMPLETION_INDEX="0")).returncode == 1
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--on", "slrm"], "--on=slrm is no engine that we write for; valid: slurm, kubernetes, ray"),
-        (["--on", "slurm", "--set", "tme=1"], "tme=1 is an unknown key (did you mean time?); valid: name, cpus, time"),
+        (["--on", "slrm"], "--on=slrm is no engine that we write for; valid: slurm, kubernetes, ray, skypilot"),
+        (["--on", "slurm", "--set", "tme=1"], "tme=1 is an unknown key (did you mean time?); valid: \n  name=  "),
         (["--on", "slurm", "--set", "time=soon"], "time=soon is no limit of Slurm's, such as 90 (minutes)"),
-        (["--on", "slurm", "--set", "time"], "--set=time is no key=value word; valid: account, cpus, grace"),
+        (["--on", "slurm", "--set", "time"], "--set=time is no key=value word; valid: \n  name=  "),
         (["--on", "kubernetes", "--set", "volume=v"], "image=nothing is missing; valid: a text"),
         (["--on", "slurm", "--nodes", "3"], "--nodes=3 does not divide the layout's 4 ranks; valid: 1, 2, 4"),
         (["--on", "kubernetes", *(f"--set={word}" for word in VOLUME), "--out", "/tmp/x"],
-         "--out=/tmp/x does not lie on the volume, which the pods see at /runs; valid: /runs/my-run"),
+         "--out=/tmp/x does not lie on the volume, which the nodes see at /runs; valid: /runs/my-run"),
+        (["--on", "kubernetes", *(f"--set={word}" for word in VOLUME), "--set", "tolerations=a b"],
+         "tolerations=a b is no taint as kubectl writes it"),
+        (["--on", "kubernetes", *(f"--set={word}" for word in VOLUME), "--set", "rdma=ib"],
+         "rdma=ib is no device plugin's resource, such as rdma/ib"),
+        (["--on", "kubernetes", "--set", "env=A"], "--set=env=A names no env; valid: env.KEY=VALUE"),
+        (["--on", "ray", "--out", "first"], "--out=first lies in the folder that Ray ships, which is another for each"),
+        (["--on", "skypilot"], "setup=nothing is missing: a new machine has no meshwright; valid: image=IMAGE, or"),
+        (["--on", "skypilot", "--set", "image=i", "--nodes", "2"],
+         "volume=nothing is missing: 2 nodes write to one folder, /runs"),
+        (["--on", "skypilot", "--set", "image=i", "--set", "gpu=H100"], "gpu=H100 has no effect on device=cpu"),
+        (["--on", "skypilot", "--set", "image=i", "device=cuda"], "gpu=nothing is missing: device=cuda needs GPUs"),
     ],
 )  # fmt: skip
 def test_mistakes_are_said_with_what_would_work(run: Path, words: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["submit", str(run), "device=cpu", *words])
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception).startswith(message)
+
+
+@pytest.mark.parametrize("on", job.ENGINES)
+def test_help_has_a_line_for_each_setting(on: str, run: Path) -> None:
+    result = CliRunner().invoke(app, ["submit", str(run), "--on", on, "--set", "help"])
+    assert result.exit_code == 0
+    fields = job.engine_class(on).model_fields
+    lines = result.stdout.splitlines()
+    assert [line.split("=")[0].split(".")[0].strip() for line in lines] == list(fields)
+    assert all(line[24:].strip().endswith(".") for line in lines), "a setting without a meaning"
+
+
+def test_the_page_has_every_setting() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "clusters.md").read_text()
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    sections = {part.partition("\n")[0].lower(): part for part in prose.split("\n## ")}
+    for on in job.ENGINES:
+        named = {word.partition("=")[0].split(".")[0] for word in re.findall(r"`([^`\n]+)`", sections[on])}
+        assert job.engine_class(on).model_fields.keys() - named == set(), on
+
+
+def test_commands_are_printed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["submit", str(run), "device=cpu", "--nodes", "2"]
+    image = [word for setting in VOLUME for word in ("--set", setting)]
+    for asked, printed in {
+        ("--on", "ray"): "ray job submit --no-wait --working-dir . --runtime-env-json"
+        ' \'{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300"}}\' -- python my-run_ray.py',
+        ("--on", "kubernetes", *image): "kubectl apply --filename my-run.yaml",
+        ("--on", "skypilot", *image, "--set", "secrets=HF_TOKEN"):
+            "sky launch --yes --async --cluster my-run --secret HF_TOKEN my-run_sky.yaml",
+    }.items():  # fmt: skip
+        result = CliRunner().invoke(app, [*words, *asked])
+        assert f"submit it with: {printed}\n" in result.stdout, result.exception
+    assert "kubectl replace --force --cascade=foreground --timeout=360s" in Path("my-run.yaml").read_text()
+
+
+PLUGIN = '''
+from meshwright.tools.submit.job import Engine
+
+class Batch(Engine):
+    """One of another package."""
+    suffix = ".batch"
+    shares_folders = True
+    queue: str = "small"
+    """The queue."""
+
+    def text(self, submission):
+        return f"{self.queue}: {submission.nodes} nodes"
+
+    def command(self, file, name):
+        return ["batch", str(file)]
+'''
+
+
+def test_an_engine_of_another_package(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toys").mkdir()
+    (tmp_path / "toys" / "batch.py").write_text(PLUGIN)
+    install(tmp_path, {"meshwright.submit": {"batch": "toys.batch:Batch"}})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert text_of("batch", run, ["queue=large"]) == "large: 2 nodes"
+    (tmp_path / "meshwright_toys-1.0.dist-info" / "entry_points.txt").write_text(
+        "[meshwright.submit]\nbatch = nowhere:B\n"
+    )
+    importlib.invalidate_caches()
+    with pytest.raises(PluginError, match=r"entry point batch of meshwright\.submit, nowhere:B, cannot be loaded"):
+        text_of("slurm", run)
 
 
 def test_a_device_is_said_and_a_file_is_not_replaced(run: Path, tmp_path: Path) -> None:
@@ -206,8 +287,12 @@ def test_an_engine_that_is_not_here_or_refuses(tmp_path: Path, monkeypatch: pyte
         job.submit(["sbatch", "x"])
 
 
-def test_data_need_not_be_here_for_a_cluster_of_other_folders(run: Path) -> None:
+def test_data_need_not_be_here_for_a_cluster_of_other_folders(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     run.write_text(run.read_text().replace("stdlib", "/nowhere/corpus"))
     assert "/nowhere/corpus" in text_of("kubernetes", run, VOLUME)
+    assert "My run.yaml" in text_of("ray", run)
     with pytest.raises(ConfigError, match=r"data\.source=/nowhere/corpus is no such file or folder"):
         text_of("slurm", run)

@@ -1,0 +1,50 @@
+"""`meshwright config`: what can be written in a run, for a person, a script, an editor and the documents."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from typing import Annotated
+
+from typer import Argument, Option
+
+from meshwright.cli.app import OPERATE, AsJson, app
+from meshwright.cli.completion import complete_field
+from meshwright.errors import ConfigError
+
+
+@app.command(rich_help_panel=OPERATE)
+def config(
+    field: Annotated[
+        str,
+        Argument(
+            metavar="FIELD",
+            autocompletion=complete_field,
+            help="A field, a section or a strategy: optimizer, layout.tensor.megatron.",
+        ),
+    ] = "",
+    schema: Annotated[bool, Option("--schema", help="Print JSON's schema of run files, for editors.")] = False,
+    page: Annotated[bool, Option("--page", help="Print all of it as Markdown: docs/config.md.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a run's fields mean, and what they take.
+
+    Example: meshwright config layout.data
+    """
+    if schema + page + as_json + bool(field and (schema or page)) > 1:
+        raise ConfigError.of("config", field or "several", "is asked for in several forms", "FIELD, --schema or --page")
+    if schema:
+        from meshwright.config.json_schema import run_schema
+
+        print(json.dumps(run_schema(), indent=1))
+        return
+    from meshwright.config import reference, reference_page
+
+    if page:
+        print(reference_page.page(), end="")
+        return
+    topic = reference.topic_of(field)
+    print(
+        json.dumps(asdict(topic)) if as_json else reference_page.topic_text(topic, shutil.get_terminal_size().columns)
+    )

@@ -1,0 +1,158 @@
+"""JSON's schema (draft 2020-12) of run files: what an editor completes and checks while a run is written.
+
+It accepts what `load_config` accepts, short forms too, and refuses what that refuses of one field by itself: unknown
+keys, values of another kind, beyond a bound, or none of the choices. Rules that join fields, and fields without an
+effect, are the command's to tell. (A number in quotes is read as one, and marked by the schema.)
+
+load.py's SCHEMA is that of our own strategies. `meshwright config --schema` prints it with those of other packages.
+"""
+
+from __future__ import annotations
+
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
+
+from meshwright.config.load import CONFIGS, model_names, read_yaml
+from meshwright.config.meanings import field_meanings
+from meshwright.config.messages import Schema
+from meshwright.config.schema import Config
+from meshwright.config.shorthand import PRECISIONS, SHORTHANDS, Shorthand
+from meshwright.registry import entries
+
+UNDECIDED: Schema = {"enum": [None, False, "auto", "none"]}
+"""Values that may stand where a field has no effect."""
+
+
+class _Described(GenerateJsonSchema):
+    """pydantic's schema with the lines beneath fields."""
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> Schema:
+        made = super().model_schema(schema)
+        names = {field.alias or name: name for name, field in schema["cls"].model_fields.items()}
+        meanings = field_meanings(schema["cls"])
+        for key, inner in made.get("properties", {}).items():
+            inner.pop("title", None)
+            if line := meanings.get(names[key]):
+                inner.setdefault("description", line)
+        return made
+
+
+def config_schema() -> Schema:
+    """The schema of a config's fields, as pydantic has them: without short forms. Sections are behind `$ref`."""
+    return Config.model_json_schema(schema_generator=_Described)
+
+
+def run_schema() -> Schema:
+    """The schema of a run file."""
+    schema = config_schema()
+    definitions, fields = schema["$defs"], schema["properties"]
+    for section in (schema, *definitions.values()):
+        for name, inner in section["properties"].items():
+            section["properties"][name] = _with_sizes(_without_section(inner))
+    _open_data(definitions, fields["data"])
+    _open_models(definitions, fields["model"])
+    for branch in definitions["Layout"]["properties"]["tensor"]["oneOf"]:
+        section = definitions[_name(branch)]
+        section["required"] = list(dict.fromkeys(["kind", *section.get("required", ())]))
+    for path in sorted(SHORTHANDS, key=lambda path: -path.count(".")):  # sections in others first
+        _open_section(schema, path, SHORTHANDS[path])
+    fields["precision"] = _either(fields["precision"], {"enum": list(PRECISIONS)})
+    every = {"type": "object", "properties": {"every": {"type": "integer", "minimum": 1}}, "required": ["every"]}
+    memory, metrics = definitions["MemorySection"]["properties"], definitions["Metrics"]["properties"]
+    memory["recompute"] = _either(memory["recompute"], every | {"additionalProperties": False})
+    metrics["tensorboard"] = {"type": "boolean", "deprecated": True, "description": "Version 0.1.0's sinks."}
+    _open_layout(fields)
+    title = "A run of Meshwright: `meshwright config FIELD` says what a field means"
+    open_layout = {"properties": {"layout": {"const": "auto"}}, "required": ["layout"]}
+    schema |= {"title": title, "if": {"required": ["plan"]}, "then": open_layout}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _either(field: Schema, *others: Schema) -> Schema:
+    """A field that may hold something else as well; what it means, and its default, stay at the top."""
+    notes = {key: field[key] for key in ("description", "default") if key in field}
+    return notes | {"anyOf": [{key: value for key, value in field.items() if key not in notes}, *others]}
+
+
+def _without_section(field: Schema) -> Schema:
+    """A section's default is what its fields say, and too long to be read."""
+    return {key: value for key, value in field.items() if key != "default" or not isinstance(value, dict)}
+
+
+def _with_sizes(field: Schema) -> Schema:
+    """Sizes may be written as 16M, of which pydantic knows by an example alone."""
+    return _either(field, {"type": "string", "pattern": "^[0-9]+[kKmMgG]$"}) if "examples" in field else field
+
+
+def _name(reference: Schema) -> str:
+    return str(reference["$ref"]).rpartition("/")[2]
+
+
+def _open_section(root: Schema, path: str, shorthand: Shorthand) -> None:
+    """Let a bare value stand for a section: one that a field of the section takes, where it needs no other."""
+    *parents, last = path.split(".")
+    node = root
+    for parent in parents:
+        node = root["$defs"][_name(node["properties"][parent])]
+    field = node["properties"][last]
+    branches = [root["$defs"][_name(branch)] for branch in field.get("oneOf", field.get("anyOf", [field]))]
+    forms: list[Schema] = [{"enum": [None, False, "none"]}] if shorthand.off else []
+    for name in filter(None, (shorthand.word, shorthand.number)):
+        for branch in branches:
+            if name in branch["properties"] and not set(branch.get("required", ())) - {name}:
+                form = branch["properties"][name]
+                form = {key: value for key, value in form.items() if key not in ("description", "default")}
+                forms += [form] if form not in forms else []
+    node["properties"][last] = _either(field, *forms)
+
+
+def _open_data(definitions: Schema, field: Schema) -> None:
+    """A run need not write the kind; fields of other kinds may be there where they decide nothing."""
+    sections = [definitions[_name(branch)] for branch in field["oneOf"]]
+    field["anyOf"] = field.pop("oneOf")
+    everything = {key: None for section in sections for key in section["properties"]}
+    for section in sections:
+        own = section["properties"]
+        if "mixture" in own:
+            weights = {"type": "object", "additionalProperties": own["mixture"]["items"]["prefixItems"][1]}
+            own["mixture"] = _either(own["mixture"], weights)
+        old = {"enum": ["auto", own["kind"]["const"]], "deprecated": True, "description": "Version 0.1.0's kind."}
+        section["properties"] = own | {key: UNDECIDED for key in everything if key not in own} | {"objective": old}
+        section["required"] = [key for key in section.get("required", ()) if key != "kind"]
+
+
+def _open_models(definitions: Schema, field: Schema) -> None:
+    """A model may be a name, and begin from one or from a Hugging Face folder, with fields of its family on top."""
+    trees = {name: read_yaml(CONFIGS / "models" / f"{name}.yaml") for name in model_names()}
+    for branch, family in zip(field["oneOf"], entries("models"), strict=True):
+        section = definitions[_name(branch)]
+        properties = section["properties"]
+        by_default = "family" not in section.get("required", ())
+        own = [name for name, tree in trees.items() if tree.get("family", family if by_default else None) == family]
+        fitting = [name for name, tree in trees.items() if tree.keys() <= properties.keys()]
+        said: list[Schema] = [{"required": ["family"]}, {"required": ["from"]}]
+        said += [{"required": ["base"], "properties": {"base": {"enum": own}}}] if own else []
+        if by_default:
+            said.append({"not": {"anyOf": [{"required": ["base"]}, {"required": ["from"]}]}})
+        section["required"] = [key for key in section.get("required", ()) if key != "family"]
+        properties |= {
+            "base": {"enum": fitting, "description": "The model whose fields these lie over."},
+            "from": {"type": "string", "description": "A Hugging Face folder, or a name: its fields and its weights."},
+        }
+        section |= {"anyOf": said, "not": {"required": ["base", "from"]}}
+    field["anyOf"] = [{"enum": list(trees)}, *field.pop("oneOf")]
+
+
+def _open_layout(fields: Schema) -> None:
+    """`layout: auto`, and beside it alone the section `plan`."""
+    plan = {
+        "type": "object",
+        "description": "Beside layout: auto, where the planner shall lay the run out.",
+        "additionalProperties": False,
+        "properties": {
+            "cluster": {"type": "string", "description": "A cluster's name, or a file of calibrate."},
+            "devices": {"type": "integer", "minimum": 1, "description": "Its devices; all that are here."},
+        },
+    }
+    fields["layout"] = _either(fields["layout"], {"const": "auto"})
+    fields["plan"] = plan

@@ -1,0 +1,198 @@
+"""Everything that can be written in a run: each field, its default, the values that it takes, a line on what it means.
+
+All of it is read off the sections themselves (json_schema.py, meanings.py) and the registry, other packages' strategies
+too. `meshwright config` prints it, and docs/config.md is made of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+
+from meshwright.config.json_schema import config_schema
+from meshwright.config.load import model_names
+from meshwright.config.meanings import strategy_meaning
+from meshwright.config.messages import Schema, choices_of, described, inlined, paths_in, sections_in
+from meshwright.config.shorthand import PRECISIONS, SHORTHANDS
+from meshwright.config.words import ours_for_key
+from meshwright.errors import ConfigError
+from meshwright.registry import NAMED_BY
+from meshwright.section import shown
+
+
+@dataclass(frozen=True)
+class FieldFacts:
+    """One field. `default`: as it is written; empty where the field must be given, or holds a section.
+
+    `strategies`: those of the registry that it may name, with a line on each. `kinds`: of the section, where the same
+    field has another default, or meaning, in others.
+    """
+
+    name: str
+    meaning: str
+    default: str
+    valid: str
+    strategies: tuple[tuple[str, str], ...] = ()
+    kinds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SectionFacts:
+    """One section, of one of its kinds where there are several."""
+
+    name: str
+    kind: str
+    about: str
+    fields: tuple[FieldFacts, ...]
+
+
+@dataclass(frozen=True)
+class Topic:
+    """All that is known of a name: the field, and the sections that it may hold. `short`: the values that may stand for
+    such a section."""
+
+    name: str
+    fields: tuple[FieldFacts, ...]
+    sections: tuple[SectionFacts, ...]
+    short: str = ""
+
+
+PLAN = FieldFacts(
+    "plan", "Beside `layout: auto` alone: the cluster that the planner plans for, and how many of its devices.", "",
+    "a section of cluster (a name, or a file of calibrate) and devices (a whole number >= 1)",
+)  # fmt: skip
+"""The section that is no field of a run's config, since it is gone when the layout is found."""
+
+
+def topic_of(name: str) -> Topic:
+    """The topic of a dotted name, in which a section's kind may stand, as in `layout.tensor.megatron.size`; the empty
+    name is the whole run's. Raises ConfigError where there is no such field."""
+    if name == PLAN.name:
+        return Topic(name, (PLAN,), ())
+    nodes, path, is_field = [("", _root())], list[str](), False
+    for part in filter(None, name.split(".")):
+        kinds = [
+            (part, sections[part]) for _, node in nodes if len(sections := sections_in(node)) > 1 and part in sections
+        ]
+        fields = [] if kinds else list(_fields_called(part, nodes))
+        if not kinds and not fields:
+            own = ".".join(path)
+            strategies = dict(_strategies(own, nodes[0][1]))
+            if part in strategies and not sections_in(nodes[0][1]):
+                return Topic(f"{own}={part}", (FieldFacts(own, strategies[part], "", part),), ())
+            raise _no_such_field(name, part, [node for _, node in nodes])
+        nodes, is_field = kinds or fields, not kinds
+        path += [part] * is_field
+    own = ".".join(path)
+    tags = [node for _, node in nodes if "const" in node]
+    if tags:
+        choices = {"enum": [node["const"] for node in tags], "type": "string"}
+        nodes = [
+            ("", {key: value for node in reversed(tags) for key, value in node.items() if key != "const"} | choices)
+        ]
+    held = dict.fromkeys(section for _, node in nodes for section in _sections(own, node))
+    facts = _merged([(kind, _field(own, node)) for kind, node in nodes]) if is_field else ()
+    return Topic(own, facts, tuple(held), short_form(own) if is_field else "")
+
+
+def all_sections() -> list[Topic]:
+    """The topics of all sections, the run's own first, each before those in it."""
+    return [topic for path in ("", *paths_in(_root())) if (topic := topic_of(path)).sections]
+
+
+@cache
+def _root() -> Schema:
+    """The schema of a run's fields, without references."""
+    schema = config_schema()
+    root: Schema = inlined(schema, schema["$defs"])
+    return root
+
+
+def short_form(name: str) -> str:
+    """The values that may stand for a section, in words; empty where there are none."""
+    if name == "precision":
+        return f"{', '.join(PRECISIONS)}: a level and its dtype"
+    if name == "model":
+        return f"a name: {', '.join(model_names())}"
+    if name == "layout":
+        return "auto: the planner decides when the run begins, and plan says where"
+    short = SHORTHANDS.get(name)
+    if short is None:
+        return ""
+    forms = [(short.word, "a word is its"), (short.number, "a number is its"), (short.off, "none makes 0 of its")]
+    return ", ".join(f"{what} {field}" for field, what in forms if field)
+
+
+def _fields_called(part: str, nodes: Sequence[tuple[str, Schema]]) -> Iterator[tuple[str, Schema]]:
+    """The kinds of section that have such a field, and its schema in each."""
+    for outer, node in nodes:
+        for kind, section in sections_in(node).items():
+            if part in section["properties"]:
+                yield kind or outer, section["properties"][part]
+
+
+def _field(name: str, node: Schema) -> FieldFacts:
+    sections, default = sections_in(node), node.get("default", "")
+    if "examples" in node and default % 2**20 == 0:
+        default = f"{default // 2**20}M"
+    valid = described(node)
+    if sections:
+        kinds = f" of the kind {', '.join(sections)}" if len(sections) > 1 else ""
+        valid = f"a section{kinds}" + (" or null" if "anyOf" in node else "")
+    given = "" if sections and default is not None else shown(default)
+    return FieldFacts(name, node.get("description", ""), given, valid, _strategies(name, node))
+
+
+def _strategies(name: str, node: Schema) -> tuple[tuple[str, str], ...]:
+    """The strategies of the registry that a field may name, or that say which section it holds."""
+    sections = sections_in(node)
+    by_kind = [f"{name}.kind", f"{name}.family"] if len(sections) > 1 else [name]
+    group = next((group for group, field in NAMED_BY.items() if field in by_kind), None)
+    if group is None:
+        return ()
+    names = sections or choices_of(node) or choices_of(node.get("items", {}))
+    return tuple((choice, strategy_meaning(group, choice)) for choice in names)
+
+
+def _sections(name: str, node: Schema) -> Iterator[SectionFacts]:
+    """The sections that a field may hold, without the field that says which one it is."""
+    for kind, section in sections_in(node).items():
+        fields = [
+            _field(f"{name}.{key}".removeprefix("."), inner)
+            for key, inner in section["properties"].items()
+            if "const" not in inner
+        ]
+        fields += [] if name else [PLAN]
+        about = " ".join(str(section.get("about", section.get("description", ""))).split())
+        yield SectionFacts(name, kind, about, tuple(fields))
+
+
+def _merged(fields: Sequence[tuple[str, FieldFacts]]) -> tuple[FieldFacts, ...]:
+    """The field of several kinds of section, those together in which it is the same."""
+    alike: dict[FieldFacts, list[str]] = defaultdict(list)
+    for kind, facts in fields:
+        alike[facts].append(kind)
+    if len(alike) == 1:
+        return tuple(alike)
+    return tuple(
+        FieldFacts(facts.name, facts.meaning, facts.default, facts.valid, facts.strategies, tuple(kinds))
+        for facts, kinds in alike.items()
+    )
+
+
+def _no_such_field(name: str, part: str, nodes: Sequence[Schema]) -> ConfigError:
+    """The error of a name that is no field, with another tool's word, a near one, or the same name elsewhere."""
+    if ours := ours_for_key(name, "N"):
+        return ConfigError.of("FIELD", name, "is another tool's word", ours)
+    here = [sections_in(node) for node in nodes]
+    known = dict.fromkeys(key for each in here for section in each.values() for key in section["properties"])
+    known |= dict.fromkeys(kind for each in here for kind in each if kind)
+    paths = [*paths_in(_root()), PLAN.name]
+    names = {path.rpartition(".")[2]: path for path in reversed(paths)}
+    meant = [path for path in paths if path.rpartition(".")[2] == part]
+    meant = meant or [names.get(close) or close for close in get_close_matches(part, [*known, *names], n=1)]
+    hint = f" (did you mean {' or '.join(meant)}?)" if meant else ""
+    return ConfigError.of("FIELD", name, "is no field" + hint, ", ".join(known) or "a field that has none in it")

@@ -1,0 +1,129 @@
+"""Words of other tools, answered with ours: as a key, as an option of a command, as a value.
+
+They are those of transformers' and Accelerate's arguments, of the families' config.json, of Megatron-LM, torchtitan,
+DeepSpeed, nanoGPT, LitGPT and Axolotl. Capitals, and dashes for underscores, make no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.section import decides_nothing, shown
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "layout.data.size={}": ("dp", "dp_size", "data_parallel_size", "dp_replicate"),
+    "layout.data.size={} layout.data.sync=zero3": ("dp_shard", "data_parallel_shard_degree"),
+    "layout.data.sync=allreduce": ("ddp",),
+    "layout.data.sync=zero3": ("fsdp", "fsdp2"),
+    "layout.data.sync={}": ("sharding_strategy", "fsdp_sharding_strategy"),
+    "layout.data.sync=zero{}": ("zero_stage",),
+    "layout.data.expert={}": ("ep", "ep_size", "expert_parallel_size", "expert_model_parallel_size"),
+    "layout.tensor=megatron layout.tensor.size={}": (
+        *("tp", "tp_size", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"),
+    ),
+    "layout.tensor=megatron layout.tensor.sequence_parallel={}": ("sp", "sequence_parallel"),
+    "layout.pipeline.size={}": (
+        *("pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree"),
+    ),
+    "layout.context.size={}": ("cp", "cp_size", "context_parallel_size", "context_parallel_degree"),
+    "batch.micro={}": (
+        *("micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu", "local_batch_size"),
+        *("batch_size", "mbs"),
+    ),
+    "batch.global={}": ("global_batch_size", "train_batch_size", "gbs"),
+    "batch.micro=...": ("gradient_accumulation_steps", "grad_accum_steps"),
+    "data.sequence={}": (
+        *("seq_len", "seq_length", "sequence_len", "max_seq_len", "max_seq_length", "block_size", "cutoff_len"),
+    ),
+    "data.source={}": ("dataset", "datasets", "dataset_path", "train_file"),
+    "steps={}": ("max_steps", "max_iters", "train_iters", "num_steps"),
+    "steps=...": ("num_train_epochs", "num_epochs"),
+    "optimizer.lr={}": ("learning_rate", "max_lr"),
+    "optimizer.clip={}": ("max_grad_norm", "grad_clip", "clip_grad", "gradient_clipping"),
+    "optimizer.name={}": ("optim",),
+    "optimizer.epsilon={}": ("adam_epsilon", "eps"),
+    "optimizer.betas=[{}, 0.95]": ("adam_beta1", "beta1"),
+    "optimizer.betas=[0.9, {}]": ("adam_beta2", "beta2"),
+    "optimizer.schedule.warmup={}": ("warmup_steps", "warmup_iters", "lr_warmup_iters"),
+    "optimizer.schedule.decay={}": ("lr_scheduler_type", "lr_scheduler", "lr_decay_style"),
+    "precision={}": ("torch_dtype", "mixed_precision"),
+    "precision=bf16": ("bf16",),
+    "precision=fp16": ("fp16",),
+    "memory.recompute=auto": ("gradient_checkpointing", "activation_checkpointing", "recompute_activations"),
+    "memory.offload=host": ("cpu_offload", "offload_optimizer"),
+    "model.layers={}": ("n_layer", "n_layers", "num_layers", "num_hidden_layers"),
+    "model.heads={}": ("n_head", "n_heads", "num_attention_heads"),
+    "model.key_value_heads={}": ("n_kv_heads", "num_key_value_heads", "num_query_groups"),
+    "model.hidden={}": ("n_embd", "hidden_size", "d_model"),
+    "model.feed_forward={}": ("intermediate_size", "ffn_hidden_size", "d_ff"),
+    "model.vocabulary={}": ("vocab_size",),
+    "model.positions={}": ("max_position_embeddings", "n_positions"),
+    "model.tied={}": ("tie_word_embeddings",),
+    "model={{from: {}}}": ("model_name_or_path", "base_model"),
+    "checkpoint.every={}": ("save_steps", "save_interval"),
+    "checkpoint.keep={}": ("save_total_limit",),
+    "validation.every={}": ("eval_steps", "eval_interval"),
+    "validation.batches={}": ("eval_iters",),
+    "metrics.sinks=[{}]": ("report_to",),
+    "metrics.project={}": ("wandb_project",),
+    "compile=auto": ("torch_compile",),
+    "--out={}": ("output_dir", "out_dir"),
+    "--resume": ("resume_from_checkpoint",),
+}
+"""Our fields and options, by what others call them; `{}` is their value, and `...` another number than theirs."""
+
+NOTES: Mapping[str, str] = {
+    "batch.micro=...": "microbatches a step are batch.global / layout.data.size / batch.micro",
+    "steps=...": "steps are epochs x samples / batch.global",
+}
+"""How a number that is not theirs is found."""
+
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "layout.data.sync": {
+        "ddp dp no_shard horovod all_reduce": "allreduce",
+        "fsdp2 fully_shard": "fsdp",
+        "shard_grad_op": "zero2",
+        "full_shard hybrid_shard hsdp": "zero3",
+    },
+    "layout.tensor.kind": {"tp 1d": "megatron", "2d 2.5d 3d summa optimus": "tesseract"},
+    "layout.pipeline.schedule": {
+        "afab": "gpipe",
+        "pipedream interleaved1f1b interleaved": "1f1b",
+        "zb zbv zero-bubble zbvzerobubble": "message-driven",
+    },
+    "layout.context.kind": {"a2a alltoall": "ulysses", "p2p": "ring"},
+    "optimizer.name": {"adam adamw_torch adamw_torch_fused": "adamw"},
+    "optimizer.schedule.decay": {"constant_with_warmup": "constant", "inverse_sqrt noam": "inverse-sqrt"},
+    "precision": {
+        "bfloat16 bf16-mixed bf16-true": "bf16",
+        "float16 half 16-mixed": "fp16",
+        "fp32": "float32",
+        "fp64 double": "float64",
+    },
+    "precision.dtype": {"bfloat16": "bf16", "float16 half": "fp16", "fp32": "float32", "fp64": "float64"},
+    "device": {"gpu": "cuda"},
+    "layout.transport": {"nccl gloo": "torch", "openmpi mpich": "mpi"},
+    "memory.recompute": {"full true": "auto", "false": "none"},
+    "memory.offload.to": {"cpu": "host", "nvme": "disk"},
+}
+"""A field's choices, by what others call them."""
+
+
+def ours_for_key(key: str, value: object) -> str:
+    """Our words for another tool's key and its value: `tp`, 2 -> `layout.tensor=megatron layout.tensor.size=2`;
+    empty where the key is no tool's that we know of."""
+    word = _plain(key.rpartition(".")[2])
+    ours = next((ours for ours, theirs in KEYS.items() if word in theirs), "")
+    if ours and "{}" not in ours and decides_nothing(value):
+        return f"leave it out; {ours} is what {key} would be"
+    return ours.format(shown(value)) + (f" ({NOTES[ours]})" if ours in NOTES else "")
+
+
+def ours_for_value(field: str, value: object) -> str:
+    """The choice of a field that another tool's word means; empty where the word is none that we know of."""
+    word = shown(value).lower()
+    return next((ours for theirs, ours in VALUES.get(field, {}).items() if word in theirs.split()), "")
+
+
+def _plain(word: str) -> str:
+    return word.lstrip("-").lower().replace("-", "_")

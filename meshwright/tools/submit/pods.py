@@ -1,0 +1,143 @@
+"""A node of a run as a pod: the settings that pods have, and the one template for all kinds of job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from meshwright.section import Positive, Size
+from meshwright.tools.submit.job import Engine, Submission
+from meshwright.tools.submit.node_shell import RUN_FOLDER
+
+_TAINT = re.compile(r"(?P<key>[\w./-]+)(=(?P<value>[\w.-]*))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?")
+_RESOURCE = re.compile(r"(?P<name>[a-z0-9.-]+/[\w.-]+)(:(?P<count>[1-9]\d*))?")
+
+
+def _taint(text: str) -> str:
+    if not _TAINT.fullmatch(text):
+        raise ValueError("is no taint as kubectl writes it: KEY, KEY:EFFECT or KEY=VALUE:EFFECT")
+    return text
+
+
+def _resource(text: str) -> str:
+    if not _RESOURCE.fullmatch(text):
+        raise ValueError("is no device plugin's resource, such as rdma/ib or vpc.amazonaws.com/efa:4")
+    return text
+
+
+class PodSettings(Engine):
+    """The settings of a pod that have names of their own; `patch` has all others."""
+
+    image: str
+    """A container image that has meshwright (and ray, for a RayJob)."""
+    volume: str
+    """A PersistentVolumeClaim that all nodes can write to; --out lies there."""
+    mount: str = "/runs"
+    """Where the pods see the volume."""
+    namespace: str | None = None
+    """The namespace; that of kubectl's context."""
+    grace: Positive = 300
+    """Seconds that a pod has to save when it is stopped."""
+    memory: Size | None = None
+    """Memory of a pod, requested and its limit, such as 64G; /dev/shm counts."""
+    shm: Annotated[Size, Field(validate_default=True)] = "8G"  # type: ignore[assignment]
+    """Size of a pod's /dev/shm, for NCCL and gloo within the node."""
+    queue: str | None = None
+    """Kueue's LocalQueue (the label kueue.x-k8s.io/queue-name)."""
+    priority: str | None = None
+    """The pods' PriorityClass."""
+    secrets: tuple[str, ...] = ()
+    """A Secret whose keys become variables, such as one with HF_TOKEN. Repeat it for more."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """A variable of the ranks: env.NCCL_DEBUG=INFO."""
+    rdma: Annotated[str, AfterValidator(_resource)] | None = None
+    """A network device of a pod, with IPC_LOCK: rdma/ib, or vpc.amazonaws.com/efa:4."""
+    host_network: bool = False
+    """Whether pods use the node's own network, as some RDMA set-ups want."""
+    tolerations: tuple[Annotated[str, AfterValidator(_taint)], ...] = ()
+    """A taint that is tolerated: KEY, KEY:EFFECT or KEY=VALUE:EFFECT. Repeat it for more."""
+    selector: dict[str, str] = Field(default_factory=dict)
+    """A label that nodes must have: selector.gpu.example.com/model=h100."""
+    service_account: str | None = None
+    """The pods' service account."""
+    pull_secrets: tuple[str, ...] = ()
+    """A Secret with which the image is pulled. Repeat it for more."""
+    patch: Path | None = None
+    """A YAML file that is merged over what is written (strategic merge)."""
+
+    def pod(
+        self, submission: Submission, name: str, shell: str | None, restart_policy: str | None, *, head: bool = False
+    ) -> dict[str, Any]:
+        """A pod's template. `shell`: its program; the image's own where None. `head`: it runs no ranks."""
+        container = {
+            "name": name,
+            "image": self.image,
+            **({"command": ["sh", "-c", shell]} if shell else {}),
+            "env": [{"name": key, "value": value} for key, value in self.env.items()],
+            "envFrom": [{"secretRef": {"name": secret}} for secret in self.secrets],
+            "resources": _HEAD_RESOURCES if head else self._resources(submission),
+            "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}} if self.rdma and not head else {},
+            "volumeMounts": [
+                {"name": "runs", "mountPath": self.mount},
+                {"name": "run-file", "mountPath": RUN_FOLDER},
+                {"name": "shared-memory", "mountPath": "/dev/shm"},  # NCCL's and gloo's, within the node
+            ],
+        }
+        shared = {"medium": "Memory", "sizeLimit": str(self.shm)}
+        spec = {
+            "restartPolicy": restart_policy,
+            "terminationGracePeriodSeconds": self.grace,
+            "priorityClassName": self.priority,
+            "serviceAccountName": self.service_account,
+            "imagePullSecrets": [{"name": secret} for secret in self.pull_secrets],
+            "nodeSelector": {} if head else self.selector,
+            "tolerations": [_toleration(taint) for taint in self.tolerations],
+            **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if self.host_network and not head else {}),
+            "containers": [_said(container)],
+            "volumes": [
+                {"name": "runs", "persistentVolumeClaim": {"claimName": self.volume}},
+                {"name": "run-file", "configMap": {"name": f"{submission.name}-run"}},
+                {"name": "shared-memory", "emptyDir": shared},
+            ],
+        }
+        return {"spec": _said(spec)}
+
+    def _resources(self, submission: Submission) -> dict[str, Any]:
+        """Cores are requested without a limit: a limit is a quota per tenth of a second, at which the kernel holds all
+        threads of the node's ranks up. Devices and memory are both: neither can be had beyond what was requested."""
+        both: dict[str, Any] = {}
+        if self.memory:
+            both["memory"] = str(self.memory)
+        if submission.uses_gpus:
+            both["nvidia.com/gpu"] = submission.ranks_per_node
+        if self.rdma:
+            device = _RESOURCE.fullmatch(self.rdma)
+            assert device is not None
+            both[device["name"]] = int(device["count"] or 1)
+        requests = {"cpu": str(submission.ranks_per_node * self.cpus), **both}
+        return {"requests": requests, "limits": both} if both else {"requests": requests}
+
+
+_HEAD_RESOURCES = {"requests": {"cpu": "1", "memory": "4Gi"}}
+
+
+def _toleration(text: str) -> dict[str, str]:
+    taint = _TAINT.fullmatch(text)
+    assert taint is not None
+    value = taint["value"]
+    toleration = {"key": taint["key"], "operator": "Exists" if value is None else "Equal"}
+    toleration |= {} if value is None else {"value": value}
+    return toleration | ({"effect": taint["effect"]} if taint["effect"] else {})
+
+
+def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields without those that say nothing."""
+    return {key: value for key, value in fields.items() if value is not None and not _empty(value)}
+
+
+def _empty(value: object) -> bool:
+    return isinstance(value, Sequence | Mapping) and not value
