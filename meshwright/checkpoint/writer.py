@@ -117,7 +117,8 @@ class CheckpointWriter:
     def _outcome(self) -> str:
         """Why the last checkpoint was not written, agreed on by all ranks; empty where it was."""
         if self._thread is not None:
-            self._thread.join()
+            with self.mesh.aside():
+                self._thread.join()
             self._thread = None
         return self._agree(self._failure)
 

@@ -91,6 +91,15 @@ def transport_reaches_device(config: Config) -> Iterator[Problem]:
         yield Problem("layout.transport", name, f"moves host memory only, and device={device}", "torch, auto")
 
 
+@rule("layout.transport", "restarts")
+def transport_outlives_a_rank(config: Config) -> Iterator[Problem]:
+    name = config.layout.transport
+    if config.restarts and name != "auto" and TRANSPORTS[name].in_process:
+        yield Problem(
+            "restarts", config.restarts, f"starts lost processes again, and layout.transport={name} has none", "0"
+        )
+
+
 @rule("steps", "optimizer.schedule.warmup")
 def warmup_fits(config: Config) -> Iterator[Problem]:
     warmup, steps = config.optimizer.schedule.warmup, config.steps
@@ -274,6 +283,7 @@ RULES = (
     dtype_fits_level,
     transport_is_installed,
     transport_reaches_device,
+    transport_outlives_a_rank,
     warmup_fits,
     tensor_cuts_are_equal,
     tensor_splits_rows,

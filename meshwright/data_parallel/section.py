@@ -91,10 +91,18 @@ def needs_whole_sequences(config: Config) -> Iterator[Problem]:
 
 
 @rule(FIELD, "layout.transport")
-def needs_torch_distributed(config: Config) -> Iterator[Problem]:
+def needs_process_groups(config: Config) -> Iterator[Problem]:
     transport = config.layout.transport
-    if transport != "auto" and TRANSPORTS[transport].by_mpiexec:
+    if transport != "auto" and not TRANSPORTS[transport].process_groups:
         rule_text = f"runs inside torch.distributed, which layout.transport={transport} does not start"
+        yield Problem(FIELD, config.layout.data.sync, rule_text, "layout.transport=torch or auto, or sync=zero1")
+
+
+@rule(FIELD, "layout.transport")
+def needs_verbs_under_way(config: Config) -> Iterator[Problem]:
+    transport = config.layout.transport
+    if transport != "auto" and not TRANSPORTS[transport].moves_alone:
+        rule_text = f"sends while it computes, and layout.transport={transport} moves nothing before it is waited for"
         yield Problem(FIELD, config.layout.data.sync, rule_text, "layout.transport=torch or auto, or sync=zero1")
 
 
@@ -168,12 +176,12 @@ ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", cuts_parameters=True, ca
 """Optimizer states are slices: reduce-scatter, each rank steps its 1/n, all-gather (ZeRO-1)."""
 ZERO2 = Sync(
     "meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True,
-    cuts_parameters=True, rules=(needs_torch_distributed, shards_are_equal), over_mpi=False, candidate=True,
+    cuts_parameters=True, rules=(needs_verbs_under_way, shards_are_equal), over_mpi=False, candidate=True,
 )  # fmt: skip
 """Gradients are slices, too: a reduce-scatter in every microbatch (ZeRO-2)."""
 ZERO3 = Sync(
     "meshwright.data_parallel.gathering:Zero3", "meshwright.data_parallel.gathering:Gathering", slices=True,
-    gathers=True, cuts_parameters=True, rules=(needs_torch_distributed, shards_are_equal), over_mpi=False,
+    gathers=True, cuts_parameters=True, rules=(needs_verbs_under_way, shards_are_equal), over_mpi=False,
     candidate=True,
 )  # fmt: skip
 """Weights are slices, too, gathered part by part of the model (ZeRO-3, as FSDP)."""
@@ -181,7 +189,7 @@ FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",
     cuts_parameters=True,
     rules=(
-        needs_torch_distributed, needs_replicas, needs_whole_layers, needs_whole_models, needs_whole_sequences,
+        needs_process_groups, needs_replicas, needs_whole_layers, needs_whole_models, needs_whole_sequences,
         needs_one_forward_pass, needs_masters_on_the_device, needs_one_axis_of_replicas,
     ),
     over_mpi=False,

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.config import Config
 from meshwright.config.schema import Timeout
-from meshwright.environment import Environment, rendezvous
+from meshwright.environment import Environment, Rendezvous, rendezvous
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch.launcher import launch
 from meshwright.launch.signals import StopRequest
+from meshwright.launch.threads import launch_threads
 from meshwright.launch.worker import Job, joined, run_worker
 from meshwright.ranks.section import TRANSPORTS, TransportName
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from meshwright.ranks.mesh import Mesh
+    from meshwright.ranks.thread_world import ThreadWorld
 
 
 @dataclass(frozen=True)
@@ -95,18 +97,29 @@ class Rank:
     stop: StopRequest
 
 
-def run(function: Callable[..., Any] | str, ranks: Ranks | Config | int, **arguments: Any) -> list[Any]:
+def run(
+    function: Callable[..., Any] | str,
+    ranks: Ranks | Config | int,
+    *,
+    transport: TransportName = "torch",
+    **arguments: Any,
+) -> list[Any]:
     """Call function(rank, **arguments) on every rank; the results in rank order, as JSON keeps them.
 
     `function`: by itself or by name, `package.module:function`; it must stand in a module that a new process can
-    import, or in the script that is run. `ranks`: a number of them over gloo, the layout of a resolved config, or
-    Ranks. Inside another launcher (torchrun, srun, mpirun) this process is one of the ranks, and the list has its
-    result alone. Raises LaunchError with the first cause and its rank, Interrupted where somebody stopped the job.
+    import, or in the script that is run. `ranks`: a number of them, the layout of a resolved config, or Ranks.
+    `transport`: of a number of ranks. Inside another launcher (torchrun, srun, mpirun) this process is one of the
+    ranks, and the list has its result alone. Raises LaunchError with the first cause and its rank, Interrupted where
+    somebody stopped the job.
+
+    Over `threads` any function will do, a notebook cell's too, and its arguments and results are passed as they are.
     """
     if isinstance(ranks, int):
-        ranks = Ranks((("data", ranks),))
+        ranks = Ranks((("data", ranks),), transport)
     elif isinstance(ranks, Config):
         ranks = Ranks.of(ranks)
+    if TRANSPORTS[ranks.transport].in_process:
+        return _run_here(_load(function) if isinstance(function, str) else function, ranks, arguments)
     name = function if isinstance(function, str) else name_of(function)
     described = asdict(ranks) | {"status": None, "timeout": ranks.timeout.model_dump()}
     call = {
@@ -120,6 +133,23 @@ def run(function: Callable[..., Any] | str, ranks: Ranks | Config | int, **argum
         return [run_worker(job, ranks.threads)]
     find(name)  # a wrong name fails here, once, and not on every rank
     return launch(job, ranks.world_size, ranks.transport, restarts=ranks.restarts, threads=ranks.threads)
+
+
+def _run_here(function: Callable[..., Any], ranks: Ranks, arguments: Mapping[str, Any]) -> list[Any]:
+    """The ranks as threads of this process."""
+    from meshwright.ranks.grid import Grid
+    from meshwright.ranks.mesh import open_mesh_in
+
+    if joined():
+        rule = "starts its ranks itself, and this process is a rank of another launcher already"
+        raise ConfigError.of("layout.transport", ranks.transport, rule, "torch, mpi")
+
+    def work(environment: Environment, world: ThreadWorld, stop: StopRequest) -> Any:
+        grid = Grid(ranks.axes, ranks.copies, ranks.nesting)
+        with open_mesh_in(world, grid, environment, ranks.token_axes) as mesh:
+            return function(Rank(mesh, environment, stop), **arguments)
+
+    return launch_threads(work, ranks.world_size, ranks.threads)
 
 
 def call_on_rank(
@@ -138,7 +168,8 @@ def call_on_rank(
         "nesting": tuple((name, size) for name, size in ranks["nesting"]),
     })  # fmt: skip
     entry = _load(function)
-    with open_ranks(layout, environment, layout.name or function) as mesh:
+    point = None if TRANSPORTS[layout.transport].by_mpiexec else rendezvous(job=layout.name or function)
+    with open_ranks(layout, environment, point) as mesh:
         result = entry(Rank(mesh, environment, stop), **{key: _unpacked(value) for key, value in arguments.items()})
     try:
         json.dumps(result)
@@ -149,8 +180,8 @@ def call_on_rank(
 
 
 @contextmanager
-def open_ranks(ranks: Ranks, environment: Environment, name: str) -> Iterator[Mesh]:
-    """This rank's mesh, while the context is entered."""
+def open_ranks(ranks: Ranks, environment: Environment, point: Rendezvous | None) -> Iterator[Mesh]:
+    """This rank's mesh, while the context is entered. `point`: where ranks meet, but for MPI's."""
     import torch
 
     from meshwright.ranks.grid import Grid
@@ -161,7 +192,6 @@ def open_ranks(ranks: Ranks, environment: Environment, name: str) -> Iterator[Me
         # A launcher that binds GPUs shows each rank its own as the only one.
         device = torch.device("cuda", environment.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
-    point = None if TRANSPORTS[ranks.transport].by_mpiexec else rendezvous(job=name)
     grid = Grid(ranks.axes, ranks.copies, ranks.nesting)
     with open_mesh(grid, environment, ranks.transport, device, point, ranks.token_axes, ranks.timeout) as mesh:
         yield mesh

@@ -115,7 +115,8 @@ def explain_hang(records: Sequence[Record]) -> str | None:
     hosts = sorted({record.host for record in hung})
     if len(hosts) > 1:
         late += f": the network between {names_of(hosts)} carries nothing, or was too slow"
-    first = f"no progress: {lines[0]} (timeout: {limit:g} s)" if lines else late
+    why = f" (timeout: {limit:g} s)" if limit else ""
+    first = f"no progress: {lines[0]}{why}" if lines else late
     others = [record.rank for record in hung if record.rank not in blamed]
     details = [f"  {_where(rank, known.get(rank), hung)}" for rank in [*blamed, *others]]
     left_out = [f"  and {len(details) - MOST_LINES} more ranks"] if len(details) > MOST_LINES else []
@@ -159,7 +160,7 @@ def _accusation(rank: int, waiting: Sequence[Record], known: dict[int, Record]) 
     failed = f"{_FAILED_TO[wait.verb]} on axis {wait.axis}" if wait.verb in _FAILED_TO else f"did not come to {wait}"
     who = ", ".join(str(record.rank) for record in waiting[:MOST_LINES])
     who = f"rank {who} waits" if len(waiting) == 1 else f"ranks {who} wait"
-    return f"rank {rank}{host} {failed}; {who} for {wait.seconds:.0f} s"
+    return f"rank {rank}{host} {failed}; {who}{_since(wait)}"
 
 
 def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
@@ -178,4 +179,9 @@ def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
     if not record.where.waiting:
         return f"{name} waits for nobody, in {record.where}"
     wait = record.where.waiting[0]
-    return f"{name} waits in {wait} for {wait.seconds:.0f} s, in {record.where}"
+    return f"{name} waits in {wait}{_since(wait)}, in {record.where}"
+
+
+def _since(wait: Waiting) -> str:
+    """Threads of one process know that nobody can go on before a second is over."""
+    return f" for {wait.seconds:.0f} s" if wait.seconds >= 1 else ""

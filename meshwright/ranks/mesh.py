@@ -3,64 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous
-from meshwright.ranks.board import Board, FolderBoard
-from meshwright.ranks.comm import Comm, RankGroup, SoloComm
+from meshwright.ranks.board import Board
+from meshwright.ranks.comm import Comm, RankGroup
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
 from meshwright.ranks.ledger import Ledger
-from meshwright.ranks.mailbox import Mailbox, SoloMailbox
+from meshwright.ranks.mailbox import Mailbox
 from meshwright.ranks.mpi import open_mpi
+from meshwright.ranks.thread_comm import ThreadTransport
+from meshwright.ranks.thread_world import ThreadWorld
 from meshwright.ranks.torch_comm import open_torch
+from meshwright.ranks.transport import SoloTransport, Transport
 from meshwright.ranks.watchdog import Watchdog
 
 DEFAULT_TIMEOUT = Timeout()
-
-
-class Transport(Protocol):
-    """Makes the comm over a group of ranks, the mailbox along an axis, a board for all ranks. Called by the group's
-    ranks and nobody else. `folder`: where a board's notes lie that has no store.
-
-    `named_when_lost`: while entered, an error of the library on a broken connection becomes one that names the rank.
-    TorchTransport (gloo, NCCL), MpiTransport, SoloTransport, and LedgerTransport of a planned job.
-    """
-
-    def comm(self, group: RankGroup) -> Comm: ...
-
-    def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox: ...
-
-    def board(self, folder: Path) -> Board: ...
-
-    def named_when_lost(self) -> AbstractContextManager[None]: ...
-
-    def close(self) -> None: ...
-
-
-class SoloTransport:
-    """One process, no library: every group has one rank."""
-
-    def comm(self, group: RankGroup) -> Comm:
-        return SoloComm(group)
-
-    def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
-        return SoloMailbox(group.axis)
-
-    def board(self, folder: Path) -> Board:
-        return FolderBoard(folder)
-
-    def named_when_lost(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -112,6 +76,10 @@ class Mesh:
     def board(self, folder: Path) -> Board:
         """Where a thread beside the step's leaves notes for other ranks'. `folder`: one that all ranks see."""
         return self.transport.board(folder)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around a wait for a thread of this rank's own: ranks of one process run meanwhile."""
+        return self.transport.aside()
 
     def _group(self, axes: tuple[str, ...]) -> RankGroup:
         ranks = self.grid.group(self.rank, *axes)
@@ -205,3 +173,23 @@ def open_mesh(
         finally:
             if closes:
                 mesh.close()
+
+
+@contextmanager
+def open_mesh_in(
+    world: ThreadWorld, grid: Grid, environment: Environment, token_axes: tuple[str, ...] = ("data",)
+) -> Iterator[Mesh]:
+    """The mesh of a rank that is a thread of this process. It needs no watchdog: its world sees at once that nobody can
+    go on."""
+    recorder = world.recorders[environment.rank] = FlightRecorder()
+    mesh = Mesh(
+        grid,
+        environment.rank,
+        torch.device("cpu"),
+        ThreadTransport(world, environment.rank),
+        token_axes,
+        ranks_here=world.size,
+        recorder=recorder,
+    )
+    yield mesh
+    mesh.world.barrier()

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,6 @@ from torch import Tensor
 
 from meshwright.environment import Environment
 from meshwright.errors import LaunchError
-from meshwright.ranks.board import Board, FolderBoard
 from meshwright.ranks.comm import (
     NAP_SECONDS,
     Comm,
@@ -42,6 +39,7 @@ from meshwright.ranks.comm import (
     size_bytes,
 )
 from meshwright.ranks.mailbox import Mailbox, Packet, PolledMailbox, Side, SoloMailbox, header_of
+from meshwright.ranks.transport import Transport
 from meshwright.ranks.window import SharedWindow, open_window
 from meshwright.ranks.window_comm import HALF, WindowComm, add_up
 
@@ -203,8 +201,9 @@ class MpiMailbox(PolledMailbox):
 
 
 @dataclass(frozen=True)
-class MpiTransport:
-    """MPI's world, of which the members of a group alone make a communicator."""
+class MpiTransport(Transport):
+    """MPI's world, of which the members of a group alone make a communicator. MPI ends the process of a rank whose
+    peer is lost."""
 
     def comm(self, group: RankGroup) -> Comm:
         if len(group.ranks) == 1:
@@ -217,15 +216,6 @@ class MpiTransport:
         if len(group.ranks) == 1:
             return SoloMailbox(group.axis)
         return MpiMailbox(group, _communicator(group.ranks, MAILBOX_TAG + group.tag))
-
-    def board(self, folder: Path) -> Board:
-        return FolderBoard(folder)
-
-    def named_when_lost(self) -> AbstractContextManager[None]:
-        return nullcontext()  # MPI ends the process
-
-    def close(self) -> None:
-        return None
 
 
 def _communicator(ranks: tuple[int, ...], tag: int) -> Any:

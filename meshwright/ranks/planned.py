@@ -6,20 +6,18 @@ The planner runs a rank of a layout so: what it sends is exact, and an observer 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.ranks.board import Board, FolderBoard
 from meshwright.ranks.comm import DONE, Comm, PieceSizes, RankGroup, SoloComm, Work, size_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import MESSAGE
 from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, SoloMailbox, both_sides, neighbours_of
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.transport import Transport
 
 
 class Observer(Protocol):
@@ -112,7 +110,7 @@ class PlannedMailbox(SoloMailbox):
 
 
 @dataclass(frozen=True)
-class LedgerTransport:
+class LedgerTransport(Transport):
     """A planned job, of which only this rank is there: what it would send is written down."""
 
     observer: Observer = unobserved
@@ -122,15 +120,6 @@ class LedgerTransport:
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         return PlannedMailbox(group) if len(group.ranks) > 1 else SoloMailbox(group.axis)
-
-    def board(self, folder: Path) -> Board:
-        return FolderBoard(folder)
-
-    def named_when_lost(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        return None
 
 
 def planned_mesh(

@@ -35,6 +35,7 @@ from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox, neighbours_of
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
 from meshwright.ranks.peers import Peers, interface_at
+from meshwright.ranks.transport import Transport
 from meshwright.ranks.window import SharedWindow, open_window
 from meshwright.ranks.window_comm import WindowComm
 
@@ -141,7 +142,7 @@ class TorchWindowComm(WindowComm, TorchComm):
 
 
 @dataclass(frozen=True)
-class TorchTransport:
+class TorchTransport(Transport):
     """Groups of a process that has joined its job's process group. `timeout`: torch's own, for every group.
 
     `device`: where the tensors lie that ranks send each other. `births`: whether a group's communicator must be born.

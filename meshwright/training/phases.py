@@ -21,7 +21,7 @@ from meshwright.ranks.flight_recorder import FlightRecorder
 
 PIPELINE, DATA_PARALLEL, OPTIMIZER = PHASES = ("pipeline", "data_parallel", "optimizer")
 PHASE_WORDS = {PIPELINE: "forward and backward", DATA_PARALLEL: "sums of gradients", OPTIMIZER: "optimizer"}
-"""What a person is told of a phase: a run without stages has no pipeline."""
+"""The words for people: a run without stages has no pipeline."""
 BETWEEN = "between phases"
 
 

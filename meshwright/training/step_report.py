@@ -19,8 +19,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from functools import cached_property
+from dataclasses import astuple, dataclass, field
 from importlib.util import find_spec
 
 import torch
@@ -82,6 +81,9 @@ class StepReports:
     work: Work
     num_labels: int
     num_hashes: int
+    _read: list[torch.Tensor] = field(default_factory=list)
+    """The numbers, once they were waited for. No cached_property: before Python 3.12 it holds a lock meanwhile, for
+    which another rank of the process would wait."""
 
     @classmethod
     def begin(cls, mesh: Mesh, report: StepReport) -> StepReports:
@@ -93,11 +95,14 @@ class StepReports:
         work = mesh.world.all_gather(rows, mine, wait=False)
         return cls(rows, work, len(report.next_counts), len(report.hashes))
 
-    @cached_property
+    @property
     def _numbers(self) -> torch.Tensor:
         """Columns in the order of StepReport.numbers. Waits for all ranks."""
-        self.work.wait()
-        return self.rows[:, : self.rows.shape[1] - self.num_hashes].contiguous().view(torch.float64)
+        if not self._read:
+            self.work.wait()
+            numbers = self.rows[:, : self.rows.shape[1] - self.num_hashes]
+            self._read.append(numbers.contiguous().view(torch.float64))
+        return self._read[0]
 
     @property
     def losses(self) -> list[float]:

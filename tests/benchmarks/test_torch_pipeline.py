@@ -64,7 +64,7 @@ def differences(mesh: Mesh, schedule: str, layers: list[float]) -> tuple[list[fl
     ],
 )
 def test_it_computes_what_the_plain_model_does(ranks: int, schedule: str, layers: list[float]) -> None:
-    everyone = run_ranks(differences, Grid((("pipe", ranks),)), schedule, layers)
+    everyone = run_ranks(differences, Grid((("pipe", ranks),)), schedule, layers, transport="torch")
     for losses in zip(*(losses for losses, _ in everyone), strict=True):
         assert sum(losses) == pytest.approx(1.0, abs=1e-12)
     names = [name for _, found in everyone for name in found]

@@ -14,6 +14,7 @@ import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,7 +33,11 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh
 from tests.checkpoint.states import open_writer
 from tests.data_parallel.test_equality import config_for
-from tests.workers import run_ranks
+from tests.patience import PATIENCE_SECONDS
+from tests.workers import run_ranks as run_threads
+
+run_ranks = partial(run_threads, transport="torch")
+"""Processes: disks are mounted for a rank alone, and what a killed rank leaves is looked for."""
 
 ONE, THREE = Grid((("data", 1),)), Grid((("data", 3),))
 ROWS = 4
@@ -65,7 +70,7 @@ def save_behind(mesh: Mesh, folder: Path) -> tuple[list[str], list[str]]:
     write_shard = writer.write_shard
 
     def slow(*arguments: Any) -> StoredFile:
-        moving.wait(30)
+        moving.wait(PATIENCE_SECONDS)
         return write_shard(*arguments)
 
     weights = torch.full((ROWS, 2), 1.0)
@@ -144,7 +149,7 @@ def open_again(mesh: Mesh, folder: Path) -> list[str]:
 def test_killed_while_writing(moment: str, tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=killed_at, args=(moment, tmp_path))
     process.start()
-    process.join(60)
+    process.join(PATIENCE_SECONDS)
     assert process.exitcode == -signal.SIGKILL
     assert newest_step(tmp_path) == tmp_path / "step-1", "half a checkpoint counts"
     half = [name for name in names(tmp_path) if name != "step-1"]

@@ -12,9 +12,10 @@ import pytest
 
 from meshwright.config import load_config
 from meshwright.errors import ConfigError
+from tests.patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 20
-"""Each is refused in a tenth of a second; what it guards against takes hours."""
+CPU_SECONDS = 20
+"""Of this process: each is refused in a tenth of a second; what it guards against takes hours."""
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
@@ -64,13 +65,13 @@ WORDS = {
 @pytest.fixture(autouse=True)
 def in_time() -> Iterator[None]:
     def late(*_: object) -> None:
-        raise TimeoutError(f"no answer in {PATIENCE_SECONDS} s")
+        raise TimeoutError(f"no answer in {CPU_SECONDS} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(PATIENCE_SECONDS)
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
 
 
 def complaint(path: Path, *words: str) -> str:
@@ -118,7 +119,7 @@ def test_the_command_says_a_sentence_and_ends_with_2(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(BOMB)
     command = [sys.executable, "-m", "meshwright.cli", "train", "run.yaml"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert ran.returncode == 2
     assert ran.stderr.startswith("meshwright: run=run.yaml is no YAML: repeats its aliases")
     assert len(ran.stderr.splitlines()) == 1

@@ -12,8 +12,7 @@ from pathlib import Path
 from meshwright.environment import Environment
 from meshwright.errors import DataError
 from meshwright.launch import StopRequest
-
-PATIENCE_SECONDS = 60.0
+from tests.patience import PATIENCE_SECONDS
 
 
 def note(environment: Environment, stop: StopRequest, out: str, text: str = "") -> None:

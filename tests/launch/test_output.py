@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from meshwright.streams import PatientStream
+from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import lines_of, make_corpus, make_text, tree_for
 
 
@@ -35,7 +36,7 @@ def train(folder: Path, redirections: str) -> int:
     tree = tree_for(make_corpus(folder), layout={"transport": "torch"}, batch={"global": 4}, steps=2)
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
     words = [sys.executable, "-m", "meshwright.cli", "train", str(folder / "run.yaml"), "--out", str(folder / "out")]
-    return subprocess.run(["bash", "-c", f"{' '.join(words)} {redirections}"], timeout=200).returncode
+    return subprocess.run(["bash", "-c", f"{' '.join(words)} {redirections}"], timeout=PATIENCE_SECONDS).returncode
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,9 @@ def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path: Path, variab
         str(tmp_path / "out"),
     ]
     kept = {name: value for name, value in os.environ.items() if name not in ("MESHWRIGHT_CACHE", "XDG_CACHE_HOME")}
-    answer = subprocess.run(words, env=kept | {variable: where}, capture_output=True, text=True, timeout=200)
+    answer = subprocess.run(
+        words, env=kept | {variable: where}, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert answer.returncode == 1
     (line,) = answer.stderr.strip().splitlines()
     assert where in line

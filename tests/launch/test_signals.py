@@ -9,6 +9,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,9 +21,31 @@ from meshwright.errors import LaunchError
 from meshwright.launch import Interrupted, Job, joined, launch, run_worker, signals
 from meshwright.launch.session import open_session, sweep
 from meshwright.ranks.section import TransportName
+from tests.patience import PATIENCE_SECONDS
 
 HERE = "tests.launch.entries"
-PATIENCE_SECONDS = 30.0
+
+
+_STARTED: list[BaseProcess] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Processes that a test starts end with it, also where it fails; workers end with their launcher."""
+    yield
+    while _STARTED:
+        started = _STARTED.pop()
+        for process in (*children_of(started), started):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        started.join()
+
+
+def children_of(started: BaseProcess) -> list[psutil.Process]:
+    try:
+        return psutil.Process(started.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def launch_and_tell(entry: str, out: Path, transport: TransportName, grace_seconds: float) -> None:
@@ -47,6 +70,7 @@ def start(
     context: BaseContext = multiprocessing.get_context("fork" if transport == "mpi" else "spawn")
     launcher = context.Process(target=launch_and_tell, args=(entry, out, transport, grace_seconds))
     launcher.start()
+    _STARTED.append(launcher)
     wait_for(lambda: len(list(out.glob("pid-*"))) == 2)
     below = psutil.Process(launcher.pid).children(recursive=True)
     workers = {int(path.read_text()) for path in out.glob("pid-*")}
@@ -211,6 +235,7 @@ def start_joined(entry: str, arguments: dict[str, str]) -> BaseProcess:
     context = multiprocessing.get_context("fork")
     worker = context.Process(target=run_worker, args=(Job(f"{HERE}:{entry}", arguments), 1))
     worker.start()
+    _STARTED.append(worker)
     return worker
 
 

@@ -24,13 +24,15 @@ from typing import Self
 
 import psutil
 
+from tests.patience import PATIENCE_SECONDS
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 WIRE = Path(__file__).parent / "wire.py"
 NETWORK = "10.77.0"
 TOOLS = ("unshare", "nsenter", "setpriv", "ip", "tc", "mount", "env")
 TIED = ("setpriv", "--pdeathsig", "KILL")
 """What this runs dies with the test's process."""
-START_SECONDS = 20.0
+START_SECONDS = PATIENCE_SECONDS
 
 
 def why_not() -> str:
@@ -134,7 +136,7 @@ class Node:
 
     def run(self, *words: str) -> str:
         """Run a short command on the node; its output."""
-        done = subprocess.run(self.command(words), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(self.command(words), capture_output=True, text=True, timeout=PATIENCE_SECONDS)
         assert done.returncode == 0, f"{' '.join(words)} on {self.name}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -220,7 +222,7 @@ class Network:
     def lab(self, script: str) -> str:
         """Run a shell script where the bridge is."""
         words = [*self._enter(self._first), "sh", "-ec", script]
-        done = subprocess.run(words, capture_output=True, text=True, env=_variables(), timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, env=_variables(), timeout=PATIENCE_SECONDS)
         assert done.returncode == 0, f"{script}: {done.stderr}"
         return done.stdout
 

@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 
+from tests.patience import PATIENCE_SECONDS
+
 PORT = 2222
-START_SECONDS = 20.0
+START_SECONDS = PATIENCE_SECONDS
 END = b"\nexit code "
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.nodes.network import Network, Running
+from tests.patience import PATIENCE_SECONDS
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel")
-START_SECONDS = 40.0
+START_SECONDS = PATIENCE_SECONDS
 
 _CONFIG = """
 ClusterName=tests

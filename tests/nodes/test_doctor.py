@@ -12,8 +12,9 @@ from meshwright.config.load import CONFIGS
 from meshwright.tools.plan.cluster import load_cluster
 from tests.nodes.conftest import Nodes
 from tests.nodes.launchers import by_hand
+from tests.patience import PATIENCE_SECONDS
 
-SECONDS = 90.0
+SECONDS = PATIENCE_SECONDS
 RATE = 40e6 / 8
 """Bytes a second of the tests' links."""
 

@@ -12,9 +12,10 @@ from meshwright.machine import find_mpiexec
 from tests.nodes.conftest import Nodes, losses_of_one
 from tests.nodes.launchers import by_hand, mpirun, torchrun, train_words, write_run
 from tests.nodes.network import Running
+from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import lines_of
 
-SECONDS = 90.0
+SECONDS = PATIENCE_SECONDS
 
 
 def assert_equal(started: list[Running], out: Path, losses: list[float]) -> None:

@@ -15,12 +15,13 @@ import pytest
 from tests.nodes.conftest import Nodes
 from tests.nodes.launchers import by_hand, torchrun, train_words, write_run
 from tests.nodes.network import Network, Running
+from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import lines_of, make_corpus
 
-START_SECONDS = 90.0
+START_SECONDS = PATIENCE_SECONDS
 WAIT_SECONDS = 5.0
 """`timeout.wait` of these runs."""
-MARGIN_SECONDS = 10.0
+MARGIN_SECONDS = PATIENCE_SECONDS
 FOR_EVER = 100_000
 """Steps."""
 

@@ -15,11 +15,12 @@ import pytest
 from tests.nodes.conftest import Nodes
 from tests.nodes.launchers import write_run
 from tests.nodes.network import Network, Running
+from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import lines_of
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="no Ray here: pip install 'meshwright[ray]'")
 
-SECONDS = 120.0
+SECONDS = PATIENCE_SECONDS
 
 
 @pytest.fixture

@@ -15,11 +15,12 @@ from tests.nodes.conftest import Nodes
 from tests.nodes.launchers import train_words, write_run
 from tests.nodes.network import Network
 from tests.nodes.slurm import Slurm
+from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import lines_of
 
 pytestmark = pytest.mark.long
 
-SECONDS = 120.0
+SECONDS = PATIENCE_SECONDS
 ENDED = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"]
 
 Start = Callable[[Network], Slurm]

@@ -72,7 +72,7 @@ def gradients_of(mesh: Mesh, config: Config) -> tuple[Gradients, set[torch.dtype
 
 def run(config: Config) -> list[tuple[Gradients, set[torch.dtype]]]:
     grid = Grid(config.layout.axes)
-    return run_ranks(gradients_of, grid, config, token_axes=config.layout.token_axes, timeout=300)
+    return run_ranks(gradients_of, grid, config, token_axes=config.layout.token_axes)
 
 
 def errors(config: Config) -> dict[str, float]:

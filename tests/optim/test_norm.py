@@ -45,7 +45,7 @@ def serial() -> float:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_sync_has_the_serial_norm(size: int) -> None:
     assert serial() > 0.5
-    for answers in run_ranks(norms, Grid((("data", size),)), None):
+    for answers in run_ranks(norms, Grid((("data", size),)), None, transport="torch"):
         for sync, (norm, reported, stepped) in answers.items():
             assert norm == pytest.approx(serial(), rel=1e-12), sync
             assert reported == stepped == norm, sync  # nothing to clip
@@ -53,7 +53,7 @@ def test_every_sync_has_the_serial_norm(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_clipping_bounds_what_is_stepped_and_reports_what_was(size: int) -> None:
-    for answers in run_ranks(norms, Grid((("data", size),)), 0.25):
+    for answers in run_ranks(norms, Grid((("data", size),)), 0.25, transport="torch"):
         for sync, (_, reported, stepped) in answers.items():
             assert reported == pytest.approx(serial(), rel=1e-12), sync
             assert stepped == pytest.approx(0.25, rel=1e-9), sync

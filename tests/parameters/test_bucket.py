@@ -11,7 +11,8 @@ from torch import nn
 from meshwright.parameters.bucket import Bucket, Place, make_buckets
 from meshwright.parameters.shard import Box, Initial, Shard, ShardedModule, ShardSpec, initialise, shard_specs
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh, SoloTransport
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.transport import SoloTransport
 
 GRID = Grid((("data", 3), ("col", 2)))
 HUGE = 2**30

@@ -26,7 +26,8 @@ from meshwright.parameters.shard import (
 from meshwright.ranks.comm import SoloComm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger
-from meshwright.ranks.mesh import Mesh, SoloTransport, solo_mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.ranks.transport import SoloTransport
 
 CPU = torch.device("cpu")
 SEED = 1193019385407515193

@@ -16,6 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.parity.check import collect, grid_of
 from meshwright.parity.compare import Row
 from meshwright.parity.report import worst_row
+from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 DDP = ROOT / "examples/parity/ddp.py"
@@ -24,7 +25,7 @@ DDP = ROOT / "examples/parity/ddp.py"
 def test_the_command_says_what_differs_and_where(tmp_path: Path) -> None:
     page = tmp_path / "parity.html"
     command = [sys.executable, "-m", "meshwright", "parity", str(DDP), "--json", "--page", str(page)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=ROOT)
     assert ran.returncode == 1, ran.stderr
     told = json.loads(ran.stdout)
     right, wrong = told["checks"]
@@ -44,7 +45,7 @@ def test_pytest_collects_checks() -> None:
     loaded = [] if installed else ["-p", "meshwright.parity.plugin"]
     options = [*loaded, "-p", "no:cacheprovider", "--import-mode=prepend"]
     command = [sys.executable, "-m", "pytest", "-q", *options, str(DDP)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=ROOT)
     assert "1 failed, 1 passed" in ran.stdout, ran.stdout
     assert "a mean of means" in ran.stdout
 

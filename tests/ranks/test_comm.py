@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger
+from meshwright.ranks.section import TransportName
 from tests.comm_cases import DTYPES, PIECE, VERBS, run_subgroups, run_verbs, values
 from tests.mpi_workers import Answer
 from tests.workers import run_ranks
@@ -22,6 +23,11 @@ MPI_SIZES = (2, 4)
 
 @cache
 def on_gloo(size: int) -> list[Answer]:
+    return run_ranks(run_verbs, Grid((("data", size),)), transport="torch")
+
+
+@cache
+def on_threads(size: int) -> list[Answer]:
     return run_ranks(run_verbs, Grid((("data", size),)))
 
 
@@ -30,13 +36,17 @@ def on_gloo_alone(size: int) -> list[Answer]:
     """The answers over gloo's own verbs, which ranks of several nodes use: they share no memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.ranks.torch_comm.open_window", lambda *arguments: None)
-        return run_ranks(run_verbs, Grid((("data", size),)))
+        return run_ranks(run_verbs, Grid((("data", size),)), transport="torch")
+
+
+LOCAL = {"gloo": on_gloo, "gloo alone": on_gloo_alone, "threads": on_threads}
 
 
 @pytest.fixture(
     params=[
         *(pytest.param(("gloo", size), id=f"gloo-{size}") for size in GLOO_SIZES),
         *(pytest.param(("gloo alone", size), id=f"gloo-alone-{size}") for size in (2, 3)),
+        *(pytest.param(("threads", size), id=f"threads-{size}") for size in (2, 3, 4)),
         *(pytest.param(("mpi", size), id=f"mpi-{size}") for size in MPI_SIZES),
         pytest.param(("mpi", 3), id="mpi-3", marks=pytest.mark.long),
     ],
@@ -44,8 +54,8 @@ def on_gloo_alone(size: int) -> list[Answer]:
 def answers(request: pytest.FixtureRequest) -> list[Answer]:
     """The answers of all ranks of one transport and size."""
     transport, size = request.param
-    if transport in ("gloo", "gloo alone"):
-        return on_gloo(size) if transport == "gloo" else on_gloo_alone(size)
+    if transport in LOCAL:
+        return LOCAL[transport](size)
     mpi: Callable[[int], dict[str, list[Answer]]] = request.getfixturevalue("mpi")
     return mpi(size)["verbs"]
 
@@ -165,10 +175,10 @@ def test_ledger(answers: list[Answer], verb: str) -> None:
             assert entries[f"{verb}/{name}"] == wanted, f"{verb} of {name} at rank {index}"
 
 
-@pytest.mark.parametrize("transport", ["gloo", "mpi"])
-def test_subgroups(transport: str, request: pytest.FixtureRequest) -> None:
-    if transport == "gloo":
-        answers = run_ranks(run_subgroups, Grid((("outer", 2), ("inner", 2))))
+@pytest.mark.parametrize("transport", ["torch", "threads", "mpi"])
+def test_subgroups(transport: TransportName, request: pytest.FixtureRequest) -> None:
+    if transport != "mpi":
+        answers = run_ranks(run_subgroups, Grid((("outer", 2), ("inner", 2))), transport=transport)
     else:
         answers = request.getfixturevalue("mpi")(4)["subgroups"]
     for rank, (facts, results) in enumerate(answers):

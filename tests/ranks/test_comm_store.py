@@ -17,11 +17,11 @@ import torch.distributed as dist
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
+from tests.patience import PATIENCE_SECONDS
 from tests.workers import free_port
 
 HOST = socket.gethostname()
 CONTEXT = multiprocessing.get_context("fork")
-PATIENCE_SECONDS = 30
 
 
 def come(

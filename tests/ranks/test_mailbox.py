@@ -33,8 +33,10 @@ from meshwright.ranks.mailbox import (
 from meshwright.ranks.mailbox_torch import GlooMailbox
 from meshwright.ranks.mesh import Mesh, open_mesh, solo_mesh
 from meshwright.ranks.planned import PlannedMailbox, planned_mesh
+from meshwright.ranks.section import TransportName
 from tests import mailbox_cases
 from tests.mailbox_cases import FAST, FORMS, Answer, take, values
+from tests.patience import PATIENCE_SECONDS
 from tests.rehearsal.streams import on_streams
 from tests.workers import free_port, run_ranks
 
@@ -45,6 +47,11 @@ HOST = torch.device("cpu")
 
 @cache
 def on_gloo(case: str) -> list[Answer]:
+    return run_ranks(vars(mailbox_cases)[case], PAIR, transport="torch")
+
+
+@cache
+def on_threads(case: str) -> list[Answer]:
     return run_ranks(vars(mailbox_cases)[case], PAIR)
 
 
@@ -57,14 +64,17 @@ def streamed(mesh: Mesh, case: str) -> Answer:
 
 @cache
 def between_gpus(case: str) -> list[Answer]:
-    return run_ranks(streamed, PAIR, case)
+    return run_ranks(streamed, PAIR, case, transport="torch")
 
 
-@pytest.fixture(params=["gloo", "gpus", "mpi"])
+LOCAL = {"gloo": on_gloo, "gpus": between_gpus, "threads": on_threads}
+
+
+@pytest.fixture(params=["gloo", "gpus", "threads", "mpi"])
 def answers(request: pytest.FixtureRequest) -> Callable[[str], list[Answer]]:
     """The answers of both ranks of one transport to a case."""
-    if request.param != "mpi":
-        return on_gloo if request.param == "gloo" else between_gpus
+    if request.param in LOCAL:
+        return LOCAL[request.param]
     mpi: Callable[[int], dict[str, list[Answer]]] = request.getfixturevalue("mpi")
     return lambda case: mpi(2)[f"mailbox-{case}"]
 
@@ -124,9 +134,10 @@ def check_relay(grid: Grid, answers: list[Answer]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 3), (2, 4)], ids=["row", "two-rows", "two-rows-of-4"])
-def test_rows_beside_each_other(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("transport", ["torch", "threads"])
+def test_rows_beside_each_other(sizes: tuple[int, int], transport: TransportName) -> None:
     grid = Grid((("data", sizes[0]), ("pipe", sizes[1])))
-    check_relay(grid, run_ranks(mailbox_cases.relay, grid))
+    check_relay(grid, run_ranks(mailbox_cases.relay, grid, transport=transport))
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2)], ids=["row", "two-rows"])
@@ -162,9 +173,9 @@ def test_a_dead_neighbour_is_told() -> None:
     for worker in workers:
         worker.start()
     try:
-        assert receiver.poll(60), "rank 0 waits for a dead neighbour"
+        assert receiver.poll(PATIENCE_SECONDS), "rank 0 waits for a dead neighbour"
         assert receiver.recv() == (1, "axis pipe: the link to rank 1 is broken")
-        workers[0].join(30)
+        workers[0].join(PATIENCE_SECONDS)
         assert workers[0].exitcode == 0, "rank 0 did not come to its end"
     finally:
         for worker in workers:

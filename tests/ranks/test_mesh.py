@@ -11,9 +11,11 @@ import torch.distributed as dist
 from meshwright.environment import Environment
 from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import SoloTransport, open_mesh
+from meshwright.ranks.mesh import open_mesh
 from meshwright.ranks.peers import Peer, Peers
+from meshwright.ranks.section import TransportName
 from meshwright.ranks.torch_comm import TorchComm, TorchTransport
+from meshwright.ranks.transport import SoloTransport
 from tests.mailbox_cases import spawn_within
 from tests.mesh_cases import ASKED, ask_by_stage
 from tests.mpi_workers import Answer
@@ -32,8 +34,9 @@ def check(grid: Grid, answers: list[Answer]) -> None:
 
 
 @pytest.mark.parametrize("grid", [SIXTEEN, UNEVEN], ids=["16-ranks", "12-ranks"])
-def test_stages_ask_for_different_groups(grid: Grid) -> None:
-    check(grid, run_ranks(ask_by_stage, grid))
+@pytest.mark.parametrize("transport", ["torch", "threads"])
+def test_stages_ask_for_different_groups(grid: Grid, transport: TransportName) -> None:
+    check(grid, run_ranks(ask_by_stage, grid, transport=transport))
 
 
 @pytest.mark.parametrize("device, closes", [("cpu", True), ("cuda", False)])

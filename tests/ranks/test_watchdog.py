@@ -18,6 +18,7 @@ from meshwright.ranks.flight_recorder import Call, FlightRecorder, Waiting, Wher
 from meshwright.ranks.hang import Record, explain_hang, read_records
 from meshwright.ranks.peers import Peer, Peers
 from meshwright.ranks.watchdog import EXIT_CODE, Watchdog
+from tests.patience import PATIENCE_SECONDS
 
 PACKAGE = Path(__file__).resolve().parents[2] / "meshwright"
 SUM = Call("data", "all_reduce", 4000, (0, 1), 12)
@@ -112,7 +113,7 @@ def test_a_thread_leaves_records_and_a_rank_that_leaves_says_so(tmp_path: Path) 
     before = threading.active_count()
     with Watchdog(Environment(0, 1, 0, 1, 0, "none", tmp_path), recorder, Timeout()):
         recorder.step, recorder.phase = 3, "optimizer"
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE_SECONDS
         while read_records(tmp_path)[0].where.step != 3 and time.monotonic() < end:
             time.sleep(0.05)
         (record,) = read_records(tmp_path)

@@ -26,6 +26,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
 from meshwright.ranks.window import SLOT_BYTES, ExchangeTexts, SharedWindow, open_window
 from meshwright.ranks.window_comm import SMALL_BYTES, WindowComm
+from tests.patience import PATIENCE_SECONDS
 
 SIZES = (1, 5, SMALL_BYTES // 4, SMALL_BYTES // 4 + 3, SLOT_BYTES // 4 * 2 + 7)
 """Elements of float32: small, at the edge, in pieces that nothing divides."""
@@ -50,7 +51,7 @@ class ThreadComm(WindowComm):
 
 def on_threads(size: int, body: Callable[[RankGroup, ExchangeTexts], Any]) -> list[Any]:
     """body(group, exchange) as each of `size` members."""
-    barrier, texts = threading.Barrier(size, timeout=60), [""] * size
+    barrier, texts = threading.Barrier(size, timeout=PATIENCE_SECONDS), [""] * size
 
     def member(index: int) -> Any:
         def exchange(text: str) -> list[str]:

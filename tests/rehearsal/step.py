@@ -107,7 +107,8 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
     from meshwright.config.schema import Timeout
     from meshwright.data_parallel.fsdp import FullySharded
     from meshwright.ranks.grid import Grid
-    from meshwright.ranks.mesh import Mesh, SoloTransport
+    from meshwright.ranks.mesh import Mesh
+    from meshwright.ranks.transport import SoloTransport
 
     device, grid = torch.device("cuda", 0), Grid(config.layout.axes)
     if grid.world_size > 1:

@@ -17,7 +17,7 @@ RULES = {"gpipe": GPIPE, "1f1b": ONE_F_ONE_B, "axonn": AXONN, "message-driven": 
 
 
 def run(grid: Grid, rule: ScheduleRule, num_batches: int, durations: Sequence[float] | int, **more: Any) -> Any:
-    return run_ranks(run_stage, grid, rule, num_batches, durations, *more.values())
+    return run_ranks(run_stage, grid, rule, num_batches, durations, *more.values(), transport="torch")
 
 
 def at_once(order: list[str]) -> int:

@@ -101,7 +101,16 @@ def rehearse(mesh: Mesh, config: Config, orders: Sequence[str], folder: Path, *h
 
 def run(model: str, layout: dict[str, Any], orders: Sequence[str], folder: Path, *how: bool) -> None:
     config = config_of(model, layout)
-    run_ranks(rehearse, Grid(config.layout.axes), config, orders, folder, *how, token_axes=config.layout.token_axes)
+    run_ranks(
+        rehearse,
+        Grid(config.layout.axes),
+        config,
+        orders,
+        folder,
+        *how,
+        token_axes=config.layout.token_axes,
+        transport="torch",
+    )
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def both(mesh: Mesh) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
 
 
 def test_an_island_equals_torch() -> None:
-    for compiled, plain in run_ranks(both, ONE, timeout=300)[0]:
+    for compiled, plain in run_ranks(both, ONE, transport="torch")[0]:
         tolerance = TOLERANCES[compiled[0].dtype]
         for mine, wanted in zip(compiled, plain, strict=True):
             torch.testing.assert_close(mine, wanted, rtol=tolerance, atol=tolerance)
@@ -72,8 +72,8 @@ def three_steps(mesh: Mesh, config: Config, times: int) -> list[list[float]]:
 def test_a_run_with_islands_is_the_run_without() -> None:
     """Two ranks that share the vocabulary; twice the same bits."""
     config = config_for("gpt2", ONE_D[0], compile="islands", steps=3)
-    ranks = run_ranks(three_steps, Grid(config.layout.axes), config, 2, timeout=300)
-    ((plain,),) = run_ranks(three_steps, ONE, config_for("gpt2", {"kind": "none"}, steps=3), 1)
+    ranks = run_ranks(three_steps, Grid(config.layout.axes), config, 2, transport="torch")
+    ((plain,),) = run_ranks(three_steps, ONE, config_for("gpt2", {"kind": "none"}, steps=3), 1, transport="torch")
     for first, again in ranks:
         assert first == again
         torch.testing.assert_close(first, plain, rtol=1e-10, atol=0)

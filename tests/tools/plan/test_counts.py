@@ -175,7 +175,7 @@ def test_counts_what_more_runs_do(name: str) -> None:
 def check(configs: Sequence[Config]) -> None:
     layout = configs[0].layout
     grid = grid_of_run(configs[0])
-    ranks: list[list[Measured]] = run_ranks(measured, grid, configs, token_axes=layout.token_axes)
+    ranks: list[list[Measured]] = run_ranks(measured, grid, configs, token_axes=layout.token_axes, transport="torch")
     planner = Planner(CPU)
     wrong: list[str] = []
     for index, config in enumerate(configs):

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.errors import ConfigError, LaunchError, PluginError
 from meshwright.tools.submit import job
+from tests.patience import PATIENCE_SECONDS
 from tests.test_extending import install
 from tests.tools.submit.asked import VOLUME, containers, documents, stub, task, text_of, with_stubs
 
@@ -142,12 +143,12 @@ def test_a_pod_starts_its_ranks_passes_a_signal_on_and_ends_with_their_code(
     shell = ["sh", "-c", task(run)["run"]] if kind == "task" else containers(documents(kind, run)[1])[-1]["command"]
     stub(tmp_path, "python", RANK.format(code=75))
     pod = subprocess.Popen(shell, env=with_stubs(tmp_path, **variables), cwd=tmp_path)
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE_SECONDS
     while len(list(tmp_path.glob("started-*"))) < 2:
         assert time.monotonic() < end
         time.sleep(0.02)
     pod.send_signal(signal.SIGTERM)
-    assert pod.wait(30) == code
+    assert pod.wait(PATIENCE_SECONDS) == code
     ranks = sorted((tmp_path / "out").read_text().splitlines())
     assert ranks == [f"{2 + local} of 4, {local} of 2: {address}" for local in (0, 1)]
 

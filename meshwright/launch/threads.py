@@ -1,0 +1,90 @@
+"""Ranks as threads of this process: one runs at a time (ranks/thread_world.py).
+
+What they run needs no name and no JSON: a function of a notebook's cell, results of any kind, a breakpoint in one rank
+while the others stand. They share this process's memory and its end: a rank that is killed takes all with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from meshwright.environment import Environment
+from meshwright.errors import LaunchError
+from meshwright.launch.failure import Interrupted, Report
+from meshwright.launch.session import temporary_folder
+from meshwright.launch.signals import FileStop, KillWorkers, StopRequest, StopSignals
+
+if TYPE_CHECKING:
+    from meshwright.ranks.thread_world import ThreadWorld
+
+_LOOK_SECONDS = 0.2
+"""How long the thread that started the ranks sleeps at once: Python runs a signal's handler when it wakes."""
+
+
+def run_threads(work: Callable[[Environment, ThreadWorld], Any], num_ranks: int, threads: int) -> list[Any]:
+    """Call work(environment, world) in a thread for each rank, with `threads` CPU threads of torch's; what each
+    returned, in rank order.
+
+    Raises LaunchError for the first rank that raised, from its exception. What ends the wait for the ranks (Ctrl-C)
+    ends them at their next wait for each other.
+    """
+    import torch
+
+    from meshwright.ranks.thread_world import ThreadWorld
+
+    world = ThreadWorld(num_ranks)
+    results: list[Any] = [None] * num_ranks
+    before, random = torch.get_num_threads(), torch.get_rng_state()
+
+    def live(rank: int) -> None:
+        torch.set_num_threads(threads)
+        try:
+            with world.turn(rank):
+                torch.set_rng_state(random)
+                results[rank] = work(Environment(rank, num_ranks, rank, num_ranks, 0, "none"), world)
+        except BaseException:  # the world keeps it, for whoever started the ranks
+            return
+
+    ranks = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)]
+    for thread in ranks:
+        thread.start()
+    try:
+        for thread in ranks:
+            while thread.is_alive():
+                thread.join(_LOOK_SECONDS)
+    except BaseException as error:
+        world.stop(error)
+        raise
+    finally:
+        torch.set_num_threads(before)
+        torch.set_rng_state(random)
+    if world.failure is None:
+        return results
+    rank, failure = world.failure
+    if rank < 0:
+        raise failure
+    raise LaunchError(str(Report.of(rank, failure))) from failure
+
+
+def launch_threads(
+    work: Callable[[Environment, ThreadWorld, StopRequest], Any], num_ranks: int, threads: int
+) -> list[Any]:
+    """`run_threads` of a job that may be asked to stop, by the signals of our launcher where this is the main thread.
+
+    Raises Interrupted where somebody asked.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return run_threads(lambda environment, world: work(environment, world, StopRequest()), num_ranks, threads)
+    with temporary_folder() as folder, StopSignals(folder) as signals:
+        stopping = partial(FileStop, folder, 0)
+        try:
+            results = run_threads(lambda environment, world: work(environment, world, stopping()), num_ranks, threads)
+        except KillWorkers:
+            assert signals.received is not None
+            raise Interrupted(f"stopped by {signals.received.name}", signals.received) from None
+    if signals.received is not None:
+        raise Interrupted(f"stopped by {signals.received.name}", signals.received, saved=True)
+    return results

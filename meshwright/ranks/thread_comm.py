@@ -1,0 +1,218 @@
+"""The verbs and the mailbox of ranks that are threads of one process (thread_world.py): copies in its memory.
+
+A rank gives its tensors to its group's next call. The member that comes last moves and adds up for all of them; a sum
+adds the members' values in their order, half precision in float32, whoever came when. What two ranks send each other is
+copied into a queue when it is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.ranks.board import Board
+from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, RankGroup, RecordedComm, SoloComm, Work
+from meshwright.ranks.mailbox import Mailbox, PackedMailbox, Packet, Side, SoloMailbox, header_of
+from meshwright.ranks.thread_world import Act, Meeting, ThreadWorld
+from meshwright.ranks.transport import Transport
+from meshwright.ranks.window_comm import add_up
+
+_OPPOSITE: dict[Side, Side] = {"before": "after", "after": "before"}
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The tensor's memory, of which autograd knows nothing: a library that receives into it would not tell either."""
+    return x.data.view(-1)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
+
+
+def _sum_to(receivers: Sequence[int]) -> Act:
+    def act(everyones: Sequence[Tensor]) -> None:
+        first, *others = receivers
+        add_up(everyones, everyones[first])
+        for member in others:
+            everyones[member].copy_(everyones[first])
+
+    return act
+
+
+def _sum_pieces(given: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for member, (part, _) in enumerate(given):
+        add_up([x.view(len(given), -1)[member] for _, x in given], part)
+
+
+def _gather_to(receivers: Sequence[int]) -> Act:
+    def act(given: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for member in receivers:
+            for row, (_, part) in zip(given[member][0].view(len(given), -1), given, strict=True):
+                _copy(row, part)
+
+    return act
+
+
+def _trade(given: Sequence[tuple[Tensor, Tensor, PieceSizes | None]]) -> None:
+    """Piece j of member i's x becomes piece i of member j's out."""
+    equal = [x.numel() // len(given) for _, x, _ in given]
+    sent = [x.split(list(sizes.sent) if sizes else [each] * len(given)) for (_, x, sizes), each in zip(given, equal)]
+    for member, (out, _, sizes) in enumerate(given):
+        pieces = out.split(list(sizes.received) if sizes else [equal[member]] * len(given))
+        for piece, theirs in zip(pieces, sent, strict=True):
+            piece.copy_(theirs[member])
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Work that is over when all members have come to the call."""
+
+    world: ThreadWorld
+    rank: int
+    meeting: Meeting
+    number: int
+
+    def wait(self) -> None:
+        self.world.wait(self.rank, lambda: self.meeting.ended > self.number)
+
+
+class ThreadComm(RecordedComm):
+    """`name`: of the group, among all of its world."""
+
+    def __init__(self, group: RankGroup, world: ThreadWorld, name: object) -> None:
+        super().__init__(group)
+        self.world, self.rank, self._name = world, group.ranks[group.index], name
+        self._meeting, self._calls = world.meeting(name, self.size), itertools.count()
+        self._sent, self._received = ([itertools.count() for _ in group.ranks] for _ in range(2))
+
+    def _meet(self, verb: str, given: object, act: Act) -> Work:
+        number = next(self._calls)
+        if self._meeting.come(number, verb, self.index, given, act):
+            self.world.wake(self.ranks)
+            return DONE
+        return _Arrival(self.world, self.rank, self._meeting, number)
+
+    def _barrier(self) -> Work:
+        return self._meet("barrier", None, lambda given: None)
+
+    def _all_reduce(self, x: Tensor) -> Work:
+        return self._meet("all_reduce", _flat(x), _sum_to(range(self.size)))
+
+    def _reduce(self, x: Tensor, root: int) -> Work:
+        return self._meet("reduce", _flat(x), _sum_to([root]))
+
+    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
+        return self._meet("reduce_scatter", (_flat(part), _flat(x)), _sum_pieces)
+
+    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
+        return self._meet("all_gather", (_flat(x), _flat(part)), _gather_to(range(self.size)))
+
+    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
+        return self._meet("gather", (_flat(x), _flat(part)), _gather_to([root]))
+
+    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
+        return self._meet("all_to_all", (_flat(out), _flat(x), pieces), _trade)
+
+    def _broadcast(self, x: Tensor, root: int) -> Work:
+        def act(everyones: Sequence[Tensor]) -> None:
+            for own in everyones:
+                _copy(own, everyones[root])
+
+        return self._meet("broadcast", _flat(x), act)
+
+    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
+        def act(given: Sequence[tuple[Tensor, Tensor]]) -> None:
+            pieces = given[root][1].view(len(given), -1)
+            for piece, (own, _) in zip(pieces, given, strict=True):
+                _copy(own, piece)
+
+        return self._meet("scatter", (_flat(part), _flat(x)), act)
+
+    def _send(self, x: Tensor, to: int) -> None:
+        self.world.letters[self._name, self.index, to, next(self._sent[to])] = _flat(x).clone()
+        self.world.wake([self.ranks[to]])
+
+    def _receive(self, x: Tensor, source: int) -> None:
+        self._awaited(x, source).wait()
+
+    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
+        self._send(x, to)
+        return self._awaited(into, source)
+
+    def _awaited(self, into: Tensor, source: int) -> Work:
+        """The next of the source's tensors that nobody waits for yet."""
+        letters, address = self.world.letters, (self._name, source, self.index, next(self._received[source]))
+
+        def receive() -> None:
+            self.world.wait(self.rank, lambda: address in letters)
+            _flat(into).copy_(letters.pop(address))
+
+        return Later(receive)
+
+
+class ThreadMailbox(PackedMailbox):
+    """Messages lie in a queue of the rank that they are sent to. `name`: of the axis, among all of its world."""
+
+    def __init__(self, group: RankGroup, world: ThreadWorld, name: object) -> None:
+        super().__init__(group, torch.device("cpu"))
+        self.world, self.rank = world, group.ranks[group.index]
+        self._inbox: deque[Packet] = world.queue((name, self.rank))
+        self._outboxes = {side: world.queue((name, rank)) for side, rank in self.neighbours.items()}
+
+    def _post(self, side: Side) -> None:
+        """A queue needs no receives: how many are posted says how many may be taken."""
+
+    def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
+        self._outboxes[to].append(Packet(_OPPOSITE[to], header_of(buffer), buffer))
+        self.world.wake([self.neighbours[to]])
+
+    def _arrived(self) -> list[Packet]:
+        may_come, taken, left = dict(self._posted), [], []
+        for packet in self._inbox:
+            if may_come[packet.side]:
+                may_come[packet.side] -= 1
+                taken.append(packet)
+            else:
+                left.append(packet)
+        self._inbox.clear()
+        self._inbox.extend(left)
+        return taken
+
+    def _next_arrivals(self) -> list[Packet]:
+        self.world.wait(self.rank, lambda: any(self._posted[packet.side] for packet in self._inbox))
+        return self._arrived()
+
+    def _flush(self) -> None:
+        """A message lies with its receiver from the moment it is sent."""
+
+    def shut(self) -> None:
+        return None
+
+
+class ThreadTransport(Transport):
+    """Comms and mailboxes of the rank `rank` of a world."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.world, self.rank = world, rank
+
+    def comm(self, group: RankGroup) -> Comm:
+        name = ("comm", group.axis, group.tag, group.ranks)
+        return SoloComm(group) if len(group.ranks) == 1 else ThreadComm(group, self.world, name)
+
+    def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
+        name = ("mailbox", group.axis, group.tag, group.ranks)
+        return SoloMailbox(group.axis) if len(group.ranks) == 1 else ThreadMailbox(group, self.world, name)
+
+    def board(self, folder: Path) -> Board:
+        return self.world.board
+
+    def aside(self) -> AbstractContextManager[None]:
+        return self.world.aside(self.rank)
