@@ -105,6 +105,13 @@ def _agreed(mesh: Mesh, step: int | None) -> int | None:
     return None if int(found) < 0 else int(found)
 
 
+def _of_experts(config: Config) -> Sequence[str]:
+    """A line on the balance loss of weights that come with experts."""
+    if not config.model.num_experts or config.model.losses_in_layers:
+        return ()
+    return ("no balance loss of the experts: config.json has output_router_logits=false, and true trains with one",)
+
+
 @dataclass(frozen=True)
 class _Run:
     """A rank's training run: the trainer, and around it checkpoints, validation, metrics and the display."""
@@ -133,7 +140,7 @@ class _Run:
         with RunDisplay(started.step, config.steps, speaks=speaks, live=live, level=level) as display:
             self._greet(display, writer.unfinished, attempt)
             if step == 0 and config.weights is not None:
-                display.say(f"starting from the weights of {config.weights}")
+                display.say(f"starting from the weights of {config.weights}", *_of_experts(config))
             elif step is not None:
                 display.say(f"going on from checkpoint step-{step}")
             elif resume:
