@@ -59,7 +59,7 @@ def settings_texts(
     texts = family.further_files(model) | dict(published)
     if tokenizer is not None:
         text, ids, tokens = family.with_tokenizer(model, tokenizer.text, tokenizer.tokenizer)
-        settings = {**ids, **settings}
+        settings |= {key: token for key, token in ids.items() if key not in settings}
         if _EOS in ids:
             settings, texts = _with_ends(settings, texts, tokenizer)
         texts["tokenizer.json"] = text

@@ -1,4 +1,4 @@
-"""Published folders in small: the settings of each family that docs/models.md names, as its authors publish them, with a
+"""Published folders in small: the settings of each family of docs/models.md, as its authors publish them, with a
 model of a few thousand parameters and a tokenizer of the 256 bytes and the family's special tokens.
 
 A setting of an id holds the token's spelling here; the tokenizer numbers it.
@@ -125,7 +125,7 @@ MISTRAL_TOKENIZER = {
 }  # fmt: skip
 FROM_MODEL = {"_from_model_config": True, "bos_token_id": "<s>", "eos_token_id": "</s>", "transformers_version": "4.42"}
 SENTENCEPIECE_MAP = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-DEEPSEEK = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001 their bars
+DEEPSEEK = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")
 DEEPSEEK_CHAT = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
     f"{{{{ '{DEEPSEEK[1]}' + message['content'] }}}}{{% else %}}"
