@@ -5,8 +5,9 @@ A run says them (`data.begin`, `data.end`), or a tokenizer's own files do (`auto
 | of    | asked                                                                                                      |
 |-------|------------------------------------------------------------------------------------------------------------|
 | end   | `eos_token` of tokenizer_config.json, of special_tokens_map.json; the first special token that is          |
-|       | `eos_token_id` of generation_config.json, of config.json; the token at which the template of               |
-|       | tokenizer.json's post-processor ends; the first of `SPELLINGS` that the vocabulary has                     |
+|       | `eos_token_id` of generation_config.json, of config.json; `END`, which tokenizers made here have, their    |
+|       | BERT's as well; the token at which the template of tokenizer.json's post-processor ends; the first of      |
+|       | `SPELLINGS` that the vocabulary has                                                                        |
 | begin | none where `add_bos_token` of tokenizer_config.json is false; where it is true `bos_token` of that file or |
 |       | of special_tokens_map.json; else the token with which the post-processor's template begins, or none        |
 | stops | `end`, and every `eos_token_id` of generation_config.json, or of config.json where that has none           |
@@ -30,7 +31,7 @@ from meshwright.errors import DataError
 SETTINGS, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, MODEL = "generation_config.json", "config.json"
 
-SPELLINGS = (END, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+SPELLINGS = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 """The end of a text as published tokenizers spell it, for a tokenizer.json with nothing beside it that says so."""
 
 Beside = Mapping[str, Mapping[str, Any]]
@@ -112,11 +113,11 @@ def _auto_end(
     if named := _named(beside, "eos_token"):
         return int(known(*named))
     spelled = (library.token_to_id(name) for name in SPELLINGS)
-    for token in (*stops[:1], closing, *spelled):
+    for token in (*stops[:1], library.token_to_id(END), closing, *spelled):
         if token is not None:
             return int(token)
     also = f"{SETTINGS} beside it would name another, as data.end does"
-    raise DataError(f"{where}: has no end-of-text token; looked for {', '.join(SPELLINGS)}; {also}")
+    raise DataError(f"{where}: has no end-of-text token; looked for {', '.join((END, *SPELLINGS))}; {also}")
 
 
 def _named(beside: Beside, key: str) -> tuple[str, str] | None:

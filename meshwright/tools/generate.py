@@ -109,7 +109,7 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
         folder = find_checkpoint(checkpoint)
         template = config.data.chat_template(folder) or kept_template(folder)
         if template is None:
-            rule = "has no template: neither this run's dialogues nor its tokenizer brought one"
+            rule = "has no template: this run was not trained on dialogues, and its tokenizer came without one"
             raise ConfigError.of("--chat", True, rule, "without --chat")
     loaded, most = load_text(checkpoint, device, context), request.tokens or DEFAULT_TOKENS
     if template is None:

@@ -1,5 +1,5 @@
-"""The tokens around a document: what a run names, what packed tokens, checkpoints and texts that are measured have of it,
-and what is refused."""
+"""The tokens around a document: what a run names, what packed tokens, checkpoints and measured texts have of it, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END = "<|endoftext|>"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Thirty texts, and a tokenizer with three special tokens more, of which no file says what they are."""
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
-    texts = [f"text {number} of words" for number in range(30)]
+    texts = [f"piece {number} of words" for number in range(30)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     tree = json.loads(train_bpe(texts, 290).to_json())
     at = max(tree["model"]["vocab"].values())
@@ -71,7 +71,7 @@ def documents_of(config: Config) -> tuple[Path, list[str]]:
 def test_documents_stand_between_what_the_run_names(folder: Path, words: tuple[str, ...], between: str) -> None:
     found, documents = documents_of(run_of(folder, *words))
     assert len(documents) > 3
-    assert {text.partition("text")[0] for text in documents[1:-1]} == {between}
+    assert {text.partition("piece")[0] for text in documents[1:-1]} == {between}
     for other in ((), ("data.begin=<s>",), ("data.end=none",)):
         assert (documents_of(run_of(folder, *other))[0] == found) == (other == words), "another cache for other tokens"
 
@@ -83,7 +83,7 @@ def test_the_files_beside_a_tokenizer_name_its_end(folder: Path, file: str, spel
     before = documents_of(run_of(folder))[0]
     (folder / file).write_text(json.dumps({"eos_token": spelt}))
     found, documents = documents_of(run_of(folder))
-    assert {text.partition("text")[0] for text in documents[1:-1]} == {"<｜end▁of▁sentence｜>"}
+    assert {text.partition("piece")[0] for text in documents[1:-1]} == {"<｜end▁of▁sentence｜>"}
     assert found != before
 
 
@@ -103,10 +103,10 @@ def test_add_bos_token_and_a_token_that_is_not_there(folder: Path) -> None:
         tokenizer = load_tokenizer(folder / "tokenizer.json")
         assert (None if tokenizer.begin is None else tokenizer.name_of(tokenizer.begin)) == begin
     path.write_text(json.dumps({"eos_token": "<nowhere>"}))
-    with pytest.raises(DataError, match="has no token '<nowhere>', which eos_token of tokenizer_config.json names"):
+    with pytest.raises(DataError, match=r"has no token '<nowhere>', which eos_token of tokenizer_config\.json names"):
         load_tokenizer(folder / "tokenizer.json")
     text = (folder / "tokenizer.json").read_text().replace(END, "<stop>")
-    with pytest.raises(DataError, match="has no end-of-text token; .*data.end does"):
+    with pytest.raises(DataError, match=r"has no end-of-text token; .*data\.end does"):
         parse_tokenizer(text, "x")
 
 
@@ -129,7 +129,7 @@ def test_a_prepared_folder_has_its_own(folder: Path) -> None:
     asked = run_of(folder, source=str(folder / "packed"))
     assert documents_of(asked)[0] == folder / "packed"
     other = run_of(folder, source=str(folder / "packed"), begin="none")
-    with pytest.raises(DataError, match="data.begin=none: .*packed was prepared with <s>; leave data.begin out"):
+    with pytest.raises(DataError, match=r"data\.begin=none: .*packed was prepared with <s>; leave data\.begin out"):
         other.data.prepare(other, silent)
 
 
@@ -145,8 +145,8 @@ def test_a_run_is_measured_and_exported_as_it_was_trained(folder: Path) -> None:
     given = stream_for(loaded, str(folder / "again.jsonl"))
     for stream in (held_out, given):
         text = loaded.tokenizer.decode(stream.tokens.tolist())
-        assert text.startswith("<s>text")
-        assert "words<|im_end|><s>text" in text
+        assert text.startswith("<s>piece")
+        assert "words<|im_end|><s>piece" in text
     marks = [loaded.tokenizer.first, loaded.tokenizer.end]
     counted = [token for token in given.tokens.tolist() if token not in marks]
     assert text_perplexity(loaded, given)["tokens"] == len(counted)
