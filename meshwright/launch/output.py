@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import socket
 import sys
 import threading
@@ -30,6 +31,7 @@ SOCKET = "output"
 _TIMEOUT_SECONDS = 30.0
 _DRAIN_SECONDS = 1.0
 """A pipe ends with its worker, except where a process that the worker started still holds it."""
+_LINE_MILLISECONDS = 20
 _KEPT_BYTES = 8192
 _LAST_LINES = 20
 
@@ -43,7 +45,14 @@ class _Tee:
         self.thread = threading.Thread(target=self._copy, daemon=True)
 
     def _copy(self) -> None:
+        more_comes = select.poll()  # select() itself knows no descriptor from 1024 on
+        more_comes.register(self._reader, select.POLLIN)
         while data := os.read(self._reader, 2**16):
+            # A line may come in two writes: its end is waited for, so that two ranks' lines stay apart.
+            while not data.endswith(b"\n") and more_comes.poll(_LINE_MILLISECONDS):
+                if len(data) > _KEPT_BYTES or not (more := os.read(self._reader, 2**16)):
+                    break
+                data += more
             self.kept = (self.kept + data)[-_KEPT_BYTES:]
             with suppress(OSError):  # a display that is gone: the worker goes on without it
                 while data:
