@@ -99,7 +99,7 @@ def save(parts: Parts, folder: str | Path, step: int, *, samples: int = 0) -> Pa
     from meshwright.checkpoint.restore import progress_of
 
     origin = Origin(parts.config.model_dump(mode="json", by_alias=True))
-    writer = CheckpointWriter(Path(folder), parts.mesh, sys.maxsize, origin, None)
+    writer = CheckpointWriter(Path(folder), parts.mesh, sys.maxsize, origin, {})
     writer.save(progress_of(parts, step, samples), pieces_of(parts))
     writer.wait()
     return Path(folder) / f"step-{step}"

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,9 @@ LauncherName = Literal["none", "torchrun", "slurm", "mpi"]
 
 ATTEMPT = "MESHWRIGHT_ATTEMPT"
 """Our own mpiexec launcher says in it how often the job was restarted."""
+
+EARLY_ERRORS = "MESHWRIGHT_EARLY_ERRORS"
+"""Our own launcher says in it where workers of its fork server leave their first errors."""
 
 PLACE_VARIABLES: Mapping[str, tuple[str, ...]] = {
     # rank, world size, local rank, local world size, attempt
@@ -129,6 +133,21 @@ def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
     if variables.get("XDG_CACHE_HOME"):
         return Path(variables["XDG_CACHE_HOME"]) / "meshwright"
     return Path("~/.cache/meshwright").expanduser()
+
+
+@contextmanager
+def early_errors_in(folder: Path, variables: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Tell a process that is started meanwhile where its children leave what they say before they have our stderr."""
+    variables[EARLY_ERRORS] = str(folder)
+    try:
+        yield
+    finally:
+        del variables[EARLY_ERRORS]
+
+
+def early_errors_folder(variables: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder of `early_errors_in`; None in a process that was not told."""
+    return Path(variables[EARLY_ERRORS]) if EARLY_ERRORS in variables else None
 
 
 def enter_local_rank(

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import (
-    TOKENIZER_FILE,
     Groups,
     Listing,
     Manifest,
@@ -60,15 +59,15 @@ class CheckpointWriter:
 
     A checkpoint that cannot be written costs the run that checkpoint and nothing else: the older ones stay. Only
     `wait`, behind the last one, raises. `unfinished` (on rank 0): the checkpoints in which an earlier run was killed,
-    now removed.
+    now removed. `beside`: the texts of further files of a step folder, by file name; rank 0's are written.
     """
 
-    def __init__(self, folder: Path, mesh: Mesh, keep: int, origin: Origin, tokenizer: str | None) -> None:
+    def __init__(self, folder: Path, mesh: Mesh, keep: int, origin: Origin, beside: Mapping[str, str]) -> None:
         self.folder = folder
         self.mesh = mesh
         self.keep = keep
         self.origin = origin
-        self.tokenizer = tokenizer
+        self.beside = beside
         self.unfinished = self._clear() if mesh.rank == 0 else []
         self._own = set(self._steps_of_run()) if mesh.rank == 0 else set()
         # A name of this writer's own, so that nothing of an earlier attempt is taken for a part of this one's.
@@ -233,9 +232,9 @@ class CheckpointWriter:
             files.append(listing.file)  # in rank order, so that a group of ranks is one of files
             runs += (replace(run, group=run.group + len(groups)) for run in listing.runs)
             groups += listing.groups
-        if self.tokenizer is not None:
-            path = partial / TOKENIZER_FILE
-            path.write_text(self.tokenizer, encoding="utf-8")
+        for name, text in self.beside.items():
+            path = partial / name
+            path.write_text(text, encoding="utf-8")
             synced(path)
             files.append(stored_file(path))
         synced(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs)).write(partial))

@@ -239,7 +239,15 @@ def convert_import(
 
 
 @convert_app.command("export")
-def convert_export(checkpoint: CheckpointFolder, out: NewFolder, as_json: AsJson = False) -> None:
+def convert_export(
+    checkpoint: CheckpointFolder,
+    out: NewFolder,
+    dtype: Annotated[
+        str | None,
+        Option(help="float32, bf16, fp16 or float64; as the weights came, else the run's.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Make a Hugging Face folder from a checkpoint.
 
     transformers' from_pretrained reads it.
@@ -248,12 +256,15 @@ def convert_export(checkpoint: CheckpointFolder, out: NewFolder, as_json: AsJson
     """
     from meshwright.checkpoint import Checkpoint
     from meshwright.convert import export_folder
+    from meshwright.parts import DTYPES
 
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError.of("--dtype", dtype, "is no dtype of weights", ", ".join(DTYPES))
     with progress() as show:
-        folder = export_folder(checkpoint, out, show)
+        folder = export_folder(checkpoint, out, show, dtype=dtype)
     print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
     try:
-        Checkpoint(folder).config.data.chat_template()
+        Checkpoint(folder).config.data.chat_template(folder)
     except DataError as error:
         print(f"the run's chat template is not in it, since it cannot be read any more: {error}", file=sys.stderr)
 

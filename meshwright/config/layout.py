@@ -155,7 +155,7 @@ class Layout(Section):
     tensor: TensorParallel = Whole()
     """Every layer cut over ranks."""
     transport: Literal["auto", TransportName] = "auto"
-    """The carrier of messages; threads: ranks in one process; auto: MPI on CPUs that have it, else torch (gloo, NCCL)."""
+    """The carrier of messages; threads: ranks in one process; auto: MPI on CPUs with it, else torch (gloo, NCCL)."""
     order: tuple[str, ...] | Literal["auto"] = "auto"
     """The axes, outermost first: ranks that differ on the last alone are neighbours; row:2 is a part of an axis."""
     ranks_per_node: Positive | Literal["auto"] = "auto"

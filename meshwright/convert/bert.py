@@ -12,10 +12,10 @@ from typing import ClassVar
 
 from tokenizers import processors
 
-from meshwright.convert.family import Family, Names, in_blocks, with_tokens
+from meshwright.convert.family import Family, Names, WithTokens, in_blocks, with_tokens
 from meshwright.convert.folder import Settings
 from meshwright.data.specials import FIRST, MASK, NAMES, PADDING, SEPARATOR, Specials, specials_of
-from meshwright.data.tokenizer import parse_tokenizer
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.models.bert import BERT as Model
 from meshwright.models.bert import NUM_ANSWERS, NUM_SEGMENTS
 from meshwright.models.section import Bert, BertTrunk, Transformer
@@ -110,10 +110,10 @@ class BertFamily(Family):
             "initializer_range": 0.02,
         }
 
-    def with_tokenizer(self, model: BertTrunk, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
-        specials = specials_of(parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json"))
+    def with_tokenizer(self, model: BertTrunk, text: str, tokenizer: Tokenizer) -> WithTokens:
+        specials = specials_of(tokenizer)
         tokens = {"pad_token": PADDING, "cls_token": FIRST, "sep_token": SEPARATOR, "mask_token": MASK}
-        return with_specials(tokenizer, specials), {"pad_token_id": specials.padding}, tokens
+        return WithTokens(with_specials(text, specials), {"pad_token_id": specials.padding}, tokens)
 
 
 def with_specials(text: str, specials: Specials) -> str:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import tokenizers
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshwright.config.schema import Model
 from meshwright.convert.folder import Settings
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError, DataError
 from meshwright.models.section import Transformer
 from meshwright.parameters.shard import ShardSpec, shard_specs
@@ -101,6 +102,15 @@ def with_tokens(text: str, ids: Mapping[str, int], template: processors.PostProc
     return str(library.to_str(pretty=True)) + "\n"
 
 
+class WithTokens(NamedTuple):
+    """A tokenizer.json's text with the model's special tokens in it; the settings of config.json that are their ids;
+    those of tokenizer_config.json that are their spellings."""
+
+    text: str
+    ids: dict[str, int | None]
+    tokens: dict[str, str]
+
+
 class Family(ABC):
     """One family of models in Hugging Face's form."""
 
@@ -144,10 +154,9 @@ class Family(ABC):
     def further_settings(self, model: Any) -> dict[str, object]:
         """The settings of config.json that are not written key by key."""
 
-    def with_tokenizer(self, model: Any, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
-        """A tokenizer.json's text with the model's special tokens in it; the settings of config.json that are their
-        ids; and those of tokenizer_config.json that are their spellings."""
-        return tokenizer, {}, {}
+    def with_tokenizer(self, model: Any, text: str, tokenizer: Tokenizer) -> WithTokens:
+        """The words of a folder on the model's special tokens. `text`: its tokenizer.json, which is `tokenizer`."""
+        return WithTokens(text, {}, {})
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         """Fields that are not read key by key. Raises CheckpointError where a setting is of no model that we have."""
@@ -176,21 +185,16 @@ class Family(ABC):
             more["dropout"] = settings.one_number(self.dropouts, self.dropout)
         return settings.section(self.section, self.fields, family=self.name, **more)
 
-    def files(self, model: Any, tokenizer: str | None, dtype: str) -> dict[str, str]:
-        """The texts beside the weights, by file name; `tokenizer`: the model's tokenizer.json, where there is one."""
+    def settings(self, model: Any) -> dict[str, Any]:
+        """The settings of config.json that say what the model is."""
         values = model.model_dump() | {"inner": model.inner}
         settings = {key: values[field] for field, key in self.fields.items()}
         settings |= dict.fromkeys(self.dropouts, model.dropout) | dict(self.fixed)
-        settings |= {"model_type": self.model_types[0], "torch_dtype": dtype} | self.further_settings(model)
-        if tokenizer is None:
-            return {"config.json": as_text(settings)}
-        text, ids, tokens = self.with_tokenizer(model, tokenizer)
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.positions, **tokens}
-        return {
-            "config.json": as_text(settings | ids),
-            "tokenizer.json": text,
-            "tokenizer_config.json": as_text(about),
-        }
+        return settings | {"model_type": self.model_types[0]} | self.further_settings(model)
+
+    def further_files(self, model: Any) -> dict[str, str]:
+        """The texts of files beside the weights that are no tokenizer's, by file name."""
+        return {}
 
     def pairs(self, model: Any) -> list[TensorPair]:
         """Every parameter of a model."""

@@ -49,9 +49,13 @@ def folder_of(source: str) -> Path:
 class Settings:
     """The settings of a folder."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises CheckpointError where there is no such file, or it holds no settings."""
+    def __init__(self, path: Path, values: dict[str, Any] | None = None) -> None:
+        """`values`: the file's, where they are known. Raises CheckpointError where there is no such file, or it holds
+        no settings."""
         self.path = path
+        if values is not None:
+            self.values = values
+            return
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -60,7 +64,7 @@ class Settings:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if not isinstance(settings, dict):
             raise CheckpointError(f"{path} holds no settings")
-        self.values: dict[str, Any] = settings
+        self.values = settings
 
     def refused(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {why}")

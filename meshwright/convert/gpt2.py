@@ -11,14 +11,13 @@ All but lm_head carry the prefix `transformer.` in a folder of a GPT2LMHeadModel
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Set
 from typing import ClassVar
 
-from meshwright.convert.family import Family, Names, in_blocks
+from meshwright.convert.family import Family, Names, WithTokens, in_blocks
 from meshwright.convert.folder import Settings
-from meshwright.data.tokenizer import END, parse_tokenizer
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.models.gpt import GPT
 from meshwright.models.section import Gpt2
 
@@ -87,13 +86,10 @@ class Gpt2Family(Family):
             "n_inner": None,
             "activation_function": _ACTIVATIONS[0],
             "initializer_range": 0.02,
-            "bos_token_id": None,
-            "eos_token_id": None,
             "use_cache": True,
         }
 
-    def with_tokenizer(self, model: Gpt2, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
-        end = parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json").end
-        spelled = any(token["content"] == END for token in json.loads(tokenizer).get("added_tokens", []))
-        tokens = {"bos_token": END, "eos_token": END} if spelled else {}
-        return tokenizer, {"bos_token_id": end, "eos_token_id": end}, tokens
+    def with_tokenizer(self, model: Gpt2, text: str, tokenizer: Tokenizer) -> WithTokens:
+        name = tokenizer.name_of(tokenizer.end)
+        tokens = {"bos_token": name, "eos_token": name} if name in tokenizer.special_tokens else {}
+        return WithTokens(text, {"bos_token_id": tokenizer.first, "eos_token_id": tokenizer.end}, tokens)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from meshwright.config.schema import Model
-from meshwright.convert.family import Family, Names, TensorPair, TensorShape, in_blocks
+from meshwright.convert.family import Family, Names, TensorPair, TensorShape, WithTokens, in_blocks
 from meshwright.convert.folder import Settings
-from meshwright.data.tokenizer import parse_tokenizer
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.models.llama.model import LlamaModel
 from meshwright.models.llama.section import ROPES, Llama, PlainRope
@@ -236,9 +236,10 @@ class LlamaFamily(Family):
             **_experts_settings(model),
         }
 
-    def with_tokenizer(self, model: Llama, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
-        library = parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json")
-        return tokenizer, {"eos_token_id": library.end}, {"eos_token": library.end_name}
+    def with_tokenizer(self, model: Llama, text: str, tokenizer: Tokenizer) -> WithTokens:
+        named = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
+        tokens = {key: tokenizer.name_of(token) for key, token in named.items() if token is not None}
+        return WithTokens(text, {f"{key}_id": token for key, token in named.items()}, tokens)
 
 
 def _kind_of(model: Llama) -> str:
@@ -270,6 +271,7 @@ def _experts(settings: Settings) -> dict[str, object]:
         return {}
     for key, ours in _WITH_EXPERTS.items():
         settings.only(key, ours)
+    settings.only("output_router_logits", False, True, None)
     counts = {values[key] for key in _COUNTS if key in values}
     if len(counts) != 1 or "num_experts_per_tok" not in values:
         raise settings.refused(f"has no number of experts: {' or '.join(_COUNTS)}, and num_experts_per_tok")
@@ -277,7 +279,8 @@ def _experts(settings: Settings) -> dict[str, object]:
         "count": counts.pop(),
         "per_token": values["num_experts_per_tok"],
         "renormalise": kind == "mixtral" or bool(values.get("norm_topk_prob", False)),
-        "balance": values.get("router_aux_loss_coef", 0.001),
+        # transformers adds the balance to the loss under this flag alone, which is false where nothing is said.
+        "balance": values.get("router_aux_loss_coef", 0.001) if values.get("output_router_logits") else 0.0,
     }
     if kind == "mixtral":
         return {"experts": experts}
@@ -299,6 +302,7 @@ def _experts_settings(model: Llama) -> dict[str, object]:
         "num_experts_per_tok": experts.per_token,
         "norm_topk_prob": experts.renormalise,
         "router_aux_loss_coef": experts.balance,
+        "output_router_logits": experts.balance > 0,
         "moe_intermediate_size": model.feed_forward,
         **_WITH_EXPERTS,
     }

@@ -18,13 +18,12 @@ import re
 from collections.abc import Mapping, Set
 from typing import ClassVar
 
-import tokenizers
 from tokenizers import processors
 
-from meshwright.convert.family import Family, Names, in_blocks, with_tokens
+from meshwright.convert.family import Family, Names, WithTokens, in_blocks, with_tokens
 from meshwright.convert.folder import Settings
 from meshwright.data.specials import SENTINEL, SEQUENCE_PADDING, specials_with_room
-from meshwright.data.tokenizer import parse_tokenizer
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.models.section import T5
 from meshwright.models.t5 import T5Model
 
@@ -115,17 +114,18 @@ class T5Family(Family):
             "initializer_factor": 1.0,
         }
 
-    def with_tokenizer(self, model: T5, tokenizer: str) -> tuple[str, dict[str, int], dict[str, str]]:
-        specials = specials_with_room(model, parse_tokenizer(tokenizer, "the checkpoint's tokenizer.json"))
-        end = tokenizers.Tokenizer.from_str(tokenizer).id_to_token(specials.end) or ""
+    def with_tokenizer(self, model: T5, text: str, tokenizer: Tokenizer) -> WithTokens:
+        specials = specials_with_room(model, tokenizer)
+        end = tokenizer.name_of(specials.end)
         ids = {SEQUENCE_PADDING: specials.padding}
         ids |= {SENTINEL.format(number): sentinel for number, sentinel in enumerate(specials.sentinels)}
         template = processors.TemplateProcessing(
             single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, specials.end)]
         )
-        settings = {
+        settings: dict[str, int | None] = {
             "pad_token_id": specials.padding,
             "decoder_start_token_id": specials.start,
             "eos_token_id": specials.end,
         }
-        return with_tokens(tokenizer, ids, template), settings, {"pad_token": SEQUENCE_PADDING, "eos_token": end}
+        tokens = {"pad_token": SEQUENCE_PADDING, "eos_token": end}
+        return WithTokens(with_tokens(text, ids, template), settings, tokens)

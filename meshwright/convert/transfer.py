@@ -11,8 +11,7 @@ Both ways go tensor by tensor, into files of at most SHARD_BYTES (or one larger 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -43,13 +42,19 @@ from meshwright.convert.family import Family, TensorPair, as_text
 from meshwright.convert.folder import INDEX, SINGLE, Settings, Source, folder_of
 from meshwright.convert.gpt2 import Gpt2Family
 from meshwright.convert.llama import LlamaFamily
+from meshwright.convert.settings_out import DTYPE_KEYS, TokenizerOut, settings_texts
 from meshwright.convert.t5 import T5Family
 from meshwright.convert.vit import VitFamily
-from meshwright.data.chat import SETTINGS, TEMPLATE
+from meshwright.data.chat import ChatTemplate, closing_token
 from meshwright.data.files import ShowProgress, folder_lock, silent, staged_folder
+from meshwright.data.marks import MODEL, UNASKED
+from meshwright.data.marks_section import NO_BEGIN, AskedMarks
+from meshwright.data.published import FILES, with_template
+from meshwright.data.section import DataSection
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError, DataError
 from meshwright.parameters.shard import Box, first_values, shard_specs
+from meshwright.parts import DTYPES
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.section import shown
 from meshwright.tensor.serial import SerialKit
@@ -159,13 +164,14 @@ def import_folder(
     _check_names(stored, family, pairs, family.copies(model))
     has_tokenizer = family.reads_text and (source / TOKENIZER_FILE).is_file()
     if has_tokenizer:
-        size = load_tokenizer(source / TOKENIZER_FILE).vocabulary_size
+        size = load_tokenizer(source / TOKENIZER_FILE, UNASKED).vocabulary_size
         if size > model.num_tokens:
             has = f"has {size:,} tokens, and config.json's table {model.num_tokens:,}"
             raise CheckpointError(f"{source / TOKENIZER_FILE} {has}: it is another model's")
     with new_folder(out) as folder:
-        if has_tokenizer:
-            (folder / TOKENIZER_FILE).write_bytes((source / TOKENIZER_FILE).read_bytes())
+        for name in (*((TOKENIZER_FILE,) if has_tokenizer else ()), *FILES):
+            if (source / name).is_file():
+                (folder / name).write_bytes((source / name).read_bytes())
 
         def read() -> Iterator[tuple[str, Tensor]]:
             for index, pair in enumerate(pairs):
@@ -273,7 +279,7 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
     precision = Precision(level="O0", dtype="float64" if double else "float32")
     data = data_for(model, **({"sequence": model.longest} if model.longest else {}))
     config = Config(model=model, data=data, precision=precision)
-    beside = [folder / TOKENIZER_FILE] if (folder / TOKENIZER_FILE).is_file() else []
+    beside = [folder / name for name in (TOKENIZER_FILE, *FILES) if (folder / name).is_file()]
     dump = config.model_dump(mode="json", by_alias=True)
     stored = (*files, *(stored_file(file) for file in beside))
     Manifest(Progress(), Origin(dump), stored, tuple((group,) for group in range(len(files))), tuple(runs)).write(
@@ -288,11 +294,18 @@ def _run(name: str, tensor: Tensor, group: int) -> StoredRun:
     return StoredRun(name, "weight", *box, dtype, f"weight/{name}", group=group, start=0, length=tensor.numel())
 
 
-def export_folder(path: Path, out: Path, report: ShowProgress = silent, shard_bytes: int = SHARD_BYTES) -> Path:
+def export_folder(
+    path: Path,
+    out: Path,
+    report: ShowProgress = silent,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: str | None = None,
+) -> Path:
     """Write `out` from a step folder or a run's newest checkpoint; returns the step folder that was read.
 
-    Weights keep the dtype in which the checkpoint holds them; padding rows of tables and optimizer states are left out.
-    Raises CheckpointError, also where transformers has no such model, and DataError where the tokenizer is damaged.
+    `dtype`: of the weights, as a precision names it; by default the one in which they came, else the run's precision.
+    Padding rows of tables and optimizer states are left out. Raises CheckpointError, also where transformers has no
+    such model, and DataError where the tokenizer is damaged.
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     model = checkpoint.config.model
@@ -301,15 +314,23 @@ def export_folder(path: Path, out: Path, report: ShowProgress = silent, shard_by
         raise CheckpointError(f"{checkpoint.folder} is a {model.family}, which has no form of Hugging Face's; {valid}")
     family = FAMILIES[model.family]
     pairs = family.pairs(model)
-    tokenizer_file = checkpoint.file(TOKENIZER_FILE)
-    tokenizer = None if tokenizer_file is None else tokenizer_file.read_text(encoding="utf-8")
-    texts = family.files(model, tokenizer, checkpoint.dtype_of(pairs[0].name))
-    texts |= _chat_files(checkpoint.config, texts)
+    found = {name: checkpoint.file(name) for name in FILES}
+    published = {name: file.read_text(encoding="utf-8") for name, file in found.items() if file is not None}
+    kept = Settings(checkpoint.folder / MODEL) if MODEL in published else None
+    template = _template(checkpoint.folder, checkpoint.config.data)
+    if template is not None:
+        published = with_template(published, template.text)
+    wanted = DTYPES[dtype] if dtype is not None else _dtype_of(checkpoint, kept, pairs[0].name)
+    texts = settings_texts(
+        family, model, published, _tokenizer_out(checkpoint, template), str(wanted).removeprefix("torch."),
+        kept is None or family_of(kept).name == family.name, {name for pair in pairs for name in pair.theirs},
+    )  # fmt: skip
 
     def read() -> Iterator[tuple[str, Tensor]]:
         for index, pair in enumerate(pairs):
             report("weights", index / len(pairs))
-            yield from _theirs(checkpoint, pair).items()
+            for name, tensor in _theirs(checkpoint, pair).items():
+                yield name, tensor.to(wanted)
 
     with new_folder(out) as folder:
         _write_safetensors(folder, in_shards(read(), shard_bytes))
@@ -318,18 +339,34 @@ def export_folder(path: Path, out: Path, report: ShowProgress = silent, shard_by
     return checkpoint.folder
 
 
-def _chat_files(config: Config, texts: Mapping[str, str]) -> dict[str, str]:
-    """A chat template that a run on dialogues has, and tokenizer_config.json with the special tokens that it names.
+def _tokenizer_out(checkpoint: Checkpoint, template: ChatTemplate | None) -> TokenizerOut | None:
+    """The checkpoint's tokenizer, and the token that closes the answers of a run on dialogues."""
+    file, data = checkpoint.file(TOKENIZER_FILE), checkpoint.config.data
+    if file is None:
+        return None
+    tokenizer = load_tokenizer(file, AskedMarks() if data.begins else NO_BEGIN)
+    closing = None if template is None else closing_token(template, tokenizer)
+    return TokenizerOut(file.read_text(encoding="utf-8"), tokenizer, () if closing is None else (closing,))
 
-    The template lies where the run read it; nothing where that is gone, as on another machine, which the command tells.
-    """
+
+def _template(folder: Path, data: DataSection) -> ChatTemplate | None:
+    """The template of a run on dialogues; None where it is gone, as on another machine, which the command tells."""
     try:
-        template = config.data.chat_template()
+        return data.chat_template(folder)
     except DataError:
-        return {}
-    if template is None or SETTINGS not in texts:
-        return {}
-    return {TEMPLATE: template.text, SETTINGS: as_text(json.loads(texts[SETTINGS]) | template.tokens)}
+        return None
+
+
+def _dtype_of(checkpoint: Checkpoint, kept: Settings | None, parameter: str) -> torch.dtype:
+    """The dtype that published settings name; else the run's precision; of an import without either, the stored one."""
+    named = [] if kept is None else [kept.values.get(key) for key in DTYPE_KEYS]
+    for dtype in DTYPES.values():
+        if str(dtype).removeprefix("torch.") in named:
+            return dtype
+    if not checkpoint.manifest.progress.step:
+        stored: torch.dtype = vars(torch)[checkpoint.dtype_of(parameter)]
+        return stored
+    return DTYPES[checkpoint.config.precision.dtype]
 
 
 def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> None:

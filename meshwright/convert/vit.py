@@ -92,7 +92,7 @@ class VitFamily(Family):
             "label2id": {f"LABEL_{number}": number for number in range(model.classes)},
         }
 
-    def files(self, model: Vit, tokenizer: str | None, dtype: str) -> dict[str, str]:
+    def further_files(self, model: Vit) -> dict[str, str]:
         processor = {
             "image_processor_type": "ViTImageProcessor",
             "do_resize": True,
@@ -104,7 +104,7 @@ class VitFamily(Family):
             "image_mean": [0.5] * model.channels,
             "image_std": [0.5] * model.channels,
         }
-        return super().files(model, tokenizer, dtype) | {_PROCESSOR: as_text(processor)}
+        return {_PROCESSOR: as_text(processor)}
 
     def pair(self, name: str, shape: TensorShape, model: Vit, names: Names, rows: Mapping[str, int]) -> TensorPair:
         if name == "patches.weight":

@@ -28,14 +28,17 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshwright.data.corpus import checked_text, source_files
+from meshwright.data.marks import SETTINGS, SPECIAL_TOKENS, read_settings, spelling
+from meshwright.data.marks_section import AUTO, NONE, AskedMarks
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import DataError
 
 ROLES = ("system", "user", "assistant")
 SPEAKER = "assistant"
 WANTED = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
-SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-"""The files beside a tokenizer.json that hold its template and the spellings of its special tokens."""
+TEMPLATE = "chat_template.jinja"
+"""The file beside a tokenizer.json that holds its template, where tokenizer_config.json does not."""
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -195,11 +198,29 @@ def _without_marks(text: str) -> tuple[str, Spans]:
     return plain, spans
 
 
-def template_of(tokenizer: str, template: str | None) -> ChatTemplate:
-    """The template of a tokenizer.json's folder, or that of a file. Raises DataError where there is none."""
+def kept_template(folder: Path, asked: AskedMarks = AskedMarks()) -> ChatTemplate | None:
+    """The template that a checkpoint's folder holds, if any. Raises DataError where it cannot be read."""
+    named = read_settings(folder / SETTINGS).get("chat_template")
+    there = named is not None or (folder / TEMPLATE).is_file()
+    return template_of(str(folder / "tokenizer.json"), None, asked) if there else None
+
+
+def closing_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """The special token with which a template closes an answer. Raises DataError where it renders none."""
+    (ids, _) = tokenizer.encode_marked(template.question("?", "a question")[1])
+    return next((token for token in ids[:1] if tokenizer.name_of(token) in tokenizer.special_tokens), None)
+
+
+def template_of(tokenizer: str, template: str | None, asked: AskedMarks = AskedMarks()) -> ChatTemplate:
+    """The template of a tokenizer.json's folder, or that of a file. `asked`: what the run calls the beginning and the
+    end, in place of the tokenizer's own. Raises DataError where there is none."""
     beside = Path(tokenizer).expanduser().parent
-    settings = _settings(beside / SETTINGS) if tokenizer.endswith(".json") else {}
-    tokens = {key: spelling for key in _TOKENS if (spelling := _spelling(settings.get(key))) is not None}
+    settings = read_settings(beside / SETTINGS) if tokenizer.endswith(".json") else {}
+    known = (read_settings(beside / SPECIAL_TOKENS) if tokenizer.endswith(".json") else {}) | settings
+    tokens = {key: text for key in _TOKENS if (text := spelling(known.get(key))) is not None}
+    for key, word in (("bos_token", asked.begin), ("eos_token", asked.end)):
+        if word != AUTO:
+            tokens[key] = "" if word == NONE else word
     files = [beside / TEMPLATE] if template is None else [Path(template).expanduser()]
     for path in files:
         if path.is_file():
@@ -215,19 +236,3 @@ def template_of(tokenizer: str, template: str | None) -> ChatTemplate:
         lacks = f"{template}: is no such file" if template is not None else f"{beside}: has no chat template"
         raise DataError(f"{lacks}; wanted {TEMPLATE} or {SETTINGS} beside the tokenizer, or data.template=FILE")
     return ChatTemplate(text, str(beside / SETTINGS), tokens)
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    return settings if isinstance(settings, dict) else {}
-
-
-def _spelling(token: object) -> str | None:
-    """A special token's text, which may stand in a table of its properties."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None

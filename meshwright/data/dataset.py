@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.data.split import Split
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:  # the launcher prepares data without torch
@@ -16,18 +17,18 @@ if TYPE_CHECKING:  # the launcher prepares data without torch
 
 @dataclass(frozen=True)
 class Opened:
-    """The splits of a prepared data set, and the tokenizer's JSON where there is one."""
+    """The splits of a prepared data set, and the tokenizer where there is one."""
 
     train: Samples
     held_out: Samples | None
     """None where the run does not validate."""
-    tokenizer: str | None
+    tokenizer: Tokenizer | None
     notes: tuple[str, ...] = ()
     """Facts about them that a user should know: said when a run begins."""
 
 
 def open_splits(
-    config: Config, samples: Callable[[Split], tuple[Samples, str]], tokenizer: str | None = None
+    config: Config, samples: Callable[[Split], tuple[Samples, str]], tokenizer: Tokenizer | None = None
 ) -> Opened:
     """The train split, and the validation split where the run validates; `samples(split)` gives each with its note.
 

@@ -24,10 +24,12 @@ import numpy as np
 
 from meshwright.data.chat import ChatTemplate, Spans, read_dialogues
 from meshwright.data.corpus import Corpus, source_identity, source_name
+from meshwright.data.marks import UNASKED
+from meshwright.data.marks_section import END
 from meshwright.data.packed import DIALOGUE, IDS, SAID, PackedCorpus
 from meshwright.data.sampler import ShuffledSamples, document_entries
 from meshwright.data.split import Split
-from meshwright.data.tokenizer import END, Tokenizer, load_tokenizer
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:  # the launcher counts samples, and reads none: it needs no torch
@@ -41,7 +43,7 @@ def message_corpus(source: str, tokenizer: str, template: ChatTemplate) -> Corpu
 
     def read() -> Iterator[tuple[str, ...]]:
         path = Path(tokenizer).expanduser()
-        special = load_tokenizer(path).special_tokens if path.is_file() else (END,)
+        special = load_tokenizer(path, UNASKED).special_tokens if path.is_file() else (END,)
         for where, messages in read_dialogues(source, special):
             text, spans = template.dialogue(messages, where)
             yield text, json.dumps(spans)

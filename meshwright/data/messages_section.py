@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from meshwright.data.marks_section import AUTO, NONE, AskedMarks
 from meshwright.data.section import DIGITS, PREPARED, STDLIB, UNICODE, TokenSection
 from meshwright.data.text_section import documents_are_kept_apart
 from meshwright.errors import DataError, Problem
@@ -38,6 +39,14 @@ def there_is_a_template(config: Config) -> Iterator[Problem]:
         yield Problem(f"data.{field}", value, f"gives no chat template: {error}")
 
 
+@rule("data.end")
+def a_dialogue_ends(config: Config) -> Iterator[Problem]:
+    data = config.data
+    assert isinstance(data, MessagesData), data
+    if data.end == NONE:
+        yield Problem("data.end", data.end, "has no effect: a chat template ends what is said", f"{AUTO}, a token")
+
+
 class MessagesData(TokenSection):
     """Dialogues: a jsonl file of {"messages": [{"role": ..., "content": ...}, ...]}, or a folder of such files."""
 
@@ -46,8 +55,18 @@ class MessagesData(TokenSection):
     packs: ClassVar[Literal["text", "pairs", "messages"]] = "messages"
     source_names: ClassVar[tuple[str, ...]] = ()
     source_forms: ClassVar[str] = "a jsonl file of messages, a folder of these, a prepared folder"
-    rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, there_is_a_template, documents_are_kept_apart)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *TokenSection.rules,
+        there_is_a_template,
+        documents_are_kept_apart,
+        a_dialogue_ends,
+    )
 
+    begins: ClassVar[bool] = True
+    begin: str = AUTO
+    """The bos_token of the template: auto (as the tokenizer's own files say), none, or a token's text."""
+    end: str = AUTO
+    """The eos_token of the template, at which generating ends as well: auto, or a token's text."""
     template: str | None = None
     """A file with the chat template; null: the tokenizer's own, beside its tokenizer.json."""
     overlong: Literal["drop", "cut"] = "drop"
@@ -57,10 +76,16 @@ class MessagesData(TokenSection):
     def separate(self) -> bool:
         return True
 
-    def chat_template(self) -> ChatTemplate:
-        from meshwright.data.chat import template_of
+    @property
+    def asked(self) -> AskedMarks:
+        return AskedMarks(self.begin, self.end)
 
-        return template_of(self.tokenizer, self.template)
+    def chat_template(self, kept: Path | None = None) -> ChatTemplate:
+        from meshwright.data.chat import kept_template, template_of
+
+        if kept is not None and (found := kept_template(kept, self.asked)) is not None:
+            return found
+        return template_of(self.tokenizer, self.template, self.asked)
 
     @classmethod
     def claims(cls, data: Mapping[str, Any]) -> bool:
@@ -75,10 +100,9 @@ class MessagesData(TokenSection):
         return prepared or (path.suffix.lower() == ".jsonl" and "messages" in first_keys(path))
 
     def corpus(self) -> Corpus:
-        from meshwright.data.chat import template_of
         from meshwright.data.messages import message_corpus
 
-        return message_corpus(self.source, self.tokenizer, template_of(self.tokenizer, self.template))
+        return message_corpus(self.source, self.tokenizer, self.chat_template())
 
     def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
         from meshwright.data.messages import DialogueSamples

@@ -2,7 +2,7 @@
 
 | file | holds |
 |---|---|
-| train.bin, validation.bin | token ids, the end token after each document; little-endian uint16, or uint32 if need be |
+| train.bin, validation.bin | token ids, each document between its marks (marks.py); little-endian uint16, or uint32 |
 | tokenizer.json | the tokenizer, in Hugging Face's form |
 | header.json | the facts below; no time and no path of the machine, so that the same corpus gives the same bytes |
 """
@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from meshwright.data.files import DAMAGE_REMEDY, check_file, check_once
+from meshwright.data.marks import Marks
 from meshwright.data.split import SPLITS, Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError
@@ -49,7 +50,11 @@ class Header(Section):
     """pairs: a source and its target in turn, each packed as a document; messages: dialogues, of flagged tokens."""
     vocabulary_size: Positive
     end: Count
-    """The id behind every document."""
+    """The id of the end token."""
+    begin: Count | None = None
+    """The id in front of every document of text, which a dialogue's template has its own way to write; null: none."""
+    ends: bool = True
+    """Whether the end token is behind every document."""
     tokenizer: str
     """bytes, bpe:SIZE as asked for, or file."""
     source: str
@@ -62,6 +67,11 @@ class Header(Section):
     """Checksums of the folder's other files."""
     regions: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """CRC-32 of every region of the token files (files.py); none in folders that version 0.1.0 prepared."""
+
+    def text(self) -> str:
+        """The file's text. What version 0.1.0 did not know is left out where it says what was so then."""
+        left_out = {name for name, old in (("begin", self.begin is None), ("ends", self.ends)) if old}
+        return self.model_dump_json(indent=2, exclude=left_out) + "\n"
 
     def facts(self, split: Split) -> SplitFacts:
         return self.train if split == "train" else self.validation
@@ -82,6 +92,12 @@ class PackedCorpus:
     def tokens(self, split: Split) -> np.ndarray:
         """The split's token ids [num_tokens], mapped from the file and read-only."""
         return np.asarray(np.memmap(self.folder / token_file(split), dtype=self.header.numpy_dtype, mode="r"))
+
+    def is_marked(self, split: Split) -> bool:
+        """Whether the first document begins, and the last one ends, as the header says."""
+        header, tokens = self.header, self.tokens(split)
+        begins = header.begin is None or int(tokens[0]) == header.begin
+        return header.kind == "messages" or (begins and (not header.ends or int(tokens[-1]) == header.end))
 
     def name(self, split: Split) -> str:
         """The split's name in messages."""
@@ -143,10 +159,12 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
         if not (folder / name).is_file():
             raise DataError(f"{folder / name}: is missing; {DAMAGE_REMEDY}")
         check_file(folder / name, header.sha256[name], header.regions.get(name, ()))
-    tokenizer = load_tokenizer(folder / TOKENIZER)
-    if (tokenizer.vocabulary_size, tokenizer.end) != (header.vocabulary_size, header.end):
-        raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER}; {DAMAGE_REMEDY}")
-    return PackedCorpus(folder, header, tokenizer)
+    marks = Marks(header.begin, header.end, frozenset((header.end,)))
+    tokenizer = load_tokenizer(folder / TOKENIZER, marks)
+    packed = PackedCorpus(folder, header, tokenizer)
+    if tokenizer.vocabulary_size != header.vocabulary_size or not all(map(packed.is_marked, SPLITS)):
+        raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER} or the tokens; {DAMAGE_REMEDY}")
+    return packed
 
 
 def document_ends(tokens: np.ndarray, end: int) -> np.ndarray:

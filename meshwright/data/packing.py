@@ -17,6 +17,8 @@ import numpy as np
 
 from meshwright.data.corpus import Corpus, text_corpus
 from meshwright.data.files import FileSum, ShowProgress, file_sha256, folder_lock, silent, staged_folder
+from meshwright.data.marks import UNASKED, Marks
+from meshwright.data.marks_section import AUTO, NONE, AskedMarks
 from meshwright.data.messages import flagged
 from meshwright.data.packed import (
     FORMAT,
@@ -46,31 +48,39 @@ def prepare(
     return pack(text_corpus(source), tokenizer, Path(out), validation, progress)
 
 
-def pack(corpus: Corpus, tokenizer: str, out: Path, validation: float, progress: ShowProgress = silent) -> PackedCorpus:
+def pack(
+    corpus: Corpus,
+    tokenizer: str,
+    out: Path,
+    validation: float,
+    progress: ShowProgress = silent,
+    asked: AskedMarks = AskedMarks(),
+) -> PackedCorpus:
     """Tokenize a corpus into the folder `out`; a folder that already holds just this is used as it is.
 
     `tokenizer`: bytes, bpe:SIZE (trained on the train split), or a tokenizer.json file. `validation`: the share of the
-    characters that is held out, in whole records where that is possible. Raises DataError if the source or tokenizer
+    characters that is held out, in whole records where that is possible. `asked`: the marks of documents; pairs have no
+    beginning. Raises DataError if the source or tokenizer
     cannot be read, if the corpus is too small for two splits, or if `out` holds something else.
     """
     if not 0 < validation < 1:
         raise DataError(f"validation={validation}: is no share; valid: between 0 and 1, such as 0.05")
-    kind = tokenizer_kind(tokenizer)
+    kind, asked = tokenizer_kind(tokenizer), asked if corpus.kind != "pairs" else asked._replace(begin=NONE)
     if out.exists() and not is_prepared(out) and (out.is_file() or any(out.iterdir())):
         raise DataError(f"{out}: exists and is no prepared folder; give another folder, or remove it")
     try:
         with folder_lock(out, progress):
             plan = plan_split(corpus, validation, progress)
             if is_prepared(out):
-                return _reuse(out, corpus.where, tokenizer, validation, plan)
+                return _reuse(out, corpus.where, tokenizer, validation, plan, asked)
             with staged_folder(out) as folder:
                 # The tokenizer learns the train split alone: held-out text must be as new to it as to the model.
                 records = split_records(corpus, plan)
                 learned = (text for split, texts in records if split == "train" for text in _texts(corpus, texts))
-                trained = make_tokenizer(tokenizer, learned, progress)
-                facts = {"tokenizer": kind, "validation_share": validation}
+                trained = make_tokenizer(tokenizer, learned, progress, asked)
+                facts = {"tokenizer": kind, "validation_share": validation, "ends": asked.end != NONE}
                 header = _write(folder, corpus, trained, plan, facts, progress)
-                (folder / HEADER).write_text(header.model_dump_json(indent=2) + "\n", encoding="utf-8")
+                (folder / HEADER).write_text(header.text(), encoding="utf-8")
     except OSError as error:  # no right to write there, a full disk
         where = "; MESHWRIGHT_CACHE names another folder for what runs prepare" if out.parent == cache_folder() else ""
         raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}{where}") from error
@@ -90,28 +100,31 @@ def corpus_for(data: TokenSection, cache: Path, progress: ShowProgress = silent)
             prepared = f"was prepared of {packed.header.kind}, and {data.packs} are wanted"
             raise DataError(f"data.source={data.source}: {prepared}")
         check_agrees(data, packed.header.tokenizer, packed.tokenizer, packed.header.validation_share)
+        _check_marks(data, packed)
     else:
         corpus, kind = data.corpus(), tokenizer_kind(data.tokenizer)
         tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
         # The name changes with all that the prepared files depend on, and is known without reading the corpus.
-        facts = [FORMAT, corpus.identity, tokenizer, data.validation]
+        facts = [FORMAT, corpus.identity, tokenizer, data.validation, *_marks_identity(data)]
         out = cache / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         ready = is_prepared(out)
-        packed = open_packed(out) if ready else pack(corpus, data.tokenizer, out, data.validation, progress)
+        packed = open_packed(out) if ready else pack(corpus, data.tokenizer, out, data.validation, progress, data.asked)
     packed.check_files(cache)
     return packed
 
 
 class SplitWriter:
-    """One split's token file: texts in, little-endian ids out, an end token behind each text.
+    """One split's token file: texts in, little-endian ids out, each text between the tokenizer's marks.
 
     Counts and checksums are complete after the last `flush`.
     """
 
-    def __init__(self, file: BinaryIO, tokenizer: Tokenizer, dtype: np.dtype) -> None:
+    def __init__(self, file: BinaryIO, tokenizer: Tokenizer, dtype: np.dtype, *, ends: bool) -> None:
+        """`ends`: whether the end token is written."""
         self.sum = FileSum()
         self._file, self._tokenizer, self._dtype = file, tokenizer, dtype
-        self._batch: list[tuple[str, bool]] = []
+        self._behind = [tokenizer.end] if ends else []
+        self._batch: list[tuple[str, bool, bool]] = []
         self._batch_characters = 0
         self._tokens = self._documents = self._words = 0
 
@@ -120,7 +133,7 @@ class SplitWriter:
         parts = list(pieces(text))
         for at, part in enumerate(parts, start=1):
             self._words += len(part.split())  # exact: pieces are cut in front of a space
-            self._batch.append((part, at == len(parts)))
+            self._batch.append((part, at == 1, at == len(parts)))
             self._batch_characters += len(part)
             if self._batch_characters >= _BATCH_CHARACTERS:
                 self.flush()
@@ -141,10 +154,9 @@ class SplitWriter:
 
     def flush(self) -> None:
         """Encode and write what has been added since the last call."""
-        encoded = self._tokenizer.encode_batch(part for part, _ in self._batch)
-        for ids, (_, is_last) in zip(encoded, self._batch, strict=True):
-            if is_last:
-                ids.append(self._tokenizer.end)
+        encoded = self._tokenizer.encode_batch(part for part, *_ in self._batch)
+        for inside, (_, is_first, is_last) in zip(encoded, self._batch, strict=True):
+            ids = [*(self._tokenizer.opening if is_first else ()), *inside, *(self._behind if is_last else ())]
             data = np.array(ids, dtype=self._dtype).tobytes()
             self._file.write(data)
             self.sum.update(data)
@@ -161,7 +173,7 @@ def _write(
     dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 and not flags else "<u4")
     with ExitStack() as stack:
         files = {split: stack.enter_context((folder / token_file(split)).open("wb")) for split in SPLITS}
-        writers = {split: SplitWriter(file, tokenizer, dtype) for split, file in files.items()}
+        writers = {split: SplitWriter(file, tokenizer, dtype, ends=facts["ends"]) for split, file in files.items()}
         done = 0
         for split, texts in split_records(corpus, plan):
             if flags:
@@ -178,6 +190,7 @@ def _write(
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
         vocabulary_size=tokenizer.vocabulary_size,
         end=tokenizer.end,
+        begin=tokenizer.begin,
         kind=corpus.kind,
         source=corpus.name,
         corpus_sha256=plan.corpus_sha256,
@@ -194,7 +207,9 @@ def _texts(corpus: Corpus, record: tuple[str, ...]) -> tuple[str, ...]:
     return record[:1] if corpus.kind == "messages" else record
 
 
-def _reuse(out: Path, source: str, tokenizer: str, validation: float, plan: SplitPlan) -> PackedCorpus:
+def _reuse(
+    out: Path, source: str, tokenizer: str, validation: float, plan: SplitPlan, asked: AskedMarks
+) -> PackedCorpus:
     """The folder that is already there. Raises DataError where it does not hold what is asked for."""
     packed, remedy = open_packed(out, verify=True), "give another folder, or remove it"
     header = packed.header
@@ -204,14 +219,41 @@ def _reuse(out: Path, source: str, tokenizer: str, validation: float, plan: Spli
         raise DataError(f"{out}: was prepared with tokenizer {header.tokenizer}, not {tokenizer}; {remedy}")
     if header.validation_share != validation:
         raise DataError(f"{out}: holds out a share of {header.validation_share}, not {validation}; {remedy}")
+    wanted = _marks(tokenizer, asked)
+    if wanted is not None and (*wanted[:2], asked.end != NONE) != (header.begin, header.end, header.ends):
+        raise DataError(f"{out}: was prepared with other tokens around documents; {remedy}")
     return packed
+
+
+def _marks(tokenizer: str, asked: AskedMarks) -> Marks | None:
+    """The marks that a config asks for; None where they are those that tokenizers made here always have."""
+    path = Path(tokenizer).expanduser()
+    return load_tokenizer(path, asked).marks if tokenizer_kind(tokenizer) == "file" else None
+
+
+def _marks_identity(data: TokenSection) -> list[object]:
+    """The marks in an identity of packed tokens: nothing where they are those of version 0.1.0."""
+    marks = _marks(data.tokenizer, data.asked)
+    told: list[object] = [] if data.asked.end != NONE else ["no end"]
+    return told if marks is None else [*told, marks.begin, marks.end]
+
+
+def _check_marks(data: TokenSection, packed: PackedCorpus) -> None:
+    """Raise DataError where a config names other marks than a prepared folder has: they would have no effect."""
+    header, names = packed.header, packed.tokenizer.name_of
+    begin = NONE if header.begin is None else names(header.begin)
+    end = names(header.end) if header.ends else NONE
+    for field, wanted, has in (("begin", data.asked.begin, begin), ("end", data.asked.end, end)):
+        if wanted not in (AUTO, has) and data.begins:
+            text = f"data.{field}={wanted}: {data.source} was prepared with {has}"
+            raise DataError(f"{text}; leave data.{field} out, or prepare it again")
 
 
 def _same_tokenizer(asked: str, kind: str, tokenizer: Tokenizer) -> bool:
     """Whether a config asks for the tokenizer that a folder was prepared with; `kind`: what was asked for then."""
     if tokenizer_kind(asked) != "file":
         return kind == tokenizer_kind(asked)
-    return load_tokenizer(Path(asked).expanduser()).to_json() == tokenizer.to_json()
+    return load_tokenizer(Path(asked).expanduser(), UNASKED).to_json() == tokenizer.to_json()
 
 
 def check_agrees(data: TokenSection, kind: str, tokenizer: Tokenizer, share: float) -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
+from meshwright.data.marks_section import NO_BEGIN, AskedMarks, marks_are_tokens
 from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, Problem
 from meshwright.registry import entries
@@ -80,6 +81,8 @@ class DataSection(Section):
     """The file of a prepared folder that has the checksums of the others."""
     sentinels: ClassVar[int] = 0
     """Tokens that stand for spans, which the model must know besides its own special ones."""
+    begins: ClassVar[bool] = False
+    """Whether a document may have a token in front of it (marks.py); else the model's own form of a sample has one."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Rules of its fields, and of these with the model and the layout; checked where the kind is chosen."""
 
@@ -88,8 +91,11 @@ class DataSection(Section):
     validation: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
     """The share of the documents (of each class's images) that is held out."""
 
-    def chat_template(self) -> ChatTemplate | None:
-        """The template that samples are rendered by, if any. Raises DataError where it cannot be read any more."""
+    def chat_template(self, kept: Path | None = None) -> ChatTemplate | None:
+        """The template that samples are rendered by, if any. `kept`: a checkpoint's folder, whose own goes first.
+
+        Raises DataError where it cannot be read any more.
+        """
         return None
 
     @classmethod
@@ -217,6 +223,7 @@ class TokenSection(DataSection):
         sequence_fits_positions,
         source_exists,
         tokenizer_fits,
+        marks_are_tokens,
         weights_have_a_tokenizer,
     )
     packs: ClassVar[Literal["text", "pairs", "messages"]] = "text"
@@ -230,6 +237,11 @@ class TokenSection(DataSection):
     @property
     def lengths(self) -> Lengths:
         return Lengths(self.sequence, 0)
+
+    @property
+    def asked(self) -> AskedMarks:
+        """The tokens around a document, as the run says them."""
+        return NO_BEGIN
 
     def corpus(self) -> Corpus:
         """The records to pack. Raises DataError where there are none."""
@@ -252,7 +264,7 @@ class TokenSection(DataSection):
     def pack(self, config: Config, out: Path, progress: ShowProgress) -> Path:
         from meshwright.data.packing import pack
 
-        packed = pack(self.corpus(), self.tokenizer, out, self.validation, progress)
+        packed = pack(self.corpus(), self.tokenizer, out, self.validation, progress, self.asked)
         packed.check_vocabulary(config.model.num_tokens)
         return packed.folder
 
@@ -261,4 +273,4 @@ class TokenSection(DataSection):
         from meshwright.data.packed import open_packed
 
         packed = open_packed(folder)
-        return open_splits(config, lambda split: self.samples(config, packed, split), packed.tokenizer.to_json())
+        return open_splits(config, lambda split: self.samples(config, packed, split), packed.tokenizer)

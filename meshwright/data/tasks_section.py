@@ -56,10 +56,12 @@ class TaskSection(TokenSection):
 
     def open(self, config: Config, folder: Path) -> Opened:
         from meshwright.data.dataset import open_splits
+        from meshwright.data.marks_section import NO_BEGIN
         from meshwright.data.packed import TOKENIZER
         from meshwright.data.tasks import TaskSamples, note_of
+        from meshwright.data.tokenizer import load_tokenizer
 
-        tokenizer = (folder / TOKENIZER).read_text(encoding="utf-8")
+        tokenizer = load_tokenizer(folder / TOKENIZER, NO_BEGIN)
         return open_splits(
             config, lambda split: (TaskSamples(folder, split, self, config.seed), note_of(folder, split)), tokenizer
         )

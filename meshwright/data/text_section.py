@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from meshwright.data.marks_section import AUTO, NONE, AskedMarks
 from meshwright.data.section import TokenSection
 from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, Problem
@@ -119,7 +120,7 @@ class MixedSection(TokenSection):
             mixed = MixedSamples(each, [part.share for part in parts], config.seed)
             return mixed, told if split == "train" else ""
 
-        return open_splits(config, samples, parts[0].packed.tokenizer.to_json())
+        return open_splits(config, samples, parts[0].packed.tokenizer)
 
     def contents(self, folder: Path) -> object:
         if not self.mixture:
@@ -143,19 +144,37 @@ def documents_are_kept_apart(config: Config) -> Iterator[Problem]:
         yield Problem("layout.context.kind", context.kind, rule_text, ", ".join(names))
 
 
+@rule("data.end", "data.documents")
+def separate_documents_have_an_end(config: Config) -> Iterator[Problem]:
+    data = config.data
+    assert isinstance(data, TextData), data
+    if data.separate and data.end == NONE:
+        rule_text = "leaves nothing by which data.documents=separate tells documents apart"
+        yield Problem("data.end", data.end, rule_text, f"{AUTO}, a token")
+
+
 class TextData(MixedSection):
     """Windows of tokens, each labelled with the one that follows."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (*MixedSection.rules, documents_are_kept_apart)
+    rules: ClassVar[tuple[Rule, ...]] = (*MixedSection.rules, documents_are_kept_apart, separate_documents_have_an_end)
+    begins: ClassVar[bool] = True
 
     kind: Literal["text"] = "text"
     gives: ClassVar[str] = "tokens"
+    begin: str = AUTO
+    """The token in front of a document: auto (as the tokenizer's own files say), none, or a token's text."""
+    end: str = AUTO
+    """The token behind a document: auto (as the tokenizer's own files say), none, or a token's text."""
     documents: Literal["joined", "separate"] = "joined"
     """joined: a token sees all before it in its window; separate: those of its own document alone."""
 
     @property
     def separate(self) -> bool:
         return self.documents == "separate"
+
+    @property
+    def asked(self) -> AskedMarks:
+        return AskedMarks(self.begin, self.end)
 
     def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
         from meshwright.data.sampler import TokenBatches

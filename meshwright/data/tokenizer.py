@@ -4,15 +4,16 @@
 |---|---|---|
 | `bytes` | the 256 bytes, id = byte | 256 |
 | `bpe:SIZE` | byte-level pairs, trained on the corpus | 0 |
-| a tokenizer.json file | its own (GPT-2: 50257) | its own (GPT-2: 50256) |
+| a tokenizer.json file | its own (GPT-2: 50257) | its own (GPT-2: 50256), as marks.py reads it |
 
 `bytes` and `bpe` lose nothing: decode(encode(text)) == text for every text, also one that spells out the end token.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -20,34 +21,50 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.files import ShowProgress
+from meshwright.data.marks import SETTINGS, SPECIAL_TOKENS, Beside, Marks, marks_of, read_beside
+from meshwright.data.marks_section import END, AskedMarks
 from meshwright.errors import DataError
 
 BYTES = "bytes"
 BPE_PREFIX = "bpe:"
-END = "<|endoftext|>"
-
-# How published tokenizers spell the end of a text, in order of preference.
-_END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 
 
 class Tokenizer:
-    """A tokenizer with an end-of-text token. Build one with the functions below."""
+    """A tokenizer with its marks. Build one with the functions below."""
 
-    def __init__(self, library: tokenizers.Tokenizer, where: str = "tokenizer") -> None:
-        """Raises DataError naming `where` if no end-of-text token is known to the library's tokenizer."""
+    def __init__(self, library: tokenizers.Tokenizer, marks: Marks) -> None:
         # A text that spells out a special token is still text: only the packer writes the real end token.
         library.encode_special_tokens = True
         library.no_truncation()
         library.no_padding()
         self._library = library
-        vocabulary = library.get_vocab(with_added_tokens=True)
-        self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
+        self.vocabulary_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """One more than the largest id."""
-        known = [name for name in _END_NAMES if name in vocabulary]
-        if not known:
-            raise DataError(f"{where}: has no end-of-text token; looked for {', '.join(_END_NAMES)}")
-        self.end_name, self.end = known[0], vocabulary[known[0]]
-        """The spelling and the id of what follows every document."""
+        self.marks = marks
+
+    @property
+    def begin(self) -> int | None:
+        """The id of what stands in front of every document, where something does."""
+        return self.marks.begin
+
+    @property
+    def end(self) -> int:
+        """The id of what follows every document."""
+        return self.marks.end
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """`begin` as ids to put in front: one, or none."""
+        return () if self.begin is None else (self.begin,)
+
+    @property
+    def first(self) -> int:
+        """The id that a text's first token is predicted from: the beginning, or the end of what came before."""
+        return self.end if self.begin is None else self.begin
+
+    def name_of(self, token: int) -> str:
+        """A token as the vocabulary spells it."""
+        return str(self._library.id_to_token(token))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without an end token."""
@@ -100,8 +117,24 @@ class Tokenizer:
         """Write tokenizer.json."""
         path.write_text(self.to_json(), encoding="utf-8")
 
+    def settings_beside(self, texts: Mapping[str, str]) -> dict[str, str]:
+        """The texts of the files beside a tokenizer.json, by file name, in which these marks are what `auto` finds.
 
-def byte_tokenizer() -> Tokenizer:
+        They are changed where a run has named other marks alone.
+        """
+        beside = {name: json.loads(text) for name, text in texts.items() if name.endswith(".json")}
+        if marks_of(self._library, "tokenizer.json", beside)[:2] == self.marks[:2]:
+            return dict(texts)
+        names: dict[str, object] = {"eos_token": self.name_of(self.end)}
+        if self.begin is not None:
+            names["bos_token"] = self.name_of(self.begin)
+        changed = {SETTINGS: beside.get(SETTINGS, {}) | names | {"add_bos_token": self.begin is not None}}
+        if SPECIAL_TOKENS in beside:
+            changed[SPECIAL_TOKENS] = beside[SPECIAL_TOKENS] | names
+        return {**texts, **{name: json.dumps(tree, indent=2) + "\n" for name, tree in changed.items()}}
+
+
+def byte_tokenizer(asked: AskedMarks = AskedMarks()) -> Tokenizer:
     """Every byte a token: id = byte, 256 ends a text."""
     # The byte-level alphabet in the order of its bytes: printable Latin-1 is itself, the rest follows from U+0100.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -111,10 +144,10 @@ def byte_tokenizer() -> Tokenizer:
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([END])
-    return Tokenizer(library)
+    return Tokenizer(library, marks_of(library, "tokenizer", {}, asked))
 
 
-def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
+def train_bpe(texts: Iterable[str], size: int, asked: AskedMarks = AskedMarks()) -> Tokenizer:
     """A byte-level BPE of at most `size` tokens (fewer if the texts are too small to give as many pairs).
 
     The same texts in the same order give the same tokenizer, byte for byte.
@@ -131,25 +164,27 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
         show_progress=False,
     )
     library.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
-    return Tokenizer(library)
+    return Tokenizer(library, marks_of(library, "tokenizer", {}, asked))
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json. Raises DataError naming the file."""
+def load_tokenizer(path: Path, asked: AskedMarks | Marks = AskedMarks()) -> Tokenizer:
+    """Read a tokenizer.json, and its marks as a run asks for them. Raises DataError naming the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a tokenizer.json: {error}") from error
-    return parse_tokenizer(text, str(path))
+    return parse_tokenizer(text, str(path), {} if isinstance(asked, Marks) else read_beside(path.parent), asked)
 
 
-def parse_tokenizer(text: str, where: str) -> Tokenizer:
-    """A tokenizer from tokenizer.json's text. Raises DataError naming `where`."""
+def parse_tokenizer(
+    text: str, where: str, beside: Beside | None = None, asked: AskedMarks | Marks = AskedMarks()
+) -> Tokenizer:
+    """A tokenizer from tokenizer.json's text and the files beside it. Raises DataError naming `where`."""
     try:
         library = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for every defect
         raise DataError(f"{where}: is no tokenizer.json of Hugging Face: {error}") from error
-    return Tokenizer(library, where)
+    return Tokenizer(library, asked if isinstance(asked, Marks) else marks_of(library, where, beside or {}, asked))
 
 
 def tokenizer_kind(tokenizer: str) -> str:
@@ -167,15 +202,18 @@ def tokenizer_kind(tokenizer: str) -> str:
     return tokenizer
 
 
-def make_tokenizer(tokenizer: str, texts: Iterable[str], progress: ShowProgress) -> Tokenizer:
-    """The tokenizer that a config names; only bpe:SIZE reads `texts`, to be trained on them."""
-    if tokenizer == BYTES:
-        return byte_tokenizer()
+def make_tokenizer(
+    tokenizer: str, texts: Iterable[str], progress: ShowProgress, asked: AskedMarks = AskedMarks()
+) -> Tokenizer:
+    """The tokenizer that a config names, with the marks that it asks for; only bpe:SIZE reads `texts`, to be trained on
+    them."""
     if tokenizer_kind(tokenizer) == "file":
-        return load_tokenizer(Path(tokenizer).expanduser())
+        return load_tokenizer(Path(tokenizer).expanduser(), asked)
+    if tokenizer == BYTES:
+        return byte_tokenizer(asked)
     size = int(tokenizer.removeprefix(BPE_PREFIX))
     progress(f"training a tokenizer of {size} tokens", None)
-    return train_bpe(texts, size)
+    return train_bpe(texts, size, asked)
 
 
 def pieces(text: str, characters: int = 2**20) -> Iterator[str]:

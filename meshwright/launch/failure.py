@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -185,11 +186,19 @@ class Death:
 
     rank: int
     status: int
+    words: str = ""
+    """The last lines of its standard error."""
 
     def __str__(self) -> str:
-        if self.status >= 0:
-            return f"rank {self.rank} exited with code {self.status} and left no message"
-        return f"rank {self.rank} was killed by {signal_name(-self.status)}{_hint(-self.status)}"
+        if self.status < 0:
+            ended = f"rank {self.rank} was killed by {signal_name(-self.status)}{_hint(-self.status)}"
+        else:
+            ended = f"rank {self.rank} exited with code {self.status} and left no message"
+        return f"{ended}; the end of its standard error:\n{self.words}" if self.words else ended
+
+
+LastWords = Callable[[int], str]
+"""The last lines of the standard error of a rank that has ended."""
 
 
 def write_result(folder: Path, attempt: int, rank: int, result: object) -> None:

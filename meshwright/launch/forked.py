@@ -12,16 +12,18 @@ and waits half a minute before it ends them.)
 from __future__ import annotations
 
 import multiprocessing
+import os
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
-from meshwright.environment import enter_local_rank
+from meshwright.environment import early_errors_in, enter_local_rank
 from meshwright.errors import LaunchError
-from meshwright.launch.failure import Death, Failure, explain_failure, read_reports
-from meshwright.launch.output import SOCKET, receive_output
+from meshwright.launch.failure import Death, Failure, LastWords, explain_failure, read_reports
+from meshwright.launch.output import SOCKET, last_lines, receive_output, take_early_errors
 from meshwright.launch.session import Session, make_fork_server_folder
 from meshwright.launch.tether import die_with_parent
 from meshwright.launch.worker import Job, run_launched
@@ -29,37 +31,43 @@ from meshwright.launch.worker import Job, run_launched
 _LOOPBACK = "127.0.0.1"
 
 
-def run_forked(session: Session, num_ranks: int, attempt: int, threads: int) -> Failure | None:
+def run_forked(session: Session, num_ranks: int, threads: int, last_words: LastWords, attempt: int) -> Failure | None:
     """Run an attempt at the session's job; why it failed, None where it succeeded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["meshwright.launch.preload", *Job.read(session.folder).modules])
     try:
-        make_fork_server_folder()
-        ensure_running()
+        errors = make_fork_server_folder()
+        with early_errors_in(errors):
+            ensure_running()
         import torch.distributed as dist  # while the fork server, on another core, imports it too
 
         store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     except (OSError, RuntimeError) as error:
         raise LaunchError(f"no worker can be started: {error}") from error
-    arguments = (str(session.folder), num_ranks, attempt, store.port, threads)
+    arguments = (str(session.folder), str(errors), num_ranks, attempt, store.port, threads)
     workers = [context.Process(target=_work, args=(rank, *arguments)) for rank in range(num_ranks)]
     try:
         for worker in workers:
             worker.start()
         death = _watch(workers)
+        if death is not None:
+            pid = workers[death.rank].pid or 0
+            words = last_lines(take_early_errors(errors, pid)) or last_words(death.rank)
+            death = replace(death, words=words)
     finally:
-        _end(workers)
+        _end(workers, errors)
     return None if death is None else explain_failure(death, read_reports(session.folder, attempt))
 
 
-def _work(rank: int, folder: str, num_ranks: int, attempt: int, port: int, threads: int) -> None:
+def _work(rank: int, folder: str, errors: str, num_ranks: int, attempt: int, port: int, threads: int) -> None:
     """One rank. Its parent is the fork server, which dies with the launcher."""
     die_with_parent(None)
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     if launcher.is_alive():
         enter_local_rank(rank, num_ranks, attempt, port)
-        receive_output(Path(folder, SOCKET))
+        receive_output(Path(folder, SOCKET), rank)
+        os.write(2, take_early_errors(Path(errors), os.getpid()))
         import torch  # which the fork server has imported
 
         torch.set_num_threads(threads)
@@ -82,11 +90,12 @@ def _watch(workers: list[ForkServerProcess]) -> Death | None:
     return None
 
 
-def _end(workers: list[ForkServerProcess]) -> None:
+def _end(workers: list[ForkServerProcess], errors: Path) -> None:
     """Kill those that still run: with a rank of theirs dead they have nothing left to do, and they ignore SIGTERM."""
     started = [worker for worker in workers if worker.pid is not None]
     for worker in started:
         worker.kill()
     for worker in started:
         worker.join()
+        take_early_errors(errors, worker.pid or 0)  # of one that was killed before it had the launcher's stderr
         worker.close()

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from meshwright.ranks.thread_world import ThreadWorld
 
 
+_SCRIPT = "meshwright_script"
+"""The name of a user's script as a module."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The ranks of a job. `axes`: their grid, outermost axis first; `threads`: CPU threads of each.
@@ -215,6 +219,9 @@ def _unpacked(packed: Mapping[str, Any]) -> Any:
 def name_of(function: Callable[..., Any]) -> str:
     """The name under which another process finds the function. Raises LaunchError where it has none."""
     module, name = function.__module__, function.__qualname__
+    if module == _SCRIPT:
+        rule = 'put what starts ranks under `if __name__ == "__main__":`'
+        raise LaunchError(f"the script of {name} starts ranks while it is imported, as every rank imports it: {rule}")
     if "." in name or name == "<lambda>":
         raise LaunchError(f"{name} is no function of a module's own: ranks import what they run by its name")
     if module != "__main__":
@@ -255,7 +262,7 @@ def _load(name: str) -> Callable[..., Any]:
 
 def load_script(path: Path) -> ModuleType:
     """A script's module, imported without running what stands under `if __name__ == "__main__"`."""
-    spec = importlib.util.spec_from_file_location("meshwright_script", path)
+    spec = importlib.util.spec_from_file_location(_SCRIPT, path)
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import LaunchError
-from meshwright.launch.failure import Failure, Interrupted, allow_open_files, read_results
+from meshwright.launch.failure import Failure, Interrupted, LastWords, allow_open_files, read_results
 from meshwright.launch.output import SOCKET, OutputServer
 from meshwright.launch.session import Session, open_session
 from meshwright.launch.signals import STOP_FILE, KillWorkers, StopSignals, listens
@@ -33,13 +34,14 @@ def launch(
     """
     job.resolve()  # a wrong name fails here, once, and not in every worker
     allow_open_files(num_ranks)
-    with open_session() as session, OutputServer(session.folder / SOCKET):
+    with open_session() as session, OutputServer(session.folder / SOCKET) as output:
         status = Path(job.status or session.folder)
         clear_records(status)
         job.write(session.folder)
         with StopSignals(session.folder) as signals:
             try:
-                failure, attempt = _run(session, status, num_ranks, transport, restarts, threads)
+                run_attempt = partial(_starter(transport), session, num_ranks, threads, output.last_words)
+                failure, attempt = _run(session, status, run_attempt, restarts)
             except KillWorkers:
                 raise _killed(signals, session.folder) from None
         results = read_results(session.folder, attempt, num_ranks) if failure is None else []
@@ -54,13 +56,12 @@ def launch(
 
 
 def _run(
-    session: Session, status: Path, num_ranks: int, transport: TransportName, restarts: int, threads: int
+    session: Session, status: Path, run_attempt: Callable[[int], Failure | None], restarts: int
 ) -> tuple[Failure | None, int]:
     """Attempts until one succeeds or another would not help: why the last failed (None: it did not), and its number."""
-    run_attempt = _starter(transport)
     before: Failure | None = None
     for attempt in range(restarts + 1):
-        failure = run_attempt(session, num_ranks, attempt, threads)
+        failure = run_attempt(attempt)
         if failure is not None and (hang := explain_hang(read_records(status, attempt))):
             failure = Failure(hang, lost=True)
         stopping = (session.folder / STOP_FILE).exists()
@@ -70,7 +71,7 @@ def _run(
     return failure, attempt
 
 
-def _starter(transport: TransportName) -> Callable[[Session, int, int, int], Failure | None]:
+def _starter(transport: TransportName) -> Callable[[Session, int, int, LastWords, int], Failure | None]:
     if TRANSPORTS[transport].by_mpiexec:
         from meshwright.launch.mpiexec import run_mpi
 

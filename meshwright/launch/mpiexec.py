@@ -12,12 +12,13 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.environment import mpi_worker_variables
 from meshwright.errors import LaunchError
 from meshwright.launch import tether
-from meshwright.launch.failure import Death, Failure, Report, explain_failure, read_reports, signal_name
+from meshwright.launch.failure import Death, Failure, LastWords, Report, explain_failure, read_reports, signal_name
 from meshwright.launch.session import Session
 from meshwright.machine import find_mpiexec
 
@@ -26,7 +27,7 @@ _ABORTED = re.compile(r"MPI_ABORT was invoked on rank\s+(\d+)")
 _EXITED = re.compile(r"Process name:\s+\[\S+,(\d+)\]\s+Exit code:\s+(\d+)")
 
 
-def run_mpi(session: Session, num_ranks: int, attempt: int, threads: int) -> Failure | None:
+def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWords, attempt: int) -> Failure | None:
     """Run an attempt at the session's job; why it failed, None where it succeeded."""
     mpiexec = find_mpiexec()
     if mpiexec is None:
@@ -49,12 +50,12 @@ def run_mpi(session: Session, num_ranks: int, attempt: int, threads: int) -> Fai
     if process.returncode == 0:
         return None
     words = chatter.read_text(errors="replace").strip()
-    return _explain(mpiexec, process.returncode, words, read_reports(session.folder, attempt))
+    return _explain(mpiexec, process.returncode, words, read_reports(session.folder, attempt), last_words)
 
 
-def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report]) -> Failure:
+def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report], last_words: LastWords) -> Failure:
     if death := _death(chatter):
-        return explain_failure(death, reports)
+        return explain_failure(replace(death, words=last_words(death.rank)), reports)
     if reports:
         return reports[0].failure
     if match := _ABORTED.search(chatter):

@@ -1,15 +1,20 @@
-"""Hand the launcher's stdout and stderr to the workers, which some other process starts.
+"""Hand the launcher's stdout and stderr to the workers, which some other process starts, and keep their last words.
 
 mpiexec forwards its ranks' output through a pseudo-terminal of its own: a progress bar then believes in a terminal
 where the user redirected to a file, does not know the window's width, and mixes with mpiexec's own messages. A fork
-server keeps the streams of its own start. So each worker fetches the launcher's real descriptors over a Unix socket,
-and writes as if the launcher had forked it.
+server keeps the streams of its own start. So each worker fetches the launcher's own stdout over a Unix socket, and
+writes as if the launcher had forked it.
+
+For stderr a worker gets a pipe, which the launcher copies to its own stderr: a rank that ends without a report may
+have said why there. A worker of the fork server has it only from its first line of ours on: before, while it imports
+the user's script, its stderr is a file (`early_errors`), which it says again when it has the pipe.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import select
 import socket
 import sys
 import threading
@@ -24,10 +29,39 @@ SOCKET = "output"
 """The socket's name in the launch folder."""
 
 _TIMEOUT_SECONDS = 30.0
+_DRAIN_SECONDS = 1.0
+"""A pipe ends with its worker, except where a process that the worker started still holds it."""
+_LINE_MILLISECONDS = 20
+_KEPT_BYTES = 8192
+_LAST_LINES = 20
+
+
+class _Tee:
+    """A pipe whose content goes to this process's stderr. `kept`: the last bytes of it."""
+
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe()
+        self.kept = b""
+        self.thread = threading.Thread(target=self._copy, daemon=True)
+
+    def _copy(self) -> None:
+        more_comes = select.poll()  # select() itself knows no descriptor from 1024 on
+        more_comes.register(self._reader, select.POLLIN)
+        while data := os.read(self._reader, 2**16):
+            # A line may come in two writes: its end is waited for, so that two ranks' lines stay apart.
+            while not data.endswith(b"\n") and more_comes.poll(_LINE_MILLISECONDS):
+                if len(data) > _KEPT_BYTES or not (more := os.read(self._reader, 2**16)):
+                    break
+                data += more
+            self.kept = (self.kept + data)[-_KEPT_BYTES:]
+            with suppress(OSError):  # a display that is gone: the worker goes on without it
+                while data:
+                    data = data[os.write(2, data) :]
+        os.close(self._reader)
 
 
 class OutputServer:
-    """The launcher's side. While entered, whoever connects is given our stdout and stderr."""
+    """The launcher's side. While entered, whoever connects is given our stdout, and a pipe to our stderr."""
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -37,6 +71,7 @@ class OutputServer:
             self._listener.close()
             raise LaunchError(f"cannot open a socket at {path} ({error}): set TMPDIR to a short local path") from error
         self._listener.listen(1024)
+        self._tees: dict[int, _Tee] = {}
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
     def _serve(self) -> None:
@@ -45,8 +80,22 @@ class OutputServer:
                 worker, _ = self._listener.accept()
             except OSError:  # shut down
                 return
-            with worker, suppress(OSError):  # a worker that died meanwhile
-                socket.send_fds(worker, [b"x"], [1, 2])
+            with worker, suppress(OSError, ValueError):  # a worker that died meanwhile
+                worker.settimeout(_TIMEOUT_SECONDS)
+                rank = int(worker.recv(16))
+                tee = self._tees[rank] = _Tee()
+                tee.thread.start()
+                try:
+                    socket.send_fds(worker, [b"x"], [1, tee.writer])
+                finally:
+                    os.close(tee.writer)
+
+    def last_words(self, rank: int) -> str:
+        """The last lines that a rank, which has ended, wrote to its stderr."""
+        if rank not in self._tees:
+            return ""
+        self._tees[rank].thread.join(_DRAIN_SECONDS)
+        return last_lines(self._tees[rank].kept)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -58,13 +107,16 @@ class OutputServer:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
+        for tee in self._tees.values():
+            tee.thread.join(_DRAIN_SECONDS)
 
 
-def receive_output(path: Path) -> None:
-    """A worker's side: replace this process's stdout and stderr by the launcher's."""
+def receive_output(path: Path, rank: int) -> None:
+    """A worker's side: replace this process's stdout by the launcher's, and its stderr by a pipe to the launcher's."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
         launcher.settimeout(_TIMEOUT_SECONDS)
         launcher.connect(str(path))
+        launcher.sendall(str(rank).encode())
         _, descriptors, _, _ = socket.recv_fds(launcher, 1, 2)
     for descriptor, own in zip(descriptors, (1, 2), strict=True):
         os.dup2(descriptor, own)
@@ -73,3 +125,37 @@ def receive_output(path: Path) -> None:
         # Python chose the buffering by what we were started with.
         assert isinstance(stream, io.TextIOWrapper), stream
         stream.reconfigure(line_buffering=True)
+
+
+def early_errors(folder: Path, pid: int) -> Path:
+    """The file that is the stderr of a worker of the fork server before it has the launcher's."""
+    return folder / f"stderr-{pid}"
+
+
+def keep_early_errors(folder: Path) -> None:
+    """Give each process that this one forks a file in `folder` as its stderr."""
+
+    def after_fork() -> None:
+        with suppress(OSError):  # the launcher is gone, and its folder: nobody is left to read
+            descriptor = os.open(early_errors(folder, os.getpid()), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+
+    os.register_at_fork(after_in_child=after_fork)
+
+
+def take_early_errors(folder: Path, pid: int) -> bytes:
+    """The content of a process's file, which is removed; nothing where there is none."""
+    path = early_errors(folder, pid)
+    try:
+        content = path.read_bytes()
+        path.unlink()
+    except OSError:
+        return b""
+    return content
+
+
+def last_lines(content: bytes) -> str:
+    """The last lines of what a process wrote, as far as it is text."""
+    lines = content[-_KEPT_BYTES:].decode(errors="replace").rstrip().splitlines()
+    return "\n".join(lines[-_LAST_LINES:])

@@ -83,8 +83,8 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def make_fork_server_folder() -> None:
-    """Make the folder of this process's fork server, marked as ours for the sweep after a `kill -9`.
+def make_fork_server_folder() -> Path:
+    """Make the folder of this process's fork server, marked as ours for the sweep after a `kill -9`; where it is.
 
     multiprocessing removes it at the orderly end; the lock's descriptor is left open until then. A folder that
     is there already stays as it is: it is marked, or belongs to the process that forked this one and lives longer.
@@ -94,6 +94,7 @@ def make_fork_server_folder() -> None:
     folder = Path(get_temp_dir())
     if folder.parent == temporary and folder not in there:  # else it is older than this process's TMPDIR
         _lock(folder)
+    return folder
 
 
 def sweep(parent: Path) -> None:

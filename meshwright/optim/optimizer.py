@@ -36,6 +36,9 @@ from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.mesh import Mesh
 from meshwright.registry import load_entry
 
+CLIP_EPSILON = 1e-6
+"""Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does."""
+
 
 def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int) -> float:
     """The rate of step `step` (from 0) of `steps`: linear warm-up to the peak, some steps at it, decay to the floor.
@@ -210,7 +213,8 @@ class Optimizer:
 
     def _divisor(self, norm: Tensor) -> Tensor:
         clip = self.config.optimizer.clip
-        return self.scaler.scale * ((norm / clip).clamp(min=1.0) if clip else torch.ones_like(norm))
+        excess = (norm + CLIP_EPSILON) / clip if clip else torch.ones_like(norm)
+        return self.scaler.scale * excess.clamp(min=1.0)
 
     def refresh(self) -> None:
         """Copy the masters into the half-precision weights."""

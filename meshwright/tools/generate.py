@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.data.chat import ChatTemplate
+from meshwright.checkpoint import find_checkpoint
+from meshwright.data.chat import ChatTemplate, closing_token, kept_template
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import KeyValueCache
@@ -103,9 +104,13 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
         return Generated(answering.folder, "", iter([text_of(answering, found.tokens)]))
     options = {"--beams": request.beams, "--length-penalty": request.length_penalty}
     _refuse(options, family, "which goes on token by token", "--temperature, --top-k, --seed")
-    template = config.data.chat_template() if request.chat else None
-    if request.chat and template is None:
-        raise ConfigError.of("--chat", True, "has no template: this run was not trained on dialogues", "without --chat")
+    template = None
+    if request.chat:
+        folder = find_checkpoint(checkpoint)
+        template = config.data.chat_template(folder) or kept_template(folder)
+        if template is None:
+            rule = "has no template: this run was not trained on dialogues, and its tokenizer came without one"
+            raise ConfigError.of("--chat", True, rule, "without --chat")
     loaded, most = load_text(checkpoint, device, context), request.tokens or DEFAULT_TOKENS
     if template is None:
         return Generated(loaded.folder, request.prompt, generate_text(loaded, request.prompt, most, sampling))
@@ -130,19 +135,19 @@ def _chosen(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> i
 def generate_tokens(
     loaded: LoadedText, prompt: list[int], most: int, sampling: Sampling, ends: Sequence[int] = ()
 ) -> Iterator[int]:
-    """At most `most` tokens that follow the prompt's; ends before the end token, or another of `ends`. An empty prompt
-    is an end token.
+    """At most `most` tokens that follow the prompt's; ends before a token at which transformers' `generate` ends, too
+    (data/marks.py), or another of `ends`. An empty prompt is what a text's first token is predicted from.
 
     A prompt longer than the context is cut as the context is when it slides: its last half context stays.
     """
     # On the host, so that every device draws the same numbers.
     generator = torch.Generator().manual_seed(1 if sampling.seed is None else sampling.seed)
-    tokens = prompt or [loaded.tokenizer.end]
+    tokens, stops = prompt or [loaded.tokenizer.first], loaded.tokenizer.marks.stops.union(ends)
     fresh = tokens if len(tokens) <= loaded.context else _kept(tokens, loaded.context)
     cache = KeyValueCache()
     for _ in range(most):
         token = _chosen(_next_logits(loaded, fresh, cache), sampling, generator)
-        if token == loaded.tokenizer.end or token in ends:
+        if token in stops:
             return
         yield token
         tokens = [*tokens[-loaded.context :], token]
@@ -165,15 +170,16 @@ def _next_logits(loaded: LoadedText, fresh: list[int], cache: KeyValueCache) -> 
 
 def generate_text(loaded: LoadedText, prompt: str, most: int, sampling: Sampling) -> Iterator[str]:
     """The continuation of a prompt in parts, as soon as each is whole characters."""
-    ids = loaded.tokenizer.encode(prompt)
+    ids = [*loaded.tokenizer.opening, *loaded.tokenizer.encode(prompt)]
     return whole_characters(loaded.tokenizer, ids, generate_tokens(loaded, ids, most, sampling))
 
 
 def answer_text(loaded: LoadedText, template: ChatTemplate, asked: str, most: int, sampling: Sampling) -> Iterator[str]:
     """The answer to a question, as the template renders it. It ends before the special token that closes a turn."""
-    before, closing = template.question(asked, "--prompt")
-    (ids, _), (closes, _) = map(loaded.tokenizer.encode_marked, (before, closing))
-    ends = [token for token in closes[:1] if loaded.tokenizer.decode([token]) in loaded.tokenizer.special_tokens]
+    before, _ = template.question(asked, "--prompt")
+    ids, _ = loaded.tokenizer.encode_marked(before)
+    closes = closing_token(template, loaded.tokenizer)
+    ends = () if closes is None else (closes,)
     return whole_characters(loaded.tokenizer, ids, generate_tokens(loaded, ids, most, sampling, ends))
 
 

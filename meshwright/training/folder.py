@@ -5,6 +5,7 @@
 | run.lock | locked by the kernel (flock) while a run writes here, so it falls with its holder; says who that is |
 | run.json | the run's identity: checkpoints name it, and it stays through restarts and resumes |
 | config.yaml | the config; config-STEP.yaml is the one that it replaced when the run was resumed at STEP |
+| source | the settings that weights and tokenizer came with, which an export writes back (data/published.py) |
 | checkpoints | step folders; set-aside-step-N: newer than the one that --resume-from asked for |
 """
 
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import Config, run_text
+from meshwright.data.published import SOURCE, published_for
 from meshwright.errors import CheckpointError, ConfigError
 
 LOCK, IDENTITY, CONFIG, CHECKPOINTS = "run.lock", "run.json", "config.yaml", "checkpoints"
@@ -129,13 +131,22 @@ def refuse_used(out: Path) -> None:
 
 
 def begin(out: Path, config: Config) -> None:
-    """Make the folder a fresh run's; the weights that it starts from become its step 0. Raises CheckpointError."""
+    """Make the folder a fresh run's; the weights that it starts from become its step 0, and their settings are kept.
+
+    Raises CheckpointError, and DataError where a file of settings cannot be read.
+    """
+    weights = None
     if config.weights is not None:
         from meshwright.convert.folder import folder_of  # torch, which only such a run's launcher needs
         from meshwright.convert.transfer import import_folder
 
         (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-        import_folder(folder_of(config.weights), out / CHECKPOINTS / "step-0", wanted=config.model, seed=config.seed)
+        weights = folder_of(config.weights)
+        import_folder(weights, out / CHECKPOINTS / "step-0", wanted=config.model, seed=config.seed)
+    if texts := published_for(config.data, weights):
+        (out / SOURCE).mkdir(exist_ok=True)
+    for name, text in texts.items():
+        write_whole(out / SOURCE, name, text)
     write_whole(out, IDENTITY, json.dumps({"run": secrets.token_hex(8)}) + "\n")
     write_whole(out, CONFIG, run_text(config))
 

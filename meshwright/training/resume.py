@@ -20,7 +20,16 @@ from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, ide
 _DECISIVE = ("seed", "model.", "data.", "batch.global")
 """A resumed run shares these fields with the run that it goes on with, unless --accept-changes."""
 _FREE = ("model.dropout",)
-_OF_THE_SOURCE = ("data.source", "data.mixture", "data.target", "data.languages", "data.tokenizer", "data.validation")
+_OF_THE_SOURCE = (
+    "data.source",
+    "data.mixture",
+    "data.target",
+    "data.languages",
+    "data.tokenizer",
+    "data.validation",
+    "data.begin",
+    "data.end",
+)
 """They say where tokens come from: free where the prepared tokens are the same ones."""
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
-from meshwright.checkpoint.manifest import Origin, Progress
+from meshwright.checkpoint.manifest import TOKENIZER_FILE, Origin, Progress
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config
 from meshwright.data.dataset import Opened
+from meshwright.data.published import SOURCE, read_published
 from meshwright.decisions import FIELDS, Resolved, resolve_layout, resolved_fields
 from meshwright.errors import DamagedError
 from meshwright.launch import Rank, StopRequest
@@ -104,6 +105,13 @@ def _agreed(mesh: Mesh, step: int | None) -> int | None:
     return None if int(found) < 0 else int(found)
 
 
+def _of_experts(config: Config) -> Sequence[str]:
+    """A line on the balance loss of weights that come with experts."""
+    if not config.model.num_experts or config.model.losses_in_layers:
+        return ()
+    return ("no balance loss of the experts: config.json has output_router_logits=false, and true trains with one",)
+
+
 @dataclass(frozen=True)
 class _Run:
     """A rank's training run: the trainer, and around it checkpoints, validation, metrics and the display."""
@@ -121,7 +129,7 @@ class _Run:
         """
         parts, config, mesh = self.parts, self.parts.config, self.parts.mesh
         checkpoints = self.out / CHECKPOINTS
-        writer = CheckpointWriter(checkpoints, mesh, config.checkpoint.keep, self.origin, self.data.tokenizer)
+        writer = CheckpointWriter(checkpoints, mesh, config.checkpoint.keep, self.origin, self._beside())
         started = Progress()
         if step is not None:
             try:
@@ -132,7 +140,7 @@ class _Run:
         with RunDisplay(started.step, config.steps, speaks=speaks, live=live, level=level) as display:
             self._greet(display, writer.unfinished, attempt)
             if step == 0 and config.weights is not None:
-                display.say(f"starting from the weights of {config.weights}")
+                display.say(f"starting from the weights of {config.weights}", *_of_experts(config))
             elif step is not None:
                 display.say(f"going on from checkpoint step-{step}")
             elif resume:
@@ -167,6 +175,17 @@ class _Run:
             if stopping:  # srun and mpirun end a job with the first rank that leaves with a code: leave together
                 stop.request()
                 mesh.world.barrier()
+
+    def _beside(self) -> dict[str, str]:
+        """The files that rank 0 writes into each checkpoint: the tokenizer, and the settings that the run keeps."""
+        if self.parts.mesh.rank:
+            return {}
+        texts, tokenizer = read_published(self.out / SOURCE), self.data.tokenizer
+        if tokenizer is None:
+            return texts
+        if self.parts.config.data.begins:
+            texts = tokenizer.settings_beside(texts)
+        return {TOKENIZER_FILE: tokenizer.to_json(), **texts}
 
     def _step(self, trainer: Trainer, stop: StopRequest, *, saves: bool) -> tuple[list[StepLine], bool]:
         """Make a step, trace it where that was asked for, and validate where that is due. `saves`: a checkpoint may

@@ -34,7 +34,7 @@ TOKENIZER = byte_tokenizer().to_json()
 
 def open_writer(mesh: Mesh, config: Config, folder: Path, keep: int = 9) -> CheckpointWriter:
     origin = Origin(config.model_dump(mode="json", by_alias=True), run=RUN)
-    return CheckpointWriter(folder, mesh, keep, origin, TOKENIZER)
+    return CheckpointWriter(folder, mesh, keep, origin, {"tokenizer.json": TOKENIZER})
 
 
 def held_by(parts: Parts) -> list[Held]:

@@ -138,6 +138,8 @@ def test_a_program_may_leave_fields_of_another_kind() -> None:
         "validation": 0.05,
         "tokenizer": "bytes",
         "sequence": 64,
+        "begin": "auto",
+        "end": "auto",
         "documents": "joined",
     }
     assert Config.model_validate({"model": VIT, "data": old | {"source": "digits"}}).data.kind == "images"

@@ -14,7 +14,7 @@ from meshwright.config.schema import Config, Precision
 from meshwright.convert import export_folder, import_folder
 from meshwright.convert.t5 import T5Family
 from meshwright.data.kinds_section import SpanData
-from meshwright.data.tokenizer import byte_tokenizer
+from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
 from meshwright.errors import CheckpointError, DataError
 from meshwright.models.section import T5
 from meshwright.models.t5 import T5Model
@@ -102,6 +102,10 @@ def test_export_loads_in_transformers_with_the_same_logits(tmp_path: Path) -> No
     torch.testing.assert_close(theirs, ours, rtol=1e-11, atol=1e-11)
 
 
+def with_tokens(model: T5, text: str) -> str:
+    return T5Family().with_tokenizer(model, text, parse_tokenizer(text, "its own")).text
+
+
 def test_exported_tokenizer_and_model_go_together(tmp_path: Path) -> None:
     """300 tokens have room for a padding behind the 257, and for no sentinels; 360 for both."""
     our_checkpoint(tmp_path)
@@ -118,15 +122,13 @@ def test_exported_tokenizer_and_model_go_together(tmp_path: Path) -> None:
         assert "".join(ours.parts) == tokenizer.decode(theirs, skip_special_tokens=True)
     text = byte_tokenizer().to_json()
     larger = T5(family="t5", vocabulary=360)
-    (tmp_path / "tokenizer.json").write_text(T5Family().files(larger, text, "float32")["tokenizer.json"])
+    (tmp_path / "tokenizer.json").write_text(with_tokens(larger, text))
     spans = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     assert spans("a<extra_id_0>b<extra_id_99>")["input_ids"] == [97, 258, 98, 357, 256]
-    assert (
-        T5Family().files(larger, (tmp_path / "tokenizer.json").read_text(), "float32")["tokenizer.json"]
-        == (tmp_path / "tokenizer.json").read_text()
-    )
+    again = (tmp_path / "tokenizer.json").read_text()
+    assert with_tokens(larger, again) == again
     with pytest.raises(DataError, match="has 258 tokens with the model's own, and the model knows 257"):
-        T5Family().files(T5(family="t5", vocabulary=257), text, "float32")
+        with_tokens(T5(family="t5", vocabulary=257), text)
 
 
 def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from meshwright.data.packing import pack
 from meshwright.data.pairs import pair_corpus
 from meshwright.data.pairs_section import PairData
 from meshwright.data.specials import SequenceSpecials, sequence_specials, specials_for
-from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
+from meshwright.data.tokenizer import Tokenizer, byte_tokenizer, parse_tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import IGNORED, Batch
 
@@ -51,9 +51,9 @@ def opened(config: Config) -> Opened:
     return config.data.open(config, prepared(config))
 
 
-def texts_of(batch: Batch, tokenizer: str, specials: Any) -> list[tuple[str, str]]:
+def texts_of(batch: Batch, library: Tokenizer, specials: Any) -> list[tuple[str, str]]:
     """The pairs in a batch; what surrounds them is checked."""
-    library, found = parse_tokenizer(tokenizer, "the run's"), []
+    found = []
     for source, mask, target, labels in zip(*(batch[name].tolist() for name in batch), strict=True):
         read, written = sum(mask), sum(label != IGNORED for label in labels)
         assert mask == [1] * read + [0] * (len(mask) - read)
@@ -72,7 +72,7 @@ def test_every_short_pair_is_in_one_split(tsv: Path, family: str, tokenizer: str
     data = opened(config)
     assert data.tokenizer is not None
     assert data.held_out is not None
-    specials = specials_for(config, parse_tokenizer(data.tokenizer, "the run's"))
+    specials = specials_for(config, data.tokenizer)
     assert (specials.start == specials.padding) == (family == "t5")
     held_out = texts_of(data.held_out.held_out(0, len(data.held_out)), data.tokenizer, specials)
     batches = [data.train.samples(step * 8, 8) for step in range(120)]

@@ -85,6 +85,9 @@ def fail(environment: Environment, stop: StopRequest, out: str, how: str) -> Non
         raise DataError("corpus.bin is damaged: build it again")
     if how == "exit":
         os._exit(3)
+    if how == "words":
+        os.write(2, b"first\n" * 30 + b"the reason\n")
+        os._exit(3)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

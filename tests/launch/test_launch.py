@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import tempfile
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -60,6 +62,51 @@ def test_a_dying_rank_ends_the_job_with_one_message(
     assert str(caught.value).startswith(message)
     assert ("Traceback" in str(caught.value)) == (how == "bug")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_rank_that_ends_without_a_report_has_said_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], transport: TransportName
+) -> None:
+    """The last lines of its standard error, which the launcher's has as well."""
+    with pytest.raises(LaunchError) as caught:
+        launch(Job(f"{HERE}:fail", {"out": str(tmp_path), "how": "words"}), 2, transport, threads=1)
+    first, *rest = str(caught.value).splitlines()
+    assert first == "rank 1 exited with code 3 and left no message; the end of its standard error:"
+    assert rest == ["first"] * 19 + ["the reason"]
+    assert capfd.readouterr() == ("", "first\n" * 30 + "the reason\n")
+
+
+GUARDLESS = """
+import sys
+from meshwright.launch import run
+
+def step(rank):
+    return rank.mesh.rank
+
+print("imported", file=sys.stderr)
+if {condition}:
+    print("returned", run({function}, 2))
+"""
+
+
+def ran(script: Path, condition: str, function: str) -> subprocess.CompletedProcess[str]:
+    script.write_text(GUARDLESS.format(condition=condition, function=function))
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+
+
+def test_a_script_without_a_main_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
+    """Ranks import the script, which starts ranks of its own: a rank dies before any line of ours."""
+    error = ran(tmp_path / "script.py", "True", '"builtins:repr"').stderr.rpartition("LaunchError: rank ")[2]
+    assert "exited with code 1 and left no message; the end of its standard error:\n" in error
+    assert "if __name__ == '__main__':" in error
+    own = ran(tmp_path / "script.py", "True", "step").stderr
+    assert "starts ranks while it is imported, as every rank imports it: put what starts ranks under `if __na" in own
+
+
+def test_what_a_script_says_while_ranks_import_it_is_heard(tmp_path: Path) -> None:
+    done = ran(tmp_path / "script.py", '__name__ == "__main__"', "step")
+    assert done.stdout == "returned [0, 1]\n"
+    assert done.stderr.count("imported") >= 3, "here, and on each rank"
 
 
 @pytest.mark.parametrize(

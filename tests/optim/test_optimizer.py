@@ -75,10 +75,7 @@ def step_torchs(mesh: Mesh, settings: dict[str, Any], clip: float | None) -> dic
         for name, parameter in parameters.items():
             parameter.grad = planted(name, parameter.shape, step)
         if clip is not None:
-            norm = torch.stack([p.grad.norm() for p in parameters.values() if p.grad is not None]).norm()
-            for parameter in parameters.values():
-                assert parameter.grad is not None
-                parameter.grad *= min(1.0, clip / float(norm))
+            nn.utils.clip_grad_norm_(list(parameters.values()), clip)
         for group in optimizer.param_groups:
             group["lr"] = settings["lr"] * shares[step]
         optimizer.step()

@@ -56,7 +56,7 @@ def write_steps(mesh: Mesh, out: Path, config: Config, run: str, steps: list[int
             yield Piece("weight", Place(name, spec.shape, box, 0, size), torch.ones(size))
 
     origin = Origin(config.model_dump(mode="json", by_alias=True), run, DATA if run else "")
-    writer = CheckpointWriter(out / folder.CHECKPOINTS, mesh, keep, origin, None)
+    writer = CheckpointWriter(out / folder.CHECKPOINTS, mesh, keep, origin, {})
     for step in steps:
         samples = step * config.batch.global_
         assert writer.save(Progress(step=step, samples=samples), pieces()) == []

@@ -136,7 +136,7 @@ def _cloze(loaded: LoadedText, text: str, where: str) -> _Cloze:
     context, target = loaded.tokenizer.encode(words[0].strip()), loaded.tokenizer.encode(f" {words[1]}")
     if len(target) > loaded.context:
         raise DataError(f"{where}: its last word has {len(target)} tokens, and the model sees {loaded.context}")
-    return _Cloze([*context, *target[:-1]][-loaded.context :], target)
+    return _Cloze([*loaded.tokenizer.opening, *context, *target[:-1]][-loaded.context :], target)
 
 
 @torch.inference_mode()

@@ -27,22 +27,23 @@ class _Asked(NamedTuple):
 
 def likelihoods(loaded: LoadedText, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
     """Score each (context, continuation). They are tokenized together, spaces at the context's end with the
-    continuation, as the harness does; an empty context is an end token; one that is too long loses its beginning."""
+    continuation, as the harness does, behind the token that begins a text (an empty context without one is an end
+    token); a context that is too long loses its beginning."""
     asked = []
     for context, continuation in pairs:
         cut = len(context.rstrip())
         before = loaded.tokenizer.encode(context[:cut]) if cut else []
         whole = loaded.tokenizer.encode(context + continuation)
-        asked.append(_Asked(before or [loaded.tokenizer.end], whole[len(before) :]))
+        asked.append(_Asked([*loaded.tokenizer.opening, *before] or [loaded.tokenizer.end], whole[len(before) :]))
     return _answered(loaded, asked)
 
 
 def text_likelihoods(loaded: LoadedText, texts: Sequence[str]) -> list[float]:
-    """The log of each text's probability: every token once, the first behind an end token, in windows of the model's
-    context of which each begins with the last token of the one before."""
+    """The log of each text's probability: every token once, the first behind the token that begins a text, or an end
+    token, in windows of the model's context of which each begins with the last token of the one before."""
     told = []
     for text in texts:
-        stream = [loaded.tokenizer.end, *loaded.tokenizer.encode(text)]
+        stream = [loaded.tokenizer.first, *loaded.tokenizer.encode(text)]
         if len(stream) < 2:
             told.append(0.0)
             continue

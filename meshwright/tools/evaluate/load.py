@@ -12,6 +12,8 @@ import torch
 from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.checkpoint.manifest import TOKENIZER_FILE
 from meshwright.config import Config
+from meshwright.data.marks_section import NO_BEGIN, AskedMarks
+from meshwright.data.section import TokenSection
 from meshwright.data.specials import SequenceSpecials, specials_for, specials_with_room
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError
@@ -85,7 +87,11 @@ def load_text(path: Path, device: str = "auto", context: int | None = None, read
     file = checkpoint.file(TOKENIZER_FILE)
     if file is None:
         raise CheckpointError(f"{checkpoint.folder} has no {TOKENIZER_FILE}: copy its model's tokenizer there")
-    tokenizer = load_tokenizer(file)
+    trained_on = config.data
+    assert isinstance(trained_on, TokenSection), trained_on
+    tokenizer = load_tokenizer(
+        file, AskedMarks() if trained_on.begins else NO_BEGIN
+    )  # the files beside it say its marks
     if tokenizer.vocabulary_size > vocabulary:
         size = tokenizer.vocabulary_size
         raise CheckpointError(f"{file} is of another model: it has {size} tokens, and the model knows {vocabulary}")

@@ -2,8 +2,8 @@
 
 Every token of a text is predicted once, with the context that the stride leaves: windows of `context` tokens begin
 `stride` tokens apart; of each but the first, only those tokens count that no window before it has counted, so each has
-at least context - stride tokens to its left. The last window ends with the text. End tokens are context and never
-counted: the model is asked for the text alone. In targets they do count, as they end what is to be written; label
+at least context - stride tokens to its left. The last window ends with the text. Begin and end tokens are context and
+never counted: the model is asked for the text alone. In targets they do count, as they end what is to be written; label
 smoothing never does.
 """
 
@@ -61,13 +61,14 @@ def text_perplexity(
     stride = stride or max(1, context // 2)
     starts, counted, length = windows(len(stream.tokens) - 1, context, stride)
     rows = max(1, batch_tokens // context)
+    marks = torch.tensor([loaded.tokenizer.end, loaded.tokenizer.first], device=loaded.device)
     total, num_tokens = 0.0, 0
     for first in range(0, len(starts), rows):
         places = starts[first : first + rows, None] + np.arange(length)  # [B, T]
         own = torch.from_numpy(places >= counted[first : first + rows, None]).to(loaded.device)
         inputs = torch.from_numpy(stream.tokens[places].astype(np.int64)).to(loaded.device)
         labels = torch.from_numpy(stream.tokens[places + 1].astype(np.int64)).to(loaded.device)
-        mask = own & (labels != loaded.tokenizer.end)
+        mask = own & ~torch.isin(labels, marks)
         loss, num = _summed_loss(loaded, loaded.model.hidden(inputs), labels, mask)
         total, num_tokens = total + loss, num_tokens + num
         progress("perplexity", min(1.0, (first + rows) / len(starts)))

@@ -18,6 +18,7 @@ import numpy as np
 
 from meshwright.data.corpus import documents
 from meshwright.data.files import ShowProgress, silent
+from meshwright.data.marks_section import NONE
 from meshwright.data.packed import PackedCorpus, document_ends, is_prepared, open_packed
 from meshwright.data.packing import corpus_for
 from meshwright.data.pairs import pair_corpus
@@ -31,10 +32,10 @@ from meshwright.tools.evaluate.load import LoadedSequence, LoadedText
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Documents one behind the other, as in training: an end token first and between them."""
+    """Documents one behind the other, as in training: each between its marks (data/marks.py)."""
 
     tokens: np.ndarray
-    """Ids [n]. The first is the end token: the context of the text's first token."""
+    """Ids [n]. The first is a mark: the context of the text's first token."""
     words: int
     """White-space separated words of the original text."""
     name: str
@@ -61,21 +62,26 @@ def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = si
     assert isinstance(trained_on, TokenSection), trained_on
     corpus, name = _prepared(loaded, data, trained_on, progress)
     tokens = corpus.tokens("validation")
-    first = np.array([corpus.header.end], dtype=tokens.dtype)
+    begins = corpus.header.begin is not None
+    first = np.array([] if begins else [corpus.header.end], dtype=tokens.dtype)
     return TokenStream(np.concatenate([first, tokens]), corpus.header.validation.words, name)
 
 
 def _encoded(loaded: LoadedText, source: str, progress: ShowProgress) -> TokenStream:
-    words = 0
+    words, tokenizer = 0, loaded.tokenizer
+    asked = loaded.config.data
+    assert isinstance(asked, TokenSection), asked
+    ended = [tokenizer.end] if asked.asked.end != NONE else []
 
     def parts() -> Iterator[np.ndarray]:
         nonlocal words
-        for text in documents(source):
+        for number, text in enumerate(documents(source)):
             progress(f"tokenizing: {words} words", None)
-            yield np.array([loaded.tokenizer.end], dtype=np.int64)
+            between = [*ended, *tokenizer.opening] if number else [tokenizer.first]
+            yield np.array(between, dtype=np.int64)
             for part in pieces(text):
                 words += len(part.split())  # exact: pieces are cut in front of a space
-                yield np.array(loaded.tokenizer.encode(part), dtype=np.int64)
+                yield np.array(tokenizer.encode(part), dtype=np.int64)
 
     encoded = list(parts())
     if not encoded:

@@ -8,7 +8,7 @@ of all of the text is then spread over the corpus' own tokens:
     perplexity = exp(sum of losses / (corpus tokens - 1))
 
 Corpus tokens are what stands between spaces in the published file, its line ends among them. The first token has no
-context and is not predicted.
+context and is not predicted; behind a token that begins a text (data/marks.py) it is, and all corpus tokens count.
 """
 
 from __future__ import annotations
@@ -65,4 +65,6 @@ def wikitext_stream(loaded: LoadedText, source: str) -> TokenStream:
     encoded = [token for part in pieces(plain_text(published)) for token in loaded.tokenizer.encode(part)]
     if words < 2 or len(encoded) < 2:
         raise DataError(f"{path}: holds no text")
+    if loaded.tokenizer.begin is not None:
+        return TokenStream(np.array([loaded.tokenizer.begin, *encoded], dtype=np.int64), words, source)
     return TokenStream(np.array(encoded, dtype=np.int64), words - 1, source)

@@ -75,9 +75,9 @@ class Reference:
     def update(self, step: int, norm: float) -> None:
         """The optimizer's step number `step` (from 0), clipped to the global norm; none if a gradient overflowed."""
         settings = self.config.optimizer
-        if settings.clip and norm > settings.clip:
-            for gradient in self.gradients.values():
-                gradient.mul_(settings.clip / norm)
+        if settings.clip:
+            total = torch.tensor(norm, dtype=torch.float64)
+            nn.utils.clip_grads_with_norm_(self.parameters.values(), settings.clip, total)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.lr * rate_share(settings.schedule, step, self.config.steps)
         self.scaler.step(self.optimizer)

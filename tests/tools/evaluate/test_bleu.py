@@ -34,7 +34,7 @@ def learn(mesh: Mesh, config: Config, folder: str) -> float:
     opened = config.data.open(config, config.data.prepare(config, silent))
     trainer = Trainer(parts, opened.train)
     loss = 9.0
-    while loss > 0.004 and trainer.step < 600:
+    while loss > 0.002 and trainer.step < 600:
         loss = float(str(trainer.turn(None)[0][0]["loss"]))
     save(parts, Path(folder), step=trainer.step)
     return loss

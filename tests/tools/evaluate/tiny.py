@@ -55,7 +55,7 @@ def save(parts: Parts, folder: Path, *, step: int = 1, tokenizer: Tokenizer | No
     """The step folder of a checkpoint in the run's folder `folder`."""
     dump = parts.config.model_dump(mode="json", by_alias=True)
     text = (tokenizer or byte_tokenizer()).to_json()
-    writer = CheckpointWriter(folder / "checkpoints", parts.mesh, 9, Origin(dump), text)
+    writer = CheckpointWriter(folder / "checkpoints", parts.mesh, 9, Origin(dump), {"tokenizer.json": text})
     writer.save(Progress(step=step, samples=step), pieces_of(parts))
     writer.wait()
     return folder / "checkpoints" / f"step-{step}"

@@ -1,0 +1,51 @@
+"""The words of a run on the tokens around a document: `data.begin` and `data.end`. How they are read: marks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from meshwright.errors import Problem
+from meshwright.section import rule
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+AUTO, NONE = "auto", "none"
+END = "<|endoftext|>"
+"""The end token of tokenizers that are made here."""
+
+
+class AskedMarks(NamedTuple):
+    """The two words: auto, none, or a token as the tokenizer spells it."""
+
+    begin: str = AUTO
+    end: str = AUTO
+
+
+NO_BEGIN = AskedMarks(begin=NONE)
+"""The words for models that put a document into a template of their own."""
+
+
+@rule("data.begin", "data.end", "data.tokenizer", "data.source", "data.mixture")
+def marks_are_tokens(config: Config) -> Iterator[Problem]:
+    """The end token alone is known beforehand where a tokenizer is made here; a prepared folder brings its own."""
+    from meshwright.data.marks import read_settings
+    from meshwright.data.section import TokenSection
+
+    data = config.data
+    assert isinstance(data, TokenSection), data
+    path = Path(data.tokenizer).expanduser()
+    if all((Path(source).expanduser() / data.header).is_file() for source in data.sources):
+        return
+    for field, name in (("data.begin", data.asked.begin), ("data.end", data.asked.end)):
+        if name in (AUTO, NONE) or (name == END and not path.is_file()):
+            continue
+        if not path.is_file():
+            yield Problem(field, name, f"is no token of data.tokenizer={data.tokenizer}", f"{AUTO}, {NONE}, {END}")
+            continue
+        tree = read_settings(path)
+        added = [str(token["content"]) for token in tree.get("added_tokens", []) if token.get("special")]
+        if name not in added and name not in tree.get("model", {}).get("vocab", ()):
+            yield Problem(field, name, f"is no token of {path}", ", ".join((AUTO, NONE, *added[:12])))
