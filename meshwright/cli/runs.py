@@ -72,14 +72,15 @@ def train(
 
         explain_run(config, planned_trace(trace or ()))
         return
+    from meshwright.decisions import in_steps
     from meshwright.training.job import train as run_training
 
-    traced = traced_steps(trace or (), config)
     resume = resume or resume_from is not None
     if accept_changes and not resume:
         raise ConfigError.of("--accept-changes", "true", "has no effect on a new run", "leave it out, or add --resume")
     with progress() as show:
-        config.data.prepare(config, show)  # here with a bar; the job then finds it prepared
+        data = config.data.prepare(config, show)  # here with a bar; the job then finds it prepared
+    traced = traced_steps(trace or (), in_steps(config, data).config)
     run_training(
         config,
         out or Path("out") / run.stem,

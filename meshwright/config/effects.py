@@ -70,6 +70,13 @@ EFFECTS = (
         lambda config: "beside data.mixture, which names the sources",
     ),
     Effect(
+        ("steps",),
+        ("epochs",),
+        lambda config: config.epochs is None,
+        lambda config: "beside epochs, which become steps when the data is known",
+        "epochs=null",
+    ),
+    Effect(
         ("layout.data.sync",),
         _SIZES,
         _sums_gradients,

@@ -91,10 +91,10 @@ def transport_reaches_device(config: Config) -> Iterator[Problem]:
         yield Problem("layout.transport", name, f"moves host memory only, and device={device}", "torch, auto")
 
 
-@rule("steps", "optimizer.schedule.warmup")
+@rule("steps", "epochs", "optimizer.schedule.warmup")
 def warmup_fits(config: Config) -> Iterator[Problem]:
     warmup, steps = config.optimizer.schedule.warmup, config.steps
-    if warmup > steps:
+    if warmup > steps and config.epochs is None:  # else it is asked when they have become steps (decisions.py)
         yield Problem("optimizer.schedule.warmup", warmup, f"is longer than steps={steps}", f"0 to {steps}")
 
 

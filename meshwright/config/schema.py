@@ -216,6 +216,8 @@ class Config(Section):
     memory: MemorySection = MemorySection()
     optimizer: OptimizerSection = OptimizerSection()
     steps: Positive = 1000
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Passes over the training data, in place of steps; becomes steps when the data is prepared."""
     checkpoint: CheckpointSection = CheckpointSection()
     validation: Validation = Validation()
     check: Check = Check()
@@ -261,6 +263,15 @@ class Config(Section):
     @property
     def num_microbatches(self) -> int:
         return self.replica_batch // self.micro
+
+    @property
+    def batch_summary(self) -> str:
+        """The parts of a step's batch in a sentence, with the number of microbatches by the name others give it."""
+        count = self.num_microbatches
+        replicas = f"{self.layout.data.size} replica" + "s" * (self.layout.data.size > 1)
+        parts = f"{replicas} x {count} microbatch{'es' * (count > 1)} of {self.micro}"
+        named = f"gradient accumulation over {count}" if count > 1 else "no gradient accumulation"
+        return f"batch.global={self.batch.global_}: {parts} ({named})"
 
     @property
     def copies(self) -> tuple[str, int] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.config import Config
 from meshwright.data.files import silent
-from meshwright.decisions import resolve, resolve_process, this_machine
+from meshwright.decisions import in_steps, resolve, resolve_process, this_machine
 from meshwright.environment import read_environment
 from meshwright.launch import Ranks, run
 from meshwright.training import folder
@@ -45,6 +45,8 @@ def train(
         folder.refuse_used(out)  # before the corpus is prepared, which may take long
     require_sinks(config.metrics)
     data = config.data.prepare(config, progress)
+    counted = in_steps(config, data)
+    config = counted.config
     resolved = resolve_process(config, machine)  # what cannot run here is said before anything is written
     with ExitStack() as stack:
         notes = stack.enter_context(folder.locked(out)) if read_environment().rank == 0 else []
@@ -70,5 +72,5 @@ def train(
             resume_from=resume_from,
             accept_changes=accept_changes,
             trace=list(trace),
-            notes=[*resolved.notes, *notes],
+            notes=[*counted.notes, *resolved.notes, *notes],
         )

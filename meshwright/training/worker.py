@@ -201,7 +201,7 @@ class _Run:
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         config = self.parts.config
         display.say(f"{config.layout.world_size} ranks: {config.layout.summary}; writing to {self.out}")
-        display.say(*self.data.notes)
+        display.say(config.batch_summary, *self.data.notes)
         display.say(*(f"removed a checkpoint that was never finished: {name}" for name in unfinished))
         if attempt:
             # Another launcher's count is not ours.

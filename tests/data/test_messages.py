@@ -132,6 +132,8 @@ def test_samples_are_dialogues_kept_apart(tmp_path: Path) -> None:
     assert said <= answers
     assert 28 <= seen <= 36, "a fifth is held out"
     assert "dialogues in" in data.notes[0]
+    places = batch["labels"].numel()
+    assert data.notes[0].endswith(f", {100 * int((batch['labels'] != IGNORED).sum()) / places:.0f} % learned")
 
 
 def test_what_is_longer_than_a_window_is_counted_and_cut_or_left_out(tmp_path: Path) -> None:
