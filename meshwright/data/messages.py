@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from meshwright.data.chat import ChatTemplate, Spans, read_dialogues
+from meshwright.data.chat import ChatTemplate, Spans
 from meshwright.data.corpus import Corpus, source_identity, source_name
+from meshwright.data.dialogues import read_dialogues
 from meshwright.data.packed import DIALOGUE, IDS, SAID, PackedCorpus
 from meshwright.data.sampler import ShuffledSamples, document_entries
 from meshwright.data.split import Split
@@ -42,8 +43,8 @@ def message_corpus(source: str, tokenizer: str, template: ChatTemplate) -> Corpu
     def read() -> Iterator[tuple[str, ...]]:
         path = Path(tokenizer).expanduser()
         special = load_tokenizer(path).special_tokens if path.is_file() else (END,)
-        for where, messages in read_dialogues(source, special):
-            text, spans = template.dialogue(messages, where)
+        for dialogue in read_dialogues(source, special):
+            text, spans = template.dialogue(dialogue)
             yield text, json.dumps(spans)
 
     identity: list[object] = ["messages", source_identity(source), template.text, dict(template.tokens)]
