@@ -148,6 +148,8 @@ class CheckpointSection(Section):
 
     every: Count = 0
     keep: Positive = 3
+    best: bool = False
+    """Write one at each validation that is the best so far, and keep it beside the newest."""
 
 
 class Validation(Section):
@@ -155,6 +157,10 @@ class Validation(Section):
 
     every: Count = 0
     batches: Positive = 8
+    metric: Literal["loss", "accuracy"] = "loss"
+    """The number by which a validation is better than another."""
+    patience: Count = 0
+    """The run ends after so many validations in a row that are no better than the best (0: never)."""
 
 
 class Check(Section):

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
 from meshwright.checkpoint.manifest import Origin, Progress
+from meshwright.checkpoint.reader import BEST
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config
 from meshwright.data.dataset import Opened
@@ -22,6 +23,7 @@ from meshwright.parts import Parts, build
 from meshwright.ranks.agreement import all_rows, text_of_root
 from meshwright.ranks.mesh import Mesh
 from meshwright.section import field_of, with_field
+from meshwright.training.best import BestWatch
 from meshwright.training.console import RunDisplay
 from meshwright.training.folder import CHECKPOINTS, begin, refuse_used
 from meshwright.training.loop import StepLine, Trainer, validate
@@ -143,27 +145,28 @@ class _Run:
             if mesh.rank == 0:
                 metrics = MetricsWriter(self.out, started.step, self._trackers(started.step))
             trainer = Trainer(parts, self.data.train, step=started.step, samples=started.samples)
+            watch = BestWatch(config, mesh, started.best)
             stopping, due, every = False, False, config.checkpoint.every
-            while trainer.step < config.steps:
+            while trainer.step < config.steps and not (stopping or watch.over):
                 due |= bool(every) and (trainer.step + 1) % every == 0
                 lines, stopping = self._step(trainer, stop, saves=due)
+                due |= bool(lines) and watch.judge(trainer.step, lines[-1])
                 if metrics is not None:
                     for line in lines:
                         display.say(*metrics.write(line), level="warning")
                         display.step(line)
-                if stopping or trainer.step == config.steps or (due and lines[-1]["applied"]):
+                last = stopping or watch.over or trainer.step == config.steps
+                if last or (due and lines[-1]["applied"]):
                     due = False  # of a skipped step's: it would hold the older weights under a later step's name
                     trainer.require_good_state()
                     mesh.recorder.enter("checkpoint")
-                    progress = progress_of(parts, trainer.step, trainer.samples)
+                    progress = progress_of(parts, trainer.step, trainer.samples, watch.best)
                     display.say(*writer.save(progress, pieces_of(parts)), level="warning")
-                if stopping:
-                    break
             mesh.recorder.enter("last checkpoint")
             writer.wait()
             if metrics is not None:
                 metrics.close()
-                self._farewell(display, trainer.step)
+                self._farewell(display, trainer.step, watch)
             if stopping:  # srun and mpirun end a job with the first rank that leaves with a code: leave together
                 stop.request()
                 mesh.world.barrier()
@@ -209,7 +212,7 @@ class _Run:
         for name in (*self.parts.strategy.make_replicas_equal(), *self.parts.optimizer.make_replicas_equal()):
             display.say(f"warning: {name} differed between replicas; rank 0's was given to all", level="warning")
 
-    def _farewell(self, display: RunDisplay, step: int) -> None:
+    def _farewell(self, display: RunDisplay, step: int, watch: BestWatch) -> None:
         """Draw the losses, and say how the run has ended."""
         from meshwright.training.pictures import draw_loss  # matplotlib: a second that the first step need not wait for
 
@@ -217,10 +220,15 @@ class _Run:
             draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
         except OSError as error:  # the run has all that matters: its last checkpoint is written
             display.say(f"warning: loss.png could not be drawn: {error.strerror}", level="warning")
-        steps = self.parts.config.steps
+        config = self.parts.config
+        steps = config.steps
         ended = "finished" if step == steps else "stopped; --resume goes on from here"
+        if watch.over and step < steps:
+            ended = f"ended early, no validation was better for validation.patience={config.validation.patience}"
         if skipped := step - self.parts.optimizer.steps_taken:
             ended += f" ({skipped} of {step} steps overflowed and were skipped)"
         if step > steps:
             ended = f"nothing to do for steps={steps}"
         display.say(f"{ended}: {self.out / CHECKPOINTS / f'step-{step}'}, metrics.jsonl, loss.png")
+        if best := str(watch):
+            display.say(f"{best}{f': {self.out / BEST}' if config.checkpoint.best else ''}")

@@ -68,6 +68,9 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "metrics.project=mine": ("metrics.sinks=[trackio]",),
     "metrics.offline=true": ("metrics.sinks=[tensorboard, mlflow]",),
     "validation.batches=2": ("validation.every=5",),
+    "validation.metric=accuracy": ("validation.every=5", "validation.patience=1"),
+    "validation.patience=2": ("validation.every=5",),
+    "checkpoint.best=true": ("validation.every=5",),
 }
 """Every field of the table, and the words that make it effective."""
 
@@ -104,6 +107,9 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "metrics.project=meshwright": ((), "without a tracker that has projects"),
     "metrics.offline=true": (("metrics.sinks=[trackio]",), "without a tracker that sends"),
     "validation.batches=8": ((), "with validation.every=0"),
+    "validation.metric=loss": (("validation.every=5",), "where nothing depends on the best validation"),
+    "validation.patience=2": ((), "with validation.every=0"),
+    "checkpoint.best=true": ((), "with validation.every=0"),
 }
 """Every field of the table in a run where it has no effect, at its default or not, and why."""
 
