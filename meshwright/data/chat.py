@@ -116,6 +116,18 @@ class ChatTemplate:
         whole = self.render([ask, answer], place)
         return self.render([ask], place, prompt=True), whole.rpartition(_ANSWER)[2].replace(_END, "")
 
+    def prompt(self, messages: Sequence[ChatMessage], place: str, *, goes_on: bool = False) -> str:
+        """A dialogue's text with what stands before an answer; with `goes_on` up to the end of the last message's
+        content instead, which is to be gone on with. Raises DataError where the template does not write that."""
+        text, _ = _without_marks(self.render(messages, place, prompt=not goes_on))
+        if not goes_on:
+            return text
+        begun = messages[-1]["content"]
+        before, found, _ = text.rpartition(begun.strip())
+        if not found:
+            raise DataError(f"{place}: {self.where} does not write the last message, which is to be gone on with")
+        return before + (begun.lstrip() if text.startswith(begun.lstrip(), len(before)) else found)
+
     def dialogue(self, dialogue: Dialogue) -> tuple[str, Spans]:
         """The dialogue's text, and what is learned of it: the assistant's part, without messages that are read only.
 
