@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.chat import ChatTemplate, template_of
-from meshwright.data.section import TokenSection
 from meshwright.errors import ConfigError, DataError
-from meshwright.tools.evaluate.continuation import Asked, continuations
+from meshwright.tools.evaluate.continuation import Opening, continuations
 from meshwright.tools.evaluate.likelihood import likelihoods, text_likelihoods
 from meshwright.tools.evaluate.load import Facts, load_text
 from meshwright.tools.generate import Sampling
@@ -74,10 +73,14 @@ class CheckpointLM(LM):
     @cached_property
     def _template(self) -> ChatTemplate:
         """The chat template. Raises DataError where there is none, or it cannot be read any more."""
-        data = self.loaded.config.data
-        own = data.chat_template() if self._template_file is None else None
-        tokenizer = data.tokenizer if isinstance(data, TokenSection) else ""
-        return own or template_of(tokenizer, self._template_file)
+        if self._template_file is not None:
+            return template_of("", self._template_file)
+        own = self.loaded.config.data.chat_template()
+        if own is None:
+            raise DataError(
+                f"{self.loaded.folder}: has no chat template, since its run read no dialogues: template=FILE"
+            )
+        return own
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
@@ -122,12 +125,12 @@ class CheckpointLM(LM):
         """A continuation of each request's context, up to what ends it."""
         return continuations(self.loaded, [self._asked(*request.args) for request in requests], self._rows)
 
-    def _asked(self, context: str, options: Mapping[str, Any]) -> Asked:
+    def _asked(self, context: str, options: Mapping[str, Any]) -> Opening:
         """Stops are words that are not part of it; only greedy decoding, or a temperature with the seed 1."""
         until = options.get("until") or []
         sampled = options.get("do_sample", False) or options.get("temperature", 0) > 0
         tokenizer = self.loaded.tokenizer
-        return Asked(
+        return Opening(
             tokenizer.encode_marked(context)[0] if self._chats else tokenizer.encode(context),
             int(options.get("max_gen_toks") or options.get("max_tokens") or HARNESS_TOKENS),
             (until,) if isinstance(until, str) else tuple(until),

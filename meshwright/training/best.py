@@ -39,25 +39,25 @@ class BestWatch:
     def judge(self, step: int, line: Mapping[str, object]) -> bool:
         """Take in a step's metrics; whether its checkpoint is to be kept. Called by all ranks together.
 
-        A step that was skipped is not judged: a checkpoint of it would have the weights of one before.
+        A step that was skipped is not best_after: a checkpoint of it would have the weights of one before.
         """
         if not (self._keeps or self._patience) or PREFIX + self._metric not in line or not line["applied"]:
             return False
         told = torch.tensor([line[PREFIX + self._metric]], dtype=torch.float64)
         self._mesh.world.broadcast(told, 0)
-        found = judged(self.best, step, self._metric, float(told))
+        found = best_after(self.best, step, self._metric, float(told))
         better = found is not self.best and found is not None and found.step == step
         self.best = found
         return better and self._keeps
 
     def __str__(self) -> str:
-        """`best: step-30, validation loss 2.3100`; empty where nothing is judged."""
+        """`best: step-30, validation loss 2.3100`; empty where nothing is best_after."""
         if self.best is None:
             return ""
         return f"best: step-{self.best.step}, validation {self.best.metric} {self.best.value:.4f}"
 
 
-def judged(best: Best | None, step: int, metric: str, value: float) -> Best | None:
+def best_after(best: Best | None, step: int, metric: str, value: float) -> Best | None:
     """The best after a validation: this one where it is strictly better than all before; else the one before, with one
     more that was no better. What is not a number is no better."""
     better = best is None or (value < best.value if metric == "loss" else value > best.value)

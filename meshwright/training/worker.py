@@ -26,6 +26,7 @@ from meshwright.section import field_of, with_field
 from meshwright.training.best import BestWatch
 from meshwright.training.console import RunDisplay
 from meshwright.training.folder import CHECKPOINTS, begin, refuse_used
+from meshwright.training.follow import StepTeller
 from meshwright.training.loop import StepLine, Trainer, validate
 from meshwright.training.meeting import facts_of, meet, placement_notes, share_folder
 from meshwright.training.metrics import MetricsWriter
@@ -45,10 +46,12 @@ def train_rank(
     accept_changes: bool = False,
     trace: Sequence[int] = (),
     notes: Sequence[str] = (),
+    follow: Path | None = None,
 ) -> None:
     """One rank of a training job.
 
     `config`: resolved by our launcher; `asked`: as the user wrote it. `notes`: what is to be said when the run begins.
+    `follow`: where rank 0 tells its steps (follow.py).
     Inside another launcher rank 0 makes the folder ready here, when it knows whether some node has counted a restart.
     """
     mesh, environment = rank.mesh, rank.environment
@@ -76,7 +79,7 @@ def train_rank(
     dump = asked.model_dump(mode="json", by_alias=True)
     origin = Origin(dump, name, config.data.fingerprint(data), resolved_fields(asked, config))
     parts = build(config, mesh, out)
-    _Run(parts, opened, out, frozenset(trace), origin).train(
+    _Run(parts, opened, out, frozenset(trace), origin, StepTeller(follow)).train(
         rank.stop, step, resume=resume, attempt=attempt, live=environment.launched
     )
 
@@ -115,6 +118,7 @@ class _Run:
     out: Path
     traced: frozenset[int]
     origin: Origin
+    teller: StepTeller
 
     def train(self, stop: StopRequest, step: int | None, *, resume: bool, attempt: int, live: bool) -> None:
         """Train from the checkpoint of `step`, or the beginning, to the last step or a stop request.
@@ -155,6 +159,9 @@ class _Run:
                     for line in lines:
                         display.say(*metrics.write(line), level="warning")
                         display.step(line)
+                        self.teller.tell(line)
+                    if self.teller.asks_to_stop:
+                        stop.request()
                 last = stopping or watch.over or trainer.step == config.steps
                 if last or (due and lines[-1]["applied"]):
                     due = False  # of a skipped step's: it would hold the older weights under a later step's name

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import ConfigError, DataError
-from meshwright.tools.evaluate.continuation import Asked, continuations
+from meshwright.tools.evaluate.continuation import Opening, continuations
 from meshwright.tools.evaluate.likelihood import text_likelihoods
 from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.generate import Sampling, generate_text, generate_tokens, whole_characters
@@ -151,23 +151,23 @@ def test_continuations_are_those_of_each_prompt_alone(tmp_path: Path) -> None:
     """Prompts of several lengths, some that end early by a token or a word, some whose context must slide."""
     loaded = load_text(tiny_checkpoint(tmp_path, tiny_config(sequence=24, positions=24)), "cpu")
     texts = ["b", "abc", "abd", "to be", "or not", "is the", "a question, isn't it", "", "zzzzz", "xyzzy"]
-    asked = [Asked(loaded.tokenizer.encode(text), 9) for text in texts]
+    asked = [Opening(loaded.tokenizer.encode(text), 9) for text in texts]
     alone = ["".join(generate_text(loaded, text, 9, Sampling())) for text in texts]
     assert len(set(alone)) > 4
     for rows in (None, 1, 2):
         assert continuations(loaded, asked, rows) == alone
     word = next(text for text in alone if len(text) > 3)[2:4]
-    stopped = [Asked(one.prompt, 9, (word,)) for one in asked]
+    stopped = [Opening(one.prompt, 9, (word,)) for one in asked]
     assert continuations(loaded, stopped) == [text.partition(word)[0] for text in alone]
     end = loaded.tokenizer.encode(alone[1])[-1]
-    with_end = [Asked(one.prompt, 9, (), (end,)) for one in asked]
+    with_end = [Opening(one.prompt, 9, (), (end,)) for one in asked]
     one_by_one = [
         "".join(whole_characters(loaded.tokenizer, ids, generate_tokens(loaded, ids, 9, Sampling(), (end,))))
         for ids in (list(one.prompt) for one in asked)
     ]
     assert one_by_one != alone
     assert continuations(loaded, with_end) == one_by_one
-    drawn = Asked(asked[1].prompt, 9, (), (), Sampling(0.8))
+    drawn = Opening(asked[1].prompt, 9, (), (), Sampling(0.8))
     assert continuations(loaded, [drawn]) == ["".join(generate_text(loaded, texts[1], 9, Sampling(0.8)))]
 
 

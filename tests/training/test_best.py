@@ -15,7 +15,7 @@ from meshwright.checkpoint.manifest import Best
 from meshwright.cli import app
 from meshwright.config import Config
 from meshwright.errors import CheckpointError
-from meshwright.training.best import judged
+from meshwright.training.best import best_after
 from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
 
 LOSSES = {"2": 3.0, "4": 2.0, "6": 2.5, "8": 2.0, "10": 2.2, "12": 1.0}
@@ -41,15 +41,15 @@ def folders(out: Path) -> list[str]:
 
 
 def test_what_is_better() -> None:
-    first = judged(None, 2, "loss", 3.0)
+    first = best_after(None, 2, "loss", 3.0)
     assert first == Best(2, "loss", 3.0)
-    assert judged(first, 4, "loss", 2.0) == Best(4, "loss", 2.0)
-    assert judged(first, 4, "loss", 3.0) == Best(2, "loss", 3.0, 1)
-    assert judged(Best(2, "loss", 3.0, 1), 6, "loss", math.nan) == Best(2, "loss", 3.0, 2)
-    assert judged(Best(2, "loss", 3.0, 7), 6, "loss", 2.9) == Best(6, "loss", 2.9)
-    assert judged(None, 2, "accuracy", 0.1) == Best(2, "accuracy", 0.1)
-    assert judged(Best(2, "accuracy", 0.1), 4, "accuracy", 0.2) == Best(4, "accuracy", 0.2)
-    assert judged(None, 2, "loss", math.nan) is None
+    assert best_after(first, 4, "loss", 2.0) == Best(4, "loss", 2.0)
+    assert best_after(first, 4, "loss", 3.0) == Best(2, "loss", 3.0, 1)
+    assert best_after(Best(2, "loss", 3.0, 1), 6, "loss", math.nan) == Best(2, "loss", 3.0, 2)
+    assert best_after(Best(2, "loss", 3.0, 7), 6, "loss", 2.9) == Best(6, "loss", 2.9)
+    assert best_after(None, 2, "accuracy", 0.1) == Best(2, "accuracy", 0.1)
+    assert best_after(Best(2, "accuracy", 0.1), 4, "accuracy", 0.2) == Best(4, "accuracy", 0.2)
+    assert best_after(None, 2, "loss", math.nan) is None
 
 
 @pytest.mark.parametrize("dies_in", [0, 9], ids=["undisturbed", "killed and resumed"])

@@ -20,7 +20,7 @@ from meshwright.tools.generate import Sampling, generate_tokens, whole_character
 
 
 @dataclass(frozen=True)
-class Asked:
+class Opening:
     """A prompt's tokens, and how to go on: at most `most` tokens, up to a token of `ends` (besides the tokenizer's end)
     or a text of `stops`, none of which is part of the continuation."""
 
@@ -31,11 +31,11 @@ class Asked:
     sampling: Sampling = field(default_factory=Sampling)
 
 
-def continuations(loaded: LoadedText, asked: Sequence[Asked], rows: int | None = None) -> list[str]:
+def continuations(loaded: LoadedText, openings: Sequence[Opening], rows: int | None = None) -> list[str]:
     """The continuation of each prompt. `rows`: most of them that go through the model at once."""
     together: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     answers: dict[int, str] = {}
-    for at, one in enumerate(asked):
+    for at, one in enumerate(openings):
         length = len(one.prompt)
         if length and length + one.most <= loaded.context and one.sampling.temperature == 0:
             together[length, one.most].append(at)
@@ -45,11 +45,11 @@ def continuations(loaded: LoadedText, asked: Sequence[Asked], rows: int | None =
         size = min(rows or len(places), max(1, BATCH_TOKENS // (length + most)))
         for start in range(0, len(places), size):
             chosen = places[start : start + size]
-            answers |= zip(chosen, _together(loaded, [asked[at] for at in chosen]), strict=True)
-    return [answers[at] for at in range(len(asked))]
+            answers |= zip(chosen, _together(loaded, [openings[at] for at in chosen]), strict=True)
+    return [answers[at] for at in range(len(openings))]
 
 
-def _alone(loaded: LoadedText, asked: Asked) -> str:
+def _alone(loaded: LoadedText, asked: Opening) -> str:
     """The continuation of one prompt, whose context slides."""
     prompt, text = list(asked.prompt), ""
     tokens = generate_tokens(loaded, prompt, asked.most, asked.sampling, asked.ends)
@@ -60,19 +60,19 @@ def _alone(loaded: LoadedText, asked: Asked) -> str:
 
 
 @torch.inference_mode()
-def _together(loaded: LoadedText, asked: Sequence[Asked]) -> list[str]:
+def _together(loaded: LoadedText, openings: Sequence[Opening]) -> list[str]:
     """The continuations of prompts of one length, for as many tokens, in one batch."""
     tokenizer, cache = loaded.tokenizer, KeyValueCache()
-    made: list[list[int]] = [[] for _ in asked]
-    texts = ["" for _ in asked]
-    alive = list(range(len(asked)))
-    fresh = torch.tensor([list(one.prompt) for one in asked], device=loaded.device)  # [B, T]
-    for _ in range(asked[0].most):
+    made: list[list[int]] = [[] for _ in openings]
+    texts = ["" for _ in openings]
+    alive = list(range(len(openings)))
+    fresh = torch.tensor([list(one.prompt) for one in openings], device=loaded.device)  # [B, T]
+    for _ in range(openings[0].most):
         h = loaded.model.hidden(fresh, cache)[:, -1]  # [B, H]
         chosen = loaded.head.logits(h)[:, : tokenizer.vocabulary_size].argmax(-1).tolist()
         stays = []
         for place, (row, token) in enumerate(zip(alive, chosen, strict=True)):
-            one = asked[row]
+            one = openings[row]
             if token == tokenizer.end or token in one.ends:
                 continue
             made[row].append(token)
