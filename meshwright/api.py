@@ -58,7 +58,7 @@ def train(config: Config, out: str | Path, *, resume: bool = False, each: Each |
 def history(out: str | Path) -> list[dict[str, Any]]:
     """The numbers of every step of the run in a folder, which may still go on: a dict a step, as metrics.jsonl has
     them. Raises DataError where there is none, or its file is damaged."""
-    from meshwright.training.history import METRICS, read_history
+    from meshwright.training.follow import METRICS, read_history
 
     return read_history(Path(out) / METRICS)
 

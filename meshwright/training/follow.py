@@ -1,4 +1,5 @@
-"""A run's steps, told to a function of the process that started it, as they are made: `mw.train(config, out, each=f)`.
+"""A run's steps for who follows it: read from its metrics.jsonl, while it goes on or when it is over; or told, as they
+are made, to a function of the process that started it: `mw.train(config, out, each=f)`.
 
 Rank 0 writes each step's metrics as a line to a named pipe, and a thread here reads them: it sleeps until one is there.
 What the function answers goes back as a file beside the pipe, at which rank 0 looks once a step.
@@ -7,6 +8,7 @@ What the function answers goes back as a file beside the pipe, at which rank 0 l
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,11 +16,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from meshwright.errors import DataError
 from meshwright.launch.session import temporary_folder
 
 Each = Callable[[dict[str, Any]], object]
 """Called with a step's numbers, as metrics.jsonl has them; a true answer ends the run after its step, with a
 checkpoint."""
+
+METRICS = "metrics.jsonl"
+
+_NOT_FINITE = {str(value): value for value in (math.inf, -math.inf, math.nan)}
+"""JSON has no word for them, so that a text stands in the file."""
 
 _PIPE, _STOP = "steps", "stop"
 _END = "end\n"
@@ -85,3 +93,26 @@ class StepTeller:
     @property
     def asks_to_stop(self) -> bool:
         return self._folder is not None and (self._folder / _STOP).exists()
+
+
+def read_history(metrics_file: Path) -> list[dict[str, Any]]:
+    """The numbers of each step, in order. A step that is there twice (the run was resumed) counts as written last; a
+    last line that is being written is left out.
+
+    Raises DataError where the file cannot be read, or a line of it is no step with a loss.
+    """
+    try:
+        lines = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{metrics_file} cannot be read: {cause}") from error
+    steps: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            record = {key: _NOT_FINITE.get(str(value), value) for key, value in json.loads(line).items()}
+            steps[int(record["step"])] = record | {"loss": float(record["loss"])}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break  # it is being written, or its writer was killed in the middle of it
+            raise DataError(f"{metrics_file}, line {number} is not a step with a loss: {line.strip()[:80]}") from error
+    return [steps[step] for step in sorted(steps)]

@@ -23,7 +23,7 @@ from meshwright.model import Costs
 from meshwright.models.chain import chain_of
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.training.folder import write_whole
-from meshwright.training.history import METRICS
+from meshwright.training.follow import METRICS
 from meshwright.training.sinks import Tracker
 from meshwright.training.step_report import StepReport
 

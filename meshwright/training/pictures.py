@@ -34,7 +34,7 @@ from meshwright.pipeline.trace import write_trace
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
-from meshwright.training.history import read_history
+from meshwright.training.follow import read_history
 
 _INK, _GRID, _IDLE = "#333333", "#e4e4e4", "#f4f4f4"
 _TRAIN, _VALIDATION = "#2b6cb0", "#d9480f"
