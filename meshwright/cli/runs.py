@@ -78,6 +78,8 @@ def train(
     resume = resume or resume_from is not None
     if accept_changes and not resume:
         raise ConfigError.of("--accept-changes", "true", "has no effect on a new run", "leave it out, or add --resume")
+    if config.epochs is None:
+        traced_steps(trace or (), config)  # a mistake is said before the data is prepared, which may take long
     with progress() as show:
         data = config.data.prepare(config, show)  # here with a bar; the job then finds it prepared
     traced = traced_steps(trace or (), in_steps(config, data).config)
