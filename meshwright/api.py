@@ -47,7 +47,7 @@ def train(config: Config, out: str | Path, *, resume: bool = False, each: Each |
     """Run the config into the folder `out`, on local ranks; the folder. `resume`: go on from its newest checkpoint.
 
     `each`: called here, in a thread, with the numbers of every step as `history` gives them; a true answer ends the run
-    after its step, with a checkpoint. What it raises ends the run as well, and is raised here.
+    a step or two later, with a checkpoint. What it raises ends the run as well, and is raised here.
     """
     from meshwright.training.job import train as run_training
 

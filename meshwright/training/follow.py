@@ -20,8 +20,8 @@ from meshwright.errors import DataError
 from meshwright.launch.session import temporary_folder
 
 Each = Callable[[dict[str, Any]], object]
-"""Called with a step's numbers, as metrics.jsonl has them; a true answer ends the run after its step, with a
-checkpoint."""
+"""Called with a step's numbers, as metrics.jsonl has them; a true answer ends the run a step or two later, with
+a checkpoint."""
 
 METRICS = "metrics.jsonl"
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.errors import ConfigError, DataError
 from meshwright.tools.evaluate.continuation import Opening, continuations
-from meshwright.tools.evaluate.likelihood import text_likelihoods
+from meshwright.tools.evaluate.likelihood import likelihoods, text_likelihoods
 from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.generate import Sampling, generate_text, generate_tokens, whole_characters
 from tests.data.test_messages import MARKED, PLAIN, dialogue, make_tokenizer
@@ -194,3 +194,28 @@ def test_chat_templates_are_transformers(template: str, tmp_path: Path) -> None:
     assert model.tokenizer_name.startswith("meshwright-")
     with pytest.raises(ConfigError, match="is a template's name, and a checkpoint has one template"):
         model.chat_template("default")
+
+
+def test_tasks_are_asked_by_the_chat_template(tmp_path: Path) -> None:
+    """The harness' own prompts, rendered: as likely as our function finds what the template writes, marks and all."""
+    lm_eval = needs_harness()
+    from lm_eval.tasks import TaskManager
+
+    from meshwright.tools.harness import CheckpointLM
+
+    write_tasks(tmp_path / "tasks")
+    (tmp_path / "own.jinja").write_text(MARKED.replace("{{ bos_token }}", ""))
+    checkpoint = tiny_checkpoint(tmp_path / "run", tiny_config(sequence=64, positions=64))
+    model = CheckpointLM(checkpoint, "cpu", template=str(tmp_path / "own.jinja"))
+    told = lm_eval.simple_evaluate(
+        model=model, tasks=["choices"], apply_chat_template=True, bootstrap_iters=0, log_samples=True,
+        task_manager=TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False),
+    )  # fmt: skip
+    samples = told["samples"]["choices"]
+    assert len(samples) == 3
+    for sample in samples:
+        before = f"<|turn|>user\n{sample['doc']['asked']}<|over|>\n<|turn|>assistant\n"
+        asked = [(before, choice) for choice in sample["doc"]["choices"]]
+        ours = likelihoods(load_text(checkpoint, "cpu"), asked, marked=True)
+        assert [one[0][0] for one in sample["resps"]] == pytest.approx([one.log for one in ours], rel=1e-12)
+    assert told["config"]["model"] == "CheckpointLM"
