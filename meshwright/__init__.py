@@ -13,19 +13,22 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from meshwright import launch
-    from meshwright.api import compare, load, plan, resolve, save, train, verify
+    from meshwright.api import compare, history, load, plan, resolve, save, train, verify
     from meshwright.checkpoint.reader import Checkpoint
     from meshwright.checkpoint.restore import restore
     from meshwright.parts import build
+    from meshwright.registry import register
     from meshwright.training.step import train_step
 
 __all__ = [
     "Checkpoint",
     "build",
     "compare",
+    "history",
     "launch",
     "load",
     "plan",
+    "register",
     "resolve",
     "restore",
     "save",
@@ -37,6 +40,7 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "checkpoint.reader",
     "build": "parts",
+    "register": "registry",
     "restore": "checkpoint.restore",
     "train_step": "training.step",
 }
@@ -52,4 +56,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted(["__version__", *__all__])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshwright.tools.compare.result import Comparison
     from meshwright.tools.plan.search import SearchResult
     from meshwright.tools.verify.job import Verdict
+    from meshwright.training.follow import Each
 
 
 def load(run: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
@@ -43,12 +44,24 @@ def resolve(config: Config) -> Config:
     return decisions.resolve(config, decisions.this_machine()).config
 
 
-def train(config: Config, out: str | Path, *, resume: bool = False) -> Path:
-    """Run the config into the folder `out`, on local ranks; the folder. `resume`: go on from its newest checkpoint."""
+def train(config: Config, out: str | Path, *, resume: bool = False, each: Each | None = None) -> Path:
+    """Run the config into the folder `out`, on local ranks; the folder. `resume`: go on from its newest checkpoint.
+
+    `each`: called here, in a thread, with the numbers of every step as `history` gives them; a true answer ends the run
+    a step or two later, with a checkpoint. What it raises ends the run as well, and is raised here.
+    """
     from meshwright.training.job import train as run_training
 
-    run_training(config, Path(out), resume=resume)
+    run_training(config, Path(out), resume=resume, each=each)
     return Path(out)
+
+
+def history(out: str | Path) -> list[dict[str, Any]]:
+    """The numbers of every step of the run in a folder, which may still go on: a dict a step, as metrics.jsonl has
+    them. Raises DataError where there is none, or its file is damaged."""
+    from meshwright.training.follow import METRICS, read_history
+
+    return read_history(Path(out) / METRICS)
 
 
 def verify(config: Config, *, steps: int = 5, as_configured: bool = False) -> Verdict:

@@ -4,6 +4,7 @@
 |---------------------------|-----------------------------------------------------------------------------------------|
 | device, threads           | the machine: GPUs where each rank here has one; its cores, shared by the ranks           |
 | compile                   | on a GPU that Triton is installed for; on CPUs it pays for one island (islands.py)      |
+| steps, of epochs          | the prepared data, once its samples can be counted (`in_steps`)                         |
 | batch.micro               | the layout (config/schema.py)                                                           |
 | layout.transport          | MPI on CPUs where it is installed and can carry the strategy, else torch.distributed    |
 | layout.pipeline.partition | auto: counted costs; measured: a microbatch timed on one rank (stage_costs.py)          |
@@ -22,16 +23,19 @@ Nothing here imports torch before a decision needs it: a launcher that has nothi
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from meshwright.config import Config
-from meshwright.config.rules import PARTITION_RULES
+from meshwright.config.rules import PARTITION_RULES, warmup_fits
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.machine import Machine, has_gpu_driver
 from meshwright.ranks.section import TRANSPORTS
@@ -126,6 +130,26 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     ):
         config = with_field(config, field, value)
     return Resolved(config, tuple(notes))
+
+
+def in_steps(config: Config, folder: Path) -> Resolved:
+    """The config whose `epochs` are `steps` as well: as many as see `epochs` times the samples of the prepared data in
+    `folder`, the last step's batch whole. A config without epochs stays as it is.
+
+    Every rank of another launcher comes to the same number, since it opens the same folder. Raises ConfigError where
+    the data has no size, or the schedule's warm-up is longer than the run.
+    """
+    if config.epochs is None:
+        return Resolved(config)
+    samples = len(config.data.open(config, folder).train)
+    if not samples:
+        rule = f"needs the number of samples, which data.kind={config.data.kind} does not tell"
+        raise ConfigError.of("epochs", f"{config.epochs:g}", rule, "steps in place of epochs")
+    steps = math.ceil(Fraction(str(config.epochs)) * samples / config.batch.global_)
+    if problems := list(warmup_fits.check(config.model_copy(update={"steps": steps, "epochs": None}))):
+        raise ConfigError(problems)
+    note = f"{_counted(steps, 'step')} of batch.global={config.batch.global_}, of {samples} samples an epoch"
+    return Resolved(config.model_copy(update={"steps": steps}), (f"epochs={config.epochs:g}: {note}",))
 
 
 def _counted(number: int, noun: str) -> str:

@@ -8,6 +8,7 @@ PMI_RANK and MPI_LOCALRANKID, srun by SLURM_STEP_ID of a step of several tasks. 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -26,6 +27,8 @@ ATTEMPT = "MESHWRIGHT_ATTEMPT"
 
 EARLY_ERRORS = "MESHWRIGHT_EARLY_ERRORS"
 """Our own launcher says in it where workers of its fork server leave their first errors."""
+ENTRIES = "MESHWRIGHT_ENTRIES"
+"""The strategies that a script has registered, as JSON: all processes that it starts inherit it."""
 
 PLACE_VARIABLES: Mapping[str, tuple[str, ...]] = {
     # rank, world size, local rank, local world size, attempt
@@ -124,6 +127,20 @@ def starts_mpi(variables: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher that started this process has made it a rank of MPI's: plain srun has not."""
     launcher = read_environment(variables).launcher
     return launcher == "mpi" or (launcher == "slurm" and ("PMIX_RANK" in variables or "PMI_RANK" in variables))
+
+
+def registered(variables: Mapping[str, str] = os.environ) -> list[tuple[str, str, str, str]]:
+    """The strategies that a script or notebook has registered, in this process or one that has started it: group, name,
+    `module:attribute`, the folder that the module is imported from."""
+    entries: list[list[str]] = json.loads(variables.get(ENTRIES, "[]"))
+    return [(group, name, value, folder) for group, name, value, folder in entries]
+
+
+def remember_registered(
+    entries: Sequence[tuple[str, str, str, str]], variables: MutableMapping[str, str] = os.environ
+) -> None:
+    """Let this process, and every one that it starts from now on, know these strategies."""
+    variables[ENTRIES] = json.dumps(entries)
 
 
 def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:

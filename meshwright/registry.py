@@ -12,17 +12,21 @@
 | sinks      | a Sink of training/sinks.py                                       |
 
 An entry is written `module:attribute`, ours here, those of another package as entry points of the group
-`meshwright.GROUP` in its metadata. Entries import no torch: each names what it needs of it inside of its functions.
+`meshwright.GROUP` in its metadata, those of a script or a notebook by `register`. Entries import no torch: each names
+what it needs of it inside of its functions.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from meshwright.errors import PluginError
+from meshwright.environment import registered, remember_registered
+from meshwright.errors import ConfigError, PluginError
 
 OURS: Mapping[str, Mapping[str, str]] = {
     "models": {
@@ -122,7 +126,57 @@ def entries(group: str) -> dict[str, Any]:
 def where_from(group: str, name: str) -> str:
     """The `module:attribute` that brings a strategy; empty where no package does."""
     points = metadata.entry_points(group=f"meshwright.{group}")
-    return OURS[group].get(name) or next((point.value for point in points if point.name == name), "")
+    brought = [(point.name, point.value) for point in points]
+    brought += [(known, value) for of, known, value, _ in registered() if of == group]
+    return OURS[group].get(name) or next((value for known, value in brought if known == name), "")
+
+
+def register(group: str, name: str, entry: Any) -> None:
+    """Make a strategy known by a name to this process and to those that it starts, ranks among them.
+
+    `entry`: a class, or `module:attribute`, which other processes import: in a notebook it stands in a file. To be
+    called before the first config is read, since that is when its words are put together; the same again is no mistake.
+    Raises ConfigError where the group or the module is not there, the name is taken, or it is too late.
+    """
+    if group not in OURS:
+        raise ConfigError.of("group", group, "is no group of strategies", ", ".join(OURS))
+    value, folder, loaded = _importable(entry)
+    known = registered()
+    if (group, name, value, folder) in known:
+        return
+    if name in OURS[group] or any(other[:2] == (group, name) for other in known):
+        raise ConfigError.of("name", name, f"is the name of another {group} entry", "another name")
+    base = load_entry(BASES[group])
+    if not _suits(loaded, base):
+        raise ConfigError.of("entry", value, f"is no {base.__name__}", f"one, as docs/extending.md has it for {group}")
+    if _group.cache_info().currsize:
+        rule = "comes after the first config was read, whose words are put together once"
+        raise ConfigError.of("register", name, rule, "before it, in a new process or a kernel that is started again")
+    remember_registered([*known, (group, name, value, folder)])
+
+
+def _importable(entry: Any) -> tuple[str, str, Any]:
+    """An entry as `module:attribute`, the folder that the module is imported from, and the entry itself. Raises
+    ConfigError where another process could not import it."""
+    valid = "module:attribute, as in lion:LION; in a notebook %%writefile lion.py makes the module"
+    if not isinstance(entry, str | type):
+        raise ConfigError.of("entry", entry, "is no class, and does not know where it stands", valid)
+    value = entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"
+    module = value.partition(":")[0]
+    if module == "__main__":
+        raise ConfigError.of(
+            "entry", value, "stands in the script or notebook itself, which ranks do not import", valid
+        )
+    try:
+        loaded = load_entry(value)
+        file = Path(str(sys.modules[module].__file__)).resolve()
+    except Exception as error:  # whatever an import of somebody else's code may raise
+        raise ConfigError.of("entry", value, f"cannot be loaded: {type(error).__name__}: {error}", valid) from error
+    return value, str(file.parents[module.count(".") + (file.stem == "__init__")]), loaded
+
+
+def _suits(entry: Any, base: type) -> bool:
+    return isinstance(entry, base) or (isinstance(entry, type) and issubclass(entry, base))
 
 
 def check_plugins() -> None:
@@ -143,18 +197,27 @@ def find_entries(group: str, ours: Mapping[str, str], base: type) -> tuple[dict[
     """
     failures: list[str] = []
     known = {name: load_entry(value) for name, value in ours.items()}
+    points = [
+        (f"mw.register({group}, {name}, {value})", folder, metadata.EntryPoint(name, value, f"meshwright.{group}"))
+        for of, name, value, folder in registered()
+        if of == group
+    ]
     for point in metadata.entry_points(group=f"meshwright.{group}"):
         package = point.dist.name if point.dist is not None else "a package"
         where = f"{package}: the entry point {point.name} of {point.group}, {point.value},"
+        points.append((where, "", point))
+    for where, folder, point in points:
         if point.name in known:
             failures.append(f"{where} has the name of another {group} entry")
             continue
+        if folder and folder not in sys.path:
+            sys.path.append(folder)  # of the script that registered it, whose path its ranks do not have
         try:
             entry = point.load()
         except Exception as error:  # whatever an import of somebody else's code may raise
             failures.append(f"{where} cannot be loaded: {type(error).__name__}: {error}")
             continue
-        if isinstance(entry, base) or (isinstance(entry, type) and issubclass(entry, base)):
+        if _suits(entry, base):
             known[point.name] = entry
         else:
             failures.append(f"{where} is no {base.__name__}")

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, DataError
 from tests.patience import PATIENCE_SECONDS
+from tests.training.runs import config_for, make_corpus
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 BLOCK = re.compile(r"^```(?:python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -33,7 +34,6 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
             (tmp_path / named[1]).write_text(block)
         else:
             script.append(block)
-    (tmp_path / "text.txt").write_text("a rank is a process, and a process is a rank.\n" * 400)
     body = textwrap.indent("\n".join(script), "    ")
     (tmp_path / "page.py").write_text(f'if __name__ == "__main__":\n{body}')
     ran = subprocess.run(
@@ -44,11 +44,11 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_every_name_is_on_the_page_and_there() -> None:
-    assert len(mw.__all__) <= 12
+    assert len(mw.__all__) <= 14
     for name in mw.__all__:
         assert f"`mw.{name}" in PAGE.read_text(), name
         assert getattr(mw, name) is not None
-    assert set(mw.__all__) <= set(dir(mw))
+    assert dir(mw) == sorted([*mw.__all__, "__version__"])
     with pytest.raises(AttributeError, match="module meshwright has no attribute trian"):
         mw.trian  # noqa: B018
 
@@ -74,3 +74,72 @@ def test_layouts_of_two_tasks_are_not_compared(tmp_path: Path) -> None:
     configs = {"a": mw.load({"seed": 1}), "b": mw.load({"seed": 2})}
     with pytest.raises(ConfigError, match="b: seed=2 is not the run's, and layouts are compared on one task; valid: 1"):
         mw.compare(configs, tmp_path / "out")
+
+
+def test_the_history_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Half a line is being written; of a step that is there twice the last counts; what is not finite is a number."""
+    lines = ['{"step": 1, "loss": 2.0, "mfu": "unknown"}', '{"step": 2, "loss": "nan"}', '{"step": 2, "loss": 1.5}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "grad_norm": "inf", "loss": 1.0}', '{"st']))
+    assert mw.history(tmp_path) == [
+        {"step": 1, "loss": 2.0, "mfu": "unknown"},
+        {"step": 2, "loss": 1.5},
+        {"step": 3, "grad_norm": float("inf"), "loss": 1.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(DataError, match=r"line 1 is not a step with a loss"):
+        mw.history(tmp_path)
+    with pytest.raises(DataError, match=r"cannot be read: No such file"):
+        mw.history(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("optimiser", "lion", "lion:LION"), "group=optimiser is no group of strategies; valid: models, tensor"),
+        (("optimizers", "adamw", "lion:LION"), "name=adamw is the name of another optimizers entry; valid: another"),
+        (("schedules", "lion", "lion:LION"), "entry=lion:LION is no ScheduleRule; valid: one, as docs/extending.md"),
+        (("optimizers", "lion", "lion:TIGER"), "entry=lion:TIGER cannot be loaded: AttributeError"),
+        (("optimizers", "lion", "nowhere:LION"), "entry=nowhere:LION cannot be loaded: ModuleNotFoundError"),
+        (("optimizers", "lion", 7), "entry=7 is no class, and does not know where it stands; valid: module:attribute"),
+    ],
+)
+def test_what_cannot_be_registered(arguments: tuple[object, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "lion.py").write_text("from meshwright.optim.section import ADAMW as LION\n")
+    script = f"import meshwright as mw\nmw.register(*{arguments!r})"
+    ran = run_python(script, tmp_path)
+    assert ran.returncode == 1
+    assert message in ran.stderr
+
+
+def test_registering_comes_first_and_may_be_said_again(tmp_path: Path) -> None:
+    (tmp_path / "lion.py").write_text("from meshwright.optim.section import ADAMW as LION\n")
+    script = (
+        "import os, meshwright as mw\n"
+        "for _ in range(2):\n"
+        "    mw.register('optimizers', 'lion', 'lion:LION')\n"
+        "    assert mw.load({'optimizer': {'name': 'lion'}}).optimizer.name == 'lion'\n"
+        "class Own: pass\n"
+        "for entry in ('lion:LION', Own):\n"
+        "    try:\n"
+        "        mw.register('optimizers', 'tiger', entry)\n"
+        "    except ConfigError as error:\n"
+        "        print(error)\n"
+    )
+    ran = run_python("from meshwright.errors import ConfigError\n" + script, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    late, own = ran.stdout.splitlines()
+    assert late.startswith("register=tiger comes after the first config was read")
+    assert own.startswith("entry=__main__:Own stands in the script or notebook itself, which ranks")
+
+
+def test_what_is_asked_after_each_step_may_end_the_run(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+
+    def fails(step: dict[str, object]) -> None:
+        raise LookupError(f"in step {step['step']}")
+
+    with pytest.raises(LookupError, match="in step 1"):
+        mw.train(config_for(corpus), tmp_path / "out", each=fails)
+    steps = mw.history(tmp_path / "out")
+    assert 1 <= len(steps) < 8  # it is asked beside the run, which may be a step ahead
+    assert (tmp_path / "out" / "checkpoints" / f"step-{len(steps)}").is_dir()

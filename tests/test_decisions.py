@@ -16,6 +16,7 @@ from meshwright.config import Config, parse_config
 from meshwright.decisions import (
     Resolved,
     as_before,
+    in_steps,
     resolve,
     resolve_layout,
     resolve_process,
@@ -349,3 +350,30 @@ def test_train_keeps_what_it_decided_and_resumes_with_it(tmp_path: Path) -> None
     run(config_for(corpus, **parts, steps=4), out, resume=True)
     assert Checkpoint(out / "checkpoints" / "step-4").manifest.origin.resolved == other
     assert [step for step, _ in losses_of(out)] == [1, 2, 3, 4]
+
+
+def test_epochs_are_steps_once_the_data_is_known(tmp_path: Path) -> None:
+    """As many steps as show each window so often, the last batch whole."""
+    (tmp_path / "text.txt").write_text("twelve words\n" * 130)
+    config = config_for(tmp_path / "text.txt", epochs=2, optimizer={"schedule": {"warmup": 2}})
+    folder = config.data.prepare(config, lambda *_: None)
+    samples = len(config.data.open(config, folder).train)
+    decided = in_steps(config, folder)
+    assert decided.config.steps == -(-2 * samples // 12)
+    assert (decided.config.steps - 1) * 12 < 2 * samples
+    assert decided.notes == (
+        f"epochs=2: {decided.config.steps} steps of batch.global=12, of {samples} samples an epoch",
+    )
+    assert in_steps(with_field(config, "epochs", 0.1), folder).config.steps == -(-samples // 120)
+    assert in_steps(decided.config, folder).config == decided.config
+    assert in_steps(with_field(config, "epochs", None), folder).config.steps == config.steps
+    with pytest.raises(ConfigError, match=r"optimizer.schedule.warmup=2 is longer than steps=1"):
+        in_steps(with_field(config, "epochs", 0.01), folder)
+
+
+def test_epochs_of_data_without_a_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_for(make_corpus(tmp_path), epochs=2)
+    monkeypatch.setattr("meshwright.data.sampler.ShuffledSamples.__len__", lambda self: 0)
+    rule = r"^epochs=2 needs the number of samples, which data.kind=text does not tell; valid: steps in place of epochs"
+    with pytest.raises(ConfigError, match=rule):
+        in_steps(config, Path(config.data.source))

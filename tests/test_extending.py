@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.machine import find_mpiexec
 from tests.patience import PATIENCE_SECONDS
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text()
@@ -204,3 +205,34 @@ def test_documents_are_kept_apart_by_who_can(toys: Path) -> None:
 def test_a_cut_that_is_not_equal_is_a_mistake_with_the_sizes_that_work(toys: Path) -> None:
     told = python(toys, "-m", "meshwright", "verify", "cut.yaml", "layout.tensor.size=3", status=2).stderr
     assert told == "meshwright: layout.tensor.size=3 does not divide model.inner=64; valid: 1, 2, 4, 8, 16, 32, 64\n"
+
+
+REGISTERING = """
+import meshwright as mw
+
+if __name__ == "__main__":
+    layout = {"data": {"size": 2}, "pipeline": {"size": 2, "schedule": "depth-first"}, "transport": TRANSPORT}
+    model = {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 260, "vocabulary_multiple": 4}
+    tree = {"model": model, "data": {"sequence": 8}, "batch": {"global": 8, "micro": 2}, "layout": layout, "steps": 2}
+    tree |= {"optimizer": {"name": "lion", "lr": 1e-3}, "device": "cpu", "threads": 1, "metrics": {"sinks": []}}
+    mw.register("optimizers", "lion", "lion:LION")
+    mw.register("schedules", "depth-first", "depth_first:DEPTH_FIRST")
+    config = mw.load(tree)
+    mw.train(config, f"out-{TRANSPORT}")
+    assert len(mw.history(f"out-{TRANSPORT}")) == 2
+"""
+
+
+@pytest.mark.parametrize(
+    "transport",
+    ["torch", pytest.param("mpi", marks=[pytest.mark.long, pytest.mark.skipif(find_mpiexec() is None, reason="MPI")])],
+)
+def test_a_script_registers_what_its_ranks_then_know(transport: str, tmp_path: Path) -> None:
+    """Two strategies of the page, from modules beside the script, without a package; run from another folder."""
+    (tmp_path / "study").mkdir()
+    for name, text in BLOCK.findall(PAGE):
+        if name.startswith(("lion", "depth_first")):
+            (tmp_path / "study" / name).write_text(text)
+    script = tmp_path / "study" / "study.py"
+    script.write_text(f"TRANSPORT = {transport!r}\n{REGISTERING}")
+    python(tmp_path, str(script))

@@ -127,8 +127,18 @@ class Listing:
 
 
 @dataclass(frozen=True, config=_CLOSED)
+class Best:
+    """The best validation of a run: its step and number; `worse`: how many have followed that were no better."""
+
+    step: NonNegative
+    metric: Annotated[str, Field(pattern=r"^[a-z_]+$")]
+    value: Annotated[float, Field(allow_inf_nan=False)]
+    worse: NonNegative = 0
+
+
+@dataclass(frozen=True, config=_CLOSED)
 class Progress:
-    """A run's progress: steps done, samples seen (the data cursor), optimizer steps applied, loss scaling.
+    """A run's progress: steps done, samples seen (the data cursor), optimizer steps applied, loss scaling, the best.
 
     Random numbers need no state: every microbatch's generator is seeded by the run's seed, the step and its place.
     """
@@ -138,6 +148,7 @@ class Progress:
     steps_taken: NonNegative = 0
     loss_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     good_steps: NonNegative = 0
+    best: Best | None = None
 
 
 @dataclass(frozen=True, config=_CLOSED)

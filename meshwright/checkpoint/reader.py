@@ -178,13 +178,26 @@ def newest_whole(folder: Path, before: int) -> Path | None:
     return None
 
 
+BEST = "best"
+"""The name, in a run's folder or in its `checkpoints`, of the checkpoint of its best validation."""
+
+
 def find_checkpoint(path: Path) -> Path:
-    """A checkpoint by its own folder, by the run's, or by the run's `checkpoints` folder (then the newest).
+    """A checkpoint by its own folder, by the run's, or by the run's `checkpoints` folder (then the newest); or by
+    the name `best` in one of the latter, which the newest one's progress tells.
 
     Raises CheckpointError with what was looked for.
     """
     if (path / MANIFEST).is_file():
         return path
+    if path.name == BEST and not path.exists():
+        last = find_checkpoint(path.parent)
+        best = read_manifest(last).progress.best
+        if best is None:
+            raise CheckpointError(f"{last} tells of no best validation: checkpoint.best=true keeps one")
+        if not (last.with_name(f"step-{best.step}") / MANIFEST).is_file():
+            raise CheckpointError(f"{last} says that step-{best.step} is the best, and it is not there any more")
+        return last.with_name(f"step-{best.step}")
     for folder in (path / "checkpoints", path):
         if (newest := newest_step(folder)) is not None:
             return newest

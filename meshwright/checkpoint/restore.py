@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.manifest import Progress
+from meshwright.checkpoint.manifest import Best, Progress
 from meshwright.checkpoint.reader import Checkpoint
 from meshwright.config.schema import Config, Model
 from meshwright.errors import CheckpointError
@@ -57,10 +57,10 @@ def _writes(mesh: Mesh, slot: Slot) -> bool:
     return mesh.index(*slot.copy_axes(mesh.grid)) == 0
 
 
-def progress_of(parts: Parts, step: int, samples: int) -> Progress:
-    """The run's progress after `step` steps."""
+def progress_of(parts: Parts, step: int, samples: int, best: Best | None = None) -> Progress:
+    """The run's progress after `step` steps. `best`: its best validation."""
     optimizer = parts.optimizer
-    return Progress(step, samples, optimizer.steps_taken, optimizer.scaler.scale, optimizer.scaler.good_steps)
+    return Progress(step, samples, optimizer.steps_taken, optimizer.scaler.scale, optimizer.scaler.good_steps, best)
 
 
 def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:

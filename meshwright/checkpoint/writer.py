@@ -55,7 +55,8 @@ _LISTING = TypeAdapter(Listing)
 
 
 class CheckpointWriter:
-    """Writes step folders into `folder`, and keeps the newest `keep` that this run wrote. All ranks open it together.
+    """Writes step folders into `folder`; of those that this run wrote it keeps the newest `keep`, and the best one as
+    the progress says it (training/best.py). All ranks open it together.
 
     A checkpoint that cannot be written costs the run that checkpoint and nothing else: the older ones stay. Only
     `wait`, behind the last one, raises. `unfinished` (on rank 0): the checkpoints in which an earlier run was killed,
@@ -69,7 +70,9 @@ class CheckpointWriter:
         self.origin = origin
         self.beside = beside
         self.unfinished = self._clear() if mesh.rank == 0 else []
-        self._own = set(self._steps_of_run()) if mesh.rank == 0 else set()
+        before = list(self._written_before()) if mesh.rank == 0 else []
+        self._own = {progress.step for progress in before}
+        self._best = before[-1].best if before else None
         # A name of this writer's own, so that nothing of an earlier attempt is taken for a part of this one's.
         token = torch.tensor([secrets.randbits(40)], dtype=torch.int64)
         mesh.world.broadcast(token, 0)
@@ -152,19 +155,21 @@ class CheckpointWriter:
             return str(error)
         return ""
 
-    def _steps_of_run(self) -> Iterator[int]:
-        """The steps of the complete checkpoints that this run wrote before it was resumed. The run's random identity
+    def _written_before(self) -> Iterator[Progress]:
+        """The complete checkpoints that this run wrote before it was resumed, oldest first. The run's random identity
         is asked, not its name: another run's checkpoints, or an import, are nobody's to prune."""
-        for step, path in steps_in(self.folder):
+        for _, path in steps_in(self.folder):
             with suppress(CheckpointError):  # a damaged one is kept: a person may want to look at it
-                if self.origin.run and read_manifest(path).origin.run == self.origin.run:
-                    yield step
+                manifest = read_manifest(path)
+                if self.origin.run and manifest.origin.run == self.origin.run:
+                    yield manifest.progress
 
     def _prune(self, keep: int) -> None:
-        """Remove this run's oldest checkpoints, all but `keep`."""
-        own = [path for step, path in steps_in(self.folder) if step in self._own]
-        for path in own[:-keep]:
-            self._remove(path)
+        """Remove this run's oldest checkpoints, all but `keep` and the best."""
+        own = [(step, path) for step, path in steps_in(self.folder) if step in self._own]
+        for step, path in own[:-keep]:
+            if self._best is None or step != self._best.step:
+                self._remove(path)
 
     def _clear(self) -> list[str]:
         unfinished = []
@@ -245,6 +250,7 @@ class CheckpointWriter:
         partial.rename(target)
         synced(self.folder)
         self._own.add(progress.step)
+        self._best = progress.best
         self._prune(self.keep)
         return True
 

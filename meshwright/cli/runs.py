@@ -91,22 +91,19 @@ def train(
 
         explain_run(config, planned_trace(trace or ()))
         return
+    from meshwright.decisions import in_steps
     from meshwright.training.job import train as run_training
 
-    traced = traced_steps(trace or (), config)
     resume = resume or resume_from is not None
     if accept_changes and not resume:
         raise ConfigError.of("--accept-changes", "true", "has no effect on a new run", "leave it out, or add --resume")
+    if config.epochs is None:
+        traced_steps(trace or (), config)  # a mistake is said before the data is prepared, which may take long
     with progress() as show:
-        config.data.prepare(config, show)  # here with a bar; the job then finds it prepared
-    run_training(
-        config,
-        out or Path("out") / run.stem,
-        resume=resume,
-        resume_from=resume_from,
-        accept_changes=accept_changes,
-        trace=traced,
-    )
+        data = config.data.prepare(config, show)  # here with a bar; the job then finds it prepared
+    traced = traced_steps(trace or (), in_steps(config, data).config)
+    place = out or Path("out") / run.stem
+    run_training(config, place, resume=resume, resume_from=resume_from, accept_changes=accept_changes, trace=traced)
 
 
 def traced_steps(words: Sequence[str], config: Config) -> tuple[int, ...]:

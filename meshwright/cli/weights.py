@@ -143,15 +143,16 @@ def doctor(
 def evaluate(
     checkpoint: CheckpointFolder,
     task: Annotated[
-        str, Option(help="perplexity, wikitext, bleu, lambada, masked-lm, images, pairs, squad, race.")
+        str, Option(help="perplexity, wikitext, bleu, lambada, masked-lm, images, pairs, squad, race, lm-eval:NAME.")
     ] = "perplexity",
     data: Annotated[str | None, Option(help="Text, pairs, images, prepared folder; held-out split.")] = None,
     target: Annotated[str | None, Option(help="Of two text files of pairs, the other; --data is one.")] = None,
     stride: Annotated[int | None, Option(help="Between windows of perplexity; half the context.")] = None,
     context: Context = None,
-    samples: Annotated[int | None, Option(help="BLEU of so many pairs; of all.")] = None,
+    samples: Annotated[int | None, Option(help="Of so many pairs, or lm-eval's questions; all.")] = None,
     beams: Beams = None,
     length_penalty: LengthPenalty = None,
+    chat: Annotated[bool, Option(help="Of lm-eval: ask by the run's chat template.")] = False,
     device: DeviceOption = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -159,13 +160,13 @@ def evaluate(
 
     Perplexity of a text per token and per word; an encoder-decoder's of targets, and BLEU of its answers; LAMBADA's
     accuracy in naming the last word of a passage; a BERT's in naming masked tokens; a ViT's in naming an image's class;
-    a fine-tuned BERT's answers to MNLI, QQP, SQuAD and RACE.
+    a fine-tuned BERT's answers to MNLI, QQP, SQuAD and RACE; what lm-evaluation-harness' tasks measure, lm-eval:NAME.
 
     Example: meshwright eval out/first --data wiki.test.txt --stride 64
     """
     from meshwright.tools.evaluate.tasks import Question, finite, measure, table_of
 
-    question = Question(checkpoint, device, data, target, stride, context, samples, beams, length_penalty)
+    question = Question(checkpoint, device, data, target, stride, context, samples, beams, length_penalty, chat or None)
     with progress() as show:
         folder, result = measure(task, question, show)
     facts = {"checkpoint": str(folder), "task": task, **finite(result)}

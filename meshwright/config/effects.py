@@ -70,6 +70,13 @@ EFFECTS = (
         lambda config: "beside data.mixture, which names the sources",
     ),
     Effect(
+        ("steps",),
+        ("epochs",),
+        lambda config: config.epochs is None,
+        lambda config: "beside epochs, which become steps when the data is known",
+        "epochs=null",
+    ),
+    Effect(
         ("layout.data.sync",),
         _SIZES,
         _sums_gradients,
@@ -225,7 +232,14 @@ EFFECTS = (
         "metrics.sinks=[" + ", ".join(name for name, sink in entries("sinks").items() if sink.remote) + "]",
     ),
     Effect(
-        ("validation.batches",),
+        ("validation.metric",),
+        ("validation.every", "validation.patience", "checkpoint.best"),
+        lambda config: config.validation.every > 0 and (config.checkpoint.best or config.validation.patience > 0),
+        lambda config: "where nothing depends on the best validation",
+        "validation.every=100 and checkpoint.best=true or validation.patience=3",
+    ),
+    Effect(
+        ("validation.batches", "validation.patience", "checkpoint.best"),
         ("validation.every",),
         lambda config: config.validation.every > 0,
         lambda config: "with validation.every=0",

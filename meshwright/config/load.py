@@ -172,6 +172,8 @@ def _parse(
     problems += _resolve_model(tree)
     problems += _resolve_precision(tree)
     release_kind(tree, words)
+    if "steps" in words and "epochs" not in words:
+        tree.pop("epochs", None)  # the word is the run's length, as a word `epochs` is over a file's steps
     problems += foreign_fields(tree, words) if laid_over is not None else ()
     config, mistakes = _validate(tree)
     problems += mistakes

@@ -100,10 +100,10 @@ def transport_outlives_a_rank(config: Config) -> Iterator[Problem]:
         )
 
 
-@rule("steps", "optimizer.schedule.warmup")
+@rule("steps", "epochs", "optimizer.schedule.warmup")
 def warmup_fits(config: Config) -> Iterator[Problem]:
     warmup, steps = config.optimizer.schedule.warmup, config.steps
-    if warmup > steps:
+    if warmup > steps and config.epochs is None:  # else it is asked when they have become steps (decisions.py)
         yield Problem("optimizer.schedule.warmup", warmup, f"is longer than steps={steps}", f"0 to {steps}")
 
 

@@ -153,6 +153,8 @@ class CheckpointSection(Section):
     """Steps between two checkpoints; there is one at the end in any case. 0: that one alone."""
     keep: Positive = 3
     """The number of newest checkpoints that stay."""
+    best: bool = False
+    """Write one at each validation that is the best so far, and keep it beside the newest."""
 
 
 class Validation(Section):
@@ -162,6 +164,10 @@ class Validation(Section):
     """Steps between two validations; 0: never."""
     batches: Positive = 8
     """Global batches that each is the mean of."""
+    metric: Literal["loss", "accuracy"] = "loss"
+    """The number by which a validation is better than another."""
+    patience: Count = 0
+    """The run ends after so many validations in a row that are no better than the best (0: never)."""
 
 
 class Check(Section):
@@ -232,6 +238,8 @@ class Config(Section):
     """How weights are stepped."""
     steps: Positive = 1000
     """Optimizer steps of the run; each takes batch.global samples."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Passes over the training data, in place of steps; becomes steps when the data is prepared."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When the run is saved, and how many times over."""
     validation: Validation = Validation()
@@ -284,6 +292,15 @@ class Config(Section):
     @property
     def num_microbatches(self) -> int:
         return self.replica_batch // self.micro
+
+    @property
+    def batch_summary(self) -> str:
+        """The parts of a step's batch in a sentence, with the number of microbatches by the name others give it."""
+        count = self.num_microbatches
+        replicas = f"{self.layout.data.size} replica" + "s" * (self.layout.data.size > 1)
+        parts = f"{replicas} x {count} microbatch{'es' * (count > 1)} of {self.micro}"
+        named = f"gradient accumulation over {count}" if count > 1 else "no gradient accumulation"
+        return f"batch.global={self.batch.global_}: {parts} ({named})"
 
     @property
     def copies(self) -> tuple[str, int] | None:

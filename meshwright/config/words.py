@@ -37,7 +37,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     ),
     "data.source={}": ("dataset", "datasets", "dataset_path", "train_file"),
     "steps={}": ("max_steps", "max_iters", "train_iters", "num_steps"),
-    "steps=...": ("num_train_epochs", "num_epochs"),
+    "epochs={}": ("num_train_epochs", "num_epochs"),
     "optimizer.lr={}": ("learning_rate", "max_lr"),
     "optimizer.clip={}": ("max_grad_norm", "grad_clip", "clip_grad", "gradient_clipping"),
     "optimizer.name={}": ("optim",),
@@ -74,7 +74,6 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 
 NOTES: Mapping[str, str] = {
     "batch.micro=...": "microbatches a step are batch.global / layout.data.size / batch.micro",
-    "steps=...": "steps are epochs x samples / batch.global",
 }
 """How a number that is not theirs is found."""
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,78 +27,23 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from meshwright.data.corpus import checked_text, source_files
+from meshwright.data.dialogues import RESERVED, SPEAKER, ChatMessage, Dialogue
 from meshwright.data.marks import SETTINGS, SPECIAL_TOKENS, read_settings, spelling
 from meshwright.data.marks_section import AUTO, NONE, AskedMarks
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import DataError
 
-ROLES = ("system", "user", "assistant")
-SPEAKER = "assistant"
-WANTED = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
-
 TEMPLATE = "chat_template.jinja"
 """The file beside a tokenizer.json that holds its template, where tokenizer_config.json does not."""
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-"""Stand around what is generated while a template is rendered: code points that no text has."""
+_BEGIN, _END = RESERVED
 _ANSWER = "\ufdd2"
 """Stands for an answer: another one."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-ChatMessage = dict[str, str]
 Spans = list[tuple[int, int]]
 """Beginnings and ends of the assistant's characters."""
-
-
-def read_dialogues(source: str, special: Sequence[str]) -> Iterator[tuple[str, list[ChatMessage]]]:
-    """(its place, the messages) of each line of a jsonl file, or of a folder of these.
-
-    `special`: tokens that no message may spell, since the template's own would mean the same to the model. Raises
-    DataError naming the file, the line and what is wrong with it.
-    """
-    for path in source_files(source, ".jsonl"):
-        try:
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    where = f"{path} line {number}"
-                    yield where, _messages(line, where, special)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _messages(line: bytes, where: str, special: Sequence[str]) -> list[ChatMessage]:
-    """The messages of a dialogue. Raises DataError."""
-    if not line.strip():
-        raise DataError(f"{where}: is empty; wanted {WANTED}")
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: is no JSON: {error}") from error
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: has no list of messages; wanted {WANTED}")
-    checked = [_message(message, f"{where} message {at}", special) for at, message in enumerate(messages, start=1)]
-    if all(message["role"] != SPEAKER for message in checked):
-        raise DataError(f"{where}: has no message of the {SPEAKER}: there is nothing to learn from it")
-    return checked
-
-
-def _message(message: object, where: str, special: Sequence[str]) -> ChatMessage:
-    """A message with nothing in it that would be dropped in silence. Raises DataError."""
-    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-        keys = f"has the keys {', '.join(message) or 'none'}" if isinstance(message, dict) else "is no JSON object"
-        raise DataError(f"{where}: {keys}; wanted role and content")
-    role, content = message["role"], checked_text(message["content"], where, "content")
-    if role not in ROLES:
-        raise DataError(f"{where}: role={role!r:.40} is none of {', '.join(ROLES)}")
-    if role == SPEAKER and not content.strip():
-        raise DataError(f"{where}: the {SPEAKER} says nothing")
-    for token in (*special, _BEGIN, _END):
-        if token in content:
-            raise DataError(f"{where}: its content spells {token!r}, which the tokenizer reads as a mark of its own")
-    return {"role": role, "content": content}
 
 
 class _Generation(Extension):
@@ -119,8 +64,14 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _as_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _as_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @dataclass(frozen=True)
@@ -143,10 +94,19 @@ class ChatTemplate:
         except TemplateError as error:
             raise DataError(f"{self.where}: is no chat template: {error}") from error
 
-    def render(self, messages: Sequence[ChatMessage], place: str, prompt: bool = False) -> str:
-        """The dialogue's text; with `prompt` also what stands before an answer. Raises DataError naming its place."""
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        place: str,
+        prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
+        """The dialogue's text; with `prompt` also what stands before an answer. `tools`: those that the assistant may
+        call. Raises DataError naming its place."""
         try:
-            text: str = self._program.render(messages=list(messages), add_generation_prompt=prompt, **self.tokens)
+            text: str = self._program.render(
+                messages=list(messages), tools=tools, documents=None, add_generation_prompt=prompt, **self.tokens
+            )
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
             raise DataError(f"{place}: {self.where} does not take it: {why}") from error
@@ -159,24 +119,43 @@ class ChatTemplate:
         whole = self.render([ask, answer], place)
         return self.render([ask], place, prompt=True), whole.rpartition(_ANSWER)[2].replace(_END, "")
 
-    def dialogue(self, messages: Sequence[ChatMessage], place: str) -> tuple[str, Spans]:
-        """The dialogue's text, and the assistant's part of it. Raises DataError where the template does not say it."""
-        text = self.render(messages, place)
-        spans = [] if _MARKS.search(self.text) else self._additions(messages, text, place)
+    def prompt(self, messages: Sequence[ChatMessage], place: str, *, goes_on: bool = False) -> str:
+        """A dialogue's text with what stands before an answer; with `goes_on` up to the end of the last message's
+        content instead, which is to be gone on with. Raises DataError where the template does not write that."""
+        text, _ = _without_marks(self.render(messages, place, prompt=not goes_on))
+        if not goes_on:
+            return text
+        begun = messages[-1]["content"]
+        before, found, _ = text.rpartition(begun.strip())
+        if not found:
+            raise DataError(f"{place}: {self.where} does not write the last message, which is to be gone on with")
+        return before + (begun.lstrip() if text.startswith(begun.lstrip(), len(before)) else found)
+
+    def dialogue(self, dialogue: Dialogue) -> tuple[str, Spans]:
+        """The dialogue's text, and what is learned of it: the assistant's part, without messages that are read only.
+
+        Raises DataError where the template does not say it.
+        """
+        text = self.render(dialogue.messages, dialogue.where, tools=dialogue.tools)
+        speaks = [at for at, message in enumerate(dialogue.messages) if message["role"] == SPEAKER]
+        spans = [] if _MARKS.search(self.text) else self._additions(dialogue, speaks, text)
         if _BEGIN in text:
             text, spans = _without_marks(text)
         if not any(end > begin for begin, end in spans):
-            raise DataError(f"{place}: {self.where} leaves nothing of what the {SPEAKER} says")
-        return text, spans
+            raise DataError(f"{dialogue.where}: {self.where} leaves nothing of what the {SPEAKER} says")
+        if not dialogue.unlearned:
+            return text, spans
+        if len(spans) != len(speaks):
+            marks = f"{self.where} marks {len(spans)} parts of {len(speaks)} messages of the {SPEAKER}"
+            raise DataError(f"{dialogue.where}: {marks}, so that weights of messages cannot be told apart")
+        return text, [span for at, span in zip(speaks, spans, strict=True) if at not in dialogue.unlearned]
 
-    def _additions(self, messages: Sequence[ChatMessage], text: str, place: str) -> Spans:
-        """The additions of the assistant's messages to the whole text."""
-        spans = []
-        for at, message in enumerate(messages):
-            if message["role"] != SPEAKER:
-                continue
-            before = self.render(messages[:at], place, prompt=True)
-            through = self.render(messages[: at + 1], place)
+    def _additions(self, dialogue: Dialogue, speaks: Sequence[int], text: str) -> Spans:
+        """The additions of the assistant's messages, at the places `speaks`, to the whole text."""
+        spans, place, tools = [], dialogue.where, dialogue.tools
+        for at in speaks:
+            before = self.render(dialogue.messages[:at], place, prompt=True, tools=tools)
+            through = self.render(dialogue.messages[: at + 1], place, tools=tools)
             if not through.startswith(before) or not text.startswith(through):
                 other = f"{self.where} writes message {at + 1} otherwise where other messages follow it"
                 remedy = f"mark what the {SPEAKER} says by {{% generation %}} in a template of your own, data.template"

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from meshwright.data.chat import ChatTemplate, Spans, read_dialogues
+from meshwright.data.chat import ChatTemplate, Spans
 from meshwright.data.corpus import Corpus, source_identity, source_name
+from meshwright.data.dialogues import read_dialogues
 from meshwright.data.marks import UNASKED
 from meshwright.data.marks_section import END
 from meshwright.data.packed import DIALOGUE, IDS, SAID, PackedCorpus
@@ -44,8 +45,8 @@ def message_corpus(source: str, tokenizer: str, template: ChatTemplate) -> Corpu
     def read() -> Iterator[tuple[str, ...]]:
         path = Path(tokenizer).expanduser()
         special = load_tokenizer(path, UNASKED).special_tokens if path.is_file() else (END,)
-        for where, messages in read_dialogues(source, special):
-            text, spans = template.dialogue(messages, where)
+        for dialogue in read_dialogues(source, special):
+            text, spans = template.dialogue(dialogue)
             yield text, json.dumps(spans)
 
     identity: list[object] = ["messages", source_identity(source), template.text, dict(template.tokens)]
@@ -76,11 +77,11 @@ class DialogueSamples(ShuffledSamples):
         lengths = np.diff(np.append(starts, len(self._tokens)))
         longer = lengths > sequence + 1
         taken = np.minimum(lengths, sequence + 1)
-        learns = np.array(
-            [bool((self._tokens[at + 1 : at + n] & SAID).any()) for at, n in zip(starts, taken, strict=True)],
-            dtype=bool,
+        learned = np.array(
+            [np.count_nonzero(self._tokens[at + 1 : at + n] & SAID) for at, n in zip(starts, taken, strict=True)],
+            dtype=np.int64,
         )
-        kept = learns & ~longer if overlong == "drop" else learns
+        kept = (learned > 0) & ~longer if overlong == "drop" else learned > 0
         if not kept.any():
             most = int(lengths.max(initial=0)) - 1
             raise DataError(
@@ -88,14 +89,16 @@ class DialogueSamples(ShuffledSamples):
             )
         self._starts, self._counts = starts[kept], taken[kept] - 1
         self._windows = _filled(self._counts.tolist(), sequence)
+        self._learned = int(learned[kept].sum())
         self.note = self._said_of(len(starts), int(longer.sum()), len(starts) - int(kept.sum()), overlong)
         super().__init__(len(self._windows) - 1, seed)
 
     def _said_of(self, dialogues: int, longer: int, left_out: int, overlong: Overlong) -> str:
         """The numbers that a user should know."""
         windows = len(self._windows) - 1
-        full = 100 * int(self._counts.sum()) / (windows * self._sequence)
-        told = f"{dialogues - left_out} dialogues in {windows} windows, {full:.0f} % full"
+        places = windows * self._sequence
+        full, learned = 100 * int(self._counts.sum()) / places, 100 * self._learned / places
+        told = f"{dialogues - left_out} dialogues in {windows} windows, {full:.0f} % full, {learned:.0f} % learned"
         if longer and overlong == "drop":
             told += f"; {longer} longer than data.sequence={self._sequence} left out (data.overlong=cut cuts them)"
         elif longer:

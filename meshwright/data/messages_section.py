@@ -48,13 +48,13 @@ def a_dialogue_ends(config: Config) -> Iterator[Problem]:
 
 
 class MessagesData(TokenSection):
-    """Dialogues: a jsonl file of {"messages": [{"role": ..., "content": ...}, ...]}, or a folder of such files."""
+    """Dialogues: a jsonl file of them, or a folder of such files, as messages, sharegpt or alpaca (dialogues.py)."""
 
     kind: Literal["messages"]
     gives: ClassVar[str] = "tokens"
     packs: ClassVar[Literal["text", "pairs", "messages"]] = "messages"
     source_names: ClassVar[tuple[str, ...]] = ()
-    source_forms: ClassVar[str] = "a jsonl file of messages, a folder of these, a prepared folder"
+    source_forms: ClassVar[str] = "a jsonl file of dialogues, a folder of these, a prepared folder"
     rules: ClassVar[tuple[Rule, ...]] = (
         *TokenSection.rules,
         there_is_a_template,
@@ -89,6 +89,7 @@ class MessagesData(TokenSection):
 
     @classmethod
     def claims(cls, data: Mapping[str, Any]) -> bool:
+        from meshwright.data.dialogues import holds_dialogues
         from meshwright.data.pairs import first_keys
 
         source = str(data.get("source", STDLIB))
@@ -97,7 +98,7 @@ class MessagesData(TokenSection):
         path = Path(source).expanduser()
         header = path / PREPARED
         prepared = header.is_file() and '"kind": "messages"' in header.read_text(encoding="utf-8")
-        return prepared or (path.suffix.lower() == ".jsonl" and "messages" in first_keys(path))
+        return prepared or (path.suffix.lower() == ".jsonl" and holds_dialogues(first_keys(path)))
 
     def corpus(self) -> Corpus:
         from meshwright.data.messages import message_corpus

@@ -1,9 +1,14 @@
 """A checkpoint as a model of lm-evaluation-harness (the extra `harness`), whose tasks then measure it.
 
-    import lm_eval
-    from meshwright.tools.harness import CheckpointLM
+    meshwright eval out/first --task lm-eval:hellaswag,arc_easy              # with --data FOLDER: tasks of your own
+    python -m meshwright.tools.harness --model meshwright --model_args path=out/first --tasks hellaswag --num_fewshot 5
 
-    results = lm_eval.simple_evaluate(model=CheckpointLM("out/first"), tasks=["lambada_openai"])
+    import lm_eval
+    import meshwright.tools.harness
+    lm_eval.simple_evaluate(model="meshwright", model_args={"path": "out/first"}, tasks=["hellaswag"])
+
+The second is the harness' own command line, with all its options, to which the model `meshwright` is known. (The
+harness has no entry points: a model of another package is known to a process that has imported it.)
 
 The harness knows tasks, prompts and metrics; it asks a model how likely a text is behind another, how likely a text is,
 and for a continuation up to a word that ends it.
@@ -11,36 +16,104 @@ and for a continuation up to a word that ends it.
 
 from __future__ import annotations
 
-from itertools import accumulate
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import DataError
+from meshwright.data.chat import ChatTemplate, closing_token, kept_template, template_of
+from meshwright.errors import ConfigError, DataError
+from meshwright.tools.evaluate.continuation import Opening, continuations
 from meshwright.tools.evaluate.likelihood import likelihoods, text_likelihoods
-from meshwright.tools.evaluate.load import load_text
-from meshwright.tools.generate import Sampling, generate_text
+from meshwright.tools.evaluate.load import Facts, load_text
+from meshwright.tools.generate import Sampling
 
 try:
     from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
 except ImportError as error:
     raise DataError('lm-evaluation-harness is not installed: pip install "meshwright[harness]"') from error
 
+NAME = "meshwright"
+"""The model's name in the harness."""
 HARNESS_TOKENS = 256
 """Tokens of a continuation where a task does not say how many."""
+PLACE = "lm-eval"
+"""Where a dialogue is from, in messages about it."""
 
 
+@register_model(NAME)
 class CheckpointLM(LM):
     """A decoder's step folder, or its run's newest checkpoint."""
 
-    def __init__(self, checkpoint: str | Path, device: str = "auto", context: int | None = None) -> None:
-        """`context`: tokens that it sees at once; by default those of its training. Raises as `load_text`."""
+    def __init__(
+        self,
+        path: str | Path,
+        device: str = "auto",
+        context: int | None = None,
+        template: str | None = None,
+        batch_size: int | str = "auto",
+        max_batch_size: int | None = None,
+    ) -> None:
+        """`context`: tokens that it sees at once; by default those of its training. `template`: a file with a chat
+        template; by default the run's own. `batch_size`: most requests in a forward pass; auto: as many as fill one.
+
+        Raises as `load_text`, and ConfigError where the batch size is none.
+        """
         super().__init__()
-        self.loaded = load_text(Path(checkpoint), device, context)
+        most = max_batch_size if batch_size == "auto" else batch_size
+        if most is not None and not (str(most).isdecimal() and int(most) > 0):
+            raise ConfigError.of("batch_size", most, "is no number of requests", "auto, or 1 or more")
+        self._rows = None if most is None else int(most)
+        self._template_file = template
+        self._chats = False
+        self.loaded = load_text(Path(path), device, context)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        """The chat template. Raises DataError where there is none, or it cannot be read any more."""
+        if self._template_file is not None:
+            return template_of("", self._template_file)
+        folder = self.loaded.folder
+        own = self.loaded.config.data.chat_template(folder) or kept_template(folder)
+        if own is None:
+            raise DataError(f"{folder}: has no chat template, nor had its tokenizer: template=FILE")
+        return own
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """The special token that closes an answer, by the template."""
+        closes = closing_token(self._template, self.loaded.tokenizer)
+        return () if closes is None else (closes,)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name that another tokenizer or template does not have: the harness keeps requests under it."""
+        known = self.loaded.tokenizer.to_json() + self._template.text
+        return f"{NAME}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template's text, for the results. A name is of no effect: a checkpoint has one template.
+
+        Called by the harness where it is asked to apply one, before any request.
+        """
+        if isinstance(chat_template, str):
+            rule = "is a template's name, and a checkpoint has one template"
+            raise ConfigError.of("apply_chat_template", chat_template, rule, "true, with template=FILE for another")
+        self._chats = chat_template
+        return self._template.text if chat_template else ""
+
+    def apply_chat_template(self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A dialogue as a prompt: with what stands before an answer, or up to the end of the last message's content."""
+        self._chats = True
+        return self._template.prompt(chat_history, PLACE, goes_on=not add_generation_prompt)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """(log probability, whether greedy decoding gives it) of each request's (context, continuation)."""
         asked = [request.args for request in requests]
-        return [(one.log, one.greedy) for one in likelihoods(self.loaded, asked)]
+        told = likelihoods(self.loaded, asked, marked=self._chats, rows=self._rows)
+        return [(one.log, one.greedy) for one in told]
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """The log probability of each request's whole text."""
@@ -48,18 +121,49 @@ class CheckpointLM(LM):
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         """A continuation of each request's context, up to what ends it."""
-        return [self._continuation(*request.args) for request in requests]
+        return continuations(self.loaded, [self._asked(*request.args) for request in requests], self._rows)
 
-    def _continuation(self, context: str, options: dict[str, Any]) -> str:
+    def _asked(self, context: str, options: Mapping[str, Any]) -> Opening:
         """Stops are words that are not part of it; only greedy decoding, or a temperature with the seed 1."""
         until = options.get("until") or []
-        stops = [until] if isinstance(until, str) else list(until)
         sampled = options.get("do_sample", False) or options.get("temperature", 0) > 0
-        sampling = Sampling(float(options.get("temperature") or 1.0)) if sampled else Sampling()
-        most = int(options.get("max_gen_toks") or options.get("max_tokens") or HARNESS_TOKENS)
-        text = ""
-        for text in accumulate(generate_text(self.loaded, context, most, sampling)):
-            ends = [text.index(stop) for stop in stops if stop and stop in text]
-            if ends:
-                return text[: min(ends)]
-        return text
+        tokenizer = self.loaded.tokenizer
+        return Opening(
+            tokenizer.encode_marked(context)[0] if self._chats else [*tokenizer.opening, *tokenizer.encode(context)],
+            int(options.get("max_gen_toks") or options.get("max_tokens") or HARNESS_TOKENS),
+            (until,) if isinstance(until, str) else tuple(until),
+            self._ends if self._chats else (),
+            Sampling(float(options.get("temperature") or 1.0)) if sampled else Sampling(),
+        )
+
+
+def measure_tasks(
+    model: CheckpointLM, names: Sequence[str], folder: str | None, limit: int | None, *, chat: bool
+) -> Facts:
+    """The harness' metrics of its tasks, or of those whose files are in a folder. `limit`: of the first requests alone;
+    `chat`: requests are dialogues. Raises ConfigError where there is no such task."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    known = TaskManager(include_path=folder, include_defaults=folder is None)
+    if unknown := [name for name in names if not known.match_tasks([name])]:
+        where = "of the harness" if folder is None else f"in {folder}"
+        valid = "python -m meshwright.tools.harness ls tasks lists them" if folder is None else str(known.all_tasks)
+        raise ConfigError.of("--task", f"lm-eval:{','.join(unknown)}", f"is no task {where}", valid)
+    told = lm_eval.simple_evaluate(
+        model=model, tasks=list(names), task_manager=known, limit=limit, bootstrap_iters=0, apply_chat_template=chat,
+        log_samples=False,
+    )  # fmt: skip
+    facts: Facts = {}
+    for task, metrics in told["results"].items():
+        for key, value in metrics.items():
+            metric = key.partition(",")[0]
+            if isinstance(value, int | float) and not metric.endswith("_stderr") and "," in key:
+                facts[f"{task} {metric}" + ("" if key.endswith(",none") else f" ({key.partition(',')[2]})")] = value
+    return facts
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

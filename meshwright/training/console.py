@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from meshwright.streams import PatientStream
 from meshwright.training.step_report import Straggler
@@ -30,6 +30,8 @@ class RunDisplay:
         self._least = LEVELS.index(level)
         self.console = Console(file=cast(TextIO, PatientStream(sys.stdout)), highlight=False, quiet=not speaks)
         self.steps = steps
+        self._first_shown: tuple[int, float] | None = None
+        """The first step that was shown, and when: from there the time left is reckoned."""
         self._last_line = 0.0
         self._last_straggler = -SECONDS_BETWEEN_STRAGGLERS
         self._draws = live and self.console.is_terminal and level == "info"
@@ -38,7 +40,6 @@ class RunDisplay:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}"),
-            TimeRemainingColumn(),
             console=self.console,
             disable=not speaks or not self._draws,
         )
@@ -55,20 +56,31 @@ class RunDisplay:
         """Show a step that was made, by its metrics."""
         facts = f"loss {line['loss']:.4f}  gradient norm {line['grad_norm']:.3f}  rate {line['learning_rate']:.2e}"
         facts += f"  {line['peak_memory_bytes'] / 2**20:,.0f} MiB  {line['tokens_per_second']:,.0f} tokens/s"
+        if not isinstance(line["mfu"], str):  # else the device's peak is unknown
+            facts += f"  {100 * line['mfu']:.3g} % MFU"
         if "validation_loss" in line:
             facts += f"  validation loss {line['validation_loss']:.4f}"
         if not line["applied"]:
             facts += f"  overflow: step skipped, loss scale {line['loss_scale']:g}"
+        if (left := self._seconds_left(line["step"])) is not None:
+            facts += f"  {duration(left)} left"
         self._bar.update(self._task, completed=line["step"], facts=facts)
         due = time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES or line["step"] == self.steps
         if not self._draws and (due or self._says("debug") or "validation_loss" in line):
             self._last_line = time.monotonic()
-            self.say(f"step {line['step']}/{self.steps}  {facts}")
+            self.say(f"step {line['step']}/{self.steps} ({100 * line['step'] // self.steps} %)  {facts}")
             phases = (f"{phase} {seconds:.3f} s" for phase, seconds in line["phase_seconds"].items())
             self.say(f"  {', '.join(phases)}, of {line['step_seconds']:.3f} s", level="debug")
         if line["straggler"] is not None and time.monotonic() - self._last_straggler > SECONDS_BETWEEN_STRAGGLERS:
             self._last_straggler = time.monotonic()
             self.say(f"step {line['step']}: {Straggler(**line['straggler'])}", level="warning")
+
+    def _seconds_left(self, step: int) -> float | None:
+        """Seconds until the last step, at the pace since the first step shown, with what came between the steps (a
+        checkpoint, a validation). None for that step, which has no pace yet, and for the last."""
+        now = time.monotonic()
+        first, since = self._first_shown = self._first_shown or (step, now)
+        return (now - since) / (step - first) * (self.steps - step) if first < step < self.steps else None
 
     def say(self, *lines: str, level: LogLevel = "info") -> None:
         """Print lines of a level beside the bar."""
@@ -77,3 +89,10 @@ class RunDisplay:
 
     def _says(self, level: LogLevel) -> bool:
         return LEVELS.index(level) >= self._least
+
+
+def duration(seconds: float) -> str:
+    """`0:41`, `2:05:00`: minutes and seconds, hours where there are some."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

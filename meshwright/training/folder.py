@@ -3,7 +3,7 @@
 | in the folder | what it is |
 |---|---|
 | run.lock | locked by the kernel (flock) while a run writes here, so it falls with its holder; says who that is |
-| run.json | the run's identity: checkpoints name it, and it stays through restarts and resumes |
+| run.json | the run's identity, which checkpoints name and restarts and resumes keep; its number of steps |
 | config.yaml | the config; config-STEP.yaml is the one that it replaced when the run was resumed at STEP |
 | source | the settings that weights and tokenizer came with, which an export writes back (data/published.py) |
 | checkpoints | step folders; set-aside-step-N: newer than the one that --resume-from asked for |
@@ -147,8 +147,20 @@ def begin(out: Path, config: Config) -> None:
         (out / SOURCE).mkdir(exist_ok=True)
     for name, text in texts.items():
         write_whole(out / SOURCE, name, text)
-    write_whole(out, IDENTITY, json.dumps({"run": secrets.token_hex(8)}) + "\n")
+    write_identity(out, secrets.token_hex(8), config.steps)
     write_whole(out, CONFIG, run_text(config))
+
+
+def write_identity(out: Path, run: str, steps: int) -> None:
+    """Write run.json: the run's name for itself, and the last step that it is to make."""
+    write_whole(out, IDENTITY, json.dumps({"run": run, "steps": steps}) + "\n")
+
+
+def steps_of(out: Path) -> int | None:
+    """The number of steps that the run in a folder is to make; None where its run.json does not say so."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((out / IDENTITY).read_text())["steps"])
+    return None
 
 
 def identity_of(out: Path) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 
 from meshwright.config import Config
 from meshwright.data.files import silent
-from meshwright.decisions import resolve, resolve_process, this_machine
+from meshwright.decisions import in_steps, resolve, resolve_process, this_machine
 from meshwright.environment import read_environment
 from meshwright.launch import Ranks, run
 from meshwright.training import folder
+from meshwright.training.follow import Each, followed
 from meshwright.training.sinks import require_sinks
 from meshwright.training.status import STATUS
 
@@ -32,8 +33,9 @@ def train(
     accept_changes: bool = False,
     trace: Sequence[int] = (),
     progress: Any = silent,
+    each: Each | None = None,
 ) -> None:
-    """Run a whole job into `out`, with a trace of the steps `trace`.
+    """Run a whole job into `out`, with a trace of the steps `trace`. `each`: is told every step (follow.py).
 
     `resume`: go on from the newest checkpoint there, or from that of the step `resume_from`; `accept_changes`: also
     where the config differs in what a run must keep. Raises ConfigError, DataError, CheckpointError, LaunchError,
@@ -45,6 +47,8 @@ def train(
         folder.refuse_used(out)  # before the corpus is prepared, which may take long
     require_sinks(config.metrics)
     data = config.data.prepare(config, progress)
+    counted = in_steps(config, data)
+    config = counted.config
     resolved = resolve_process(config, machine)  # what cannot run here is said before anything is written
     with ExitStack() as stack:
         notes = stack.enter_context(folder.locked(out)) if read_environment().rank == 0 else []
@@ -59,6 +63,7 @@ def train(
                 folder.refuse_used(out)
                 folder.begin(out, config)
             resolved = resolve(before, machine)
+        follow = stack.enter_context(followed(each))
         run(
             TRAIN_WORKER,
             Ranks.of(resolved.config, str(out), out / STATUS),
@@ -70,5 +75,6 @@ def train(
             resume_from=resume_from,
             accept_changes=accept_changes,
             trace=list(trace),
-            notes=[*resolved.notes, *notes],
+            follow=follow,
+            notes=[*counted.notes, *resolved.notes, *notes],
         )

@@ -23,6 +23,7 @@ from meshwright.model import Costs
 from meshwright.models.chain import chain_of
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.training.folder import write_whole
+from meshwright.training.follow import METRICS
 from meshwright.training.sinks import Tracker
 from meshwright.training.step_report import StepReport
 
@@ -153,7 +154,7 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, first_step: int, trackers: Mapping[str, Tracker] | None = None) -> None:
         """Lines of steps after `first_step` are dropped: a resumed run writes them again."""
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / METRICS
         _drop_after(self.path, first_step)
         self._descriptor: int | None = self._open()
         self._losing = False

@@ -34,6 +34,7 @@ from meshwright.pipeline.trace import write_trace
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
+from meshwright.training.follow import read_history
 
 _INK, _GRID, _IDLE = "#333333", "#e4e4e4", "#f4f4f4"
 _TRAIN, _VALIDATION = "#2b6cb0", "#d9480f"
@@ -62,27 +63,11 @@ def read_curve(metrics_file: Path) -> LossCurve:
 
     Raises DataError where the file is missing, damaged or without a step.
     """
-    try:
-        lines = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError as error:
-        raise DataError(f"{metrics_file} cannot be read: {error.strerror}") from error
-    losses: dict[int, float] = {}
-    validation: dict[int, float] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            step, loss = int(record["step"]), float(record["loss"])
-            held_out = record.get("validation_loss")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break  # the writer was killed in the middle of it
-            raise DataError(f"{metrics_file}, line {number} is not a step with a loss: {line.strip()[:80]}") from error
-        losses[step] = loss
-        if held_out is not None:
-            validation[step] = float(held_out)
-    if not losses:
+    steps = read_history(metrics_file)
+    if not steps:
         raise DataError(f"{metrics_file} holds no step yet")
-    return LossCurve(dict(sorted(losses.items())), dict(sorted(validation.items())))
+    held_out = {line["step"]: float(line["validation_loss"]) for line in steps if "validation_loss" in line}
+    return LossCurve({line["step"]: line["loss"] for line in steps}, held_out)
 
 
 def draw_loss(metrics_file: Path, picture: Path) -> None:

@@ -15,7 +15,7 @@ from meshwright.config import Config, run_text
 from meshwright.decisions import as_before
 from meshwright.errors import CheckpointError, ConfigError, DamagedError, Problem
 from meshwright.section import leaves_of
-from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, identity_of, write_whole
+from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, identity_of, write_identity, write_whole
 
 _DECISIVE = ("seed", "model.", "data.", "batch.global")
 """A resumed run shares these fields with the run that it goes on with, unless --accept-changes."""
@@ -54,7 +54,7 @@ def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_chan
             aside = path.with_name(f"set-aside-{path.name}")
             path.rename(aside)
             notes.append(f"{path.name} is set aside as {aside}")
-    write_whole(out, IDENTITY, json.dumps({"run": run}) + "\n")
+    write_identity(out, run, config.steps)
     return notes + _keep_config(out, config, checkpoint.manifest.progress.step)
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.ranks.hang import Record, explain_hang, read_records
+from meshwright.training.folder import steps_of
 
 STATUS = "status"
 """The folder in a run's in which its ranks leave where they are."""
@@ -38,10 +39,13 @@ class RunStatus:
     records: tuple[Record, ...]
     renewed: frozenset[int]
     waits: str | None
+    steps: int | None = None
+    """The run's number of steps; None where its folder does not say it."""
 
     @property
     def summary(self) -> str:
-        last = max((record.where.step for record in self.records), default=0)
+        step = max((record.where.step for record in self.records), default=0)
+        last = f"{step}" if self.steps is None else f"{step} of {self.steps} ({100 * step // self.steps} %)"
         if self.state == "alive":
             running = [record.rank for record in self.records if record.state == "running"]
             silent = [str(rank) for rank in running if rank not in self.renewed]
@@ -72,7 +76,9 @@ def status_of(out: Path) -> RunStatus:
         if len(renewed) == len(running) or time.monotonic() > end:
             break
         time.sleep(LOOK_SECONDS)
-    return RunStatus(_state(records, renewed), out, tuple(records), frozenset(renewed), _waits(records, renewed))
+    return RunStatus(
+        _state(records, renewed), out, tuple(records), frozenset(renewed), _waits(records, renewed), steps_of(out)
+    )
 
 
 def _state(records: Sequence[Record], renewed: set[int]) -> Literal["alive", "hung", "ended", "dead", "none"]:
@@ -96,7 +102,7 @@ def _waits(records: Sequence[Record], renewed: set[int]) -> str | None:
 
 def as_dict(status: RunStatus) -> dict[str, Any]:
     ranks = [asdict(record) | {"renewed": record.rank in status.renewed} for record in status.records]
-    return {"state": status.state, "out": str(status.out), "waits": status.waits, "ranks": ranks}
+    return {"state": status.state, "out": str(status.out), "steps": status.steps, "waits": status.waits, "ranks": ranks}
 
 
 def render(status: RunStatus) -> None:

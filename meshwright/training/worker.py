@@ -11,6 +11,7 @@ import torch
 
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
 from meshwright.checkpoint.manifest import TOKENIZER_FILE, Origin, Progress
+from meshwright.checkpoint.reader import BEST
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config
 from meshwright.data.dataset import Opened
@@ -23,8 +24,10 @@ from meshwright.parts import Parts, build
 from meshwright.ranks.agreement import all_rows, text_of_root
 from meshwright.ranks.mesh import Mesh
 from meshwright.section import field_of, with_field
+from meshwright.training.best import BestWatch
 from meshwright.training.console import RunDisplay
 from meshwright.training.folder import CHECKPOINTS, begin, refuse_used
+from meshwright.training.follow import StepTeller
 from meshwright.training.loop import StepLine, Trainer, validate
 from meshwright.training.meeting import facts_of, meet, placement_notes, share_folder
 from meshwright.training.metrics import MetricsWriter
@@ -44,10 +47,12 @@ def train_rank(
     accept_changes: bool = False,
     trace: Sequence[int] = (),
     notes: Sequence[str] = (),
+    follow: Path | None = None,
 ) -> None:
     """One rank of a training job.
 
     `config`: resolved by our launcher; `asked`: as the user wrote it. `notes`: what is to be said when the run begins.
+    `follow`: where rank 0 tells its steps (follow.py).
     Inside another launcher rank 0 makes the folder ready here, when it knows whether some node has counted a restart.
     """
     mesh, environment = rank.mesh, rank.environment
@@ -75,7 +80,7 @@ def train_rank(
     dump = asked.model_dump(mode="json", by_alias=True)
     origin = Origin(dump, name, config.data.fingerprint(data), resolved_fields(asked, config))
     parts = build(config, mesh, out)
-    _Run(parts, opened, out, frozenset(trace), origin).train(
+    _Run(parts, opened, out, frozenset(trace), origin, StepTeller(follow)).train(
         rank.stop, step, resume=resume, attempt=attempt, live=environment.launched
     )
 
@@ -121,6 +126,7 @@ class _Run:
     out: Path
     traced: frozenset[int]
     origin: Origin
+    teller: StepTeller
 
     def train(self, stop: StopRequest, step: int | None, *, resume: bool, attempt: int, live: bool) -> None:
         """Train from the checkpoint of `step`, or the beginning, to the last step or a stop request.
@@ -151,27 +157,31 @@ class _Run:
             if mesh.rank == 0:
                 metrics = MetricsWriter(self.out, started.step, self._trackers(started.step))
             trainer = Trainer(parts, self.data.train, step=started.step, samples=started.samples)
+            watch = BestWatch(config, mesh, started.best)
             stopping, due, every = False, False, config.checkpoint.every
-            while trainer.step < config.steps:
+            while trainer.step < config.steps and not (stopping or watch.over):
                 due |= bool(every) and (trainer.step + 1) % every == 0
                 lines, stopping = self._step(trainer, stop, saves=due)
+                due |= bool(lines) and watch.judge(trainer.step, lines[-1])
                 if metrics is not None:
                     for line in lines:
                         display.say(*metrics.write(line), level="warning")
                         display.step(line)
-                if stopping or trainer.step == config.steps or (due and lines[-1]["applied"]):
+                        self.teller.tell(line)
+                    if self.teller.asks_to_stop:
+                        stop.request()
+                last = stopping or watch.over or trainer.step == config.steps
+                if last or (due and lines[-1]["applied"]):
                     due = False  # of a skipped step's: it would hold the older weights under a later step's name
                     trainer.require_good_state()
                     mesh.recorder.enter("checkpoint")
-                    progress = progress_of(parts, trainer.step, trainer.samples)
+                    progress = progress_of(parts, trainer.step, trainer.samples, watch.best)
                     display.say(*writer.save(progress, pieces_of(parts)), level="warning")
-                if stopping:
-                    break
             mesh.recorder.enter("last checkpoint")
             writer.wait()
             if metrics is not None:
                 metrics.close()
-                self._farewell(display, trainer.step)
+                self._farewell(display, trainer.step, watch)
             if stopping:  # srun and mpirun end a job with the first rank that leaves with a code: leave together
                 stop.request()
                 mesh.world.barrier()
@@ -220,7 +230,7 @@ class _Run:
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         config = self.parts.config
         display.say(f"{config.layout.world_size} ranks: {config.layout.summary}; writing to {self.out}")
-        display.say(*self.data.notes)
+        display.say(config.batch_summary, *self.data.notes)
         display.say(*(f"removed a checkpoint that was never finished: {name}" for name in unfinished))
         if attempt:
             # Another launcher's count is not ours.
@@ -228,7 +238,7 @@ class _Run:
         for name in (*self.parts.strategy.make_replicas_equal(), *self.parts.optimizer.make_replicas_equal()):
             display.say(f"warning: {name} differed between replicas; rank 0's was given to all", level="warning")
 
-    def _farewell(self, display: RunDisplay, step: int) -> None:
+    def _farewell(self, display: RunDisplay, step: int, watch: BestWatch) -> None:
         """Draw the losses, and say how the run has ended."""
         from meshwright.training.pictures import draw_loss  # matplotlib: a second that the first step need not wait for
 
@@ -236,10 +246,15 @@ class _Run:
             draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
         except OSError as error:  # the run has all that matters: its last checkpoint is written
             display.say(f"warning: loss.png could not be drawn: {error.strerror}", level="warning")
-        steps = self.parts.config.steps
+        config = self.parts.config
+        steps = config.steps
         ended = "finished" if step == steps else "stopped; --resume goes on from here"
+        if watch.over and step < steps:
+            ended = f"ended early, no validation was better for validation.patience={config.validation.patience}"
         if skipped := step - self.parts.optimizer.steps_taken:
             ended += f" ({skipped} of {step} steps overflowed and were skipped)"
         if step > steps:
             ended = f"nothing to do for steps={steps}"
         display.say(f"{ended}: {self.out / CHECKPOINTS / f'step-{step}'}, metrics.jsonl, loss.png")
+        if best := str(watch):
+            display.say(f"{best}{f': {self.out / BEST}' if config.checkpoint.best else ''}")

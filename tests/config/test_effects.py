@@ -18,7 +18,7 @@ from meshwright.section import Section
 from meshwright.tools.compare.layouts import from_files
 
 ALWAYS = {
-    *("seed", "weights", "steps", "device", "compile", "threads", "restarts", "timeout.join", "timeout.wait"),
+    *("seed", "weights", "epochs", "device", "compile", "threads", "restarts", "timeout.join", "timeout.wait"),
     *("batch.global", "batch.micro"),
     *("data.mixture", "data.validation"),  # eval measures on what is held out, whether the run validated or not
     *("data.kind", "data.tokenizer", "data.sequence", "data.target", "data.languages", "data.buckets"),
@@ -36,6 +36,7 @@ ALWAYS = {
 and a kind of data none of another's (test_kinds.py)."""
 
 EFFECTIVE: dict[str, tuple[str, ...]] = {
+    "steps=5": (),
     "data.source=FILE": (),
     "layout.data.sync=zero1": ("layout.data.size=2",),
     "layout.data.bucket=1M": ("layout.data.size=2",),
@@ -67,10 +68,14 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "metrics.project=mine": ("metrics.sinks=[trackio]",),
     "metrics.offline=true": ("metrics.sinks=[tensorboard, mlflow]",),
     "validation.batches=2": ("validation.every=5",),
+    "validation.metric=accuracy": ("validation.every=5", "validation.patience=1"),
+    "validation.patience=2": ("validation.every=5",),
+    "checkpoint.best=true": ("validation.every=5",),
 }
 """Every field of the table, and the words that make it effective."""
 
 IDLE: dict[str, tuple[tuple[str, ...], str]] = {
+    "steps=1000": (("epochs=2",), "beside epochs"),
     "data.source=stdlib": (("data.mixture={stdlib: 1}",), "beside data.mixture"),
     "layout.data.sync=ring": ((), "where no two ranks have parts of one gradient"),
     "layout.data.shard=2": (("layout.data.size=4", "layout.data.sync=zero1"), "with layout.data.sync=zero1, which"),
@@ -102,6 +107,9 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "metrics.project=meshwright": ((), "without a tracker that has projects"),
     "metrics.offline=true": (("metrics.sinks=[trackio]",), "without a tracker that sends"),
     "validation.batches=8": ((), "with validation.every=0"),
+    "validation.metric=loss": (("validation.every=5",), "where nothing depends on the best validation"),
+    "validation.patience=2": ((), "with validation.every=0"),
+    "checkpoint.best=true": ((), "with validation.every=0"),
 }
 """Every field of the table in a run where it has no effect, at its default or not, and why."""
 
@@ -173,6 +181,14 @@ def test_a_word_switches_off_what_the_file_sets_up() -> None:
         parse_run(file, ["layout.pipeline.size=1", "layout.pipeline.schedule=gpipe"])
     with pytest.raises(ConfigError, match=r"^layout\.pipeline\.schedule=1f1b has no effect"):
         parse_run({"layout": {"pipeline": {"schedule": "1f1b"}}}, ["steps=3"])
+
+
+def test_the_last_word_says_how_long_a_run_is() -> None:
+    assert parse_run({"epochs": 2}, ["steps=5"]).epochs is None
+    assert parse_run({"steps": 5}, ["epochs=2"]).epochs == 2
+    with pytest.raises(ConfigError, match=r"^steps=5 has no effect beside epochs.*; valid: leave it out, or epochs="):
+        parse_run({"steps": 5, "epochs": 2})
+    assert "steps" not in dump_tree(parse_run({"epochs": 2}))
 
 
 def test_what_a_planner_will_decide_makes_nothing_idle() -> None:

@@ -86,7 +86,7 @@ def test_every_shorthand_names_a_section_and_fields_of_it() -> None:
         (
             {},
             ["validation=some"],
-            "is not a section; valid: a section with the keys every, batches, or none, or its eve",
+            "is not a section; valid: a section with the keys every, batches, metric, patience, or none, or its eve",
         ),
         ({}, ["layout.data={}", "layout.data=[1]"], "expert, bucket, or its size, a number, or its sync"),
         # What words have said together is not thrown away.

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from meshwright.config import Config, parse_run
 from meshwright.convert import export_folder
 from meshwright.data.chat import ChatTemplate, template_of
+from meshwright.data.dialogues import Dialogue
 from meshwright.data.messages import flagged
 from meshwright.data.packed import IDS, SAID
 from meshwright.data.packing import pack
@@ -91,7 +92,7 @@ def test_texts_and_masks_are_transformers(tmp_path: Path, template: str) -> None
     tokenizer, ours = load_tokenizer(path), template_of(str(path), None)
     for number in range(6):
         messages = dialogue(number)
-        text, spans = ours.dialogue(messages, "here")
+        text, spans = ours.dialogue(Dialogue(messages, "here"))
         assert text == theirs.apply_chat_template(messages, tokenize=False)
         tokens = flagged(tokenizer, text, spans)
         wanted = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=template == MARKED)
@@ -132,6 +133,8 @@ def test_samples_are_dialogues_kept_apart(tmp_path: Path) -> None:
     assert said <= answers
     assert 28 <= seen <= 36, "a fifth is held out"
     assert "dialogues in" in data.notes[0]
+    places = batch["labels"].numel()
+    assert data.notes[0].endswith(f", {100 * int((batch['labels'] != IGNORED).sum()) / places:.0f} % learned")
 
 
 def test_what_is_longer_than_a_window_is_counted_and_cut_or_left_out(tmp_path: Path) -> None:
@@ -163,7 +166,10 @@ ANSWER = {"role": "assistant", "content": "b"}
         ('{"text": "a"}', "line 3: has no list of messages; wanted"),
         (json.dumps({"messages": [GOOD]}), "line 3: has no message of the assistant: there is nothing to learn"),
         (json.dumps({"messages": [GOOD | {"role": "bot"}]}), "line 3 message 1: role='bot' is none of system, user"),
-        (json.dumps({"messages": [GOOD, ANSWER | {"tool_calls": []}]}), "line 3 message 2: has the keys role, con"),
+        (
+            json.dumps({"messages": [GOOD, ANSWER | {"mood": "gay"}]}),
+            "line 3 message 2: has the keys role, content, mood",
+        ),
         (json.dumps({"messages": [GOOD | {"content": 1}]}), "line 3 message 1: `content` holds no string but 1"),
         (json.dumps({"messages": [GOOD, ANSWER | {"content": " "}]}), "line 3 message 2: the assistant says nothing"),
         (json.dumps({"messages": [GOOD | {"content": "a<|over|>"}, ANSWER]}), "its content spells '<|over|>', which"),
@@ -181,15 +187,15 @@ def test_bad_dialogues_are_named_and_nothing_is_written(tmp_path: Path, line: st
 
 def test_templates_that_do_not_say_it_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"here: t writes message 2 otherwise where other messages follow it; mark"):
-        ChatTemplate(FORGETS, "t").dialogue(dialogue(1)[1:], "here")
+        ChatTemplate(FORGETS, "t").dialogue(Dialogue(dialogue(1)[1:], "here"))
     with pytest.raises(DataError, match=r"here: t does not take it: only users"):
-        ChatTemplate("{{ raise_exception('only users') }}", "t").dialogue(dialogue(0), "here")
+        ChatTemplate("{{ raise_exception('only users') }}", "t").dialogue(Dialogue(dialogue(0), "here"))
     with pytest.raises(DataError, match=r"t: is no chat template: "):
-        ChatTemplate("{% for %}", "t").dialogue(dialogue(0), "here")
+        ChatTemplate("{% for %}", "t").dialogue(Dialogue(dialogue(0), "here"))
     with pytest.raises(DataError, match=r"here: t does not take it: .*unsafe"):
-        ChatTemplate("{{ messages.__class__.__mro__ }}", "t").dialogue(dialogue(0), "here")
+        ChatTemplate("{{ messages.__class__.__mro__ }}", "t").dialogue(Dialogue(dialogue(0), "here"))
     with pytest.raises(DataError, match=r"here: t leaves nothing of what the assistant says"):
-        ChatTemplate("{{ messages[0].content }}", "t").dialogue(dialogue(0), "here")
+        ChatTemplate("{{ messages[0].content }}", "t").dialogue(Dialogue(dialogue(0), "here"))
 
 
 def test_a_run_without_a_template_is_refused(tmp_path: Path) -> None:

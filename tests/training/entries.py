@@ -152,3 +152,21 @@ def straggles(rank: Rank, *, straggler: int, **arguments: Any) -> None:
 
     with patch.object(loop, "replica_backward", slow):
         worker.train_rank(rank, **arguments)
+
+
+def validating(rank: Rank, *, losses: dict[str, float], dies_in: int = 0, **arguments: Any) -> None:
+    """A run whose validations give these losses by step, on rank 1 others; rank 1 dies in a step unless it resumes."""
+    turn = Trainer.turn
+
+    def dying(self: Trainer, *words: Any) -> Any:
+        if self.step == dies_in - 1 and rank.environment.rank == 1 and not arguments["resume"]:
+            die()
+        return turn(self, *words)
+
+    def validate(parts: Any, *_: Any) -> dict[str, float]:
+        step = parts.mesh.recorder.step
+        loss = losses[str(step)] if rank.environment.rank == 0 else 9.0 + step
+        return {"validation_loss": loss, "validation_accuracy": -loss}
+
+    with patch.object(Trainer, "turn", dying), patch.object(worker, "validate", validate):
+        worker.train_rank(rank, **arguments)

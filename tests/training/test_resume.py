@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from meshwright.launch import Interrupted, Ranks
 from meshwright.launch import run as run_ranks
 from meshwright.machine import find_mpiexec
 from meshwright.training.job import train
+from meshwright.training.status import status_of
 from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import config_for, lines_of, losses_of, make_corpus, run, run_as
 
@@ -262,3 +264,22 @@ def test_validation_split_too_short(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"fewer than batch\.global=600: raise data.validation"):
         train(config, tmp_path / "out", resume=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_epochs_is_that_of_its_steps(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """To the letter, with a schedule that knows the last step; stopped and resumed, its config still says epochs."""
+    optimizer = {"lr": 1e-2, "schedule": {"warmup": 2, "decay": "cosine"}}
+    epochs = config_for(corpus, epochs=0.005, batch={"global": 4}, optimizer=optimizer)
+    run(epochs, tmp_path / "epochs")
+    said = capfd.readouterr().out
+    (count,) = {int(found) for found in re.findall(r"epochs=0.005: (\d+) steps of batch.global=4", said)}
+    assert f"step {count}/{count} (100 %)" in said
+    run(config_for(corpus, steps=count, batch={"global": 4}, optimizer=optimizer), tmp_path / "steps")
+    assert losses_of(tmp_path / "epochs") == losses_of(tmp_path / "steps")
+    assert status_of(tmp_path / "epochs").summary.endswith(f"ended by itself, after step {count} of {count} (100 %)")
+    written = (tmp_path / "epochs" / "config.yaml").read_text()
+    assert "epochs: 0.005" in written
+    assert "steps:" not in written
+    run(config_for(corpus, epochs=0.01, batch={"global": 4}, optimizer=optimizer), tmp_path / "epochs", resume=True)
+    assert f"steps: {count} until step {count}, now" in capfd.readouterr().out
+    assert len(lines_of(tmp_path / "epochs")) in (2 * count - 1, 2 * count)

@@ -25,17 +25,28 @@ class _Asked(NamedTuple):
     behind: list[int]
 
 
-def likelihoods(loaded: LoadedText, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
+def likelihoods(
+    loaded: LoadedText, pairs: Sequence[tuple[str, str]], *, marked: bool = False, rows: int | None = None
+) -> list[Likelihood]:
     """Score each (context, continuation). They are tokenized together, spaces at the context's end with the
     continuation, as the harness does, behind the token that begins a text (an empty context without one is an end
-    token); a context that is too long loses its beginning."""
+    token); a context that is too long loses its beginning.
+
+    `marked`: special tokens that a context spells are meant, as in a rendered chat, which begins with its own.
+    `rows`: most in a forward pass.
+    """
+    opening = [] if marked else loaded.tokenizer.opening
+
+    def encode(text: str) -> list[int]:
+        return loaded.tokenizer.encode_marked(text)[0] if marked else loaded.tokenizer.encode(text)
+
     asked = []
     for context, continuation in pairs:
         cut = len(context.rstrip())
-        before = loaded.tokenizer.encode(context[:cut]) if cut else []
-        whole = loaded.tokenizer.encode(context + continuation)
-        asked.append(_Asked([*loaded.tokenizer.opening, *before] or [loaded.tokenizer.end], whole[len(before) :]))
-    return _answered(loaded, asked)
+        before = encode(context[:cut]) if cut else []
+        whole = encode(context + continuation)
+        asked.append(_Asked([*opening, *before] or [loaded.tokenizer.end], whole[len(before) :]))
+    return _answered(loaded, asked, rows)
 
 
 def text_likelihoods(loaded: LoadedText, texts: Sequence[str]) -> list[float]:
@@ -57,17 +68,19 @@ def text_likelihoods(loaded: LoadedText, texts: Sequence[str]) -> list[float]:
 
 
 @torch.inference_mode()
-def _answered(loaded: LoadedText, asked: Sequence[_Asked]) -> list[Likelihood]:
-    """Batches of like lengths; a continuation longer than the model's context is scored in its last part alone."""
+def _answered(loaded: LoadedText, asked: Sequence[_Asked], rows: int | None = None) -> list[Likelihood]:
+    """Batches of like lengths, of `rows` at most; a continuation longer than the model's context is scored in its last
+    part alone."""
     inputs = [(one.context + one.behind)[:-1][-loaded.context :] for one in asked]
     order = sorted(range(len(asked)), key=lambda at: -len(inputs[at]))
     answers: dict[int, Likelihood] = {}
     while len(answers) < len(asked):
         longest = max(1, len(inputs[order[len(answers)]]))
-        chosen = order[len(answers) : len(answers) + max(1, BATCH_TOKENS // longest)]
+        most = min(rows or len(asked), max(1, BATCH_TOKENS // longest))
+        chosen = order[len(answers) : len(answers) + most]
         end = loaded.tokenizer.end  # padding to the right: nothing before it can see it
-        rows = torch.tensor([inputs[at] + [end] * (longest - len(inputs[at])) for at in chosen])
-        h = loaded.model.hidden(rows.to(loaded.device))  # [B, T, H]
+        padded = torch.tensor([inputs[at] + [end] * (longest - len(inputs[at])) for at in chosen])
+        h = loaded.model.hidden(padded.to(loaded.device))  # [B, T, H]
         for row, at in zip(h, chosen, strict=True):
             stop = len(inputs[at])
             target = torch.tensor(asked[at].behind[-stop:], device=loaded.device)

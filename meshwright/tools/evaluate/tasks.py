@@ -34,6 +34,10 @@ TASKS: dict[str, tuple[str, ...]] = {
 }
 """The options that have an effect on a task."""
 
+HARNESS = "lm-eval:"
+"""The beginning of the names of lm-evaluation-harness' tasks: `lm-eval:hellaswag,arc_easy`."""
+HARNESS_OPTIONS = ("context", "samples", "chat")
+
 FINE_TUNED: Mapping[str, tuple[str, Callable[[LoadedText, str, ShowProgress], Facts]]] = {
     "pairs": ("classified pairs", pair_accuracy),
     "squad": ("answered passages", squad_scores),
@@ -62,6 +66,7 @@ class Question:
     samples: int | None = None
     beams: int | None = None
     length_penalty: float | None = None
+    chat: bool | None = None
 
     @property
     def options(self) -> dict[str, int | float | str | None]:
@@ -72,14 +77,24 @@ class Question:
 
 def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
     """The step folder, and the result. Raises ConfigError where there is no such task, or an option has no effect."""
-    if name not in TASKS:
-        raise ConfigError.of("--task", name, "is no task", ", ".join(TASKS))
+    of_harness = name.startswith(HARNESS)
+    if name not in TASKS and not of_harness:
+        raise ConfigError.of("--task", name, "is no task", f"{', '.join(TASKS)}, {HARNESS}NAME")
     if name in NEEDS_DATA and question.data is None:
         raise ConfigError.of("--task", name, "needs --data", NEEDS_DATA[name])
     for option, value in question.options.items():
-        if value is not None and option not in TASKS[name]:
-            tasks = ", ".join(other for other, options in TASKS.items() if option in options)
+        if value is not None and option not in (HARNESS_OPTIONS if of_harness else TASKS[name]):
+            everyones = TASKS | {f"{HARNESS}NAME": HARNESS_OPTIONS}
+            tasks = ", ".join(other for other, options in everyones.items() if option in options)
             raise ConfigError.of(f"--{option}", value, f"has no effect on --task {name}", f"--task {tasks}")
+    if of_harness:
+        from meshwright.tools.harness import CheckpointLM, measure_tasks  # an extra, and seconds
+
+        model = CheckpointLM(question.checkpoint, question.device, question.context)
+        names = name.removeprefix(HARNESS).split(",")
+        return model.loaded.folder, measure_tasks(
+            model, names, question.data, question.samples, chat=question.chat is True
+        )
     if name == "perplexity":
         return _perplexity(question, progress)
     if name == "bleu":

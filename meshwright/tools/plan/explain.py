@@ -165,6 +165,7 @@ def render(explained: Explained) -> None:
     console.print(f"{config.layout.world_size} ranks: {config.layout.summary}; the innermost axis is the closest")
     if topology.num_nodes > 1:
         console.print(f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks, neighbours together")
+    console.print(config.batch_summary)
     console.print(f"{_num_elements(specs.values()):,} parameters, {_on_a_rank(run.stages[0]):,} on a rank")
     console.print(
         f"a step: {config.batch.global_} samples, {config.num_microbatches} microbatches of {config.micro} a replica, "

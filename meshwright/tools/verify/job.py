@@ -16,7 +16,7 @@ from meshwright.config.layout import Layout
 from meshwright.config.schema import Check, Offload, Precision
 from meshwright.data.files import ShowProgress as Report
 from meshwright.data.files import silent
-from meshwright.decisions import resolve, resolve_process, this_machine
+from meshwright.decisions import in_steps, resolve, resolve_process, this_machine
 from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
 from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
 from meshwright.launch.session import temporary_folder
@@ -120,6 +120,7 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
     for note in process.notes:
         report(note, None)
     data = config.data.prepare(config, report)
+    config = in_steps(config, data).config
     with temporary_folder() as folder:
         verdict = _compare_steps(config, folder, data, steps, report, traced=False)
         if not verdict.failed:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,49 +68,3 @@ def test_likelihoods(tmp_path: Path) -> None:
             h = random.model.hidden(stream[:, begin : start + length])[:, start - begin :]
             total -= float(random.head.token_losses(h, stream[:, start + 1 : start + length + 1]).sum())
     assert text_likelihoods(random, [text, ""]) == [pytest.approx(total, rel=1e-9), 0.0]
-
-
-def test_the_harness_model(tmp_path: Path) -> None:
-    """With the harness itself, where it is installed."""
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.model import LM
-
-    from meshwright.tools.harness import CheckpointLM
-
-    model = CheckpointLM(rigged_checkpoint(tmp_path, FOLLOWS), "cpu")
-    assert isinstance(model, LM)
-    asked = [SimpleNamespace(args=("see b", " cat")), SimpleNamespace(args=("see b", " cab"))]
-    assert [greedy for _, greedy in model.loglikelihood(asked)] == [True, False]
-    assert len(model.loglikelihood_rolling([SimpleNamespace(args=("b cat",))])) == 1
-    options = {"until": ["t"], "max_gen_toks": 8}
-    assert model.generate_until([SimpleNamespace(args=("b", options))]) == [" ca"]
-
-
-def test_the_harness_measures_a_local_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`lm_eval.simple_evaluate` itself, offline, on a task of three questions of which the model knows two."""
-    lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.tasks import TaskManager
-
-    from meshwright.tools.harness import CheckpointLM
-
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    asked = [("see b", ["at", "cat"], 1), ("b", ["cat", "dog"], 0), ("see b", ["dog", "cat"], 0)]
-    rows = [json.dumps({"asked": text, "choices": choices, "right": right}) for text, choices, right in asked]
-    (tmp_path / "asked.jsonl").write_text("\n".join(rows))
-    (tmp_path / "ours.yaml").write_text(
-        f"""task: ours
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {tmp_path / "asked.jsonl"}}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: asked
-doc_to_choice: choices
-doc_to_target: right
-metric_list: [{{metric: acc}}]
-"""
-    )
-    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    model = CheckpointLM(rigged_checkpoint(tmp_path / "run", FOLLOWS), "cpu")
-    told = lm_eval.simple_evaluate(model=model, tasks=["ours"], task_manager=tasks, bootstrap_iters=0)
-    assert told["results"]["ours"]["acc,none"] == pytest.approx(2 / 3)

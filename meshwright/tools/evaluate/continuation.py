@@ -1,0 +1,96 @@
+"""Greedy continuations of many prompts at once: what lm-evaluation-harness asks beside likelihoods (tools/harness.py).
+
+Prompts of equal length go through the model together, so that no row is padded and each gets the tokens that it would
+get alone. A row that has ended leaves the batch. One whose continuation may not fit into the context, and one that is
+drawn, goes by itself (generate.py), where the context slides.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+from meshwright.models.decoder import KeyValueCache
+from meshwright.tools.evaluate.load import BATCH_TOKENS, LoadedText
+from meshwright.tools.generate import Sampling, generate_tokens, whole_characters
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A prompt's tokens, and how to go on: at most `most` tokens, up to a token of `ends` (besides the tokenizer's own)
+    or a text of `stops`, none of which is part of the continuation."""
+
+    prompt: Sequence[int]
+    most: int
+    stops: tuple[str, ...] = ()
+    ends: tuple[int, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+def continuations(loaded: LoadedText, openings: Sequence[Opening], rows: int | None = None) -> list[str]:
+    """The continuation of each prompt. `rows`: most of them that go through the model at once."""
+    together: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    answers: dict[int, str] = {}
+    for at, one in enumerate(openings):
+        length = len(one.prompt)
+        if length and length + one.most <= loaded.context and one.sampling.temperature == 0:
+            together[length, one.most].append(at)
+        else:
+            answers[at] = _alone(loaded, one)
+    for (length, most), places in together.items():
+        size = min(rows or len(places), max(1, BATCH_TOKENS // (length + most)))
+        for start in range(0, len(places), size):
+            chosen = places[start : start + size]
+            answers |= zip(chosen, _together(loaded, [openings[at] for at in chosen]), strict=True)
+    return [answers[at] for at in range(len(openings))]
+
+
+def _alone(loaded: LoadedText, asked: Opening) -> str:
+    """The continuation of one prompt, whose context slides."""
+    prompt, text = list(asked.prompt), ""
+    tokens = generate_tokens(loaded, prompt, asked.most, asked.sampling, asked.ends)
+    for text in accumulate(whole_characters(loaded.tokenizer, prompt, tokens)):
+        if (ended := _before_stop(text, asked.stops)) is not None:
+            return ended
+    return text
+
+
+@torch.inference_mode()
+def _together(loaded: LoadedText, openings: Sequence[Opening]) -> list[str]:
+    """The continuations of prompts of one length, for as many tokens, in one batch."""
+    tokenizer, cache = loaded.tokenizer, KeyValueCache()
+    made: list[list[int]] = [[] for _ in openings]
+    texts = ["" for _ in openings]
+    alive = list(range(len(openings)))
+    fresh = torch.tensor([list(one.prompt) for one in openings], device=loaded.device)  # [B, T]
+    for _ in range(openings[0].most):
+        h = loaded.model.hidden(fresh, cache)[:, -1]  # [B, H]
+        chosen = loaded.head.logits(h)[:, : tokenizer.vocabulary_size].argmax(-1).tolist()
+        stays = []
+        for place, (row, token) in enumerate(zip(alive, chosen, strict=True)):
+            one = openings[row]
+            if token in tokenizer.marks.stops or token in one.ends:
+                continue
+            made[row].append(token)
+            texts[row] = "".join(whole_characters(tokenizer, list(one.prompt), iter(made[row])))
+            if (ended := _before_stop(texts[row], one.stops)) is not None:
+                texts[row] = ended
+            else:
+                stays.append(place)
+        if not stays:
+            break
+        if len(stays) < len(alive):
+            cache.layers = [(key[stays], value[stays]) for key, value in cache.layers]
+        alive = [alive[place] for place in stays]
+        fresh = torch.tensor([[made[row][-1]] for row in alive], device=loaded.device)
+    return texts
+
+
+def _before_stop(text: str, stops: Sequence[str]) -> str | None:
+    """The text before the first of the words that end it; None where it has none of them."""
+    ends = [text.index(stop) for stop in stops if stop and stop in text]
+    return text[: min(ends)] if ends else None
