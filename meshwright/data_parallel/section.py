@@ -56,6 +56,8 @@ class Sync:
     in one order."""
     gathers: bool = False
     """Whether weights are slices as well, gathered part by part of the model: a bucket is then what a part needs."""
+    like: str = ""
+    """The name under which others know it."""
     unplanned: str = ""
     """Why a planner cannot compute it: `is more than ...`."""
 
@@ -167,7 +169,7 @@ ZERO2 = Sync(
 ZERO3 = Sync(
     "meshwright.data_parallel.gathering:Zero3", "meshwright.data_parallel.gathering:Gathering", slices=True,
     gathers=True, cuts_parameters=True, rules=(needs_torch_distributed, shards_are_equal), over_mpi=False,
-    candidate=True,
+    candidate=True, like="FSDP",
 )  # fmt: skip
 FSDP = Sync(
     whole="meshwright.data_parallel.fsdp:FullySharded",

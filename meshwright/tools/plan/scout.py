@@ -14,7 +14,7 @@ from typing import NamedTuple
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
 from meshwright.data.files import ShowProgress, silent
-from meshwright.section import with_field
+from meshwright.section import divisors, with_field
 from meshwright.tensor.section import Whole
 from meshwright.tools.plan.answer import verdict
 from meshwright.tools.plan.estimate import Estimates
@@ -240,7 +240,17 @@ def ways_cut(layout: Layout) -> int:
     return bool(layout.tensor.axes) + bool(layout.context.axes)
 
 
-def cut_once(layout: Layout) -> Iterator[Hashable]:
-    """A layer's cuts, each alone: beside another it is taken to make no layer faster."""
-    yield layout.data.expert, ContextParallel(), layout.tensor
-    yield layout.data.expert, layout.context, Whole()
+def round_of(layout: Layout) -> tuple[int, int]:
+    """The order in which the search comes to a way to cut layers: what `cuts_within` names comes before."""
+    ways = ways_cut(layout)
+    return ways, layout.context.size if ways == 1 else 1
+
+
+def cuts_within(layout: Layout) -> Iterator[Hashable]:
+    """The cuts that a layer's cut is made of: of its inside alone, of its sequences alone, and over fewer ranks. None
+    is taken to become faster by the others beside it, or a sequence's over more ranks."""
+    context = layout.context
+    if context.axes and layout.tensor.axes:
+        yield layout.data.expert, ContextParallel(), layout.tensor
+    for size in divisors(context.size)[1:]:
+        yield layout.data.expert, context.model_copy(update={"size": size}), Whole()

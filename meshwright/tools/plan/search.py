@@ -13,11 +13,12 @@
 | its prediction            | the whole step (predict.py)                                 | it does not fit, or  |
 |                           |                                                             | the top K are faster |
 
-The run file's own layout is predicted first, if it is legal. Then come layouts in three rounds: of whole layers; of
-layers cut in one way, inside or along the sequence; of those cut in both, where either cut alone is fast enough. After
-each round layouts are predicted in the order of their estimates until K fit: slower ones of the next rounds are not
-looked at. SIMULATED are predicted at most. When the next estimate is not below the K-th fastest prediction, nothing
-that is left can be, as far as an estimate is no more than 1/SURE of the prediction (estimate.py).
+The run file's own layout is predicted first, if it is legal. Then come layouts in rounds: of whole layers; of layers
+cut in one way, inside or along the sequence, sequences over more and more ranks; of those cut in both, where either
+cut alone is fast enough. After each round layouts are predicted in the order of their estimates: what is slower than
+the K fastest is not looked at in the next. SIMULATED are predicted at most. When the next estimate is not below the
+K-th fastest prediction, nothing that is left can be, as far as an estimate is no more than 1/SURE of the prediction
+(estimate.py).
 
 A layout that recomputes, moves or sends what it might keep is not predicted where the one that keeps it fits and is
 estimated to be as fast; attention is not recomputed at all where its kernel keeps nothing.
@@ -43,10 +44,21 @@ from meshwright.errors import ConfigError, Problem
 from meshwright.registry import entries
 from meshwright.section import with_field
 from meshwright.tools.plan.answer import Change, Training, verdict
+from meshwright.tools.plan.buckets import bytes_text
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Memory, Planner, Prediction
-from meshwright.tools.plan.scout import Keep, Loser, Outlook, Queued, Scout, cut_once, strategy_of, ways_cut
+from meshwright.tools.plan.scout import (
+    Keep,
+    Loser,
+    Outlook,
+    Queued,
+    Scout,
+    cuts_within,
+    round_of,
+    strategy_of,
+    ways_cut,
+)
 from meshwright.tools.plan.space import SearchJob, families, own_layout
 from meshwright.tools.plan.workers import Workers
 
@@ -56,10 +68,6 @@ SIMULATED = 80
 TRIES = 6
 """The most layouts that are predicted until one fits, of a strategy that has none among the fastest, before the one
 that holds least is asked."""
-
-
-WAYS = 2
-"""In how many ways a layer can be cut (scout.ways_cut)."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +112,22 @@ class SearchResult:
 
 
 def layout_text(config: Config) -> str:
-    """`megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto, offload host`."""
-    memory, limit = config.memory, config.layout.pipeline.limit
+    """`megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto, offload host`. One
+    replica of whole sequences is not named: nothing is reduced."""
+    memory, layout = config.memory, config.layout
+    limit, kind, data = layout.pipeline.limit, layout.tensor.words, layout.data
     words = [f"micro {config.micro}"]
     words += [f"limit {limit}"] * (limit != "auto")
     words += [f"recompute {memory.recompute}"] * (memory.recompute != "none")
     words += [f"offload {memory.offload.to}"] * (memory.offload.to != "none")
-    kind = config.layout.tensor.words
-    return f"{f'{kind}: ' if kind else ''}{config.layout.summary}; {', '.join(words)}"
+    axes = layout.summary
+    if data.strategy.like:
+        axes = axes.replace(f"({data.sync})", f"({data.sync}, as {data.strategy.like})")
+    if layout.world_size == 1:
+        axes = "one device"
+    elif math.prod(size for name, size in layout.axes if name in layout.token_axes) == 1:
+        axes = ", ".join(part for part in axes.split(", ") if not part.startswith("data "))
+    return f"{f'{kind}: ' if kind else ''}{axes}; {', '.join(words)}"
 
 
 def search(
@@ -183,17 +199,20 @@ Numbered = tuple[int, Config]
 class _Hunt:
     """A search under way. `queue`: the first `passed` are done with. `best`: the fastest that fit; `tight`: the fastest
     that are; `known`: every prediction; `fastest`: by strategy, those that fit before those that are tight. `fitting`:
-    layouts that fit, and those that keep less and so fit, too."""
+    layouts that fit, and those that keep less and so fit, too: these are `dominated`. `behind`: those that would be
+    tight, and no use."""
 
     def __init__(self, scout: Scout, top: int, report: ShowProgress, workers: Workers) -> None:
         self.scout, self.top, self.report, self.workers = scout, top, report, workers
         self.found = Outlook()
-        self.dominated = self.simulated = self.passed = 0
+        self.simulated = self.passed = 0
         self.families: list[Numbered] = []
         self.best: list[Prediction] = []
         self.tight: list[Prediction] = []
         self.known: list[Prediction] = []
         self.queue: list[Queued] = []
+        self.dominated: dict[Config, Queued] = {}
+        self.behind: list[Queued] = []
         self.seen: set[Config] = set()
         self.fitting: set[Config] = set()
         self.fastest: dict[str, Prediction] = {}
@@ -201,8 +220,8 @@ class _Hunt:
     @property
     def counts(self) -> Counts:
         found, predicted = self.found, len(self.known)
-        out = found.too_full + found.unfit + self.dominated + predicted
-        return Counts(found.legal, found.too_full, found.unfit, self.dominated, found.legal - out, predicted)
+        out = found.too_full + found.unfit + len(self.dominated) + predicted
+        return Counts(found.legal, found.too_full, found.unfit, len(self.dominated), found.legal - out, predicted)
 
     @property
     def cutoff(self) -> float:
@@ -225,11 +244,14 @@ class _Hunt:
 
     def run(self) -> None:
         """Predict the fastest, and one of each strategy."""
-        for ways in range(WAYS + 1):
-            self._gather(ways)
-            self._predict_fastest(complete=ways == WAYS)
+        rounds = sorted({round_of(family.layout) for _, family in self.families})
+        for place, number in enumerate(rounds):
+            self._gather(number)
+            self._predict_fastest(complete=place > 0 or len(rounds) == 1)
         for strategy in self.strategies:
-            waiting = [one for one in self.queue[self.passed :] if strategy_of(one.config) == strategy]
+            left = [*self.dominated.values(), *self.behind, *self.queue[self.passed :]]
+            waiting = [one for one in left if strategy_of(one.config) == strategy]
+            waiting.sort(key=lambda queued: queued.seconds)
             if not self._try(strategy, waiting) and strategy in self.found.slow:
                 self._look_again(strategy)
 
@@ -253,25 +275,26 @@ class _Hunt:
         """The error that names the layout which lacks least memory."""
         job, closest = self.scout.job, min(self.found.closest.values(), key=lambda one: one.lack)
         device = self.scout.device_bytes
-        needs = f"{closest.memory.text}; {(closest.memory.total - device) / 1e9:.2f} GB are missing"
+        needs = f"{closest.memory.text}; {bytes_text(closest.memory.total - device)} are missing"
         alone = "" if closest.whole else " before it computes anything"
         rule = (
-            f"has {device / 1e9:.2f} GB a device, and none of {self.found.legal:,} legal layouts on {job.devices} "
-            f"fits: the closest, {layout_text(closest.config)}, needs {closest.memory.total / 1e9:.2f} GB{alone} "
+            f"has {bytes_text(device)} a device, and none of {self.found.legal:,} legal layouts on {job.devices} "
+            f"fits: the closest, {layout_text(closest.config)}, needs {bytes_text(closest.memory.total)}{alone} "
             f"({needs})"
         )
         return ConfigError.of("--cluster", job.cluster.name, rule, "more --devices, or a smaller model")
 
-    def _gather(self, ways: int) -> None:
+    def _gather(self, this: tuple[int, int]) -> None:
         """Queue the layouts of one round that may fit and may be fast enough, by their estimates."""
         cutoff = self.cutoff
         numbered = []
         for number, family in self.families:
-            if ways_cut(family.layout) == ways:
-                if ways == WAYS and any(self.found.least.get(cut, 0.0) >= cutoff for cut in cut_once(family.layout)):
-                    self.found.count_slow(family)
-                else:
-                    numbered.append((number, family))
+            if round_of(family.layout) != this:
+                continue
+            if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
+                self.found.count_slow(family)
+            else:
+                numbered.append((number, family))
         found = Outlook()
         try:
             self._look_at(numbered, cutoff, found)
@@ -321,9 +344,10 @@ class _Hunt:
             self.passed += 1
             behind = bool(self.best) and queued.seconds >= self.best[0].seconds
             if queued.tight and (behind or len(self.tight) >= self.top):
+                self.behind.append(queued)
                 continue
             if any(keeps in self.fitting for keeps in sparing(queued.config)):
-                self.dominated += 1
+                self.dominated[queued.config] = queued
                 self.fitting.add(queued.config)  # what keeps even less is slower still
                 continue
             self._predict(queued.config)
@@ -340,9 +364,9 @@ class _Hunt:
 
     def _look_again(self, strategy: str) -> None:
         """Predict one of a strategy of which all layouts that may fit were too slow to be looked at."""
-        for ways in range(WAYS + 1):
-            own = [(number, one) for number, one in self.families if strategy_of(one) == strategy]
-            numbered = [(number, one) for number, one in own if ways_cut(one.layout) == ways]
+        own = [(number, one) for number, one in self.families if strategy_of(one) == strategy]
+        for this in sorted({round_of(one.layout) for _, one in own}):
+            numbered = [(number, one) for number, one in own if round_of(one.layout) == this]
             found = Outlook()
             self._look_at(numbered, math.inf, found)
             for loser in found.closest.values():
@@ -355,6 +379,7 @@ class _Hunt:
             self.found.legal -= 1  # the run's own
             return
         self.seen.add(config)
+        self.dominated.pop(config, None)
         self.simulated += 1
         text = f"{self.found.legal:,} layouts; predicting number {self.simulated}: {layout_text(config)}"
         self.report(text, min(1.0, self.simulated / SIMULATED))

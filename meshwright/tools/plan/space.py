@@ -38,6 +38,7 @@ import yaml
 
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
+from meshwright.config.load import ELSEWHERE
 from meshwright.config.rules import RULES, broken_rules
 from meshwright.errors import Problem
 from meshwright.registry import entries
@@ -114,7 +115,7 @@ def own_layout(job: SearchJob) -> Config | None:
     rest = job.devices // (run.layout.world_size // run.layout.data.size)
     if not is_fixed("layout.data.size", job.fixed) and rest % run.layout.data.expert == 0:
         run = with_field(run, "layout.data.size", max(1, rest))
-    if run.layout.world_size != job.devices or broken_rules(run):
+    if run.layout.world_size != job.devices or broken_rules(run, frozenset(ELSEWHERE)):
         return None
     return with_field(run, "batch.micro", run.micro)
 
