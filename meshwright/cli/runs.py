@@ -211,8 +211,7 @@ def plan(
     training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
     config, words = planned_run(run, NamedRun(model, sequence, batch), overrides or (), described)
     report.check_new("--out", out)
-    if page is not None:
-        report.check_new("--page", page)
+    report.check_new("--page", page)
     models = Estimates(Planner(described, software_of(config, imbalance)))
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(

@@ -102,7 +102,7 @@ NO_DIFFERENCE = "no difference that this prediction can tell"
 
 
 def tight_sentence(tight: Prediction, best: Prediction, layout: str) -> str:
-    """What a layout gains that is faster than the first and may not fit, and what it risks."""
+    """A layout that is faster than the first and may not fit: what it gains, and when it runs out of memory."""
     gain, cluster = 1 - tight.seconds / best.seconds, best.cluster
     worth = f"{gain:.1%} less" + ("" if is_difference(gain, cluster) else f", {NO_DIFFERENCE}")
     return (

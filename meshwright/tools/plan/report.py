@@ -41,9 +41,9 @@ _WIDTH = 120
 """Columns, where no terminal says how many there are."""
 
 
-def check_new(option: str, path: Path) -> None:
+def check_new(option: str, path: Path | None) -> None:
     """Raises ConfigError where a file is there already: what somebody has planned, or written, is not replaced."""
-    if path.exists():
+    if path is not None and path.exists():
         raise ConfigError.of(option, path, "is there already", "another file, or remove it")
 
 

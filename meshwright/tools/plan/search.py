@@ -256,7 +256,7 @@ class _Hunt:
                 self._look_again(strategy)
 
     def result(self, *, stopped: bool) -> SearchResult:
-        """What is known. Of a strategy that a stopped search has not predicted nothing is said."""
+        """All that is known. About a strategy that a stopped search has not predicted nothing is said."""
         best, found = tuple(self.best) or tuple(self.tight), self.found
         first = best[0]
         tight = tuple(one for one in self.tight if self.best and one.seconds < first.seconds)
