@@ -16,9 +16,9 @@
 The run file's own layout is predicted first, if it is legal. Then come layouts in rounds: of whole layers; of layers
 cut in one way, inside or along the sequence, sequences over more and more ranks; of those cut in both, where either
 cut alone is fast enough. After each round layouts are predicted in the order of their estimates: what is slower than
-the K fastest is not looked at in the next. SIMULATED are predicted at most. When the next estimate is not below the
-K-th fastest prediction, nothing that is left can be, as far as an estimate is no more than 1/SURE of the prediction
-(estimate.py).
+the K fastest is not looked at in the next. SIMULATED of a round are predicted at most. When the next estimate is not
+below the K-th fastest prediction, nothing that is left can be, as far as an estimate is no more than 1/SURE of the
+prediction (estimate.py).
 
 A layout that recomputes, moves or sends what it might keep is not predicted where the one that keeps it fits and is
 estimated to be as fast; attention is not recomputed at all where its kernel keeps nothing.
@@ -63,7 +63,7 @@ from meshwright.tools.plan.space import SearchJob, families, own_layout
 from meshwright.tools.plan.workers import Workers
 
 SIMULATED = 80
-"""The most layouts that are predicted, once as many fit as were asked for: estimates let pass what hardly fits."""
+"""The most layouts of a round that are predicted, once any fits: estimates let pass what hardly fits."""
 
 TRIES = 6
 """The most layouts that are predicted until one fits, of a strategy that has none among the fastest, before the one
@@ -335,11 +335,12 @@ class _Hunt:
     def _predict_fastest(self, *, complete: bool) -> None:
         """Predict in the order of the estimates until as many fit as were asked for; where `complete` says so, until
         nothing in the queue can be among these."""
+        limit = self.simulated + SIMULATED
         while self.passed < len(self.queue):
             queued = self.queue[self.passed]
             if len(self.best) >= self.top and (not complete or queued.seconds >= self.best[-1].seconds):
                 return
-            if self.known and self.simulated >= SIMULATED:
+            if self.known and self.simulated >= limit:
                 return
             self.passed += 1
             behind = bool(self.best) and queued.seconds >= self.best[0].seconds
